@@ -45,6 +45,7 @@ fuzz: $(VENV)/installed
 	$(BIN)/python -m tests.torch.trainings --seeds 0:1000
 	$(BIN)/python -m tests.tf.fuzz --seeds 0:1000
 	$(BIN)/python -m tests.membership
+	$(BIN)/python -m tests.elastic --kills 200
 
 # A few minutes; `python -m benchmarks.run` takes longer and also runs 4 ranks.
 bench: $(VENV)/installed data

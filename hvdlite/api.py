@@ -89,7 +89,7 @@ def runtime() -> Runtime:
     """Return the process's runtime.
 
     Raises:
-        NotInitializedError: before `init()` and after `shutdown()`; in an elastic job as long as this process has no world.
+        NotInitializedError: before `init()` and after `shutdown()`; in an elastic job between two worlds.
     """
     return _worlds.current()
 
@@ -100,17 +100,17 @@ def worlds() -> Worlds:
 
 
 def is_provisional() -> bool:
-    """Return whether this process has no world: it has joined an elastic job, or its world has ended.
+    """Return whether this process is in no world of its elastic job: it joins the job, or its world has ended.
 
-    Then `rank()` and `size()` are provisional or those of the last world, collectives are errors, and broadcasts of a state
-    return what they were given: `hvd.elastic.run` synchronises the state.
+    Then `rank()` and `size()` are provisional or those of the last world, and broadcasts of a state return what they were
+    given: `hvd.elastic.run` synchronises the state. A process that joins is alone in its collectives.
     """
     return _worlds.waiting is not None
 
 
 def attached_runtime() -> Runtime | None:
-    """Like `runtime`; None in a process that has no world: followers get its runtime when it begins."""
-    return None if is_provisional() else runtime()
+    """Like `runtime`; None between two worlds of an elastic job: followers get the runtime when the next one begins."""
+    return _worlds.runtime if is_provisional() else runtime()
 
 
 def is_elastic() -> bool:

@@ -20,8 +20,10 @@ from hvdlite_torch.rows import mapped
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int,
                          process_set: ProcessSet = global_process_set) -> None:
-    """Overwrite tensors with rank `root_rank`'s, in place. Like `broadcast_optimizer_state` and `broadcast_object`, do nothing
-    in a process that joins an elastic job, because `hvd.elastic.run` synchronises the state.
+    """Overwrite tensors with rank `root_rank`'s, in place.
+
+    In a process that joins an elastic job, this does nothing, like `broadcast_optimizer_state` and `broadcast_object`:
+    `hvd.elastic.run` synchronises the state.
 
     Args:
         params: a `state_dict()`, or `named_parameters()`, or a list of tensors. Entries of a dict that are not tensors are

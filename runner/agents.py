@@ -42,6 +42,7 @@ class Agents:
                  lost: Callable[[RemoteAgent], None], stopped: Callable[[], bool] = lambda: False,
                  unreached: Callable[[RemoteAgent], None] = lambda remote: None) -> None:
         self.remotes: list[RemoteAgent] = []
+        self._leaving: list[RemoteAgent] = []  # hosts that are not used any more, until their shells have ended
         self._pinger: Pinger | None = None
         self._selector, self._take, self._lost, self._stopped = selector, take, lost, stopped
         self._unreached = unreached
@@ -89,10 +90,14 @@ class Agents:
         return remote
 
     def discard(self, remote: RemoteAgent) -> None:
-        """Close the link to a host; its agent ends all processes there."""
+        """Leave a host; its agent ends all processes there."""
         self.remotes = [each for each in self.remotes if each is not remote]
         self._start_pinger()
-        remote.close()
+        if remote.over or remote.ready is None:
+            remote.close()
+        else:
+            remote.send(Stop())
+            self._leaving.append(remote)
 
     def ask(self, orders: Mapping[RemoteAgent, Order], kind: type[Answer],
             timeout: float = ANSWER_SECONDS) -> dict[RemoteAgent, Answer]:
@@ -116,6 +121,9 @@ class Agents:
         for key, _ in self._selector.select(timeout):
             if self._selector.get_map().get(key.fd) is key:  # not unregistered by an earlier one of this round
                 key.data()
+        for remote in [each for each in self._leaving if each.has_ended]:
+            self._leaving.remove(remote)
+            remote.close()
 
     def end(self, timeout: float) -> None:
         """Send `Stop` to all hosts and wait for their `AgentDone`; hosts without an answer count as lost."""
@@ -127,9 +135,9 @@ class Agents:
             else:
                 remote.send(Stop())
         until = time.monotonic() + timeout
-        while any(not remote.over for remote in self.remotes) and time.monotonic() < until:
+        while any(not remote.over for remote in [*self.remotes, *self._leaving]) and time.monotonic() < until:
             self.turn(_TURN)
-        for remote in self.remotes:
+        for remote in [*self.remotes, *self._leaving]:
             remote.close()
 
     def _start_pinger(self) -> None:
@@ -154,6 +162,8 @@ class Agents:
             self._take(remote, event)
 
     def _gone(self, remote: RemoteAgent) -> None:
+        if remote in self._leaving:
+            return
         if remote.ready is not None:
             self._lost(remote)
         else:

@@ -7,6 +7,7 @@ what it leaves behind in its session is killed. If it fails the first time, the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -122,7 +123,10 @@ class DiscoveryScript:
         """Start the program, or take its result, if that is due."""
         if self._run is None:
             if now >= self._due:
-                self._start(now)
+                try:
+                    self._start(now)
+                except LaunchError as error:
+                    self._failed(error)
             return None
         ended = os.waitid(os.P_PID, self._run.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         late = not ended and now >= self._run.until
@@ -131,13 +135,7 @@ class DiscoveryScript:
         try:
             found = self._result(self._run, late)
         except LaunchError as error:
-            reason = f"--host-discovery-script {self._program} {error}"
-            if self._known is None:
-                raise LaunchError(reason) from None
-            if reason not in self._told:
-                self._told.add(reason)
-                first, said, quoted = reason.partition(_SAID)
-                self._warn(f"{first}; the hosts stay as they were{said}{quoted}")
+            self._failed(error)
             return None
         if self._known is not None and list(found.items()) == list(self._known.items()):
             return None
@@ -155,21 +153,38 @@ class DiscoveryScript:
 
     def _start(self, now: float) -> None:
         self._due = now + SECONDS_BETWEEN
-        output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - a pipe could stay open or fill
+        command = self._command()
         try:
-            process = subprocess.Popen(self._command(), stdin=subprocess.DEVNULL, stdout=output, stderr=errors,
-                                       start_new_session=True)
+            with contextlib.ExitStack() as files:
+                output, errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))  # a pipe could stay open
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors,
+                                           start_new_session=True)
+                files.pop_all()
         except OSError as error:
-            raise LaunchError(f"--host-discovery-script {self._program} cannot be started: {error.strerror}") from None
+            raise LaunchError(f"cannot be started: {error.strerror}") from None
         self._watch(process.pid)
         self._run = _Run(process, output, errors, now + LIMIT_SECONDS)
+
+    def _failed(self, error: LaunchError) -> None:
+        """Warn of a failure, once for each reason.
+
+        Raises:
+            LaunchError: when there has been no answer yet.
+        """
+        reason = f"--host-discovery-script {self._program} {error}"
+        if self._known is None:
+            raise LaunchError(reason) from None
+        if reason not in self._told:
+            self._told.add(reason)
+            first, said, quoted = reason.partition(_SAID)
+            self._warn(f"{first}; the hosts stay as they were{said}{quoted}")
 
     def _command(self) -> Sequence[str]:
         if not os.path.exists(self._program):
             return ["/bin/sh", "-c", self._program]
         path = os.path.abspath(self._program)
         if not os.access(path, os.X_OK):
-            raise LaunchError(f"--host-discovery-script {self._program} is not executable; chmod +x {self._program}")
+            raise LaunchError(f"is not executable; chmod +x {self._program}")
         return ["/bin/sh", "-c", f"exec {shlex.quote(path)}"]  # a shell, because it also runs a file without a #! line
 
     def _result(self, run: _Run, late: bool) -> dict[str, int]:

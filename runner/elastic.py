@@ -154,7 +154,9 @@ class _ElasticJob:
         self._task.write_members(self._authority.members)
         if self._end.code == 0:
             return 0
-        cause = failures.root_cause(self._exits, self._records)
+        cause = failures.root_cause(self._to_blame() if went_on else self._exits, self._records)
+        if cause is not None and cause.exit.ended_by_us and cause.record is None:
+            cause = None  # it was ended because of the reason
         is_its_code = cause is not None and self._end.code in {ended.shell_code for ended in self._exits}
         if went_on or not is_its_code:
             self._output.note(self._end.reason)
@@ -168,6 +170,15 @@ class _ElasticJob:
             self._output.note(line)
         self._task.write_cause(cause.exit.rank, lines[0])
         return cause.exit.shell_code if is_its_code else self._end.code
+
+    def _to_blame(self) -> list[Exit]:
+        """Return the ends of processes that can be the cause of the job's end."""
+        assert self._end is not None
+        member = self._end.member
+        if member is not None:
+            origin = self._records[member].origin if member in self._records else member
+            return [ended for ended in self._exits if ended.rank in (member, origin)]
+        return [ended for ended in self._exits if not ended.ended_by_us]
 
     # --- what happens ------------------------------------------------------------------------------------------------------
 
@@ -213,9 +224,15 @@ class _ElasticJob:
                 self.workers.termination.schedule(GRACE if command.code else 0.0)
 
     def _start_members(self, starting: Sequence[StartMember]) -> None:
+        width = len(str(self._elastic.limits.start_np - 1))
         for each in starting:
-            name = f"member.{each.member}" if each.is_joiner else f"rank.{each.rank}"
-            self._output.open_files(each.member, name)
+            name = f"member.{each.member}" if each.is_joiner else f"rank.{each.rank:0{width}d}"
+            try:
+                self._output.open_files(each.member, name)
+            except LaunchError as error:
+                if not each.is_joiner:
+                    raise
+                self._output.note(str(error))
         for machine, order in self._starts.orders(starting, self._task.payload()):
             self._running[order.member] = machine
             self._send(order.member, order)

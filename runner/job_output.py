@@ -80,8 +80,16 @@ class JobOutput:
         """Show output of a process, and write it to its file."""
         self.console.feed(event.rank, event.stream, event.content)
         descriptor = self._files.get((event.rank, event.stream))
-        if descriptor is not None:
-            os.write(descriptor, event.content)
+        if descriptor is None:
+            return
+        try:
+            rest = memoryview(event.content)
+            while rest:
+                rest = rest[os.write(descriptor, rest):]
+        except OSError as error:  # a full disk does not end the job
+            self.close_files(event.rank)
+            self.note(f"--output-filename {self._settings.output_directory}: {error.strerror}; the files of a process end "
+                      "here")
 
     def note(self, text: str) -> None:
         """Write a line of hvdrun's own."""

@@ -64,6 +64,11 @@ class RemoteAgent:
         selector.register(self._process.stdout, selectors.EVENT_READ, self._receive)
         self._write(bootstrap_input)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the remote shell has ended."""
+        return self._process.poll() is not None
+
     def send(self, order: Order) -> None:
         """Send an order, unless the host is lost."""
         if not self.over:

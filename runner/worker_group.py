@@ -255,6 +255,8 @@ class WorkerGroup:
 
     def _read(self, rank: int, name: str) -> bool:
         """Report output of a rank; return whether there was any."""
+        if (rank, name) not in self._open:
+            return False  # a member that was collected by an earlier event of the same round
         try:
             content = os.read(self._open[rank, name], _READ_BYTES)
         except BlockingIOError:

@@ -108,6 +108,13 @@ class ElasticJob:
         """Send a signal to a member."""
         os.kill(self.processes[member].pid, number)
 
+    def refuse_files(self, host: str) -> None:
+        """Let the members of a host write none of the files that only show how they are: a folder is in their place."""
+        directory = Path(self._directory(host))
+        for file in [*directory.glob("progress.*"), *directory.glob("processes.json")]:
+            file.unlink()
+            file.mkdir()
+
     def lose_launcher(self) -> None:
         """Close all connections with members, as if the launcher had died."""
         for server in self._servers.values():

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from hvdlite.bootstrap.cancellation import Cancellation
-from hvdlite.core.config import socket_timeout
+from hvdlite.core.config import poll_timeout, socket_timeout
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.socket_paths import short_socket_path
 
@@ -44,9 +45,9 @@ def send_fds(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], tim
             listener.bind(short)
         try:
             listener.listen(receivers)
-            listener.settimeout(socket_timeout(timeout))
             with cancellation.watch(listener):
                 for _ in range(receivers):
+                    _wait_for_connection(listener, timeout, cancellation)
                     sock, _ = listener.accept()
                     with sock, cancellation.watch(sock):
                         sock.settimeout(socket_timeout(timeout))
@@ -118,6 +119,21 @@ def _receive(sock: socket.socket) -> list[int]:
             os.close(descriptor)
         raise
     return received
+
+
+def _wait_for_connection(listener: socket.socket, timeout: float, cancellation: Cancellation) -> None:
+    """Block until `accept` does not; unlike `accept`, this ends when a Unix socket is shut down.
+
+    Raises:
+        TimeoutError: after `timeout` seconds.
+        LaunchError: when the rendezvous was given up.
+    """
+    poller = select.poll()
+    poller.register(listener, select.POLLIN)
+    ready = poller.poll(poll_timeout(timeout))
+    cancellation.check()
+    if not ready:
+        raise TimeoutError
 
 
 def _number(sock: socket.socket, sender: str) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import math
 import os
 import select
 import socket
@@ -24,7 +23,7 @@ from hvdlite.bootstrap.refused_connections import RefusedConnections
 from hvdlite.control.codec import RankInfo, Welcome
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.wire import Connection, challenge_as_client, challenge_as_server
-from hvdlite.core.config import socket_timeout
+from hvdlite.core.config import poll_timeout, socket_timeout
 from hvdlite.core.errors import HvdliteError, LaunchError, ProtocolError
 from hvdlite.core.file_limit import reserve_descriptors
 from hvdlite.core.socket_paths import check_same_user, short_socket_path
@@ -262,7 +261,7 @@ class _Admission:
                     raise MissingRanks(f"ranks {missing} did not connect to {self._address} within {timeout:.0f} s "
                                        "(HVDLITE_START_TIMEOUT); did their processes start, and do they call init()?",
                                        missing)
-                poller.poll(None if left == math.inf else math.ceil(1000 * left))
+                poller.poll(poll_timeout(left))
                 self._cancellation.check()
                 self._settled.clear()
                 try:

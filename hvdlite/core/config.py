@@ -258,6 +258,11 @@ def socket_timeout(seconds: float) -> float | None:
     return seconds if seconds < _MAX_SOCKET_TIMEOUT else None
 
 
+def poll_timeout(seconds: float) -> int | None:
+    """Return a timeout for `poll`, in milliseconds: None (no timeout) if it exceeds its range."""
+    return math.ceil(1000 * seconds) if seconds < _MAX_SOCKET_TIMEOUT else None
+
+
 def tunable(config: Config) -> dict[str, tuple[int, int]]:
     """Return the knobs that autotune may change, with their bounds: those that have their default values."""
     return {field.name: field.metadata["tunable"] for field in dataclasses.fields(config)

@@ -106,10 +106,15 @@ class WorldBegun:
 
 @dataclasses.dataclass(frozen=True)
 class EndJob:
-    """End the job with this exit code; what is left is killed."""
+    """End the job with this exit code; what is left is killed.
+
+    Attributes:
+        member: the one whose end is to blame; None if it is none in particular.
+    """
 
     code: int
     reason: str = ""
+    member: int | None = None
 
 
 Command = StartMember | Tell | Kill | Note | WorldBegun | EndJob

@@ -66,6 +66,8 @@ class FailureHistory:
         self._new: list[Failure] = []  # since `conclude`
         self._without_progress: list[Failure] = []  # in training
         self._worlds = 0  # how many worlds these have ended
+        self._errors = 0  # worlds in a row that errors have ended, though all members live
+        self._commits_at_error = -1  # the greatest standing then
         self._blamed: Failure | None = None
         self.all: list[Failure] = []
 
@@ -79,17 +81,23 @@ class FailureHistory:
         """The failure to which the job's end is put down: the first one since training made progress."""
         return _first(self._new) or self._blamed
 
-    def conclude(self, commits: int) -> str:
+    def conclude(self, commits: int, error: str = "") -> str:
         """Judge the failures since the last call, when a world has ended.
 
         Args:
             commits: those of the greatest standing that is left.
+            error: why the world has ended, if all its members live and did not agree to stop.
 
         Returns:
             Why the job must end; "" if it can go on.
         """
         self._blamed = _first(self._new) or self._blamed
         new, self._new = [failure for failure in self._new if failure.in_training], []
+        if error:
+            self._errors = self._errors + 1 if commits <= self._commits_at_error else 1
+            self._commits_at_error = commits
+            if self._errors >= self._limit:
+                return f"{self._errors} worlds in a row have ended with an error after commit {commits}: {error}"
         if not new:
             return ""
         if commits > self._commits:

@@ -32,6 +32,11 @@ class FailedMeetings:
         """How many meetings in a row have failed."""
         return self._count
 
+    @property
+    def has_complaints(self) -> bool:
+        """Whether members of the present world could not meet."""
+        return bool(self._complaints)
+
     def complain(self, members: Collection[int], coordinator: int, reason: str) -> None:
         """Record that members have not reached rank 0 of the world that meets."""
         self._complaints.update((member, coordinator) for member in members)

@@ -77,6 +77,7 @@ class Worlds:
         self.gives_up_at = now + limits.elastic_timeout  # while there are too few slots or members; else infinity
         self._order: WorldOrder | None = None  # of this world; None for the first one
         self._has_met = False
+        self._end_reason = ""  # why this world is lost, if it is
 
     def settle(self) -> None:
         """Do what follows from all that is known."""
@@ -93,7 +94,7 @@ class Worlds:
             self._plan_change()
         if self.stage is Stage.FINISHED and not self._roster.alive():
             failure = self.failure_at_end
-            self._end_job(failure.shell_code if failure else 0, str(failure or ""))
+            self._end_job(failure.shell_code if failure else 0, str(failure or ""), failure)
 
     def _expire(self) -> None:
         for member in self._roster.alive():
@@ -201,6 +202,7 @@ class Worlds:
         """Tell all members to stop at once, if this has not been done."""
         if self.stage in IN_FORCE:
             self.stage = Stage.ENDING
+            self._end_reason = reason
             self.changes.began(self._roster.now)
             self._roster.stop(self._roster.living(), reason)
 
@@ -209,7 +211,9 @@ class Worlds:
         self.stage = Stage.ENDING
         survivors = self._roster.living()
         recovery = recover({member.id: member.standing for member in survivors if member.standing is not None})
-        why = self.failures.conclude(recovery.commits) if recovery.donors else "no rank that has the state is left"
+        is_explained = len(survivors) < len(self._roster.world) or self.meetings.has_complaints
+        error, self._end_reason = "" if is_explained else self._end_reason, ""
+        why = self.failures.conclude(recovery.commits, error) if recovery.donors else "no rank that has the state is left"
         if not why and not self._has_resets():
             why = f"the limit of {self._limits.reset_limit} resets has been reached"
         self.meetings.conclude(explained=len(survivors) < len(self._roster.world))
@@ -219,7 +223,7 @@ class Worlds:
         if planned is None:
             first = self.failures.blamed
             why = why or f"the ranks cannot meet: {self.meetings.reason}"
-            self._end_job(first.shell_code if first else 1, f"{why}; the first failure: {first}" if first else why)
+            self._end_job(first.shell_code if first else 1, f"{why}; the first failure: {first}" if first else why, first)
             return
         if len(planned.members) >= self._limits.min_np:
             self._leave_out(planned)
@@ -253,7 +257,7 @@ class Worlds:
     def note(self, text: str) -> None:
         self._roster.commands.append(Note(text))
 
-    def _end_job(self, code: int, reason: str) -> None:
+    def _end_job(self, code: int, reason: str, blamed: Failure | None = None) -> None:
         if self.stage is not Stage.OVER:
             self.stage = Stage.OVER
-            self._roster.commands.append(EndJob(code, reason))
+            self._roster.commands.append(EndJob(code, reason, blamed.member if blamed and blamed.code is not None else None))

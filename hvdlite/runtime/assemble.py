@@ -150,7 +150,12 @@ def _assembled(meeting: Meeting, casts: Casts, stack_dump: StackDumpTarget, envi
     runtime = Runtime(world, config, connections, coordinator_for(world, config), hosts)
     if not info.owns_directory:
         if world.rank == local[0]:
-            probe.write(str(Path(info.job_directory) / PROCESSES_FILE))
+            try:
+                probe.write(str(Path(info.job_directory) / PROCESSES_FILE))
+            except OSError as error:  # a full disk does not end an elastic job that trains
+                if world.epoch <= 1:
+                    raise
+                _log.warning("hvdrun cannot show the stacks of world %d: %s", world.epoch, error)
         if world.rank == 0:
             runtime.serve_reports(info.job_directory)
     return runtime

@@ -1,4 +1,4 @@
-"""Objects of the script that live longer than a world and follow it from one to the next: optimizers, for example."""
+"""Objects of the script, such as optimizers, that pass from one world to the next (docs/protocol.md#followers)."""
 
 from __future__ import annotations
 

@@ -55,13 +55,12 @@ class RegisteredSets:
             self._of_call.add(made)
 
     def add_later(self, made: ProcessSet, world: World) -> None:
-        """Register a process set when this process, which has joined an elastic job, gets its world; until then it has a
-        provisional id."""
+        """Register a process set when this process, which joins an elastic job, is admitted; alone until then."""
         if made.mpi_comm is not None:
             raise UnsupportedError("a process set of an elastic job is a list of ranks, not a communicator")
         self._members[made] = ()
         self._awaiting.add(made)
-        made.register(len(self._members), world.rank)
+        made.register(GLOBAL_PROCESS_SET_ID, world.rank)
 
     def remove(self, made: ProcessSet, runtime: Runtime | None) -> None:
         """Remove a process set on all ranks; without a runtime on this one."""

@@ -1,9 +1,14 @@
-"""The worlds of a process: one in most jobs; in an elastic job one after the other (docs/protocol.md#worlds)."""
+"""The worlds of a process: one in most jobs; in an elastic job one after the other.
+
+Rules: docs/protocol.md#epochs, #the-end-of-a-world. A process that joins an elastic job is alone in a world of its own until
+it is admitted, so that what a script does before `elastic.run` works there too (decision 34).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import traceback
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -27,6 +32,8 @@ from hvdlite.runtime.process_hooks import configure_logging, record_failure, tel
 from hvdlite.runtime.registered_sets import RegisteredSets
 from hvdlite.runtime.runtime import Runtime
 
+_log = logging.getLogger("hvdlite")
+
 
 class Worlds:
     """The world of this process, and what outlives it. Only user threads call it; not two at a time.
@@ -36,7 +43,8 @@ class Worlds:
 
     Attributes:
         runtime: this process's runtime; None without a world.
-        waiting: the coordinates of a member of an elastic job that has no world: provisional ones, or those of the last.
+        waiting: the coordinates of a member of an elastic job while it is in no world of the job: provisional ones, or those
+            of the last world.
         member: this process as a member of an elastic job; None in other jobs. Lasts as long as the process.
         followers: the objects of the script that follow worlds.
         casts: conversions of 16-bit floats.
@@ -77,10 +85,8 @@ class Worlds:
             return self.runtime
         if self.waiting is None:
             raise NotInitializedError("hvdlite is not initialised; call hvd.init() first")
-        raise NotInitializedError(
-            "this process joins a running elastic job and has no world yet: collectives can be called inside the function "
-            "that hvd.elastic.run runs, and after it; before, only broadcast_parameters, broadcast_optimizer_state and "
-            "broadcast_object, which return what they were given")
+        raise NotInitializedError("the world of this elastic job has ended, and none has begun since: call a collective "
+                                  "inside the function that hvd.elastic.run runs")
 
     # --- the beginning and the end of the job, for this process -------------------------------------------------------
 
@@ -101,11 +107,12 @@ class Worlds:
         info = resolve_launch(comm, self._environ, os.getppid(), config)
         configure_logging(config, lambda: self.coordinates.rank if self.is_initialized else info.world.rank)
         if launch_contract.JOINER in self._environ:
+            self._enter(LaunchInfo("none", World()), config)
             self.waiting = info.world
             global_process_set.set_members(info.world.size, info.world.rank)
         else:
             self._enter(info, config)
-            self.followers.world_began(self.current())
+        self.followers.world_began(self.current())
         return config
 
     def leave(self) -> None:
@@ -185,7 +192,7 @@ class Worlds:
         ended.progress.withdraw()
         if self.member is not None:
             self.member.detach()
-        self.runtime, self.waiting = None, ended.world
+        self.runtime, self.waiting = None, self.waiting or ended.world
         self._process_sets.world_ended()
         self.followers.world_ended()
 
@@ -197,6 +204,7 @@ class Worlds:
             HorovodInternalError: when the world ends before this returns.
         """
         assert self.member is not None
+        self.end_world("it joins the job", at_rest=True)  # where it has been alone
         _take_coordinates(order, self.member.number, self._environ)
         config = self._config()
         self._enter(resolve_launch(None, self._environ, os.getppid(), config), config)
@@ -223,17 +231,22 @@ class Worlds:
     def _started(self, info: LaunchInfo, config: Config, stack_dump: StackDumpTarget) -> Runtime:
         """Return a runtime that is running, with all that the environment asks for; nothing is left of one that fails."""
         cancellation, epoch = Cancellation(), info.world.epoch
-        if self.member is not None:
-            self.member.attach(epoch, cancellation.cancel)
-        made = assemble(info, config, self.casts, stack_dump, self._environ, self.member, cancellation)
+        member = self.member if epoch else None  # 0: alone, in a world of its own
+        if member is not None:
+            member.attach(epoch, cancellation.cancel)
+        made = assemble(info, config, self.casts, stack_dump, self._environ, member, cancellation)
         made.start()
         try:
-            if self.member is not None:
-                self.member.attach(epoch, made.stop)
+            if member is not None:
+                member.attach(epoch, made.stop)
             if info.job_directory and not info.owns_directory:
-                own = info.world.rank if self.member is None else self.member.number
-                made.progress.publish(info.job_directory, own)
-            if config.timeline:
+                try:
+                    made.progress.publish(info.job_directory, info.world.rank if member is None else member.number)
+                except OSError as error:  # of the first world it is a job that cannot begin
+                    if epoch <= 1:
+                        raise
+                    _log.warning("the progress of rank %d is not shown in world %d: %s", info.world.rank, epoch, error)
+            if config.timeline and member is self.member:
                 made.start_timeline(_path_in(config.timeline, epoch), config.timeline_mark_cycles)
         except BaseException as error:
             tell_failure(made, error)

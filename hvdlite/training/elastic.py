@@ -1,6 +1,6 @@
 """`elastic.run`: call a training function in one world after the other, until it has returned on all members.
 
-Theory of operation (docs/protocol.md#worlds)
+Theory of operation (docs/protocol.md#members, #boundaries)
 - A world ends with an error of a collective, with the launcher's order to stop, or at a boundary on which all members agree.
   Then this member closes its runtime, says so, and waits for the next order.
 - In the next world it goes back to its last commit if the order says so, takes rank 0's state, and calls the function again.

@@ -72,9 +72,10 @@ class Talk:
     def finished(self, *members: int) -> Talk:
         return self._each(members, MemberFinished(self.epoch))
 
-    def idle(self, *members: int, commits: int = 0, at_rest: bool = False, has_state: bool = True) -> Talk:
+    def idle(self, *members: int, commits: int = 0, at_rest: bool = False, has_state: bool = True,
+             reason: str = "a peer was lost") -> Talk:
         return self._each(members, MemberIdle(
-            self.epoch, Standing(has_state=has_state, commits=commits, at_rest=at_rest), "a peer was lost"))
+            self.epoch, Standing(has_state=has_state, commits=commits, at_rest=at_rest), reason))
 
     def boundary(self, **told: int) -> Talk:
         """Answer the last `PrepareStop`: `boundary(m0=3, m1=4)`."""

@@ -79,6 +79,23 @@ def test_rule_37_three_failures_in_a_row_without_a_commit_end_the_job_with_the_f
         "the first failure: rank 0 on a: ValueError: first (exit code 7)")
 
 
+def test_rule_37_errors_that_end_no_process_end_the_job_when_they_come_back() -> None:
+    talk = founded(3)
+    for commits in (4, 5, 5):
+        talk.idle(0, 1, 2, commits=commits, reason="MismatchError: ranks disagree").met()
+    end = talk.idle(0, 1, 2, commits=5, reason="MismatchError: ranks disagree").end()
+    assert end.code == 1 and end.reason == (
+        "3 worlds in a row have ended with an error after commit 5: rank 0 on a: MismatchError: ranks disagree")
+
+
+def test_rule_37_an_error_that_a_loss_explains_is_no_failure_of_its_own() -> None:
+    talk = founded(6)
+    for member in (5, 4):
+        talk.idle(*range(member), commits=1, reason="PeerLostError: rank 5 has gone").gone(member, -9)
+        talk.met()
+    assert talk.idle(0, 1, 2, 3, commits=2).order().members == (0, 1, 2, 3)
+
+
 def test_rule_37_a_commit_in_between_is_progress() -> None:
     talk = founded(8)
     for member in range(7):
@@ -202,3 +219,13 @@ def test_messages_of_other_epochs_and_of_strangers_are_dropped() -> None:
     for message in (MemberIdle(1, Standing()), MeetingFailed(1, "late"), MemberFinished(1), MemberHello(0, 1)):
         assert talk.handle(MemberSaid(0, message)).commands == []
     assert talk.epoch == 2 and talk.ready(2).told(PrepareStop).keys() == {0, 1}
+
+
+def test_rule_37_errors_that_kill_nobody_end_the_job_when_there_is_no_new_commit() -> None:
+    talk = founded(2)
+    for commits in (1, 1, 2, 2):
+        talk.idle(0, 1, commits=commits)
+        assert talk.order().members == (0, 1), "it may have been a link, or there is progress"
+        talk.met()
+    end = talk.idle(0, 1, commits=2).end()
+    assert end.code == 1 and "3 worlds in a row have ended with an error after commit 2: rank 0 on a: " in end.reason

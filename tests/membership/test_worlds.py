@@ -298,8 +298,8 @@ def test_rule_17_a_host_between_two_that_cannot_reach_each_other_coordinates() -
 
 def test_a_death_explains_why_a_meeting_failed() -> None:
     talk = founded(3, slots={"a": 1, "b": 1, "c": 1})
-    for _ in range(2):
-        talk.idle(*talk.world)
+    for commits in range(2):
+        talk.idle(*talk.world, commits=commits)
     talk.cannot_meet(1)
     talk.gone(2)
     assert talk.idle(0, 1).order().members == (0, 1)

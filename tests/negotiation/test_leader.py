@@ -269,3 +269,22 @@ def test_the_coordinator_takes_what_a_host_says_alike_and_names_every_rank() -> 
         MergedRequests((2, 3), (msgspec.structs.replace(X, absent=True),)),)), 3.0)
     decision = coordinator.decide()
     assert decision is not None and decision.responses[0].contributors == (0, 1)
+
+
+def test_messages_of_another_world_are_dropped_on_every_path() -> None:
+    """See docs/protocol.md#epochs."""
+    leader, coordinator = Leader((2, 3), 4, epoch=2), Coordinator(4, Policy(), epoch=2)
+    old = Report(epoch=1, applied=0, items=(X,))
+    for rank in (2, 3):
+        leader.receive(rank, old)
+    assert leader.take_report() is None
+    leader.observe(Decision(epoch=1, sequence=1, left=(0,)))
+    for rank in range(4):
+        coordinator.receive(rank, old, 0.0)
+    coordinator.receive_host((0, 1, 2, 3), HostReport(epoch=1, applied=0, items=(MergedRequests((0, 1, 2, 3), (X,)),)), 0.0)
+    assert coordinator.decide() is None
+    leader.receive(2, Report(epoch=2, applied=0, items=(X,)))
+    assert leader.take_report() is None  # nobody has left: it waits for rank 3
+    leader.receive(3, Report(epoch=2, applied=0, items=(X,)))
+    report = leader.take_report()
+    assert report is not None and report.epoch == 2

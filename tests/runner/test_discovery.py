@@ -86,6 +86,19 @@ def test_the_first_failure_is_an_error_and_later_ones_are_warnings(tmp_path: Pat
     assert script.run(4.0) == {"b": 1}
 
 
+def test_one_that_cannot_be_started_any_more_changes_nothing(tmp_path: Path) -> None:
+    script = Script(tmp_path, "echo a")
+    script.run(0.0)
+    script.path.chmod(0o644)
+    assert script.discovery.turn(1.0) is None and "is not executable" in script.warnings[-1]
+    script.path.chmod(0o755)
+    with script.path.open("a"):  # the system does not start a file that is being written
+        assert script.discovery.turn(2.0) is None
+    assert "cannot be started: Text file busy; the hosts stay as they were" in script.warnings[-1]
+    script.write("echo b")
+    assert script.run(3.0) == {"b": 1}
+
+
 def test_one_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     script = Script(tmp_path, "echo a:1; sleep 1000")
     assert script.discovery.turn(0.0) is None and script.discovery.wait(1.0) == LIMIT_SECONDS - 1

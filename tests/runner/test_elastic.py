@@ -86,6 +86,22 @@ def test_the_first_traceback_is_shown_when_the_job_ends(folder: Path) -> None:
         assert "begun 1" in (folder / "output" / "rank.1" / "stdout").read_text()
 
 
+def test_a_failure_from_which_training_went_on_is_not_the_cause_of_the_jobs_end(folder: Path) -> None:
+    with Job(folder, "-np", "4", "--min-np", "1") as job:
+        job.wait_for("begun", 4)
+        job.tell(0, "raise early")
+        job.wait_for("heard 2", 3)
+        for member in (1, 2, 3):
+            job.tell(member, "commits 20")
+        job.wait_for("has commits", 3)
+        job.tell(1, "raise late")
+        job.wait_for("heard 3", 2)
+        job.tell(2, "raise late")
+        assert job.end() == 1
+        assert "two members have failed in the same way" in job.text
+        assert "hvdrun: Traceback of late" in job.text and "Traceback of early" not in job.text, job.text
+
+
 @pytest.mark.parametrize(("sign", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_of_the_user_ends_all_members(folder: Path, sign: int, code: int) -> None:
     with Job(folder, "-np", "2", "--min-np", "1") as job:
@@ -95,10 +111,12 @@ def test_a_signal_of_the_user_ends_all_members(folder: Path, sign: int, code: in
 
 
 def test_a_member_that_sends_nonsense_is_killed(folder: Path) -> None:
-    with Job(folder, "-np", "2", "--min-np", "1") as job:
-        job.wait_for("begun", 2)
+    with Job(folder, "-np", "3", "--min-np", "1") as job:
+        job.wait_for("begun", 3)
+        job.tell(2, "kill")
+        job.wait_for("world 2")  # the launcher knows who sends
         job.tell(0, "talk")
-        job.wait_for("world 2")
+        job.wait_for("world 3")
         job.tell(1, "finish")
         assert job.end() == 0
         assert "rank 0 sent something that is no message, and is killed" in job.text

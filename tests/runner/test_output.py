@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import types
+from pathlib import Path
+
 import pytest
 
+from hvdlite_runner.job_output import JobOutput
+from hvdlite_runner.messages import Output
 from hvdlite_runner.output import Console
 
 
@@ -79,3 +84,18 @@ def test_windows_line_ends_are_line_ends() -> None:
     screen.console.feed(0, "stdout", b"a\r")
     screen.console.feed(0, "stdout", b"\nb\r\n")
     assert screen.text == "[0]<stdout>:a\n[0]<stdout>:b\n"
+
+
+def test_a_full_disk_ends_the_files_and_not_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rank.0").mkdir()
+    for name in ("stdout", "stderr"):
+        (tmp_path / "rank.0" / name).symlink_to("/dev/full")
+    output = JobOutput(types.SimpleNamespace(output_directory=str(tmp_path), prefix=True, timestamps=False, show="all",
+                                             fold=False), None)
+    output.open_files(0, "rank.0")
+    for _ in range(2):
+        output.feed(Output(0, "stdout", b"hello\n"))
+    output.close()
+    shown = capsys.readouterr()
+    assert shown.out == "[0]<stdout>:hello\n" * 2
+    assert shown.err == f"hvdrun: --output-filename {tmp_path}: No space left on device; the files of a process end here\n"

@@ -22,6 +22,8 @@ def test_survivors_go_on_from_the_last_commit_in_the_same_processes(tmp_path: Pa
     with ElasticJob(train, str(gate), slots={"a": 3}, min_np=2, hosts_are_fixed=True) as job:
         for member in range(3):
             job.until_printed(member, "step 20 of 1\n")
+        if victim == 2:
+            job.refuse_files("a")  # as on a full disk
         job.kill(victim)
         order = job.until_world(2)
         survivors = [member for member in range(3) if member != victim]
@@ -60,7 +62,8 @@ def test_a_job_grows_onto_a_second_host_where_rank_0_dies(tmp_path: Path) -> Non
     assert sorted(results) == [2, 3] and len({result["steps"] for result in results.values()}) == 1
 
 
-def test_fifty_worlds_hold_no_more_than_two(tmp_path: Path) -> None:
+def test_fifty_worlds_hold_no_more_than_two() -> None:
+    """See docs/protocol.md#the-end-of-a-world, #followers."""
     with ElasticJob(change, 50, slots={"a": 2}) as job:
         results = job.finish()
         assert max(job.orders) == 51
@@ -70,6 +73,7 @@ def test_fifty_worlds_hold_no_more_than_two(tmp_path: Path) -> None:
 
 
 def test_process_sets_follow_their_members(tmp_path: Path) -> None:
+    """See docs/protocol.md#elastic-process-sets."""
     gate = tmp_path / "gate"
     with ElasticJob(with_process_sets, str(gate), slots={"a": 3}, min_np=2) as job:
         for member in range(3):
@@ -89,7 +93,7 @@ def test_process_sets_follow_their_members(tmp_path: Path) -> None:
     assert results[3] == [([0, 1], [1], [None, None], 1)]
 
 
-def test_the_end_of_the_launcher_ends_the_job(tmp_path: Path) -> None:
+def test_the_end_of_the_launcher_ends_the_job() -> None:
     with ElasticJob(until_the_launcher_ends, slots={"a": 2}) as job:
         for member in range(2):
             job.until_printed(member, "trains")

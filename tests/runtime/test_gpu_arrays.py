@@ -56,10 +56,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     module = types.SimpleNamespace(ndarray=ArrayDouble, cuda=cuda, ascontiguousarray=lambda array: on_gpu(array.copy("C")),
                                    empty=lambda shape, dtype: np.empty(shape, dtype).view(ArrayDouble))
     monkeypatch.setitem(sys.modules, "cupy", module)
-    monkeypatch.setattr(api, "_runtime", None)
     monkeypatch.setattr(hvdlite.ops, "runtime", lambda: current.runtime)
     monkeypatch.setattr(hvdlite.ops, "rank", lambda: current.runtime.world.rank)
-    monkeypatch.setattr(api, "runtime", lambda: current.runtime)
+    monkeypatch.setattr(api.worlds(), "current", lambda: current.runtime)
     made.current = current  # type: ignore[attr-defined]
     yield made
     made.end()

@@ -106,7 +106,7 @@ def _of(rank: int, values: Sequence[Any]) -> Sequence[Any]:
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Ranks], None]], None]]:
     """Run a function on rank 0 of a world whose other ranks do what it asks for."""
     current = threading.local()
-    monkeypatch.setattr(api, "runtime", lambda: current.runtime)
+    monkeypatch.setattr(api.worlds(), "current", lambda: current.runtime)
 
     def run(drive: Callable[[Ranks], None]) -> None:
         ranks = Ranks()
@@ -208,7 +208,7 @@ def test_derivatives_of_synchronised_batch_norm(world: Any) -> None:
 def on_all_ranks(monkeypatch: pytest.MonkeyPatch, step: Callable[[], None]) -> None:
     """Run a script on ranks that are threads."""
     current = threading.local()
-    monkeypatch.setattr(api, "runtime", lambda: current.runtime)
+    monkeypatch.setattr(api.worlds(), "current", lambda: current.runtime)
 
     def run(runtime: Runtime) -> None:
         current.runtime = runtime

@@ -172,7 +172,7 @@ def test_a_capture_is_refused_where_it_is_made(gpus: Gpus) -> None:
 
 def test_operations_on_tensors(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     current = threading.local()
-    monkeypatch.setattr(api, "runtime", lambda: current.runtime)
+    monkeypatch.setattr(api.worlds(), "current", lambda: current.runtime)
 
     def step(runtime: Runtime) -> None:
         current.runtime = runtime
@@ -215,7 +215,7 @@ def test_operations_on_tensors(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_norms_and_hooks_on_a_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     current = threading.local()
-    monkeypatch.setattr(api, "runtime", lambda: current.runtime)
+    monkeypatch.setattr(api.worlds(), "current", lambda: current.runtime)
 
     def step(runtime: Runtime) -> None:
         current.runtime = runtime

@@ -32,7 +32,7 @@ def test_it_equals_one_rank_with_the_whole_batch(size: int) -> None:
 def on_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Run a script on ranks that are threads; it is called with its rank."""
     current = threading.local()
-    monkeypatch.setattr(api, "runtime", lambda: current.runtime)
+    monkeypatch.setattr(api.worlds(), "current", lambda: current.runtime)
 
     def run(step: Callable[[int], None], size: int = 2) -> None:
         def with_runtime(runtime: Runtime) -> None:

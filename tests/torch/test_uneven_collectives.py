@@ -137,7 +137,7 @@ LOSSES = [with_allgather, with_allreduce, with_extremes, with_reducescatter, wit
 def on_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], list[Any]]:
     """Run a step on two ranks that are threads; it is called with a strategy."""
     current = threading.local()
-    monkeypatch.setattr(api, "runtime", lambda: current.runtime)
+    monkeypatch.setattr(api.worlds(), "current", lambda: current.runtime)
 
     def run(step: Callable[[Any], Any]) -> list[Any]:
         def with_runtime(runtime: Runtime) -> Any:

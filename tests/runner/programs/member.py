@@ -40,7 +40,7 @@ class Member:
 
     def __init__(self, folder: Path) -> None:
         self.directory, self.id = os.environ[JOB_DIRECTORY], int(os.environ[MEMBER])
-        self.epoch = 1
+        self.epoch, self.commits = 1, COMMITS
         self.link = socket.socket(socket.AF_UNIX)
         self.link.connect(f"{self.directory}/{MEMBER_SOCKET}")
         self.orders = Frames(orders=True)
@@ -78,11 +78,11 @@ class Member:
             self.epoch = order.epoch
             self.say(Met(order.epoch))
         elif isinstance(order, StopNow):
-            self.say(MemberIdle(order.epoch, Standing(commits=COMMITS), order.reason))
+            self.say(MemberIdle(order.epoch, Standing(commits=self.commits), order.reason))
         elif isinstance(order, PrepareStop):
             self.say(BoundaryTold(order.change, 7))
         elif isinstance(order, StopAt):
-            self.say(MemberIdle(self.epoch, Standing(commits=COMMITS, at_rest=True)))
+            self.say(MemberIdle(self.epoch, Standing(commits=self.commits, at_rest=True)))
         elif isinstance(order, (AllFinished, Dismissed)):
             print("heard", type(order).__name__, flush=True)
             sys.exit(0)
@@ -102,6 +102,9 @@ def _told(member: Member, word: str, more: list[str]) -> None:
     elif word == "raise":
         FailureRecord(member.id, member.id, 1.0, "ValueError", more[0], f"Traceback of {more[0]}").write(member.directory)
         os._exit(1)
+    elif word == "commits":
+        member.commits = int(more[0])
+        print("has commits", flush=True)
     elif word == "talk":
         member.link.sendall(b"\0\0\0\1\xc1")  # no message
     elif word == "child":

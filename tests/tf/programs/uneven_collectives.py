@@ -83,7 +83,7 @@ def _a_normalized_model_equals_its_tf_function(strategy: Any) -> None:
     for wrap in (tf.function, lambda function: function):
         with strategy.scope():
             inner = build(1, hvd.SyncBatchNormalization())
-            model = _Wrapped(inner, wrap(lambda x, inner=inner: inner(x, training=True)))
+            model = Wrapped(inner, wrap(lambda x, inner=inner: inner(x, training=True)))
         for _ in range(2):
             with strategy.scope():
                 model.compile("sgd", "mse")
@@ -92,7 +92,7 @@ def _a_normalized_model_equals_its_tf_function(strategy: Any) -> None:
     same(*models)
 
 
-class _Wrapped(keras.Model):
+class Wrapped(keras.Model):
     """Calls another model by a function."""
 
     def __init__(self, inner: Any, function: Any) -> None:

@@ -1,0 +1,177 @@
+"""The link of a member with its launcher: a socket whose other end is the test."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdlite.bootstrap.cancellation import Cancellation
+from hvdlite.bootstrap.member import Member
+from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostError
+from hvdlite.core.launch_contract import MEMBER_SOCKET
+from hvdlite.membership.messages import (
+    AllFinished,
+    BoundaryTold,
+    CoordinatorAt,
+    Dismissed,
+    Frames,
+    Listening,
+    MemberFinished,
+    MemberHello,
+    Message,
+    PrepareStop,
+    StopAt,
+    StopNow,
+    WorldOrder,
+    frame,
+)
+
+
+class Launcher:
+    """The launcher's end of the link."""
+
+    def __init__(self, directory: Path) -> None:
+        self._frames = Frames(orders=False)
+        self._heard: list[Any] = []
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(directory / MEMBER_SOCKET))
+            listener.listen(1)
+            self.member = Member(str(directory), 7)
+            self.socket, _ = listener.accept()
+        self.socket.settimeout(30)
+
+    def heard(self) -> Any:
+        """Return the next message of the member."""
+        while not self._heard:
+            self._heard += self._frames.feed(self.socket.recv(1 << 16))
+        return self._heard.pop(0)
+
+    def order(self, *orders: Message) -> None:
+        """Send orders."""
+        self.socket.sendall(b"".join(map(frame, orders)))
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    made = Launcher(tmp_path)
+    assert isinstance(made.heard(), MemberHello)
+    yield made
+    made.socket.close()
+
+
+def world(epoch: int) -> WorldOrder:
+    return WorldOrder(epoch=epoch, members=(7,), ranks_by_machine=((0,),), host_names=("127.0.0.1",), restore=True,
+                      commits=0)
+
+
+def beside(action: Callable[[], object]) -> Callable[[], Any]:
+    """Run something in another thread; return a function that returns its result, or raises its exception."""
+    results: list[Any] = []
+
+    def body() -> None:
+        try:
+            results.append(action())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(30)
+        if isinstance(results[0], BaseException):
+            raise results[0]
+        return results[0]
+    return result
+
+
+def test_all_members_stop_at_the_same_boundary(launcher: Launcher) -> None:
+    member = launcher.member
+    for _ in range(3):
+        member.boundary()
+    launcher.order(PrepareStop(1))
+    assert launcher.heard() == BoundaryTold(1, 3)
+    fourth = beside(member.boundary)  # waits for the answers of others
+    launcher.order(StopAt(1, 5))  # one of them had passed the fourth
+    fourth()
+    with pytest.raises(HostsUpdatedInterrupt):
+        member.boundary()
+    assert member.is_at_rest
+    launcher.order(world(2))
+    assert member.next_order() == world(2)
+    assert not member.is_at_rest
+    launcher.order(PrepareStop(2))
+    assert launcher.heard() == BoundaryTold(2, 0)  # joiners have passed none of the earlier ones
+
+
+def test_a_death_replaces_a_stop_that_is_being_agreed_on(launcher: Launcher) -> None:
+    launcher.order(PrepareStop(1))
+    launcher.heard()
+    waiting = beside(launcher.member.boundary)
+    launcher.order(StopNow(1, "rank 1 was lost"))
+    with pytest.raises(PeerLostError, match="rank 1 was lost"):
+        waiting()
+    assert not launcher.member.is_at_rest
+
+
+def test_a_world_that_was_stopped_before_it_was_attached_is_stopped_at_once(launcher: Launcher) -> None:
+    stops: list[str] = []
+    launcher.member.attach(2, stops.append)
+    launcher.order(world(2), StopNow(1, "an older one"), StopNow(2, "again"), world(3))
+    assert launcher.member.next_order() == world(3)  # the newest
+    assert stops == ["again"]
+    launcher.member.attach(2, stops.append)
+    launcher.member.attach(3, stops.append)
+    assert stops == ["again", "again"]
+
+
+def test_a_meeting_that_waits_for_the_coordinators_address_can_be_stopped(launcher: Launcher) -> None:
+    member = launcher.member
+    launcher.order(world(2))
+    member.next_order()
+    member.announce_coordinator(2, 1234)
+    assert launcher.heard() == Listening(2, ("127.0.0.1",), 1234)
+    launcher.order(CoordinatorAt(1, "old", 1), CoordinatorAt(2, "host", 1234))
+    assert member.coordinator(2) == ("host", 1234)
+    waiting = beside(lambda: member.coordinator(3))
+    launcher.order(StopNow(3, "rank 0 was lost"))
+    with pytest.raises(LaunchError, match="rank 0 was lost"):
+        waiting()
+
+
+def test_training_finishes_on_all_members_or_goes_on_in_another_world(launcher: Launcher) -> None:
+    first = beside(lambda: launcher.member.finish(1))
+    assert launcher.heard() == MemberFinished(1)
+    launcher.order(StopNow(1, "rank 1 was lost"))
+    assert first() is False
+    second = beside(lambda: launcher.member.finish(2))
+    launcher.order(AllFinished())
+    assert second() is True and launcher.member.has_finished
+
+
+def test_a_member_that_is_not_needed_exits_with_code_0(launcher: Launcher) -> None:
+    launcher.order(Dismissed("its host was removed"))
+    with pytest.raises(SystemExit) as end:
+        launcher.member.next_order()
+    assert end.value.code == 0
+
+
+def test_the_end_of_the_launcher_ends_whatever_waits_for_it(launcher: Launcher) -> None:
+    cancellation = Cancellation()
+    launcher.member.attach(2, cancellation.cancel)
+    waiting = beside(launcher.member.next_order)
+    launcher.socket.close()
+    with pytest.raises(LaunchError, match="cannot be reached any more"):
+        waiting()
+    with pytest.raises(LaunchError, match="cannot be reached any more"):
+        cancellation.check()
+
+
+def test_a_member_without_a_launcher_says_so(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="its launcher does not answer"):
+        Member(str(tmp_path), 7)

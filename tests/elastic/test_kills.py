@@ -1,0 +1,55 @@
+"""Members of real jobs die, at random moments and of different causes; what is left trains on, exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.campaign import one
+from tests.elastic.jobs import Job
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 5, *(pytest.param(each, marks=pytest.mark.long) for each in (6, 7, 8, 9))])
+def test_members_killed_at_random_moments(seed: int) -> None:
+    _, problem = one(seed)
+    assert not problem, problem
+
+
+def test_rank_0_dies_while_another_member_fails(tmp_path: Path) -> None:
+    """The first traceback is shown, the job goes on from a commit, and ends with 0."""
+    job = Job(["-np", "3", "--min-np", "1"], tmp_path, 200, {"TROUBLE": "2:150:raise"})
+    try:
+        job.wait_for_all(3)
+        job.wait_for_step(50)
+        job.kill(0)
+        told = job.succeed()
+    finally:
+        job.close()
+    errors = job.errors()
+    assert set(told) == {1}
+    assert "RuntimeError: trouble ahead" in errors
+    assert "world 3, 1 rank" in errors
+
+
+def test_a_member_that_exits_with_0_has_not_finished(tmp_path: Path) -> None:
+    job = Job(["-np", "2", "--min-np", "1"], tmp_path, 100, {"TROUBLE": "1:30:exit"})
+    try:
+        told = job.succeed()
+    finally:
+        job.close()
+    assert set(told) == {0}
+    assert told[0].history[29] == (29, 2)
+    assert told[0].history[30] == (30, 1)
+
+
+def test_too_few_members_end_the_job_with_the_first_failure(tmp_path: Path) -> None:
+    job = Job(["-np", "2", "--min-np", "2", "--elastic-timeout", "3"], tmp_path, 500, {"TROUBLE": "1:30:raise"})
+    try:
+        told = job.end()
+    finally:
+        job.close()
+    assert not told
+    assert job.process.returncode != 0
+    assert "RuntimeError: trouble ahead" in job.errors()
