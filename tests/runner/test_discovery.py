@@ -94,8 +94,7 @@ def test_one_that_cannot_be_started_any_more_changes_nothing(tmp_path: Path) -> 
     script.path.chmod(0o755)
     with script.path.open("a"):  # the system does not start a file that is being written
         assert script.run(2.0) is None
-    assert "failed with code 126; the hosts stay as they were" in script.warnings[-1]
-    assert "Text file busy" in script.warnings[-1]
+    assert "the hosts stay as they were" in script.warnings[-1] and "Text file busy" in script.warnings[-1]
     script.write("echo b")
     assert script.run(3.0) == {"b": 1}
 
