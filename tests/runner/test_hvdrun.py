@@ -58,10 +58,10 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 def test_every_line_has_its_rank() -> None:
     ended = hvdrun("-np", "2", PYTHON, "-c", "import os, sys; print('out', os.environ['HVDLITE_RANK']); "
-                   "print('err', os.environ['HOROVOD_SIZE'], file=sys.stderr)")
+                   "print('err', os.environ['HOROVOD_SIZE'], os.environ['HOROVOD_HOSTNAME'], file=sys.stderr)")
     assert ended.returncode == 0
     assert sorted(ended.stdout.splitlines()) == ["[0]<stdout>:out 0", "[1]<stdout>:out 1"]
-    assert sorted(ended.stderr.splitlines()) == ["[0]<stderr>:err 2", "[1]<stderr>:err 2"]
+    assert sorted(ended.stderr.splitlines()) == ["[0]<stderr>:err 2 localhost", "[1]<stderr>:err 2 localhost"]
 
 
 @pytest.mark.parametrize(("arguments", "code", "told"), [

@@ -10,6 +10,7 @@ import pytest
 
 from hvdlite import api
 from hvdlite.core.errors import HostsUpdatedInterrupt, UnsupportedError
+from hvdlite.training import elastic
 from hvdlite.training.elastic_state import ObjectState, State
 
 
@@ -52,6 +53,15 @@ def test_commits_is_a_name_for_scripts() -> None:
     own.commits += 1
     own.restore()
     assert (own.commits, own._commits) == (6, 1)
+
+
+def test_run_refuses_what_is_no_state() -> None:
+    @elastic.run
+    def train(state: Any) -> None:
+        raise AssertionError
+
+    with pytest.raises(TypeError, match=r"the first argument of train\(\) must be an elastic state.* it is a dict"):
+        train({"epoch": 0})
 
 
 def test_what_is_made_counts_as_commit_0() -> None:
