@@ -79,7 +79,7 @@ class Authority:
 
     def wake_at(self) -> float | None:
         """Return when `TimePassed` is due; None: after the next other event only."""
-        times = [self._worlds.gives_up_at, *(member.deadline for member in self._roster.alive())]
+        times = [self._worlds.gives_up_at, *(min(member.deadline, member.answer_by) for member in self._roster.alive())]
         if self._worlds.stage is not Stage.FINISHED:
             times.append(self._hosts.next_end(self._roster.now))
         return None if self.is_over or min(times) == math.inf else min(times)
@@ -129,7 +129,7 @@ class Authority:
                 member.phase = Phase.RUNNING
         elif isinstance(message, BoundaryTold):
             if self._worlds.stage is Stage.PREPARING and message.change == self._worlds.change:
-                member.boundary, member.deadline = message.boundary, math.inf
+                member.boundary, member.answer_by = message.boundary, math.inf
         elif message.epoch == self.epoch and member.phase in IN_WORLD:
             self._said_in_world(member, message)
 
@@ -141,7 +141,8 @@ class Authority:
         elif isinstance(message, MemberFinished):
             member.phase, member.is_ready = Phase.FINISHED, True
         elif isinstance(message, MemberIdle):
-            member.phase, member.standing, member.is_ready, member.deadline = Phase.IDLE, message.standing, True, math.inf
+            member.phase, member.standing, member.is_ready = Phase.IDLE, message.standing, True
+            member.deadline = member.answer_by = math.inf
             if self._worlds.stage is not Stage.STOPPING or not message.standing.at_rest:
                 self._worlds.end_world(f"{self._roster.who(member)}: {message.reason}")
         elif isinstance(message, MeetingFailed):

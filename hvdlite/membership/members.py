@@ -36,6 +36,7 @@ class Member:
         standing: what it said when its last world ended on it; None before.
         boundary: its answer to the `PrepareStop` under way.
         deadline: when it is killed, if it has not done by then what it was told.
+        answer_by: when it is killed, if it has not told its boundary by then.
         fault: why it was killed, if that is its own failure; "" if it was not, or if others are the reason.
     """
 
@@ -47,4 +48,5 @@ class Member:
     standing: Standing | None = None
     boundary: int | None = None
     deadline: float = math.inf
+    answer_by: float = math.inf
     fault: str = ""

@@ -95,7 +95,7 @@ class Roster:
         """Tell members to end the world at once, unless they have been told."""
         for member in members:
             if member.phase in IN_WORLD and member.deadline == math.inf:
-                member.deadline = self.now + self._limits.quiesce_timeout
+                member.deadline, member.answer_by = self.now + self._limits.quiesce_timeout, math.inf
                 self.tell(member, StopNow(self.epoch, reason))
 
     def dismiss(self, members: Iterable[Member], reason: str) -> None:
@@ -104,12 +104,13 @@ class Roster:
             if member.phase is Phase.STARTING:
                 self.kill(member, reason)
             else:
-                member.phase, member.deadline = Phase.DISMISSED, self.now + self._limits.quiesce_timeout
+                member.phase, member.answer_by = Phase.DISMISSED, math.inf
+                member.deadline = self.now + self._limits.quiesce_timeout
                 self.tell(member, Dismissed(reason))
 
     def kill(self, member: Member, reason: str) -> None:
         """Kill a member; what it says until it is gone does not count."""
-        member.phase, member.deadline = Phase.KILLED, math.inf
+        member.phase, member.deadline, member.answer_by = Phase.KILLED, math.inf, math.inf
         self.commands.append(Kill(member.id, reason))
 
     def order(self, plan: Plan, reason: str, machine_of: Callable[[str], str]) -> WorldOrder:

@@ -98,7 +98,7 @@ class Worlds:
 
     def _expire(self) -> None:
         for member in self._roster.alive():
-            if member.deadline <= self._roster.now:
+            if min(member.deadline, member.answer_by) <= self._roster.now:
                 if member.phase is not Phase.DISMISSED:
                     member.fault = f"it did not stop within {self._limits.quiesce_timeout:g} s"
                 self._roster.kill(member, member.fault or "it did not exit when it was dismissed")
@@ -188,7 +188,7 @@ class Worlds:
             self.change += 1
             self.changes.began(self._roster.now)
             for member in living:
-                member.boundary, member.deadline = None, self._roster.now + self._limits.quiesce_timeout
+                member.boundary, member.answer_by = None, self._roster.now + self._limits.quiesce_timeout
                 self._roster.tell(member, PrepareStop(self.change))
 
     def left(self, member: Member, why: str) -> None:
