@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,6 +40,13 @@ class State:
     scripts count their own commits in an attribute `commits`."""
     _reset_callbacks: tuple[Callable[[], object], ...] = ()
     _bcast_object: Callable[[Any], Any] = staticmethod(_broadcast_object)
+
+    if TYPE_CHECKING:
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute that the script has given the state; for type checkers."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Change one."""
 
     def __init__(self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None) -> None:
         del get_rank

@@ -15,8 +15,8 @@ from hvdlite import ops
 from hvdlite.core import launch_contract
 
 
-def train_elastically(gate: str) -> tuple[list[tuple[int, int]], list[float], int]:
-    """Train until the file `gate` exists; return rank and size in each world, the weights, and how often was traced.
+def train_elastically(gate: str) -> tuple[list[tuple[int, int]], int]:
+    """Train until the file `gate` exists; return rank and size in each world, and how often was traced.
 
     The loss of a function is half of a weight, so each of its steps takes what the learning rate says whatever the number of
     ranks: a step that is not averaged over them, or averaged over those of another world, is seen. On rank 0 one variable
