@@ -132,6 +132,8 @@ class Connection:
             length, kind, sequence = _HEADER.unpack(header)
             if length > self._limit:
                 raise ProtocolError(f"a frame of {length} bytes exceeds the limit of {self._limit}")
+            if sequence != self._received & 0xFFFFFFFF:  # now: noise may begin with a length for which nobody sends the rest
+                raise ProtocolError(f"frame {sequence} arrived where {self._received} was due")
             end = _HEADER.size + length
             if len(self._unread) < end + mac_bytes:
                 break
@@ -139,8 +141,6 @@ class Connection:
             del self._unread[:end + mac_bytes]
             if mac_bytes and not hmac.compare_digest(mac, self._mac(self._receive_key, header, body)):
                 raise ProtocolError("a frame is not signed with the job's key")
-            if sequence != self._received & 0xFFFFFFFF:
-                raise ProtocolError(f"frame {sequence} arrived where {self._received} was due")
             self._received += 1
             messages.append(decode(kind, body))
         return messages

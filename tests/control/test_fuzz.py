@@ -126,6 +126,7 @@ MEDDLING: dict[str, Callable[[bytes], bytes]] = {
     "a lost frame": lambda data: b"",
     "a forged length": lambda data: b"\xff\xff\xff\x7f" + data[4:],
     "random bytes": lambda data: secrets.token_bytes(len(data)),
+    "a long frame of noise": lambda data: b"\0\xff\0\0" + secrets.token_bytes(len(data)),
     "bytes in between": lambda data: b"\0" * 64 + data,
 }
 
