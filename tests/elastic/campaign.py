@@ -25,7 +25,7 @@ def draw(seed: int, folder: Path) -> tuple[Job, random.Random, int, int]:
         script.write_text("#!/bin/sh\necho localhost:2\necho 127.0.0.1:2\n", encoding="ascii")
         script.chmod(0o755)
         flags += ["--max-np", "4", "--host-discovery-script", str(script)]
-    return Job(flags, folder, STEPS), chance, size, size - 1 if kind == "fixed" else 4
+    return Job(flags, folder, STEPS), chance, size, min(size - 1, 2)  # three without a commit between them end a job
 
 
 def one(seed: int) -> tuple[int, str]:

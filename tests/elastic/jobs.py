@@ -142,7 +142,7 @@ def hurt(job: Job, chance: random.Random, kills: int, seconds: float) -> list[st
     """Kill random members at random moments; return what was done.
 
     Args:
-        kills: how many at most; one member is always left alive.
+        kills: how many at most; a member that trains is always left alive.
         seconds: by when the last one is killed.
     """
     done: list[str] = []
@@ -153,6 +153,8 @@ def hurt(job: Job, chance: random.Random, kills: int, seconds: float) -> list[st
         if len(alive) < 2 or job.process.poll() is not None:
             continue
         member = chance.choice(sorted(alive))
+        if not any(job.step_of(other) >= 0 for other in alive if other != member):
+            continue  # nobody else would have the state
         done.append(f"member {member} at step {job.step_of(member)}")
         try:
             os.kill(alive[member], signal.SIGKILL)
