@@ -8,12 +8,11 @@ sides; no message is ever unpickled.
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import msgspec
 
-from hvdlite.core.errors import ProtocolError
+from hvdlite.core.frames import FrameReader, to_frame
 
 MAGIC = b"\0hvdlite agent\0"
 PING_SECONDS = 1.0
@@ -22,7 +21,6 @@ SILENCE = 5.0
 """Seconds without a message after which either side counts the other as lost."""
 FRAME_LIMIT = 1 << 30
 """Longest frame, in bytes; the longest are a function's arguments or results."""
-_LENGTH = struct.Struct("!I")
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -223,7 +221,6 @@ Order = (Start | StartMember | KillMember | ToMember | Signal | Stop | Ping | Ro
 Event = (AgentReady | Pong | Started | StartRefused | Output | Exited | FromMember | Result | AgentDone | RouteReply
          | ProbeReply | HostInfoReply | SpeedReply | ProgressReply)
 _ORDERS, _EVENTS = msgspec.msgpack.Decoder(Order), msgspec.msgpack.Decoder(Event)
-_ENCODER = msgspec.msgpack.Encoder()
 
 
 def frame(message: Message) -> bytes:
@@ -232,13 +229,10 @@ def frame(message: Message) -> bytes:
     Raises:
         ProtocolError: when the frame is too long.
     """
-    body = _ENCODER.encode(message)
-    if len(body) > FRAME_LIMIT:
-        raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes; the limit is {FRAME_LIMIT}")
-    return _LENGTH.pack(len(body)) + body
+    return to_frame(message, FRAME_LIMIT)
 
 
-class Frames:
+class Frames(FrameReader):
     """Cuts a stream of bytes into messages.
 
     Args:
@@ -246,9 +240,8 @@ class Frames:
     """
 
     def __init__(self, *, events: bool) -> None:
-        self._decoder: Any = _EVENTS if events else _ORDERS
-        self._begun = not events
-        self._unread = bytearray()
+        super().__init__(_EVENTS if events else _ORDERS, FRAME_LIMIT)
+        self._noise: bytes | None = b"" if events else None  # what may be the beginning of `MAGIC`; None after it
 
     def feed(self, content: bytes) -> list[Any]:
         """Add bytes, and return the messages that they complete.
@@ -256,24 +249,7 @@ class Frames:
         Raises:
             ProtocolError: for a frame that is not a message.
         """
-        self._unread += content
-        if not self._begun:
-            noise, found, rest = bytes(self._unread).partition(MAGIC)
-            if not found:
-                del self._unread[:max(0, len(noise) - len(MAGIC))]
-                return []
-            self._begun, self._unread = True, bytearray(rest)
-        messages = []
-        while len(self._unread) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._unread)
-            if length > FRAME_LIMIT:
-                raise ProtocolError(f"a frame of {length} bytes; the limit is {FRAME_LIMIT}")
-            end = _LENGTH.size + length
-            if len(self._unread) < end:
-                break
-            try:
-                messages.append(self._decoder.decode(bytes(self._unread[_LENGTH.size:end])))
-            except msgspec.MsgspecError as error:
-                raise ProtocolError(f"not a message: {error}") from None
-            del self._unread[:end]
-        return messages
+        if self._noise is not None:
+            noise, found, content = (self._noise + content).partition(MAGIC)
+            self._noise = None if found else noise[-len(MAGIC):]
+        return super().feed(content)

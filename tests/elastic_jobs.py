@@ -209,10 +209,12 @@ class ElasticJob:
         self._selector.register(self._pidfds[member], selectors.EVENT_READ, lambda: self._ended(member))
 
     def _ended(self, member: int) -> None:
-        host = self._authority.host_of(member)
-        self._server(host).forget(member)
         self._selector.unregister(self._pidfds[member])
         os.close(self._pidfds.pop(member))
+        host = self._authority.host_of(member)
+        if host not in self._servers:
+            return  # the launcher is lost: nobody hears of it
+        self._servers[host].forget(member)
         record = FailureRecord.read(self._directory(host), member)
         self._handle(MemberGone(member, self.processes[member].wait(), f"{record.kind}: {record.message}" if record else ""))
 

@@ -6,12 +6,11 @@ length; the launcher or its agent on that host is at the other end.
 
 from __future__ import annotations
 
-import struct
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from hvdlite.core.errors import ProtocolError
+from hvdlite.core.frames import FrameReader, to_frame
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -166,19 +165,20 @@ class Dismissed(Message, frozen=True):
 MemberMessage = (MemberHello | MemberReady | MemberIdle | BoundaryTold | Listening | MeetingFailed | Met | MemberFinished)
 MemberOrder = StopNow | PrepareStop | StopAt | WorldOrder | CoordinatorAt | AllFinished | Dismissed
 
-_LENGTH: Final = struct.Struct("!I")
-_LIMIT: Final = 1 << 24
-_DECODERS: Final[dict[bool, Any]] = {
-    True: msgspec.msgpack.Decoder(MemberOrder), False: msgspec.msgpack.Decoder(MemberMessage)}
+_LIMIT: Final = 1 << 24  # bytes
+_ORDERS, _MESSAGES = msgspec.msgpack.Decoder(MemberOrder), msgspec.msgpack.Decoder(MemberMessage)
 
 
 def frame(message: Message) -> bytes:
-    """Return a message as a frame."""
-    body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
+    """Return a message as a frame.
+
+    Raises:
+        ProtocolError: when it is too long.
+    """
+    return to_frame(message, _LIMIT)
 
 
-class Frames:
+class Frames(FrameReader):
     """Cuts a stream of bytes into messages.
 
     Args:
@@ -186,27 +186,4 @@ class Frames:
     """
 
     def __init__(self, *, orders: bool) -> None:
-        self._decoder = _DECODERS[orders]
-        self._unread = bytearray()
-
-    def feed(self, content: bytes) -> list[Any]:
-        """Add bytes, and return the messages that they complete.
-
-        Raises:
-            ProtocolError: for a frame that is no message.
-        """
-        self._unread += content
-        messages = []
-        while len(self._unread) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._unread)
-            if length > _LIMIT:
-                raise ProtocolError(f"a frame of {length} bytes; the limit is {_LIMIT}")
-            end = _LENGTH.size + length
-            if len(self._unread) < end:
-                break
-            try:
-                messages.append(self._decoder.decode(bytes(self._unread[_LENGTH.size:end])))
-            except msgspec.MsgspecError as error:
-                raise ProtocolError(f"not a message: {error}") from None
-            del self._unread[:end]
-        return messages
+        super().__init__(_ORDERS if orders else _MESSAGES, _LIMIT)
