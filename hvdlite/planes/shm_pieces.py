@@ -59,7 +59,9 @@ class Piece:
 
     def collect_slices(self, outputs: Concatenation | None) -> None:
         """Copy the results of the other slices, which their owners have reduced, to the output."""
-        for owner in range(self._area.size) if outputs is not None else ():
+        if outputs is None:
+            return
+        for owner in range(self._area.size):
             if owner != self._area.index:
                 self._collect(outputs, owner, self._bounds[owner], self._bounds[owner + 1])
 
