@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     from hvdlite.frontend import arrays
 
+    if name in globals():  # a module of this package, which was imported just now
+        return globals()[name]
     if name == "__all__" or name in arrays.__all__:
         value = globals()[name] = getattr(arrays, name)
         return value
