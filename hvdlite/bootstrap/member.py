@@ -243,13 +243,16 @@ class Member:
             self._lose("it has ended")
         except (OSError, ProtocolError) as error:
             self._lose(str(error))
+        except Exception as error:  # of any kind: others would wait for a member that hears no orders
+            self._lose(f"{type(error).__name__}: {error}")
+            raise
 
     def _lose(self, reason: str) -> None:
         with self._changed:
             self._lost = self._lost or ("the launcher of this elastic job, which orders its worlds, cannot be reached any "
                                         f"more ({reason}); the job ends")
-            self._stop_attached()
             self._changed.notify_all()
+            self._stop_attached()
 
     def _receive(self, order: Any) -> None:
         told: BoundaryTold | None = None

@@ -172,6 +172,16 @@ def test_the_end_of_the_launcher_ends_whatever_waits_for_it(launcher: Launcher) 
         cancellation.check()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_member_that_cannot_take_an_order_does_not_wait_for_others(launcher: Launcher) -> None:
+    """Else its process would live on without hearing any order."""
+    launcher.member.attach(1, lambda reason: [][0])
+    waiting = beside(launcher.member.next_order)
+    launcher.order(StopNow(1, "rank 1 is gone"))
+    with pytest.raises(LaunchError, match="IndexError"):
+        waiting()
+
+
 def test_a_member_without_a_launcher_says_so(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="its launcher does not answer"):
         Member(str(tmp_path), 7)

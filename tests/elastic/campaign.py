@@ -13,6 +13,8 @@ from pathlib import Path
 
 from tests.elastic.injuries import Injuries
 from tests.elastic.jobs import Job
+from tests.elastic.points import cases, run_case
+from tests.runner.elastic_jobs import HostsFile
 from tests.runner.networks import Hosts, unavailable
 
 
@@ -40,7 +42,8 @@ def one(seed: int, hosts: Hosts | None = None) -> tuple[int, str]:
         try:
             job.wait_for_all(founders)  # a death outside elastic.run ends the job
             job.wait_for_step(chance.randrange(job.steps // 2))
-            injuries.hurt(chance.randint(1, 2), seconds=chance.choice([0.1, 1.0, 4.0]))
+            most = 6 if "--blacklist-cooldown-range" in job.flags else 2  # else few slots are left
+            injuries.hurt(chance.randint(1, most), seconds=chance.choice([0.1, 1.0, 4.0]))
             job.succeed(lost=injuries.lost)
         except AssertionError as error:
             return injuries.kills, f"seed {seed}: {job.flags}: {injuries.done}: {error}"
@@ -73,6 +76,25 @@ def campaign(kills: int, first: int, tell: Callable[[str], object]) -> list[str]
     return wrong
 
 
+def points(only: str, tell: Callable[[str], object]) -> list[str]:
+    """Run the failpoints whose descriptions contain a text; return what was wrong."""
+    wrong = []
+    for case in cases():
+        if only not in str(case):
+            continue
+        problem = ""
+        with tempfile.TemporaryDirectory(prefix="hvdlite-elastic-") as name:
+            try:
+                run_case(case, Path(name))
+            except AssertionError as error:
+                problem = f"{case}: {error}"
+                wrong.append(problem)
+        tell(f"{case}{': WRONG' if problem else ''}")
+        if problem:
+            tell(problem)
+    return wrong
+
+
 def _on_this_host(chance: random.Random, folder: Path) -> tuple[Job, int]:
     """Start a job; return it and the number of its founders."""
     size = chance.choice([2, 3, 4])
@@ -81,7 +103,7 @@ def _on_this_host(chance: random.Random, folder: Path) -> tuple[Job, int]:
     if kind == "cooldown":
         flags += ["--blacklist-cooldown-range", "1", "2"]
     if kind == "discovery":
-        flags += ["--max-np", "4", *_discovery(folder, "localhost:2", "127.0.0.1:2")]
+        flags += ["--max-np", "4", *_discovered(folder, "localhost:2", "127.0.0.1:2")]
     return Job(flags, folder, 400), size
 
 
@@ -92,14 +114,14 @@ def _on_two_hosts(chance: random.Random, folder: Path, hosts: Hosts) -> tuple[Jo
         chance.shuffle(slots)  # rank 0 on the other host
     flags = ["-np", "4", "--min-np", "1"]
     kind = chance.choice(["fixed", "cooldown", "discovery", "discovery and cooldown"])
-    flags += _discovery(folder, *slots) if "discovery" in kind else ["-H", ",".join(slots)]
+    flags += _discovered(folder, *slots) if "discovery" in kind else ["-H", ",".join(slots)]
     if "cooldown" in kind:
         flags += ["--blacklist-cooldown-range", "1", "2"]
     return Job(flags, folder, chance.choice([300, 1000]), hosts=hosts), 4
 
 
-def _discovery(folder: Path, *lines: str) -> list[str]:
-    script = folder / "hosts.sh"
-    script.write_text("#!/bin/sh\n" + "".join(f"echo {line}\n" for line in lines), encoding="ascii")
-    script.chmod(0o755)
-    return ["--host-discovery-script", str(script)]
+def _discovered(folder: Path, *lines: str) -> tuple[str, ...]:
+    """Return the flags with which these hosts are discovered."""
+    hosts = HostsFile(folder)
+    hosts.write(*lines)
+    return hosts.flags

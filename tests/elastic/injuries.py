@@ -13,6 +13,9 @@ import time
 from pathlib import Path
 
 from tests.elastic.jobs import Job
+from tests.elastic.programs.counting import COMMIT_EVERY
+
+SECONDS = 90.0
 
 
 class Injuries:
@@ -37,13 +40,14 @@ class Injuries:
         self._is_cut = False
 
     def hurt(self, count: int, seconds: float) -> None:
-        """Do random things at random moments, so many at most, within some seconds."""
-        begun = time.monotonic()
+        """Do random things at random moments, so many at most, within some seconds of training."""
         kinds = [self.kill, self.kill, self.stop_and_kill]
         if self._remote:
             kinds = [self.kill, self.kill, self.stop_and_kill, self.kill_agent, self.cut, self.cut_and_kill]
-        for moment in sorted(self._chance.uniform(0, seconds) for _ in range(count)):
-            time.sleep(max(0.0, begun + moment - time.monotonic()))
+        for number in range(count):
+            if number and number % 2 == 0:
+                self._wait_for_commits()  # three failures without a commit between them end a job
+            time.sleep(self._chance.uniform(0, seconds / count))
             if self._job.process.poll() is None:
                 self._chance.choice(kinds)()
 
@@ -142,6 +146,17 @@ class Injuries:
         """Return whether a member that trains is left without these, on a host that can be reached."""
         out = self.lost | lost | (self._on_remote() if self._is_cut else set())
         return any(self._job.step_of(member) >= 0 for member in self._job.running() if member not in out)
+
+    def _wait_for_commits(self) -> None:
+        """Block until members that are left have done more steps than any other, or the job ends."""
+        def reached() -> int:
+            return max((self._job.step_of(member) for member in self._job.running().keys() - self.lost), default=-1)
+
+        target = max(map(self._job.step_of, self._job.members())) + 2 * COMMIT_EVERY
+        deadline = time.monotonic() + SECONDS
+        while self._job.process.poll() is None and reached() < min(target, self._job.steps - 1):
+            assert time.monotonic() < deadline, f"training does not go on within {SECONDS} s\n{self._job.errors()}"
+            time.sleep(0.01)
 
     def _on_remote(self) -> set[int]:
         hosts = self._job.hosts

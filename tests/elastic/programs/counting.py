@@ -25,6 +25,8 @@ from hvdlite.training.elastic_state import ObjectState
 COUNT = 4096
 """Weights."""
 COMMIT_EVERY = 5
+STEPS_AFTER = 50
+"""Steps that follow the one at which the file UNTIL was seen, so that what happens then happens in training."""
 
 
 def replayed(history: list[tuple[int, int]]) -> np.ndarray:
@@ -46,7 +48,7 @@ def main(folder: Path, steps: int) -> None:
     (folder / f"started.{member}.{os.getpid()}.{os.environ.get('HOROVOD_HOSTNAME', '')}").touch()
     trouble = os.environ.get("TROUBLE", "")
     until = os.environ.get("UNTIL", "")
-    state = ObjectState(step=0, weights=np.zeros(COUNT, np.int64), history=[], is_over=False)
+    state = ObjectState(step=0, weights=np.zeros(COUNT, np.int64), history=[], end=0 if until else steps)
     state.register_reset_callbacks([lambda: adapt()])
 
     @elastic.run
@@ -54,14 +56,15 @@ def main(folder: Path, steps: int) -> None:
         own = np.frombuffer(hashlib.sha256(state.weights.tobytes()).digest(), np.uint8)
         if len(np.unique(ops.allgather(own[None]), axis=0)) > 1:
             raise RuntimeError(f"replicas differ at step {state.step} in a world of {api.size()} ranks")
-        while state.step < steps or not state.is_over:
+        while not state.end or state.step < state.end:
             (folder / f"at.{member}").write_text(str(state.step), encoding="ascii")
             if trouble.startswith(f"{member}:{state.step}:"):
                 _make_trouble(trouble.rpartition(":")[2], folder)
-            seen = int(not until or (folder / until).exists())  # all members decide alike
+            seen = int(not state.end and (folder / until).exists())  # all members decide alike
             total = ops.allreduce(np.append(state.step + np.arange(COUNT), seen), op=api.Sum)
             state.weights += total[:-1]
-            state.is_over = bool(total[-1])
+            if total[-1]:
+                state.end = max(steps, state.step + STEPS_AFTER)
             state.history.append((state.step, api.size()))
             state.step += 1
             time.sleep(0.002)
@@ -77,7 +80,7 @@ def main(folder: Path, steps: int) -> None:
 
 
 def _make_trouble(kind: str, folder: Path) -> None:
-    """Raise an exception, exit with code 0, die, or let discovery find what is in the file "next"; failpoints act from now on."""
+    """Let failpoints act; then raise, exit with code 0, die, or let discovery find what is in the file "next"."""
     (folder / "armed").touch()
     if kind == "raise":
         raise RuntimeError("trouble ahead")
