@@ -19,7 +19,9 @@ from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostErro
 from hvdlite.core.launch_contract import MEMBER_SOCKET
 from hvdlite.core.socket_paths import check_same_user, short_socket_path
 from hvdlite.membership.messages import (
+    Alive,
     AllFinished,
+    AskAlive,
     BoundaryTold,
     CoordinatorAt,
     Dismissed,
@@ -255,7 +257,7 @@ class Member:
             self._stop_attached()
 
     def _receive(self, order: Any) -> None:
-        told: BoundaryTold | None = None
+        told: BoundaryTold | Alive | None = None
         with self._changed:
             match order:
                 case StopNow():
@@ -264,6 +266,8 @@ class Member:
                 case PrepareStop():
                     self._change, self._stop_at = order, None
                     told = BoundaryTold(order.change, self._boundaries)
+                case AskAlive():
+                    told = Alive()
                 case StopAt(change) if self._change is not None and change == self._change.change:
                     self._stop_at = order
                 case WorldOrder():

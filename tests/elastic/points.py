@@ -43,6 +43,7 @@ class Point:
         scenarios: those in which a member passes it.
         roles: of the members that pass it; empty for all of the scenario.
         argument: the type of an argument; empty for any call.
+        holds: whether survivors do something else until then, so that they hear of the loss from the launcher alone.
     """
 
     name: str
@@ -51,13 +52,14 @@ class Point:
     scenarios: tuple[str, ...]
     roles: tuple[str, ...] = ()
     argument: str = ""
+    holds: bool = False
 
 
 _CHANGES = ("loss", "growth")
 
 POINTS = (
     # the end of a world
-    Point("hears that the world ends", f"{_MEMBER}._receive", "before", ("loss",), argument="StopNow"),
+    Point("hears that the world ends", f"{_MEMBER}._receive", "before", ("loss",), argument="StopNow", holds=True),
     Point("has been asked for its boundary", f"{_MEMBER}._receive", "before", ("growth",), _OLD, "PrepareStop"),
     Point("has told its boundary", f"{_MEMBER}._receive", "after", ("growth",), _OLD, "PrepareStop"),
     Point("has heard at which boundary to stop", f"{_MEMBER}._receive", "after", ("growth",), _OLD, "StopAt"),
@@ -88,9 +90,11 @@ POINTS = (
     Point("is to synchronise the state", f"{_STATE}.sync", "before", _CHANGES),
     Point("has sent or received the state", "hvdlite.training.objects:broadcast_object", "after", _CHANGES),
     Point("has synchronised the state", f"{_STATE}.sync", "after", _CHANGES),
-    Point("is to commit", f"{_STATE}.save", "before", _CHANGES),
-    Point("has copied its state for a commit", f"{_STATE}.save", "after", _CHANGES),
-    Point("has committed", f"{_STATE}.check_host_updates", "before", _CHANGES),
+    Point("is to commit", f"{_STATE}.save", "before", ("loss",)),
+    Point("has copied its state for a commit", f"{_STATE}.save", "after", ("loss",)),
+    Point("has committed", f"{_STATE}.check_host_updates", "before", ("loss",)),
+    Point("is to save what it has received", f"{_STATE}.save", "before", ("growth",), ("joiner",)),
+    Point("has committed for the first time", f"{_STATE}.check_host_updates", "before", ("growth",), ("joiner",)),
     Point("is to say that it has finished", f"{_MEMBER}.finish", "before", ("end",)),
 )
 
@@ -127,6 +131,8 @@ def run_case(case: Case, folder: Path) -> None:
     environment = {"FAILPOINT": f"{member}|{point.target}|{point.when}|{point.argument}|{case.kind}", "TROUBLE": trouble}
     if case.scenario != "end":
         environment["UNTIL"] = "fired"
+    if point.holds:
+        environment["HOLD"] = "30"
     if case.kind == "stop":
         environment |= {"HVDLITE_HEARTBEAT_TIMEOUT": "6", "HVDLITE_START_TIMEOUT": "8"}
     job = Job(_flags(case.scenario, folder), folder, 50, environment, program="failing")

@@ -4,6 +4,7 @@ Arguments: a folder for what the members tell, and the least number of steps. En
 
 - TROUBLE=MEMBER:STEP:KIND: what happens at a step of a member; see `_make_trouble`.
 - UNTIL=NAME: training goes on until this file is in the folder.
+- HOLD=STEP: members that make no trouble wait for this file before a step.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main(folder: Path, steps: int) -> None:
     member = os.environ.get("HVDLITE_MEMBER", "none")
     (folder / f"started.{member}.{os.getpid()}.{os.environ.get('HOROVOD_HOSTNAME', '')}").touch()
     trouble = os.environ.get("TROUBLE", "")
-    until = os.environ.get("UNTIL", "")
+    until, hold = os.environ.get("UNTIL", ""), int(os.environ.get("HOLD", "-1"))
     state = ObjectState(step=0, weights=np.zeros(COUNT, np.int64), history=[], end=0 if until else steps)
     state.register_reset_callbacks([lambda: adapt()])
 
@@ -60,6 +61,8 @@ def main(folder: Path, steps: int) -> None:
             (folder / f"at.{member}").write_text(str(state.step), encoding="ascii")
             if trouble.startswith(f"{member}:{state.step}:"):
                 _make_trouble(trouble.rpartition(":")[2], folder)
+            while state.step == hold and not trouble.startswith(f"{member}:") and not (folder / until).exists():
+                time.sleep(0.005)
             seen = int(not state.end and (folder / until).exists())  # all members decide alike
             total = ops.allreduce(np.append(state.step + np.arange(COUNT), seen), op=api.Sum)
             state.weights += total[:-1]
