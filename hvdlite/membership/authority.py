@@ -80,7 +80,8 @@ class Authority:
 
     def wake_at(self) -> float | None:
         """Return when `TimePassed` is due; None: after the next other event only."""
-        times = [self._worlds.gives_up_at, self._worlds.asks_at, *(min(member.deadline, member.answer_by) for member in self._roster.alive())]
+        times = [self._worlds.gives_up_at, self._worlds.asks_at,
+                 *(min(member.deadline, member.answer_by) for member in self._roster.alive())]
         if self._worlds.stage is not Stage.FINISHED:
             times.append(self._hosts.next_end(self._roster.now))
         return None if self.is_over or min(times) == math.inf else min(times)
