@@ -6,6 +6,7 @@ orders wait until the user's thread asks for them. Nothing is sent while nothing
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -42,6 +43,7 @@ from hvdlite.membership.messages import (
     frame,
 )
 
+_log = logging.getLogger("hvdlite")
 _RECEIVE_BYTES: Final = 1 << 16
 
 
@@ -246,8 +248,8 @@ class Member:
         except (OSError, ProtocolError) as error:
             self._lose(str(error))
         except Exception as error:  # of any kind: others would wait for a member that hears no orders
+            _log.exception("member %d cannot take an order of its launcher", self.number)
             self._lose(f"{type(error).__name__}: {error}")
-            raise
 
     def _lose(self, reason: str) -> None:
         with self._changed:

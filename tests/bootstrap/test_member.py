@@ -172,7 +172,6 @@ def test_the_end_of_the_launcher_ends_whatever_waits_for_it(launcher: Launcher) 
         cancellation.check()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_member_that_cannot_take_an_order_does_not_wait_for_others(launcher: Launcher) -> None:
     """Else its process would live on without hearing any order."""
     launcher.member.attach(1, lambda reason: [][0])
