@@ -12,7 +12,7 @@ from tests.runner.networks import Hosts, unavailable
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 5, *(pytest.param(each, marks=pytest.mark.long) for each in (6, 7, 8, 9))])
+@pytest.mark.parametrize("seed", [3, 6, *(pytest.param(each, marks=pytest.mark.long) for each in (0, 5, 8, 9))])
 def test_members_killed_at_random_moments(seed: int) -> None:
     _, problem = one(seed)
     assert not problem, problem
