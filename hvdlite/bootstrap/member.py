@@ -7,9 +7,11 @@ orders wait until the user's thread asks for them. Nothing is sent while nothing
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -131,18 +133,21 @@ class Member:
         with self._changed:
             self._attached = None
 
-    def coordinator(self, epoch: int) -> tuple[str, int]:
+    def coordinator(self, epoch: int, timeout: float) -> tuple[str, int]:
         """Block until it is known where rank 0 of world `epoch` listens; return host and port.
 
         Raises:
-            LaunchError: when the world is given up before.
+            LaunchError: when the world is given up before, or it is not known within `timeout` seconds.
         """
+        deadline = time.monotonic() + timeout
         with self._changed:
             while self._coordinator is None or self._coordinator.epoch != epoch:
                 self._check_link()
                 if self._stopped.epoch >= epoch:
                     raise LaunchError(f"the ranks stopped meeting: {self._stopped.reason}")
-                self._changed.wait()
+                if time.monotonic() >= deadline:
+                    raise LaunchError(f"rank 0 has not said within {timeout:.0f} s where it listens (HVDLITE_START_TIMEOUT)")
+                self._changed.wait(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
             return self._coordinator.host, self._coordinator.port
 
     def next_order(self) -> WorldOrder:

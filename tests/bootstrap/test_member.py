@@ -137,11 +137,16 @@ def test_a_meeting_that_waits_for_the_coordinators_address_can_be_stopped(launch
     member.announce_coordinator(2, 1234)
     assert launcher.heard() == Listening(2, ("127.0.0.1",), 1234)
     launcher.order(CoordinatorAt(1, "old", 1), CoordinatorAt(2, "host", 1234))
-    assert member.coordinator(2) == ("host", 1234)
-    waiting = beside(lambda: member.coordinator(3))
+    assert member.coordinator(2, 30) == ("host", 1234)
+    waiting = beside(lambda: member.coordinator(3, 30))
     launcher.order(StopNow(3, "rank 0 was lost"))
     with pytest.raises(LaunchError, match="rank 0 was lost"):
         waiting()
+
+
+def test_a_rank_0_that_never_says_where_it_listens_is_not_waited_for(launcher: Launcher) -> None:
+    with pytest.raises(LaunchError, match="HVDLITE_START_TIMEOUT"):
+        launcher.member.coordinator(2, 0.01)
 
 
 def test_training_finishes_on_all_members_or_goes_on_in_another_world(launcher: Launcher) -> None:
