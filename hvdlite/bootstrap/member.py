@@ -6,9 +6,12 @@ orders wait until the user's thread asks for them. Nothing is sent while nothing
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +22,9 @@ from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostErro
 from hvdlite.core.launch_contract import MEMBER_SOCKET
 from hvdlite.core.socket_paths import check_same_user, short_socket_path
 from hvdlite.membership.messages import (
+    Alive,
     AllFinished,
+    AskAlive,
     BoundaryTold,
     CoordinatorAt,
     Dismissed,
@@ -40,6 +45,7 @@ from hvdlite.membership.messages import (
     frame,
 )
 
+_log = logging.getLogger("hvdlite")
 _RECEIVE_BYTES: Final = 1 << 16
 
 
@@ -127,18 +133,21 @@ class Member:
         with self._changed:
             self._attached = None
 
-    def coordinator(self, epoch: int) -> tuple[str, int]:
+    def coordinator(self, epoch: int, timeout: float) -> tuple[str, int]:
         """Block until it is known where rank 0 of world `epoch` listens; return host and port.
 
         Raises:
-            LaunchError: when the world is given up before.
+            LaunchError: when the world is given up before, or it is not known within `timeout` seconds.
         """
+        deadline = time.monotonic() + timeout
         with self._changed:
             while self._coordinator is None or self._coordinator.epoch != epoch:
                 self._check_link()
                 if self._stopped.epoch >= epoch:
                     raise LaunchError(f"the ranks stopped meeting: {self._stopped.reason}")
-                self._changed.wait()
+                if time.monotonic() >= deadline:
+                    raise LaunchError(f"rank 0 has not said within {timeout:.0f} s where it listens (HVDLITE_START_TIMEOUT)")
+                self._changed.wait(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
             return self._coordinator.host, self._coordinator.port
 
     def next_order(self) -> WorldOrder:
@@ -243,16 +252,19 @@ class Member:
             self._lose("it has ended")
         except (OSError, ProtocolError) as error:
             self._lose(str(error))
+        except Exception as error:  # of any kind: others would wait for a member that hears no orders
+            _log.exception("member %d cannot take an order of its launcher", self.number)
+            self._lose(f"{type(error).__name__}: {error}")
 
     def _lose(self, reason: str) -> None:
         with self._changed:
             self._lost = self._lost or ("the launcher of this elastic job, which orders its worlds, cannot be reached any "
                                         f"more ({reason}); the job ends")
-            self._stop_attached()
             self._changed.notify_all()
+            self._stop_attached()
 
     def _receive(self, order: Any) -> None:
-        told: BoundaryTold | None = None
+        told: BoundaryTold | Alive | None = None
         with self._changed:
             match order:
                 case StopNow():
@@ -261,6 +273,8 @@ class Member:
                 case PrepareStop():
                     self._change, self._stop_at = order, None
                     told = BoundaryTold(order.change, self._boundaries)
+                case AskAlive():
+                    told = Alive()
                 case StopAt(change) if self._change is not None and change == self._change.change:
                     self._stop_at = order
                 case WorldOrder():

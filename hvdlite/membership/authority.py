@@ -15,6 +15,7 @@ from hvdlite.membership.hosts import Hosts
 from hvdlite.membership.limits import Limits
 from hvdlite.membership.members import IN_WORLD, Member, Phase
 from hvdlite.membership.messages import (
+    Alive,
     BoundaryTold,
     CoordinatorAt,
     Listening,
@@ -79,7 +80,8 @@ class Authority:
 
     def wake_at(self) -> float | None:
         """Return when `TimePassed` is due; None: after the next other event only."""
-        times = [self._worlds.gives_up_at, *(min(member.deadline, member.answer_by) for member in self._roster.alive())]
+        times = [self._worlds.gives_up_at, self._worlds.asks_at,
+                 *(min(member.deadline, member.answer_by) for member in self._roster.alive())]
         if self._worlds.stage is not Stage.FINISHED:
             times.append(self._hosts.next_end(self._roster.now))
         return None if self.is_over or min(times) == math.inf else min(times)
@@ -127,6 +129,8 @@ class Authority:
                 member.phase = Phase.READY
             elif member.phase is Phase.MEETING:
                 member.phase = Phase.RUNNING
+        elif isinstance(message, Alive):
+            member.answer_by = math.inf
         elif isinstance(message, BoundaryTold):
             if self._worlds.stage is Stage.PREPARING and message.change == self._worlds.change:
                 member.boundary, member.answer_by = message.boundary, math.inf

@@ -36,7 +36,7 @@ class Member:
         standing: what it said when its last world ended on it; None before.
         boundary: its answer to the `PrepareStop` under way.
         deadline: when it is killed, if it has not done by then what it was told.
-        answer_by: when it is killed, if it has not told its boundary by then.
+        answer_by: when it is killed, if it has not told by then what it was asked: its boundary, or whether it lives.
         fault: why it was killed, if that is its own failure; "" if it was not, or if others are the reason.
     """
 

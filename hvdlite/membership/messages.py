@@ -96,6 +96,10 @@ class MemberFinished(Message, frozen=True):
     epoch: int
 
 
+class Alive(Message, frozen=True):
+    """The answer to `AskAlive`."""
+
+
 # --- to a member -------------------------------------------------------------------------------------------------------
 
 
@@ -120,6 +124,10 @@ class StopAt(Message, frozen=True):
 
     change: int
     boundary: int
+
+
+class AskAlive(Message, frozen=True):
+    """Say `Alive`: others wait for you. The link's thread answers, whatever the script does; a stopped process does not."""
 
 
 class WorldOrder(Message, frozen=True, kw_only=True):
@@ -162,8 +170,9 @@ class Dismissed(Message, frozen=True):
     reason: str
 
 
-MemberMessage = (MemberHello | MemberReady | MemberIdle | BoundaryTold | Listening | MeetingFailed | Met | MemberFinished)
-MemberOrder = StopNow | PrepareStop | StopAt | WorldOrder | CoordinatorAt | AllFinished | Dismissed
+MemberMessage = (MemberHello | MemberReady | MemberIdle | BoundaryTold | Listening | MeetingFailed | Met | MemberFinished
+                 | Alive)
+MemberOrder = StopNow | AskAlive | PrepareStop | StopAt | WorldOrder | CoordinatorAt | AllFinished | Dismissed
 
 _LIMIT: Final = 1 << 24  # bytes
 _ORDERS, _MESSAGES = msgspec.msgpack.Decoder(MemberOrder), msgspec.msgpack.Decoder(MemberMessage)

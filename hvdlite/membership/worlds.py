@@ -23,7 +23,7 @@ from hvdlite.membership.hosts import Hosts
 from hvdlite.membership.limits import Limits
 from hvdlite.membership.meetings import FailedMeetings
 from hvdlite.membership.members import JOINING, Member, Phase
-from hvdlite.membership.messages import AllFinished, PrepareStop, StopAt, WorldOrder
+from hvdlite.membership.messages import AllFinished, AskAlive, PrepareStop, StopAt, WorldOrder
 from hvdlite.membership.planning import Plan, plan
 from hvdlite.membership.recovery import recover
 from hvdlite.membership.roster import Roster
@@ -77,7 +77,13 @@ class Worlds:
         self.gives_up_at = now + limits.elastic_timeout  # while there are too few slots or members; else infinity
         self._order: WorldOrder | None = None  # of this world; None for the first one
         self._has_met = False
+        self._asks_at = math.inf  # when members for which others wait are asked again whether they live
         self._end_reason = ""  # why this world is lost, if it is
+
+    @property
+    def asks_at(self) -> float:
+        """When members are asked again whether they live; infinity while nobody waits for them without a deadline."""
+        return self._asks_at if self.stage in (Stage.RUNNING, Stage.STOPPING) else math.inf
 
     def settle(self) -> None:
         """Do what follows from all that is known."""
@@ -86,6 +92,7 @@ class Worlds:
             self._found()
         if self.stage in IN_FORCE:
             self._follow_world()
+        self._ask_awaited()
         if self.stage in (Stage.STOPPING, Stage.ENDING) and all(
                 member.phase is Phase.IDLE for member in self._roster.living()):
             self._begin_next()
@@ -149,6 +156,24 @@ class Worlds:
             self.meetings.clear()
             if self._order is not None:
                 self.note(self.changes.met(self._order, self._roster.now))
+
+    def _ask_awaited(self) -> None:
+        """Ask members whether they live, when others wait that have finished or stopped at a boundary.
+
+        A member may compute for as long as it likes, but others would wait for a stopped process for ever: they are in no
+        collective with it, so none of them misses it.
+        """
+        phases = {member.phase for member in self._roster.living()}
+        if self.stage not in (Stage.RUNNING, Stage.STOPPING) or not phases & {Phase.FINISHED, Phase.IDLE}:
+            self._asks_at = math.inf
+        elif self._asks_at == math.inf:
+            self._asks_at = self._roster.now + self._limits.quiesce_timeout
+        elif self._asks_at <= self._roster.now:
+            self._asks_at = self._roster.now + 2 * self._limits.quiesce_timeout
+            for member in self._roster.living():
+                if member.phase is Phase.RUNNING and member.deadline == math.inf:
+                    member.answer_by = self._roster.now + self._limits.quiesce_timeout
+                    self._roster.tell(member, AskAlive())
 
     def _balance(self) -> None:
         """Start joiners on free slots, and dismiss those that cannot be admitted."""

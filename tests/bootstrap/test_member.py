@@ -137,11 +137,16 @@ def test_a_meeting_that_waits_for_the_coordinators_address_can_be_stopped(launch
     member.announce_coordinator(2, 1234)
     assert launcher.heard() == Listening(2, ("127.0.0.1",), 1234)
     launcher.order(CoordinatorAt(1, "old", 1), CoordinatorAt(2, "host", 1234))
-    assert member.coordinator(2) == ("host", 1234)
-    waiting = beside(lambda: member.coordinator(3))
+    assert member.coordinator(2, 30) == ("host", 1234)
+    waiting = beside(lambda: member.coordinator(3, 30))
     launcher.order(StopNow(3, "rank 0 was lost"))
     with pytest.raises(LaunchError, match="rank 0 was lost"):
         waiting()
+
+
+def test_a_rank_0_that_never_says_where_it_listens_is_not_waited_for(launcher: Launcher) -> None:
+    with pytest.raises(LaunchError, match="HVDLITE_START_TIMEOUT"):
+        launcher.member.coordinator(2, 0.01)
 
 
 def test_training_finishes_on_all_members_or_goes_on_in_another_world(launcher: Launcher) -> None:
@@ -170,6 +175,15 @@ def test_the_end_of_the_launcher_ends_whatever_waits_for_it(launcher: Launcher) 
         waiting()
     with pytest.raises(LaunchError, match="cannot be reached any more"):
         cancellation.check()
+
+
+def test_a_member_that_cannot_take_an_order_does_not_wait_for_others(launcher: Launcher) -> None:
+    """Else its process would live on without hearing any order."""
+    launcher.member.attach(1, lambda reason: [][0])
+    waiting = beside(launcher.member.next_order)
+    launcher.order(StopNow(1, "rank 1 is gone"))
+    with pytest.raises(LaunchError, match="IndexError"):
+        waiting()
 
 
 def test_a_member_without_a_launcher_says_so(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ from hvdlite.membership.events import (
 )
 from hvdlite.membership.limits import Limits
 from hvdlite.membership.messages import (
+    Alive,
     AllFinished,
+    AskAlive,
     BoundaryTold,
     CoordinatorAt,
     Dismissed,
@@ -387,6 +389,8 @@ class Job:
             if process.doing in ("training", "finished"):
                 process.asked, process.stop_at = order.change, None
                 self.say(process, BoundaryTold(order.change, process.passed))
+        elif isinstance(order, AskAlive):
+            self.say(process, Alive())
         elif isinstance(order, StopAt):
             if process.asked == order.change:
                 process.stop_at = order.boundary

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hvdlite.membership.authority import Authority
 from hvdlite.membership.events import HostsSeen, MemberSaid, StartMember, WorldBegun
 from hvdlite.membership.limits import Limits
-from hvdlite.membership.messages import AllFinished, CoordinatorAt, Dismissed, Listening, PrepareStop
+from hvdlite.membership.messages import Alive, AllFinished, AskAlive, CoordinatorAt, Dismissed, Listening, PrepareStop
 from hvdlite.membership.worlds import TOO_FEW
 from tests.membership.talk import Talk, founded
 
@@ -137,6 +137,29 @@ def test_names_of_one_machine_are_apart_for_discovery_and_together_for_planes() 
     assert order.ranks_by_machine == ((0, 2), (1,)) and order.host_names == ("localhost", "c", "127.0.0.1")
     talk.met()
     assert talk.hosts(localhost=1, c=1).told(PrepareStop).keys() == {0, 1, 2}, "one of the two names has vanished"
+
+
+def test_a_stopped_process_for_which_others_wait_at_a_boundary_is_killed() -> None:
+    """It is in no collective with them, so nobody else misses it; one that only takes long answers, and lives."""
+    talk = founded(2, slots={"a": 3})
+    talk.ready(2)
+    assert talk.boundary(m0=7, m1=8).told(AskAlive) == {}
+    assert talk.idle(0, at_rest=True).told(AskAlive) == {}
+    assert talk.wait(10).told(AskAlive).keys() == {1}
+    for _ in range(3):
+        talk.handle(MemberSaid(1, Alive()))
+        assert talk.wait(20).told(AskAlive).keys() == {1} and talk.killed() == []
+    assert talk.wait(10).killed() == [1]
+    assert talk.gone(1).order().members == (0, 2)
+
+
+def test_a_stopped_process_for_which_others_wait_when_training_ends_is_killed() -> None:
+    talk = founded(3)
+    assert talk.finished(0).wait(10).told(AskAlive).keys() == {1, 2}
+    talk.handle(MemberSaid(1, Alive()))
+    assert talk.wait(10).killed() == [2]
+    talk.gone(2)
+    assert talk.idle(0, 1, commits=1).order().members == (0, 1)
 
 
 def test_rule_28_all_stop_at_the_same_boundary() -> None:
