@@ -74,8 +74,9 @@ class TorchState(ObjectState):
 
         Raises:
             UnsupportedError: on all ranks, when something of rank 0 cannot be pickled.
-            ValueError: when rank 0's state has other attributes than this rank's.
+            ValueError: when rank 0's state was made of other parts than this rank's.
         """
+        self._check_parts()
         runtime = api.runtime()
         is_root = runtime.world.rank == 0
         own = self._built_in()
@@ -151,6 +152,10 @@ class TorchState(ObjectState):
         except Exception as error:
             value = self._handlers[name].value if name in self._handlers else value
             raise UnsupportedError(advice(name, value, "copied", error)) from error
+
+    def _parts(self) -> list[str]:
+        left_out = {name for name in ("model", "optimizer") if getattr(self, name, None) is None}
+        return sorted({*super()._parts(), *self._handlers} - left_out)
 
     def _attributes(self) -> dict[str, Any]:
         return {name: value for name, value in super()._attributes().items() if name not in self._handlers}

@@ -214,6 +214,7 @@ def as_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any
     """Return a function that runs a step on two threads, to each of which the process's runtime is its own."""
     own = threading.local()
     monkeypatch.setattr(api, "runtime", lambda: own.runtime)
+    monkeypatch.setattr(api, "is_initialized", lambda: True)
     monkeypatch.setattr(api, "rank", lambda: own.runtime.world.rank)
     monkeypatch.setattr(api, "size", lambda: own.runtime.world.size)
 
@@ -278,7 +279,7 @@ def test_states_that_differ_are_an_error(as_ranks: Callable[..., list[Any]]) -> 
         state = training.state() if rank == 0 else TorchState(training.model)
         state.sync()
 
-    with pytest.raises(ValueError, match=r"rank 0's elastic state has model, optimizer, schedule.*rank 1's has model"):
+    with pytest.raises(ValueError, match=r"rank 0's elastic state has model, optimizer, schedule, step, and rank 1's has model:"):
         as_ranks(step)
 
 
