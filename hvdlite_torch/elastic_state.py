@@ -134,8 +134,8 @@ class TorchState(ObjectState):
     def _let_others(self, method: Callable[[StateHandler], None]) -> None:
         """Let the handlers that save and send by themselves do so: all of them, or none.
 
-        They may make collectives, which fail when a rank is lost. Then those that have done it already get back what they had
-        saved, so that the last commit stays the one of all attributes.
+        They may make collectives, which fail when a rank is lost. Then those that have done it already get back what they
+        had saved, so that the last commit stays the one of all attributes.
         """
         others = self._others()
         before = [dict(vars(other)) for other in others]

@@ -195,7 +195,7 @@ class Authority:
             self._worlds.end_world(str(failure))
 
     def _failed_at_end(self, failure: Failure) -> None:
-        """A member has failed after `elastic.run` has returned everywhere; the others go on, to their ends or another one."""
+        """A member has failed after `elastic.run` has returned everywhere; the others go on."""
         self._worlds.failures.add(failure)
         self._worlds.note(str(failure))
         self._worlds.failure_at_end = self._worlds.failure_at_end or failure
