@@ -105,8 +105,8 @@ class HvdliteStrategy(ParallelStrategy):
         hvd.init()
         if api.is_elastic():
             raise UnsupportedError("HvdliteStrategy does not work in an elastic job: Lightning's Trainer keeps the ranks "
-                                   "with which it begins. Write the loop with hvd.elastic.run and TorchState, or start the job "
-                                   "without --min-np and --host-discovery-script")
+                                   "with which it begins. Write the loop with hvd.elastic.run and TorchState, or start the "
+                                   "job without --min-np and --host-discovery-script")
         super().__init__(cluster_environment=HvdliteEnvironment(), **arguments)
         self._optimizer_arguments = dict(optimizer_arguments or {})
         self._broadcasts_buffers = broadcast_buffers

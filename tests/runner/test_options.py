@@ -73,7 +73,7 @@ def test_horovods_flags_that_mean_nothing_are_accepted_and_explained() -> None:
 
 
 def test_options_without_effect_are_told_with_mpi_too() -> None:
-    options = parser().parse_args(["-np", "2", "--mpi", "--mpi-args", "x", "--elastic-timeout", "9", "--cycle-time-ms", "3", "sh"])
+    options = parser().parse_args(["--mpi", "--mpi-args", "x", "--elastic-timeout", "9", "--cycle-time-ms", "3", "sh"])
     assert [line.partition(":")[0] for line in options_without_effect(options)] == [
         "--elastic-timeout does nothing in a job that is not elastic", "--cycle-time-ms does nothing here"]
 
