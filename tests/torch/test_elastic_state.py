@@ -323,7 +323,7 @@ def test_states_that_differ_are_an_error(as_ranks: Callable[..., list[Any]]) -> 
         state = training.state() if rank == 0 else TorchState(training.model)
         state.sync()
 
-    with pytest.raises(ValueError, match=r"rank 0's elastic state has model, optimizer, schedule, step, and rank 1's has mo"):
+    with pytest.raises(ValueError, match=r"rank 0's elastic state has model, optimizer, schedule, step, and rank 1"):
         as_ranks(step)
 
 
