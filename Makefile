@@ -56,14 +56,13 @@ bench: $(VENV)/installed data
 docs: $(VENV)/installed
 	$(BIN)/python docs/generate.py
 
-# What ranks of tests run; the scripts for Horovod are as one writes them.
-PROGRAMS := $(patsubst tests/%/programs,-p tests.%.programs,$(filter-out tests/compat/%,$(wildcard tests/*/programs)))
+# Packages, and what ranks of tests run; the scripts for Horovod are as one writes them. One pass: importing torch is most of it.
+TYPED := $(patsubst %,-p %,hvdlite hvdlite_runner hvdlite_torch hvdlite_tf) -m tests.worlds \
+	$(patsubst tests/%/programs,-p tests.%.programs,$(filter-out tests/compat/%,$(wildcard tests/*/programs)))
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	mkdir -p build/typing && ln -sfn ../../runner build/typing/hvdlite_runner
-	$(BIN)/mypy
-	$(BIN)/mypy --no-strict-optional --follow-imports=silent --allow-untyped-calls --no-warn-return-any \
-		--no-warn-unused-ignores -p hvdlite_torch -p hvdlite_tf -m tests.worlds $(PROGRAMS)
+	$(BIN)/mypy $(TYPED)
 	$(BIN)/lint-imports
 
 # One test more than there are cores, because ranks wait for each other. What tests may share, and how: tests/conftest.py.

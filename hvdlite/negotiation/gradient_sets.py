@@ -52,7 +52,7 @@ class _GradientSet:
 
     process_set_id: int
     ready: dict[str, Mapping[int, Request]] = dataclasses.field(default_factory=dict)  # this round, in ready order
-    invalid: bool = False  # a member of this round was refused: nothing is learned from it
+    invalid: bool = False  # a member of this round was refused, or a join failed: nothing is learned from it
     last_bucket_round: int = 0  # the last round of which a bucket was released; likewise
     sparse: set[str] = dataclasses.field(default_factory=set)  # members that are never put into a bucket
     done_ranks: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # by round; never all ranks
@@ -118,6 +118,11 @@ class GradientSetTable:
     def invalidate(self, request: Request) -> None:
         """Learn nothing from this round: a member was refused."""
         self._set(request).invalid = True
+
+    def abort_join(self) -> None:
+        """Learn nothing from the rounds under way: ranks had joined in them, which take part again."""
+        for gradient_set in self._gradient_sets.values():
+            gradient_set.invalid = True
 
     def rank_done(self, ranks: Ranks, done: RoundDone) -> bool:
         """Record that some ranks have finished a round; return whether the round ends by that.

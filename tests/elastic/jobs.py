@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from hvdlite_runner.reaper import marked_processes
-from tests.worlds import HVDRUN, PYTHON_PATH, clean_environment, shared_memory
+from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, clean_environment, shared_memory
 
 PROGRAM: Final = Path(__file__).parent / "programs" / "counting.py"
 
@@ -71,7 +71,7 @@ class Job:
         except FileNotFoundError:
             return -1
 
-    def wait_for(self, what: str, condition: Callable[[], bool], timeout: float = 60.0) -> None:
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout: float = HANGS_SECONDS) -> None:
         """Block until `condition()` is true."""
         deadline = time.monotonic() + timeout
         while not condition():
@@ -95,7 +95,7 @@ class Job:
         """Return what the job has written until now."""
         return (self.folder / "errors").read_text(encoding="utf-8", errors="replace")
 
-    def end(self, timeout: float = 90.0) -> dict[int, Told]:
+    def end(self, timeout: float = HANGS_SECONDS) -> dict[int, Told]:
         """Wait for the job's end and check that nothing is left; return what the last members told."""
         try:
             self.process.wait(timeout)
@@ -114,7 +114,7 @@ class Job:
             told[int(path.suffix[1:])] = Told(**fields)
         return told
 
-    def succeed(self, timeout: float = 90.0) -> dict[int, Told]:
+    def succeed(self, timeout: float = HANGS_SECONDS) -> dict[int, Told]:
         """Wait for the end of a job that is to succeed: the last members agree, and have done every step once."""
         told = self.end(timeout)
         pids = self.members()

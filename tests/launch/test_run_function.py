@@ -18,6 +18,7 @@ from hvdlite.launch import run_task
 from hvdlite.launch.run_function import sign, verified
 from hvdlite_runner.reaper import marked_processes
 from tests.launch.failing import check_first_exception
+from tests.worlds import HANGS_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +113,7 @@ def test_from_main_and_by_horovods_name(tmp_path: Path) -> None:
     script.write_text("import hvdlite.horovod_compat, horovod\nclass Answer:\n    value = 42\n"
                       "def work():\n    import os\n    return Answer.value + int(os.environ['HOROVOD_RANK'])\n"
                       "if __name__ == '__main__':\n    print(horovod.run(work, num_proc=2))\n")
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=HANGS_SECONDS, check=False)
     assert ended.stdout == "[42, 43]\n", ended.stderr
 
 
@@ -142,7 +143,7 @@ def test_an_interrupt_ends_the_job_and_is_raised(tmp_path: Path) -> None:
     while "ready" not in caller.stdout.readline():
         pass
     caller.send_signal(signal.SIGINT)
-    out, _ = caller.communicate(timeout=60)
+    out, _ = caller.communicate(timeout=HANGS_SECONDS)
     assert caller.returncode == 0 and out.endswith("interrupted\n")
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.elastic_jobs import ElasticJob
 from tests.runtime.programs.elastic import change, train, train_twice, until_the_launcher_ends, with_process_sets
+from tests.worlds import HANGS_SECONDS
 
 
 def agree(results: dict[int, Any]) -> None:
@@ -97,7 +98,7 @@ def test_process_sets_follow_their_members(tmp_path: Path) -> None:
         assert job.until_world(2).members == (0, 1)
         for member in (0, 1):
             job.until_printed(member, "world of 2")
-        assert job.processes[2].wait(30) == 0
+        assert job.processes[2].wait(HANGS_SECONDS) == 0
         job.see({"a": 3})
         assert job.until_world(3).members == (0, 1, 3)
         job.until_printed(3, "world of 3")

@@ -286,7 +286,7 @@ def test_many_worlds_leave_as_much_as_one(worlds: int) -> None:
 
 def test_an_elastic_job_grows_and_loses_its_first_rank(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    with ElasticJob(programs.train_elastically, str(gate), slots={"a": 1}, min_np=1) as job:
+    with ElasticJob(programs.train_elastically, str(gate), slots={"a": 1}, imported=TORCH, min_np=1) as job:
         job.until_printed(0, "trained in world 1\n")
         job.see({"a": 3})
         job.until(lambda: any(len(order.members) == 3 for order in job.orders.values()))
