@@ -71,8 +71,17 @@ class TensorFlowState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Take rank 0's state, and save it."""
+        """Take rank 0's state, and save it.
+
+        Raises:
+            MismatchError: when rank 0 has other variables.
+            ValueError: when rank 0's state was made of other parts than this rank's.
+        """
+        self._check_parts()
         broadcast_variables(self.variables, 0)
         values = values_of(self.variables)
         super().sync()
         self._values = values
+
+    def _parts(self) -> list[str]:
+        return [*super()._parts(), f"{len(self.variables)} variables"]

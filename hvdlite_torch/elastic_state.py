@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,8 +58,7 @@ class TorchState(ObjectState):
         for name, handler in staging.items():
             self._checked(name, handler.stage)
         attributes = self._copied()
-        for other in self._others():
-            other.save()
+        self._let_others(lambda other: other.save())
         for handler in staging.values():
             handler.promote()
         self._saved = attributes
@@ -74,8 +74,9 @@ class TorchState(ObjectState):
 
         Raises:
             UnsupportedError: on all ranks, when something of rank 0 cannot be pickled.
-            ValueError: when rank 0's state has other attributes than this rank's.
+            ValueError: when rank 0's state was made of other parts than this rank's.
         """
+        self._check_parts()
         runtime = api.runtime()
         is_root = runtime.world.rank == 0
         own = self._built_in()
@@ -95,10 +96,9 @@ class TorchState(ObjectState):
             values = {name: with_rooms(objects.loads(value), None) for name, value in attributes.items()}
             taken_out([*received.values(), *values.values()], tensors)
         broadcast_tensors(runtime, tensors, 0, "elastic.tensors")
+        self._let_others(lambda other: other.sync())
         for name, handler in own.items():
             handler.receive(received[name])
-        for other in self._others():
-            other.sync()
         if not is_root:
             self._assign(values)
             self._commits = commits
@@ -131,6 +131,23 @@ class TorchState(ObjectState):
         built_in = self._built_in()
         return [handler for name, handler in self._handlers.items() if name not in built_in]
 
+    def _let_others(self, method: Callable[[StateHandler], None]) -> None:
+        """Let the handlers that save and send by themselves do so: all of them, or none.
+
+        They may make collectives, which fail when a rank is lost. Then those that have done it already get back what they
+        had saved, so that the last commit stays the one of all attributes.
+        """
+        others = self._others()
+        before = [dict(vars(other)) for other in others]
+        try:
+            for other in others:
+                method(other)
+        except BaseException:
+            for other, fields in zip(others, before, strict=True):
+                vars(other).clear()
+                vars(other).update(fields)
+            raise
+
     def _handles(self, name: str, value: Any) -> bool:
         """Begin to handle an attribute, if there is a handler for it."""
         handler = self._checked(name, lambda: handler_for(value), value)
@@ -151,6 +168,10 @@ class TorchState(ObjectState):
         except Exception as error:
             value = self._handlers[name].value if name in self._handlers else value
             raise UnsupportedError(advice(name, value, "copied", error)) from error
+
+    def _parts(self) -> list[str]:
+        left_out = {name for name in ("model", "optimizer") if getattr(self, name, None) is None}
+        return sorted({*super()._parts(), *self._handlers} - left_out)
 
     def _attributes(self) -> dict[str, Any]:
         return {name: value for name, value in super()._attributes().items() if name not in self._handlers}

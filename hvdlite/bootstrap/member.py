@@ -59,7 +59,7 @@ class Member:
     Attributes:
         number: the member's id.
         is_at_rest: whether `boundary` has stopped this member in its present world.
-        has_finished: whether training has finished on all members: there is no other world after this one.
+        has_finished: whether `elastic.run` has returned on all members, so that no others join any more.
 
     Raises:
         LaunchError: when nobody serves members there.
@@ -93,7 +93,9 @@ class Member:
     # --- what the member says ----------------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """This member is at the entrance of `elastic.run`."""
+        """This member is at the entrance of `elastic.run`; boundaries that it has passed outside do not count."""
+        with self._changed:
+            self._boundaries = 0
         self._send(MemberReady())
 
     def idle(self, epoch: int, standing: Standing, reason: str) -> None:
@@ -284,7 +286,10 @@ class Member:
                     self._orders.append(order)
                 case CoordinatorAt():
                     self._coordinator = order
-                case AllFinished() | Dismissed():
+                case AllFinished():
+                    self._change = self._stop_at = None  # it comes too late
+                    self._orders.append(order)
+                case Dismissed():
                     self._orders.append(order)
             self._changed.notify_all()
         if told is not None:

@@ -168,7 +168,8 @@ class Authority:
         before, member.phase, member.deadline = member.phase, Phase.GONE, math.inf
         in_world = member.id in self.members
         failure = Failure(member.id, self._roster.who(member), code, event.cause, member.fault, self.epoch,
-                          in_training=in_world and before is not Phase.IDLE and not event.is_consequence)
+                          in_training=in_world and before is not Phase.IDLE and not event.is_consequence
+                          and self._worlds.stage is not Stage.FINISHED)
         if before is Phase.DISMISSED or (before is Phase.KILLED and not member.fault):
             return
         if self._worlds.stage is Stage.FINISHED:
@@ -198,7 +199,7 @@ class Authority:
             self._worlds.end_world(str(failure))
 
     def _failed_at_end(self, failure: Failure) -> None:
-        """A member has failed after `elastic.run` has returned everywhere; the others go on to their ends."""
+        """A member has failed after `elastic.run` has returned everywhere; the others go on."""
         self._worlds.failures.add(failure)
         self._worlds.note(str(failure))
         self._worlds.failure_at_end = self._worlds.failure_at_end or failure

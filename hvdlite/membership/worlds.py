@@ -40,7 +40,7 @@ class Stage(enum.Enum):
     PREPARING = enum.auto()
     STOPPING = enum.auto()
     ENDING = enum.auto()  # also while too few idle members wait
-    FINISHED = enum.auto()  # elastic.run has returned on all members
+    FINISHED = enum.auto()  # elastic.run has returned on all members; it may be called again
     OVER = enum.auto()
 
 
@@ -78,6 +78,7 @@ class Worlds:
         self._order: WorldOrder | None = None  # of this world; None for the first one
         self._has_met = False
         self._asks_at = math.inf  # when members for which others wait are asked again whether they live
+        self._runs_finished = 0  # how often elastic.run has returned on all members
         self._end_reason = ""  # why this world is lost, if it is
 
     @property
@@ -90,6 +91,8 @@ class Worlds:
         self._expire()
         if self.stage is Stage.FOUNDING:
             self._found()
+        if self.stage is Stage.FINISHED:
+            self._run_again()
         if self.stage in IN_FORCE:
             self._follow_world()
         self._ask_awaited()
@@ -141,7 +144,9 @@ class Worlds:
             self.end_world("a rank has ended before it entered elastic.run")
         elif is_whole and phases == {Phase.FINISHED}:
             self.stage = Stage.FINISHED
+            self._runs_finished += 1
             for member in living:
+                member.phase, member.is_ready, member.answer_by = Phase.RUNNING, False, math.inf
                 self._roster.tell(member, AllFinished())
             self._roster.dismiss(self._roster.alive(JOINING), "training has finished")
         elif self.stage is Stage.PREPARING and all(member.boundary is not None for member in living):
@@ -175,6 +180,24 @@ class Worlds:
                     member.answer_by = self._roster.now + self._limits.quiesce_timeout
                     self._roster.tell(member, AskAlive())
 
+    def _run_again(self) -> None:
+        """Return to a running world when all members that are left have called elastic.run again.
+
+        Until then nobody is told to stop: a member may be busy with something that needs no other, and will see at the
+        entrance that its world is lost.
+        """
+        living = self._roster.living()
+        if living and all(member.is_ready for member in living):
+            self.stage, self.failure_at_end = Stage.RUNNING, None
+            self.failures.begin_again()
+            failures = {failure.member: failure.why for failure in self.failures.all}
+            for member in (self._roster[id] for id in self._roster.world):
+                if member not in living:
+                    self.changes.left(self._roster.who(member), failures.get(member.id, "it did not call elastic.run again"),
+                                      failed=member.id in failures)
+            if any(member.phase is Phase.IDLE for member in living):
+                self.end_world("the world was lost before all ranks had called elastic.run again")
+
     def _balance(self) -> None:
         """Start joiners on free slots, and dismiss those that cannot be admitted."""
         joiners = self._roster.joiners_by_progress()
@@ -187,14 +210,15 @@ class Worlds:
         room = len(joiners) + len(free)
         if self._limits.max_np is not None:
             room = min(room, max(0, self._limits.max_np - len(staying)))
-        if not self._has_resets() or (not staying and self._limits.max_np == 1):
-            room = 0  # there is no other world, or none in which a joiner could get the state
+        if not self._has_resets() or (not staying and self._limits.max_np == 1) or self._runs_finished:
+            room = 0  # there is no other world, or none in which a joiner could get the state of the same elastic.run
         self._roster.dismiss(joiners[room:], "there are enough ranks without it")
         may_start = any(each.is_ready for each in living) and not any(each.phase is Phase.FINISHED for each in living)
         if may_start and room > len(joiners):
             self._roster.start_joiners(free[:room - len(joiners)], len(staying) + len(joiners))
-        if (self._limits.hosts_are_fixed and self.gives_up_at < math.inf
-                and self._hosts.next_end(self._roster.now) == math.inf
+        none_can_join = self._runs_finished or (
+            self._limits.hosts_are_fixed and self._hosts.next_end(self._roster.now) == math.inf)
+        if (none_can_join and self.gives_up_at < math.inf
                 and all(member.phase is Phase.IDLE for member in self._roster.alive())):
             self._give_up("; no other processes can be started")
 

@@ -156,7 +156,9 @@ class ObjectState(State):
 
         Raises:
             UnsupportedError: on all ranks, when one of rank 0's attributes cannot be pickled.
+            ValueError: when rank 0's state was made of other parts than this rank's.
         """
+        self._check_parts()
         self._receive_attributes(self._bcast_object((self._commits, *self._pickled_attributes())))
         ObjectState.save(self)
 
@@ -173,6 +175,23 @@ class ObjectState(State):
             raise UnsupportedError(refusal)
         self._assign({name: objects.loads(content) for name, content in attributes.items()})
         self._commits = commits
+
+    def _parts(self) -> list[str]:
+        """Return what the state was made of, for people and to compare it between ranks."""
+        return sorted(name for name in self._tracked if name[:1] != "_")
+
+    def _check_parts(self) -> None:
+        """Compare what this state was made of with rank 0's; before anything changes.
+
+        Raises:
+            ValueError: when they differ.
+        """
+        own = self._parts()
+        root = self._bcast_object(own)
+        if own != root:
+            rank = api.rank() if api.is_initialized() else "?"
+            raise ValueError(f"rank 0's elastic state has {', '.join(root) or 'nothing'}, and rank {rank}'s has "
+                             f"{', '.join(own) or 'nothing'}: make the same state on all ranks")
 
     def _attributes(self) -> dict[str, Any]:
         """Return what belongs to the state, by name."""

@@ -67,12 +67,18 @@ class KerasState(ObjectState):
 
         Raises:
             MismatchError: when rank 0 has another model or optimizer.
+            ValueError: when rank 0's state was made of other parts than this rank's.
         """
+        self._check_parts()
         self._read_back()
         broadcast_variables(self._variables(), 0, "elastic.variables")
         values = self._copied_values()
         super().sync()
         self._values = values
+
+    def _parts(self) -> list[str]:
+        count = len(self.model.variables)
+        return [*super()._parts(), f"a model with {count} variables", f"an optimizer with {len(self._variables()) - count}"]
 
     def _variables(self) -> list[Any]:
         own = getattr(self.optimizer, "variables", [])

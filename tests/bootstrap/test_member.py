@@ -23,6 +23,7 @@ from hvdlite.membership.messages import (
     Listening,
     MemberFinished,
     MemberHello,
+    MemberReady,
     Message,
     PrepareStop,
     StopAt,
@@ -157,6 +158,22 @@ def test_training_finishes_on_all_members_or_goes_on_in_another_world(launcher: 
     second = beside(lambda: launcher.member.finish(2))
     launcher.order(AllFinished())
     assert second() is True and launcher.member.has_finished
+
+
+def test_a_stop_that_was_prepared_when_training_finished_stops_nothing_later(launcher: Launcher) -> None:
+    for _ in range(3):
+        launcher.member.boundary()
+    launcher.order(PrepareStop(1))
+    assert launcher.heard() == BoundaryTold(1, 3)
+    finishing = beside(lambda: launcher.member.finish(1))
+    assert launcher.heard() == MemberFinished(1)
+    launcher.order(AllFinished())
+    assert finishing() is True
+    launcher.member.boundary()  # it would block
+    launcher.member.ready()
+    assert launcher.heard() == MemberReady()
+    launcher.order(PrepareStop(2))
+    assert launcher.heard() == BoundaryTold(2, 0), "what was passed outside of elastic.run does not count"
 
 
 def test_a_member_that_is_not_needed_exits_with_code_0(launcher: Launcher) -> None:

@@ -232,6 +232,58 @@ def test_the_end_is_when_all_have_finished_and_are_gone() -> None:
     assert talk.hosts(a=5).commands == []
 
 
+def test_elastic_run_is_called_again_and_ranks_are_lost_in_it() -> None:
+    talk = founded(3, min_np=2)
+    talk.finished(0, 1, 2)
+    talk.ready(0, 1)
+    assert talk.hosts(a=5).commands == [], "others would begin with the first run"
+    talk.ready(2)
+    talk.gone(1, -9)
+    assert talk.stopped() == [0, 2]
+    order = talk.idle(0, 2, commits=1).order()
+    assert order.members == (0, 2) and order.restore
+    talk.met()
+    assert talk.finished(0, 2).told(AllFinished).keys() == {0, 2}
+    talk.gone(0, 0)
+    assert talk.gone(2, 0).end().code == 0
+
+
+def test_a_rank_that_is_lost_before_elastic_run_is_called_again() -> None:
+    talk = founded(4, min_np=1)
+    talk.finished(0, 1, 2, 3)
+    assert talk.ready(0).idle(0).gone(3, -9).stopped() == [], "the others may be busy with something that needs no rank"
+    assert talk.gone(2, 0).stopped() == []
+    assert talk.ready(1).stopped() == [1]
+    order = talk.idle(1).order()
+    assert order.members == (0, 1)
+    assert order.reason == ("left: rank 2 on a (it did not call elastic.run again), "
+                            "rank 3 on a (killed by signal 9 (SIGKILL))")
+    talk.met().finished(0, 1)
+    talk.gone(0, 0)
+    assert talk.gone(1, 0).end().code == 0, "training went on without the rank that failed"
+
+
+def test_too_few_ranks_for_another_elastic_run() -> None:
+    talk = founded(2, min_np=2)
+    talk.finished(0, 1)
+    talk.hosts(a=4)
+    talk.ready(0, 1).gone(1, -9)
+    end = talk.idle(0).end()
+    assert (end.code, end.reason) == (TOO_FEW, "2 ranks are needed; there were 1; no other processes can be started")
+
+
+def test_another_elastic_run_counts_its_commits_from_0() -> None:
+    talk = founded(6, min_np=1)
+    talk.gone(5)
+    talk.idle(0, 1, 2, 3, 4, commits=90)
+    talk.met().finished(0, 1, 2, 3, 4)
+    talk.ready(0, 1, 2, 3, 4)
+    for commits, victim in enumerate((4, 3, 2, 1)):
+        talk.gone(victim)
+        assert talk.idle(*range(victim), commits=commits).order().commits == commits
+        talk.met()
+
+
 def test_a_failure_after_the_end_of_training_is_the_jobs_code() -> None:
     talk = founded(2)
     talk.finished(0, 1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.elastic_jobs import ElasticJob
-from tests.runtime.programs.elastic import change, train, until_the_launcher_ends, with_process_sets
+from tests.runtime.programs.elastic import change, train, train_twice, until_the_launcher_ends, with_process_sets
 from tests.worlds import HANGS_SECONDS
 
 
@@ -71,6 +71,21 @@ def test_fifty_worlds_hold_no_more_than_two() -> None:
     for result in results.values():
         assert result["early"] == result["late"]
         assert result["sequence"] == 4 and "one after the other" in result["nested"]
+
+
+def test_a_rank_is_lost_in_the_second_training_of_a_script(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with ElasticJob(train_twice, str(gate), slots={"a": 3}, min_np=2, hosts_are_fixed=True) as job:
+        for member in range(3):
+            job.until_printed(member, "second in 3")
+        job.kill(0)
+        for member in (1, 2):
+            job.until_printed(member, "second in 2")
+        gate.touch()
+        results = job.finish()
+        assert max(job.orders) == 2 and job.orders[2].restore
+    assert sorted(results[member][-1] for member in (1, 2)) == [(0, 2), (1, 2)]
+    assert results[1][:2] == [(1, 3), (1, 3)]
 
 
 def test_process_sets_follow_their_members(tmp_path: Path) -> None:

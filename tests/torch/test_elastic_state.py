@@ -206,6 +206,50 @@ def test_handlers_of_ones_own() -> None:
         set_handler_registry(before)
 
 
+@pytest.mark.parametrize("method", ["save", "sync"])
+def test_handlers_of_ones_own_save_all_or_nothing(as_ranks: Callable[..., list[Any]], method: str) -> None:
+    """They may make collectives, the second of which a death interrupts."""
+    class Shard:
+        def __init__(self, *, is_lost: bool = False) -> None:
+            self.value, self.is_lost = 0, is_lost
+
+    class ShardHandler(StateHandler):
+        def __init__(self, value: Any) -> None:
+            super().__init__(value)
+            self.saved = value.value
+
+        def save(self) -> None:
+            if self.value.is_lost and self.value.value == 2:
+                raise hvd.HorovodInternalError("lost")
+            self.saved = self.value.value
+
+        def sync(self) -> None:
+            self.save()
+
+        def restore(self) -> None:
+            self.value.value = self.saved
+
+    def step(rank: int) -> None:
+        first, second, training = Shard(), Shard(is_lost=True), Training()
+        state = TorchState(training.model, first=first, second=second, step=0)
+        first.value = second.value = state.step = 1
+        state.commit()
+        committed = training.bits()
+        first.value = second.value = state.step = 2
+        training.train(0, 1)
+        with pytest.raises(hvd.HorovodInternalError):
+            getattr(state, method)()
+        state.restore()
+        assert (first.value, second.value, state.step, training.bits()[:7]) == (1, 1, 1, committed[:7])
+
+    before = get_handler_registry()
+    set_handler_registry([*before, (Shard, ShardHandler)])
+    try:
+        as_ranks(step)
+    finally:
+        set_handler_registry(before)
+
+
 # --- two ranks -------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +258,7 @@ def as_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any
     """Return a function that runs a step on two threads, to each of which the process's runtime is its own."""
     own = threading.local()
     monkeypatch.setattr(api, "runtime", lambda: own.runtime)
+    monkeypatch.setattr(api, "is_initialized", lambda: True)
     monkeypatch.setattr(api, "rank", lambda: own.runtime.world.rank)
     monkeypatch.setattr(api, "size", lambda: own.runtime.world.size)
 
@@ -278,7 +323,7 @@ def test_states_that_differ_are_an_error(as_ranks: Callable[..., list[Any]]) -> 
         state = training.state() if rank == 0 else TorchState(training.model)
         state.sync()
 
-    with pytest.raises(ValueError, match=r"rank 0's elastic state has model, optimizer, schedule.*rank 1's has model"):
+    with pytest.raises(ValueError, match=r"rank 0's elastic state has model, optimizer, schedule, step, and rank 1"):
         as_ranks(step)
 
 

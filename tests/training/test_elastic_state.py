@@ -148,6 +148,16 @@ def test_what_cannot_be_pickled_is_told_to_all_ranks() -> None:
     assert other.epoch == 0
 
 
+def test_states_of_other_parts_are_an_error_that_changes_nothing() -> None:
+    wire = Wire()
+    root, other = ObjectState(wire.root, epoch=1, best=0.5), ObjectState(wire.other, epoch=0, last=2)
+    root.table = [1]  # assigned later: no part of what the state was made of
+    root.sync()
+    with pytest.raises(ValueError, match=r"rank 0's elastic state has best, epoch, and rank \?'s has epoch, last"):
+        other.sync()
+    assert (other.epoch, other.last) == (0, 2) and not hasattr(other, "best")
+
+
 def test_callbacks_run_in_order_after_reset() -> None:
     calls: list[str] = []
 

@@ -108,6 +108,34 @@ def change(count: int) -> dict[str, Any]:
     return {"early": held[1], "late": held[-1], "sequence": _twice(state), "nested": _nested(state)}
 
 
+def train_twice(gate: str) -> list[tuple[int, int]]:
+    """Run two trainings, the second one until the file `gate` exists; return ranks and sizes in the worlds of each."""
+    api.init()
+    worlds: list[tuple[int, int]] = []
+
+    @run
+    def first(state: Any) -> None:
+        worlds.append((api.rank(), api.size()))
+        while state.step < 5:
+            ops.allreduce(np.ones(10), op=api.Sum)
+            state.step += 1
+            state.commit()
+
+    @run
+    def second(state: Any) -> float:
+        worlds.append((api.rank(), api.size()))
+        while not ops.allreduce(np.array(float(os.path.exists(gate))), op=api.Max):
+            state.total += int(ops.allreduce(np.array(1), op=api.Sum)) - api.size()
+            state.commit()
+            print(f"second in {api.size()}", flush=True)
+        return float(state.total)
+
+    first(ObjectState(step=0))
+    assert second(ObjectState(total=7)) == 7
+    api.shutdown()
+    return worlds
+
+
 def _twice(state: Any) -> int:
     """Run another training after the first one."""
     @run

@@ -108,6 +108,11 @@ def states_and_their_errors() -> None:
     variables[1].assign([7.0])
     own.restore()
     assert [float(each[0]) for each in variables] == [1.0, 0.0] and own.step == 3
+    if hvd.rank() == 0:
+        own._check_parts()
+    else:
+        other = frontend.elastic.TensorFlowState(variables=variables[:1])
+        raises(ValueError, "rank 0's elastic state has step, 2 variables, and rank 1's has 1 variables", other.sync)
     raises(ValueError, "TensorFlow 2 has no list of all variables", frontend.elastic.TensorFlowState)
     raises(NotImplementedError, "sessions", lambda: frontend.elastic.TensorFlowState(variables, session=1))
     assert frontend.elastic.run is hvd.elastic.run
