@@ -208,6 +208,8 @@ class Engine:
                 self._health.heard()
                 self._decisions.accept(decision)
             case DirectMessageReceived(message):
+                if self._controller.is_foreign(message):
+                    return
                 self._execution.add_receive_splits(message.receive_splits)
                 self._connections.oob.receive(message.oob_messages)
             case _:
