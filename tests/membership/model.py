@@ -42,6 +42,7 @@ class Job:
     """
 
     def __init__(self, seed: int) -> None:
+        self.seed = seed
         self.random = random.Random(seed)
         draw = self.random
         self.hosts = {name: draw.randint(1, 3) for name in "abcd"[:draw.randint(1, 4)]}
@@ -262,11 +263,16 @@ class Job:
 def play(seed: int) -> int:
     """Play a job; return how many events its authority has handled. What fails has a note with the seed."""
     job = Job(seed)
+    play_job(job)
+    return job.events
+
+
+def play_job(job: Job) -> None:
+    """Let things go wrong in a job for some time, then let it recover, and finish if it can."""
     try:
         _play(job)
     except Exception as error:
-        raise AssertionError(f"seed {seed} after {job.now:.2f} s") from error
-    return job.events
+        raise AssertionError(f"seed {job.seed} after {job.now:.2f} s") from error
 
 
 def _play(job: Job) -> None:
