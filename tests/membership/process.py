@@ -44,7 +44,7 @@ class Process:
         self.start = start
         self.id, self.host = start.member, start.host
         self.doing = "starting"  # meeting, training, lost, ending, idle, joining, finished, exiting, dead
-        self.is_frozen = False
+        self.is_frozen = self.has_frozen = False  # now, and ever
         self.waiting: list[Callable[[], None]] = []  # what it does when it is not frozen any more
         self.epoch = 0 if start.is_joiner else 1
         self.is_ready = False
@@ -227,6 +227,8 @@ class Process:
 
     def end_world(self, reason: str) -> None:
         epoch = self.epoch
+        if not self.is_alive:  # it died when it told the others
+            return
         self.doing = "ending"
         self.later(1, lambda: self.become_idle(epoch, reason))
 
@@ -300,7 +302,7 @@ class Process:
 
     def freeze(self, seconds: float) -> None:
         """Do nothing for some time, as after SIGSTOP."""
-        self.is_frozen = True
+        self.is_frozen = self.has_frozen = True
 
         def thaw() -> None:
             self.is_frozen = False

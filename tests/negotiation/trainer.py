@@ -8,7 +8,7 @@ or made from gradients of other ranks, steps or worlds than those of the world. 
 from __future__ import annotations
 
 from hvdlite.core.types import Collective
-from hvdlite.membership.events import StartMember, WorldBegun
+from hvdlite.membership.events import Command, Kill, StartMember, WorldBegun
 from hvdlite.membership.messages import MemberOrder, WorldOrder
 from hvdlite.negotiation.messages import FailureNotice, Request
 from tests.membership.model import Job
@@ -243,7 +243,13 @@ class TrainingJob(Job):
         if command.epoch > 1:
             having = [process for member in self.worlds[command.epoch - 1]
                       if (process := self.processes[member]).doing == "idle" and process.has_state]
-            self.required[command.epoch] = max(process.committed for process in having)
+            self.required[command.epoch] = max((process.committed for process in having), default=0)
+
+    def carry_out(self, command: Command) -> None:
+        if isinstance(command, Kill) and "did not stop" in command.reason:
+            process = self.processes[command.member]
+            assert process.has_frozen or not process.is_ready or not process.is_alive, f"{process.doing} for ever"
+        super().carry_out(command)
 
     def world_of(self, process: Trainer) -> World:
         """Return what the ranks of a process' world share."""
