@@ -28,8 +28,8 @@ def main() -> int:
             failed += 1
         steps, worlds, stale, seed = steps + job.steps_made, worlds + len(job.worlds), stale + job.stale, seed + 1
         deaths += sum(not process.is_alive for process in job.processes.values())
-    print(f"{steps} steps in {worlds} worlds of {seed - options.first} jobs; {deaths} processes ended, {stale} messages came "
-          f"to a later world; {failed} jobs failed; {time.monotonic() - began:.0f} s")
+    print(f"{steps} steps in {worlds} worlds of {seed - options.first} jobs; {deaths} processes ended, {stale} messages "
+          f"came to a later world; {failed} jobs failed; {time.monotonic() - began:.0f} s")
     return 1 if failed else 0
 
 

@@ -48,7 +48,10 @@ class Trainer(Process):
     # --- connections ---------------------------------------------------------------------------------------------------
 
     def transmit(self, rank: int, member: int, frame: Frame) -> None:
-        """Send something to another process; this is where processes die."""
+        """Send something to another process; this is where processes die.
+
+        Some messages come once more, in a later world, as no connection lets them.
+        """
         job = self.job
         if job.deaths and job.random.random() < job.deadliness:
             job.deaths -= 1
@@ -60,6 +63,10 @@ class Trainer(Process):
         slow = 3.0 if job.random.random() < 0.03 else 0.05
         job.links[link] = when = max(job.links.get(link, 0.0), job.now + job.random.uniform(0, slow))
         job.at(when - job.now, lambda: receiver.arrived_at(rank, frame))
+        if job.random.random() < 0.1:
+            epoch = self.epoch
+            job.at(when - job.now + job.random.uniform(0, 10),
+                   lambda: receiver.arrived_at(rank, frame) if receiver.epoch > epoch else None)
 
     def arrived_at(self, sender: int, frame: Frame) -> None:
         """Take in what has arrived, of whichever world it is."""
@@ -234,6 +241,10 @@ class TrainingJob(Job):
         self.made: dict[tuple[int, int], tuple[Token, ...]] = {}
         self.stale = self.steps_made = 0
         self._worlds: dict[int, World] = {}
+
+    def calm(self) -> None:
+        super().calm()
+        self.deaths = 0
 
     def make_process(self, start: StartMember) -> Process:
         return Trainer(self, start)
