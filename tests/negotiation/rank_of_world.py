@@ -378,11 +378,13 @@ class RankOfWorld:
 
     def _for_all(self, action: Callable[[RankOfWorld], None]) -> None:
         """All ranks have come to a barrier: each one goes on after a while, if it still lives."""
+        job = self.process.job
         for member in self.world.members:
-            process = self.process.job.processes[member]
+            process = job.processes[member]
             rank = process.rank
             if rank is not None and rank.world is self.world:
-                process.later(0.02, lambda rank=rank: action(rank) if rank.running else None)  # type: ignore[misc]
+                longest = 0.02 if job.random.random() < 0.95 else 2.0  # then others may commit long before it
+                process.later(longest, lambda rank=rank: action(rank) if rank.running else None)  # type: ignore[misc]
 
     def _reduce(self, operation: Operation) -> None:
         """Reduce this rank's share, and come to the second barrier."""
