@@ -44,7 +44,7 @@ def in_world(epoch: int, size: int, step: Callable[[Runtime], None]) -> None:
         raise errors[0]
 
 
-def lose(gpus: Gpus, runtime: Runtime, made: int, launched: threading.Barrier) -> None:
+def lose(gpus: Gpus, made: int, launched: threading.Barrier, runtime: Runtime) -> None:
     """Lose a world in the middle of a collective: the last rank's GPU does not come to it.
 
     Args:
@@ -70,7 +70,7 @@ def lose(gpus: Gpus, runtime: Runtime, made: int, launched: threading.Barrier) -
 @pytest.mark.parametrize("victim_size", [2, 3])
 def test_survivors_come_free_and_the_next_world_has_communicators_of_its_own(gpus: Gpus, victim_size: int) -> None:
     launched = threading.Barrier(victim_size)
-    in_world(1, victim_size, lambda runtime: lose(gpus, runtime, 0, launched))
+    in_world(1, victim_size, functools.partial(lose, gpus, 0, launched))
     old = [each for gpu in gpus.made for each in gpu.communicators]
     assert all(each.ended for each in old)
     sizes: list[int] = []
@@ -91,9 +91,6 @@ def test_survivors_come_free_and_the_next_world_has_communicators_of_its_own(gpu
 
 def test_twenty_worlds_hold_what_one_holds(gpus: Gpus) -> None:
     """They are lost and left in turn; each has another size than the one before."""
-    def lost(made: int, launched: threading.Barrier, runtime: Runtime) -> None:
-        lose(gpus, runtime, made, launched)
-
     def left(runtime: Runtime) -> None:
         begun_here = allreduce(gpus, runtime, "x", np.ones(1000))
         begun_here.wait()
@@ -102,7 +99,8 @@ def test_twenty_worlds_hold_what_one_holds(gpus: Gpus) -> None:
 
     for epoch in range(1, 21):
         size = 2 + epoch % 2
-        in_world(epoch, size, left if epoch % 3 == 0 else functools.partial(lost, len(gpus.made), threading.Barrier(size)))
+        lost = functools.partial(lose, gpus, len(gpus.made), threading.Barrier(size))
+        in_world(epoch, size, left if epoch % 3 == 0 else lost)
         gpus.planes.clear()
 
     def nothing_is_held() -> bool:
@@ -114,19 +112,27 @@ def test_twenty_worlds_hold_what_one_holds(gpus: Gpus) -> None:
 
 def test_a_communicator_that_is_made_too_late_is_aborted(gpus: Gpus) -> None:
     """Its world is lost while the ranks' NCCLs meet, which no abort can interrupt."""
-    may_meet = threading.Event()
+    may_meet, come = threading.Event(), threading.Barrier(3)
 
     def step(runtime: Runtime) -> None:
         gpu = _opened(gpus, runtime)
         real = gpu.communicator
-        gpu.communicator = lambda *arguments: (may_meet.wait(20), real(*arguments))[1]
-        allreduce(gpus, runtime, "x", np.ones(3))
+
+        def late(*arguments: Any) -> Any:
+            come.wait(20)
+            may_meet.wait(20)
+            return real(*arguments)
+        gpu.communicator = late
+        handle = allreduce(gpus, runtime, "x", np.ones(3))
         if runtime.world.rank == 0:
-            spin(lambda: any("nccl" in thread.name for thread in threading.enumerate()))
+            come.wait(20)
             runtime.stop("a rank was lost")
+        with pytest.raises(HorovodInternalError, match="a rank was lost"):
+            handle.wait()
     in_world(1, 2, step)
     may_meet.set()
-    spin(lambda: all(each.ended for gpu in gpus.made for each in gpu.communicators))
+    spin(lambda: not any("hvdlite-nccl" in thread.name for thread in threading.enumerate()))
+    assert not any(gpu.held()["communicators"] for gpu in gpus.made)
 
 
 def _opened(gpus: Gpus, runtime: Runtime) -> Any:
