@@ -310,7 +310,6 @@ class Meeting:
         self.present = 0
         self.calls: dict[int, dict[int, tuple[Any, Any]]] = {}
         self.sent: dict[tuple[int, int, int], Any] = {}  # by sender, receiver and number
-        self.aborted = False
 
     def gather(self) -> None:
         with self.changed:
@@ -318,11 +317,11 @@ class Meeting:
             self.changed.notify_all()
             self.until(lambda: self.present == self.size)
 
-    def until(self, condition: Callable[[], bool]) -> None:
+    def until(self, condition: Callable[[], bool], is_aborted: Callable[[], bool] = lambda: False) -> None:
         """Wait, holding the lock; like NCCL, for as long as it takes."""
         deadline = time.monotonic() + PATIENCE
         while not condition():
-            if self.aborted:
+            if is_aborted():  # only its own abort ends a rank's kernel
                 raise _AbortedError
             if not self.changed.wait(0.5) and time.monotonic() > deadline:
                 raise NcclErrorDouble("another rank does not come")
@@ -355,7 +354,7 @@ class CommunicatorDouble:
                 call = meeting.calls.setdefault(number, {})
                 call[self._rank] = ((what, *given), values)
                 meeting.changed.notify_all()
-                meeting.until(lambda: len(call) == meeting.size)
+                meeting.until(lambda: len(call) == meeting.size, lambda: self.ended)
             told = {arguments for arguments, _ in call.values()}
             if len(told) > 1:
                 raise NcclErrorDouble(f"the ranks' calls differ: {sorted(map(str, told))}")
@@ -405,7 +404,7 @@ class CommunicatorDouble:
 
         def work() -> None:
             with self._meeting.changed:
-                self._meeting.until(lambda: (peer, self._rank, number) in self._meeting.sent)
+                self._meeting.until(lambda: (peer, self._rank, number) in self._meeting.sent, lambda: self.ended)
                 values = self._meeting.sent.pop((peer, self._rank, number))
             if len(values) != count:
                 raise NcclErrorDouble(f"{count} elements are expected and {len(values)} were sent")
@@ -419,7 +418,6 @@ class CommunicatorDouble:
     def abort(self) -> None:
         self.ended = True
         with self._meeting.changed:
-            self._meeting.aborted = True
             for key in [key for key in self._meeting.sent if key[0] == self._rank]:
                 del self._meeting.sent[key]
             self._meeting.changed.notify_all()
