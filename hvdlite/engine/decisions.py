@@ -53,7 +53,7 @@ class Decisions:
         Raises:
             JobFailed: when the decision ends the job.
         """
-        if decision.epoch != self._controller.epoch:
+        if self._controller.is_foreign(decision):
             return
         if decision.failure is not None:
             raise JobFailed(decision.failure)

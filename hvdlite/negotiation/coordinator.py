@@ -146,7 +146,7 @@ class Coordinator:
 
     def take_direct_messages(self) -> tuple[DirectMessage, ...]:
         """Return what single ranks must know to apply the decision that was returned last; send it before the decision."""
-        return tuple(DirectMessage(rank=rank, receive_splits=tuple(splits))
+        return tuple(DirectMessage(epoch=self.epoch, rank=rank, receive_splits=tuple(splits))
                      for rank, splits in sorted(self.negotiator.take_receive_splits().items()))
 
     # --- what is pending ---------------------------------------------------------------------------------------------
