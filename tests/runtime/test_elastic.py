@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.elastic_jobs import ElasticJob
-from tests.runtime.programs.elastic import change, train, until_the_launcher_ends, with_process_sets
+from tests.runtime.programs.elastic import change, train, until_the_launcher_ends, with_a_corrupt_replica, with_process_sets
 
 
 def agree(results: dict[int, Any]) -> None:
@@ -70,6 +70,19 @@ def test_fifty_worlds_hold_no_more_than_two() -> None:
     for result in results.values():
         assert result["early"] == result["late"]
         assert result["sequence"] == 4 and "one after the other" in result["nested"]
+
+
+def test_replicas_that_differ_after_a_change_end_the_job() -> None:
+    """See docs/protocol.md#equal-replicas."""
+    with ElasticJob(with_a_corrupt_replica, slots={"a": 3}, min_np=1) as job:
+        for member in range(3):
+            job.until_printed(member, "world of 3")
+        job.kill(0)
+        job.until(lambda: job.code is not None)
+        assert job.code == 1, f"{job}"
+        assert set(job.orders) == {2}, f"it is not tried again; {job}"
+        for member in (1, 2):
+            assert "ReplicaMismatchError: replicas differ in 'state.weights': rank 0: digest" in job.output(member), f"{job}"
 
 
 def test_process_sets_follow_their_members(tmp_path: Path) -> None:

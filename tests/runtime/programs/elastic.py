@@ -133,6 +133,29 @@ def _nested(state: Any) -> str:
     return str(outer(state))
 
 
+class CorruptState(ObjectState):
+    """A state whose weights rank 1 changes when it receives them in world 2, as faulty memory would."""
+
+    def _receive_attributes(self, sent: Any) -> None:
+        super()._receive_attributes(sent)
+        if (api.rank(), api.worlds().coordinates.epoch) == (1, 2):
+            self.weights[3] += 1
+
+
+def with_a_corrupt_replica() -> None:
+    """Train until the states of the ranks differ."""
+    api.init()
+
+    @run
+    def loop(state: Any) -> None:
+        while True:
+            ops.allreduce(np.ones(1))
+            print(f"world of {api.size()}", flush=True)
+            state.commit()
+
+    loop(CorruptState(weights=np.zeros(100), step=0))
+
+
 def with_process_sets(gate: str) -> list[Any]:
     """Use process sets that outlive a world; return their ranks in each world, and sums over them."""
     api.init()
