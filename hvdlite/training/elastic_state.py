@@ -20,8 +20,8 @@ from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt, Rep
 from hvdlite.training import objects
 from hvdlite.training.replicas import check_replicas, named_parts
 
-_UNEQUAL = ("The ranks have just synchronised their states, so a class of the script changes what it is sent by its rank, or "
-            "memory is corrupt. Keep what differs between ranks in an attribute whose name begins with an underscore")
+_UNEQUAL = ("The ranks have just synchronised their states, so a class of the script changes what it is sent by its rank, "
+            "or memory is corrupt. Keep what differs between ranks in an attribute whose name begins with an underscore")
 
 _SHARED = (bool, int, float, complex, str, bytes, type(None))
 """Types of values that need no copy."""

@@ -48,8 +48,8 @@ def check_replicas(runtime: Runtime, named: Sequence[tuple[str, Array]], name: s
         told = told[found[-1].size:]
     if any(tuple(each[:2]) != tuple(own[:2]) for each in found):
         everywhere = objects.allgather_object(runtime, names, f"{name}.names", process_set)
-        raise ReplicaMismatchError(f"ranks check different tensors: {_difference(ranks, everywhere)}; give the same names in "
-                                   "the same order everywhere")
+        raise ReplicaMismatchError(f"ranks check different tensors: {_difference(ranks, everywhere)}; give the same names "
+                                   "in the same order everywhere")
     digests = np.stack(found)[:, 2:]
     wrong = np.flatnonzero((digests != digests[0]).any(axis=0))
     if wrong.size:
