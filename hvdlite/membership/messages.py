@@ -54,6 +54,17 @@ class MemberIdle(Message, frozen=True):
     reason: str = ""  # why it ended, in a line; "" for a stop at a boundary
 
 
+class Alive(Message, frozen=True):
+    """The answer to `AskAlive`, by the thread of the member's link.
+
+    Attributes:
+        in_user_code: the member's background thread has ended; the training thread computes, and has not noticed.
+    """
+
+    epoch: int
+    in_user_code: bool
+
+
 class BoundaryTold(Message, frozen=True):
     """The answer to `PrepareStop`: the boundaries that the member has passed in this world; it waits at the next one.
 
@@ -104,6 +115,12 @@ class StopNow(Message, frozen=True):
 
     epoch: int
     reason: str
+
+
+class AskAlive(Message, frozen=True):
+    """The member has not stopped for some time: say whether it is alive."""
+
+    epoch: int
 
 
 class PrepareStop(Message, frozen=True):
@@ -162,8 +179,9 @@ class Dismissed(Message, frozen=True):
     reason: str
 
 
-MemberMessage = (MemberHello | MemberReady | MemberIdle | BoundaryTold | Listening | MeetingFailed | Met | MemberFinished)
-MemberOrder = StopNow | PrepareStop | StopAt | WorldOrder | CoordinatorAt | AllFinished | Dismissed
+MemberMessage = (MemberHello | MemberReady | MemberIdle | Alive | BoundaryTold | Listening | MeetingFailed | Met
+                 | MemberFinished)
+MemberOrder = StopNow | AskAlive | PrepareStop | StopAt | WorldOrder | CoordinatorAt | AllFinished | Dismissed
 
 _LIMIT: Final = 1 << 24  # bytes
 _ORDERS, _MESSAGES = msgspec.msgpack.Decoder(MemberOrder), msgspec.msgpack.Decoder(MemberMessage)

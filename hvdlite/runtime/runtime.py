@@ -165,6 +165,11 @@ class Runtime:
         return self._handoff.waiters.progress
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the background thread has ended, and everything is closed."""
+        return self._state.ended.is_set()
+
+    @property
     def joins(self) -> int:
         """How often all ranks have joined."""
         return self._state.joins

@@ -19,7 +19,7 @@ from hvdlite.bootstrap.launch_info import resolve_launch
 from hvdlite.bootstrap.member import Member
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
-from hvdlite.core.errors import NotInitializedError, UnsupportedError
+from hvdlite.core.errors import ConfigError, NotInitializedError, UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.stack_dump import StackDumpTarget
 from hvdlite.core.world import Hosts, World
@@ -243,7 +243,7 @@ class Worlds:
         made.start()
         try:
             if member is not None:
-                member.attach(epoch, made.stop)
+                member.attach(epoch, made.stop, lambda: made.has_ended)
             if info.job_directory and not info.owns_directory:
                 try:
                     made.progress.publish(info.job_directory, info.world.rank if member is None else member.number)
@@ -252,7 +252,12 @@ class Worlds:
                         raise
                     _log.warning("the progress of rank %d is not shown in world %d: %s", info.world.rank, epoch, error)
             if config.timeline and member is self.member:
-                made.start_timeline(_path_in(config.timeline, epoch), config.timeline_mark_cycles)
+                try:
+                    made.start_timeline(_path_in(config.timeline, epoch), config.timeline_mark_cycles)
+                except ConfigError as error:  # likewise; else each new rank 0 would end for it
+                    if epoch <= 1:
+                        raise
+                    _log.warning("world %d has no timeline: %s", epoch, error)
         except BaseException as error:
             tell_failure(made, error)
             made.shutdown()

@@ -30,7 +30,9 @@ from hvdlite.membership.events import (
 )
 from hvdlite.membership.limits import Limits
 from hvdlite.membership.messages import (
+    Alive,
     AllFinished,
+    AskAlive,
     BoundaryTold,
     CoordinatorAt,
     Dismissed,
@@ -383,6 +385,8 @@ class Job:
     def obey(self, process: Process, order: MemberOrder) -> None:
         if isinstance(order, StopNow):
             self.lose_world(process, order.epoch, "told")
+        elif isinstance(order, AskAlive):
+            self.say(process, Alive(order.epoch, in_user_code=self.random.random() < 0.5))
         elif isinstance(order, PrepareStop):
             if process.doing in ("training", "finished"):
                 process.asked, process.stop_at = order.change, None

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.elastic_jobs import ElasticJob
-from tests.runtime.programs.elastic import change, train, until_the_launcher_ends, with_a_corrupt_replica, with_process_sets
+from tests.runtime.programs.elastic import (
+    change,
+    compute,
+    train,
+    until_the_launcher_ends,
+    with_a_corrupt_replica,
+    with_process_sets,
+)
 
 
 def agree(results: dict[int, Any]) -> None:
@@ -19,7 +27,9 @@ def agree(results: dict[int, Any]) -> None:
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_survivors_go_on_from_the_last_commit_in_the_same_processes(tmp_path: Path, victim: int) -> None:
     gate = tmp_path / "gate"
-    with ElasticJob(train, str(gate), slots={"a": 3}, min_np=2, hosts_are_fixed=True) as job:
+    (tmp_path / "trace.2.json").mkdir()
+    with ElasticJob(train, str(gate), slots={"a": 3}, min_np=2, hosts_are_fixed=True,
+                    environment={"HVDLITE_TIMELINE": str(tmp_path / "trace.json")}) as job:
         for member in range(3):
             job.until_printed(member, "step 20 of 1\n")
         if victim == 2:
@@ -32,6 +42,7 @@ def test_survivors_go_on_from_the_last_commit_in_the_same_processes(tmp_path: Pa
             job.until_printed(member, "of 2\n")
         gate.touch()
         results = job.finish()
+        assert "world 2 has no timeline" in job.output(order.members[0]), f"{job}"
         assert {member: result["pid"] for member, result in results.items()} == {
             member: job.processes[member].pid for member in survivors}
     agree(results)
@@ -70,6 +81,22 @@ def test_fifty_worlds_hold_no_more_than_two() -> None:
     for result in results.values():
         assert result["early"] == result["late"]
         assert result["sequence"] == 4 and "one after the other" in result["nested"]
+
+
+def test_a_rank_that_computes_while_another_one_dies_is_waited_for_and_a_stopped_one_is_not(tmp_path: Path) -> None:
+    """See docs/protocol.md#worlds."""
+    gate = tmp_path / "gate"
+    with ElasticJob(compute, str(gate), slots={"a": 4}, min_np=1, quiesce_timeout=6) as job:
+        for member in range(4):
+            job.until_printed(member, "world of 4")
+        job.kill(1, signal.SIGSTOP)
+        job.kill(0)
+        job.until(lambda: job.asked >= 4)  # member 1 once, and member 3 after more than 6 s, too
+        gate.touch()
+        results = job.finish()
+        assert sorted(results) == [2, 3] and results[3] == job.processes[3].pid
+        assert any("rank 3 on a has not stopped; the others wait for it" in note for note in job.notes), f"{job}"
+        assert any("rank 1 on a: it did not stop within 6 s" in note for note in job.notes), f"{job}"
 
 
 def test_replicas_that_differ_after_a_change_end_the_job() -> None:

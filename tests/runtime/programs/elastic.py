@@ -133,6 +133,23 @@ def _nested(state: Any) -> str:
     return str(outer(state))
 
 
+def compute(gate: str) -> int:
+    """Compute in the last rank without a collective, until the file `gate` exists; return the process."""
+    api.init()
+
+    @run
+    def loop(state: Any) -> None:
+        ops.allreduce(np.ones(1))
+        print(f"world of {api.size()}", flush=True)
+        while not os.path.exists(gate) and (api.rank() == api.size() - 1 > 0):
+            sum(range(1000))
+        ops.barrier()
+
+    loop(ObjectState(step=0))
+    api.shutdown()
+    return os.getpid()
+
+
 class CorruptState(ObjectState):
     """A state whose weights rank 1 changes when it receives them in world 2, as faulty memory would."""
 
