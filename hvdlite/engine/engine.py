@@ -60,7 +60,8 @@ class Engine:
         self._execution = Execution(
             self._rank, connections.plane, connections.devices, self._state, recorder, self._clock,
             wait_until=self._wait_until, release_name=self._inbox.release_name, mark_stale=controller.mark_stale)
-        self._decisions = Decisions(controller, coordinator, self._execution, self._waiters, recorder, self._status)
+        self._decisions = Decisions(controller, coordinator, self._execution, self._state, self._waiters, recorder,
+                                    self._status)
         self._health = HealthCheck(watchdog, coordinator, self._execution, self._clock, look_seconds,
                                    send=self._send_side_message, lost=self._lose_parent, decide=self._decide)
         connections.oob.connect(controller.send_side_message, self._inbox.post)

@@ -24,6 +24,7 @@ from hvdlite.negotiation.messages import (
     DirectMessage,
     FailureNotice,
     HostReport,
+    Layout,
     LayoutStale,
     MergedRequests,
     RankReport,
@@ -58,6 +59,7 @@ class Coordinator:
     Attributes:
         blocked: the ranks that have reported long waits; detects deadlocks.
         negotiator: decides about tensors; for reading.
+        tuned: the knobs that have been changed.
 
     Args:
         reduce_eagerly: executes allreduces of the eager lane; None when no rank sends payloads.
@@ -68,6 +70,7 @@ class Coordinator:
         self.epoch = epoch
         self.negotiator = Negotiator(size, policy, reduce_eagerly)
         self.blocked = BlockedRanks(self.negotiator.missing_for)
+        self.tuned: dict[str, int] = {}
         self._sequence = 0
         self._applied: dict[Ranks, int] = {(rank,): 0 for rank in range(size)}
         self._orders = _Orders()
@@ -115,11 +118,20 @@ class Coordinator:
     def tune(self, settings: Mapping[str, int], now: float) -> None:
         """Change knobs on all ranks with the next decision; layouts are learned again when the sizes of buckets change."""
         self._orders.tuned.extend(settings.items())
+        self.tuned.update(settings)
         policy = self.negotiator.policy
         sizes = BucketSizes(settings.get("bucket_edge", policy.bucket_sizes.edge),
                             settings.get("bucket_size", policy.bucket_sizes.middle))
         self.negotiator.change_policy(dataclasses.replace(
             policy, bucket_sizes=sizes, fusion_threshold=settings.get("fusion_threshold", policy.fusion_threshold)), now)
+
+    def carry_over(self, layouts: Mapping[str, Layout]) -> None:
+        """Begin with layouts of the last world of an elastic job: they are in the first decision.
+
+        Args:
+            layouts: by the labels of their gradient sets in this world.
+        """
+        self.negotiator.outcome.learned += self.negotiator.gradient_sets.carry_over(layouts)
 
     # --- what is decided ---------------------------------------------------------------------------------------------
 

@@ -282,7 +282,7 @@ class Process:
                 self.asked, self.stop_at = order.change, None
                 self.say(BoundaryTold(order.change, self.passed))
         elif isinstance(order, AskAlive):
-            self.say(Alive())
+            self.say(Alive(order.epoch, in_user_code=self.job.random.random() < 0.5))
         elif isinstance(order, StopAt):
             if self.asked == order.change:
                 self.stop_at = order.boundary

@@ -348,8 +348,12 @@ class EventPool:
         """Destroy the free events, but not in a forked child, which must not call CUDA."""
         while self._pid == os.getpid():
             try:
-                self._device.destroy_event(self.free.pop())
-            except (IndexError, *self._device.failure):  # none is left; or the GPU has failed
+                event = self.free.pop()
+            except IndexError:
+                return
+            try:
+                self._device.destroy_event(event)
+            except self._device.failure:
                 return
 
 
