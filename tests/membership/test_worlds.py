@@ -176,8 +176,8 @@ def test_a_stopped_process_for_which_others_wait_at_a_boundary_is_killed() -> No
     assert talk.boundary(m0=7, m1=8).told(AskAlive) == {}
     assert talk.idle(0, at_rest=True).told(AskAlive) == {}
     assert talk.wait(10).told(AskAlive).keys() == {1}
-    assert talk.notes == ["rank 1 on a has not reached the boundary at which all ranks stop; the others wait for it, at most "
-                          "10 s if it does not answer, else as long as it computes"]
+    assert talk.notes == ["rank 1 on a has not reached the boundary at which all ranks stop; the others wait for it, at "
+                          "most 10 s if it does not answer, else as long as it computes"]
     for _ in range(3):
         talk.handle(MemberSaid(1, Alive(1, in_user_code=False)))
         assert talk.wait(20).told(AskAlive).keys() == {1} and talk.killed() == []
