@@ -37,7 +37,7 @@ long: ready
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m long
 
 # Random training loops and trainings against plain torch, random Keras trainings against one process, and random faults of elastic
-# jobs; more than the tests run.
+# jobs and of models of them; more than the tests run.
 # More than an hour.
 fuzz: $(VENV)/installed
 	$(BIN)/python -m tests.torch.fuzz --seeds 0:200 --ranks 2
@@ -45,6 +45,7 @@ fuzz: $(VENV)/installed
 	$(BIN)/python -m tests.torch.trainings --seeds 0:1000
 	$(BIN)/python -m tests.tf.fuzz --seeds 0:1000
 	$(BIN)/python -m tests.membership
+	$(BIN)/python -m tests.negotiation
 	$(BIN)/python -m tests.elastic --kills 200
 
 # A few minutes; `python -m benchmarks.run` takes longer and also runs 4 ranks.
@@ -56,14 +57,13 @@ bench: $(VENV)/installed data
 docs: $(VENV)/installed
 	$(BIN)/python docs/generate.py
 
-# What ranks of tests run; the scripts for Horovod are as one writes them.
-PROGRAMS := $(patsubst tests/%/programs,-p tests.%.programs,$(filter-out tests/compat/%,$(wildcard tests/*/programs)))
+# Packages, and what ranks of tests run; the scripts for Horovod are as one writes them. One pass: importing torch is most of it.
+TYPED := $(patsubst %,-p %,hvdlite hvdlite_runner hvdlite_torch hvdlite_tf) -m tests.worlds \
+	$(patsubst tests/%/programs,-p tests.%.programs,$(filter-out tests/compat/%,$(wildcard tests/*/programs)))
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	mkdir -p build/typing && ln -sfn ../../runner build/typing/hvdlite_runner
-	$(BIN)/mypy
-	$(BIN)/mypy --no-strict-optional --follow-imports=silent --allow-untyped-calls --no-warn-return-any \
-		--no-warn-unused-ignores -p hvdlite_torch -p hvdlite_tf -m tests.worlds $(PROGRAMS)
+	$(BIN)/mypy $(TYPED)
 	$(BIN)/lint-imports
 
 # One test more than there are cores, because ranks wait for each other. What tests may share, and how: tests/conftest.py.

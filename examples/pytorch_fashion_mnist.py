@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 
 import fashion_mnist
@@ -97,14 +96,6 @@ def evaluate(model: Net, loader: DataLoader, samples: int) -> tuple[float, float
     return loss / seen, correct / seen
 
 
-def show_progress(epoch: int, done: int, total: int) -> None:
-    """Draw a bar on rank 0, twenty times an epoch; hvdrun keeps it apart from other ranks' lines."""
-    twentieth = 20 * done // total
-    if hvd.rank() == 0 and twentieth > 20 * (done - 1) // total:
-        bar = "#" * twentieth + "." * (20 - twentieth)
-        print(f"epoch {epoch} [{bar}] {done}/{total}", end="\r" if done < total else "\n", file=sys.stderr, flush=True)
-
-
 def main() -> None:
     args = arguments()
     hvd.init()
@@ -139,14 +130,13 @@ def main() -> None:
         train_sampler.set_epoch(epoch)
         model.train()
         started, seen = time.perf_counter(), 0
-        for step, (x, y) in enumerate(train_loader, 1):
+        for x, y in train_loader:
             optimizer.zero_grad()
             functional.cross_entropy(model(x.to(device)), y.to(device)).backward()
             optimizer.step()
             warmup.step()
             hvd.record_step(len(y))  # for hvdrun --monitor, --scaling and --sweep
             seen += len(y) * hvd.size()
-            show_progress(epoch, step, len(train_loader))
         seconds = time.perf_counter() - started
         loss, accuracy = evaluate(model, test_loader, len(test_set))
         if hvd.rank() == 0:

@@ -2,49 +2,26 @@
 
 `import hvdlite as hvd` works on NumPy and CuPy arrays; `hvdlite_torch` on PyTorch tensors and optimizers; `hvdlite_tf` and
 `hvdlite_tf.keras` on those of TensorFlow and Keras.
+
+Names are loaded when the first one is used: launchers need a few modules only, and no NumPy.
 """
 
-from hvdlite import frontend
-from hvdlite.frontend import *
-from hvdlite.launch.run_function import run
-from hvdlite.ops import (
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    gather,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    join,
-    poll,
-    recv,
-    recv_async,
-    reduce,
-    reducescatter,
-    reducescatter_async,
-    scatter,
-    send,
-    send_async,
-    synchronize,
-)
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",
-    "alltoall_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "gather", "grouped_allgather",
-    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
-    "grouped_reducescatter", "join", "poll", "recv", "recv_async", "reduce", "reducescatter", "reducescatter_async",
-    "run", "scatter", "send", "send_async", "synchronize",
-]
-__all__ += frontend.__all__
+if TYPE_CHECKING:
+    from hvdlite.frontend.arrays import *
+
+
+def __getattr__(name: str) -> Any:
+    from hvdlite.frontend import arrays
+
+    if name in globals():  # a module of this package, which was imported just now
+        return globals()[name]
+    if name == "__all__" or name in arrays.__all__:
+        value = globals()[name] = getattr(arrays, name)
+        return value
+    raise AttributeError(f"module 'hvdlite' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__getattr__("__all__")]

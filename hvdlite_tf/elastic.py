@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hvdlite.core.array import Array
 from hvdlite_tf.functions import broadcast_variables, refuse_session
 from hvdlite_tf.keras.elastic import (
     HorovodInternalError,
@@ -13,6 +14,7 @@ from hvdlite_tf.keras.elastic import (
     ObjectState,
     State,
     assign,
+    named_values,
     run,
     values_of,
 )
@@ -70,9 +72,22 @@ class TensorFlowState(ObjectState):
         assign(self.variables, self._values)
         super().restore()
 
+    def _replicated(self) -> Iterator[tuple[str, Array]]:
+        yield from super()._replicated()
+        yield from named_values(self.variables)
+
     def sync(self) -> None:
-        """Take rank 0's state, and save it."""
+        """Take rank 0's state, and save it.
+
+        Raises:
+            MismatchError: when rank 0 has other variables.
+            ValueError: when rank 0's state was made of other parts than this rank's.
+        """
+        self._check_parts()
         broadcast_variables(self.variables, 0)
         values = values_of(self.variables)
         super().sync()
         self._values = values
+
+    def _parts(self) -> list[str]:
+        return [*super()._parts(), f"{len(self.variables)} variables"]

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hvdlite import api
+from hvdlite.core.errors import UnsupportedError
 from hvdlite_torch.hook_exchange import Exchange, Gradients
 
 _FIRST_BYTES = 1 << 20
@@ -78,7 +80,8 @@ class DDPHook:
     """Runs a hook for torch's `DistributedDataParallel.register_comm_hook(state, hook)`.
 
     The hook is called for one bucket after the other, after backward. Collectives of `torch.distributed` need
-    `torch.distributed.init_process_group` with the ranks that share gradients. The state is the script's to save.
+    `torch.distributed.init_process_group` with the ranks that share gradients, so that elastic jobs have none. The state is
+    the script's to save.
 
     Args:
         state: is passed to the hook.
@@ -96,7 +99,16 @@ class DDPHook:
         self._names: set[str] = set()  # of all gradients in buckets
 
     def reduce(self, gradients: Gradients, exchange: Exchange) -> None:
-        """Call the hook, which averages the gradients."""
+        """Call the hook, which averages the gradients.
+
+        Raises:
+            UnsupportedError: in an elastic job with a process group of torch.distributed.
+        """
+        if api.is_elastic() and dist.is_available() and dist.is_initialized():
+            raise UnsupportedError("comm_hooks.DDPHook does not work in an elastic job: the process group of "
+                                   "torch.distributed, which its hook uses, keeps the ranks with which it was made. Use "
+                                   "another hook, such as comm_hooks.PowerSGD or Cast, or start the job without --min-np "
+                                   "and --host-discovery-script")
         new = [(name, parameter, gradient) for (name, gradient), parameter in
                zip(gradients, exchange.parameters, strict=True) if name not in self._names]
         if new:

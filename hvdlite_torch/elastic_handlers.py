@@ -32,7 +32,7 @@ class StateHandler:
         self.value = value
 
     def save(self) -> None:
-        """Copy the object's state."""
+        """Copy the object's state to a new place: when another handler fails, this one gets back what it had saved."""
         raise NotImplementedError
 
     def restore(self) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from hvdlite import api
+from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.training import objects
 from hvdlite.training.elastic_state import ObjectState, advice, pickled
+from hvdlite.training.replicas import named_parts
 from hvdlite_torch.elastic_handlers import StateDictHandler, StateHandler, handler_for, taken_out, with_rooms
 from hvdlite_torch.elastic_sampler import ElasticSampler
+from hvdlite_torch.framework import on_host
 from hvdlite_torch.state import broadcast_tensors
+
+_ALIKE = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, ElasticSampler)
+"""Types whose state dicts are equal on all ranks after `sync`; those of others may tell the rank, say."""
 
 
 class TorchState(ObjectState):
@@ -57,8 +64,7 @@ class TorchState(ObjectState):
         for name, handler in staging.items():
             self._checked(name, handler.stage)
         attributes = self._copied()
-        for other in self._others():
-            other.save()
+        self._let_others(lambda other: other.save())
         for handler in staging.values():
             handler.promote()
         self._saved = attributes
@@ -74,8 +80,10 @@ class TorchState(ObjectState):
 
         Raises:
             UnsupportedError: on all ranks, when something of rank 0 cannot be pickled.
-            ValueError: when rank 0's state has other attributes than this rank's.
+            ValueError: when rank 0's state was made of other parts than this rank's.
+            ReplicaMismatchError: on all ranks, when the states are not equal afterwards.
         """
+        self._check_parts()
         runtime = api.runtime()
         is_root = runtime.world.rank == 0
         own = self._built_in()
@@ -95,14 +103,14 @@ class TorchState(ObjectState):
             values = {name: with_rooms(objects.loads(value), None) for name, value in attributes.items()}
             taken_out([*received.values(), *values.values()], tensors)
         broadcast_tensors(runtime, tensors, 0, "elastic.tensors")
+        self._let_others(lambda other: other.sync())
         for name, handler in own.items():
             handler.receive(received[name])
-        for other in self._others():
-            other.sync()
         if not is_root:
             self._assign(values)
             self._commits = commits
         ObjectState.save(self)
+        self._check_replicas()
 
     def reset(self) -> None:
         """Divide what samplers have left among the ranks of the new world."""
@@ -120,6 +128,11 @@ class TorchState(ObjectState):
             return self._commits, {}, {}, f"rank {api.rank()}: {error}"
         return self._commits, states, attributes, ""
 
+    def _replicated(self) -> Iterator[tuple[str, Array]]:
+        states = {name: handler.value.state_dict() for name, handler in self._built_in().items()
+                  if isinstance(handler.value, _ALIKE)}
+        return named_parts("state", {**states, **self._attributes()}, _array_of)
+
     def _built_in(self) -> dict[str, StateDictHandler]:
         """Return the handlers whose copies are made and sent together with those of others."""
         return {name: handler for name, handler in self._handlers.items()
@@ -130,6 +143,23 @@ class TorchState(ObjectState):
         """Return the other handlers, which save and send by themselves."""
         built_in = self._built_in()
         return [handler for name, handler in self._handlers.items() if name not in built_in]
+
+    def _let_others(self, method: Callable[[StateHandler], None]) -> None:
+        """Let the handlers that save and send by themselves do so: all of them, or none.
+
+        They may make collectives, which fail when a rank is lost. Then those that have done it already get back what they
+        had saved, so that the last commit stays the one of all attributes.
+        """
+        others = self._others()
+        before = [dict(vars(other)) for other in others]
+        try:
+            for other in others:
+                method(other)
+        except BaseException:
+            for other, fields in zip(others, before, strict=True):
+                vars(other).clear()
+                vars(other).update(fields)
+            raise
 
     def _handles(self, name: str, value: Any) -> bool:
         """Begin to handle an attribute, if there is a handler for it."""
@@ -152,5 +182,19 @@ class TorchState(ObjectState):
             value = self._handlers[name].value if name in self._handlers else value
             raise UnsupportedError(advice(name, value, "copied", error)) from error
 
+    def _parts(self) -> list[str]:
+        left_out = {name for name in ("model", "optimizer") if getattr(self, name, None) is None}
+        return sorted({*super()._parts(), *self._handlers} - left_out)
+
     def _attributes(self) -> dict[str, Any]:
         return {name: value for name, value in super()._attributes().items() if name not in self._handlers}
+
+
+def _array_of(name: str, value: Any) -> Array | None:
+    """Return a tensor's values; None for other objects, and for tensors that collectives do not carry."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    try:
+        return on_host(value, name)
+    except UnsupportedError:
+        return None

@@ -27,6 +27,7 @@ except ImportError:
 
 import hvdlite_torch as hvd
 from hvdlite import api
+from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite_torch.buffers import BufferBroadcast
 
@@ -90,6 +91,9 @@ class HvdliteStrategy(ParallelStrategy):
         optimizer_arguments: for every `hvdlite_torch.DistributedOptimizer`, such as `compression=Compression.bf16`.
         broadcast_buffers: like DDP's: give all ranks rank 0's buffers before each training step.
         arguments: of Lightning's `ParallelStrategy`.
+
+    Raises:
+        UnsupportedError: in an elastic job.
     """
 
     strategy_name = "hvdlite"
@@ -99,6 +103,10 @@ class HvdliteStrategy(ParallelStrategy):
     def __init__(self, optimizer_arguments: dict[str, Any] | None = None, broadcast_buffers: bool = False,
                  **arguments: Any) -> None:
         hvd.init()
+        if api.is_elastic():
+            raise UnsupportedError("HvdliteStrategy does not work in an elastic job: Lightning's Trainer keeps the ranks "
+                                   "with which it begins. Write the loop with hvd.elastic.run and TorchState, or start the "
+                                   "job without --min-np and --host-discovery-script")
         super().__init__(cluster_environment=HvdliteEnvironment(), **arguments)
         self._optimizer_arguments = dict(optimizer_arguments or {})
         self._broadcasts_buffers = broadcast_buffers

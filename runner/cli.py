@@ -67,8 +67,8 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         return scaling.sweep(name, jobs, environ, options.results or "sweep")
     if options.mpi:
         command = mpi_command(options, environ)
-        if options.verbose:
-            print(f"hvdrun: {shlex.join(command)}", file=sys.stderr)
+        for line in [*options_without_effect(options), *([shlex.join(command)] if options.verbose else [])]:
+            print(f"hvdrun: {line}", file=sys.stderr)
         os.execvpe(command[0], command, {**environ, "PYTHONUNBUFFERED": "1", **_environment(options, environ)})
     settings = job_settings(options, environ)
     rank_hosts = {rank: host_ranks.host.name for host_ranks in settings.hosts for rank in host_ranks.ranks}
@@ -105,9 +105,7 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: 
     assignment = _assign_ranks(options, _rename_local(hosts, environ), size or options.np)
     if any(host_ranks.host.name == LOCAL for host_ranks in assignment):
         resolve_command(command, environ.get("PATH"))  # each host repeats this check
-    notice = "".join(f"--{name.replace('_', '-')} does nothing in a job that is not elastic: give --min-np too\n"
-                     for name in ELASTIC_ONLY if getattr(options, name) is not None)
-    return _settings(options, environ, assignment, command, shell, notice)
+    return _settings(options, environ, assignment, command, shell)
 
 
 def elastic_job_settings(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[JobSettings, ElasticSettings]:
@@ -123,17 +121,13 @@ def elastic_job_settings(options: argparse.Namespace, environ: Mapping[str, str]
     elastic = elastic_settings(options, {**environ, **_environment(options, environ)}, hosts)
     if any(elastic.is_local(name) for name in elastic.slots):
         resolve_command(command, environ.get("PATH"))
-    return _settings(options, environ, (), command, shell, ""), elastic
+    return _settings(options, environ, (), command, shell), elastic
 
 
 def _settings(options: argparse.Namespace, environ: Mapping[str, str], assignment: Sequence[placement.HostRanks],
-              command: Sequence[str], shell: Shell, notice: str) -> JobSettings:
+              command: Sequence[str], shell: Shell) -> JobSettings:
     settings = _environment(options, environ)
     control = environment_name("control")
-    notice += "".join(f"--{name} does nothing here: {why}\n" for name, (_, why) in MEANINGLESS_FLAGS.items()
-                     if getattr(options, f"meaningless_{name}") is not None)
-    notice += "".join(f"--{name} does nothing without --mpi\n" for name in ("mpi-args", "binding-args")
-                      if getattr(options, name.replace("-", "_")))
     return JobSettings(
         assignment, command, settings, shell, working_directory=options.working_directory or "",
         start_timeout=timeout_or_inf(Config.from_environment({**environ, **settings}).start_timeout),
@@ -141,7 +135,23 @@ def _settings(options: argparse.Namespace, environ: Mapping[str, str], assignmen
         over_tcp=settings.get(control, environ.get(control)) == "tcp", share_cores="OMP_NUM_THREADS" not in environ,
         output_directory=options.output_filename, prefix=options.prefix, timestamps=options.timestamps, show=options.show,
         fold=options.fold, bind=options.bind, verbose=options.verbose, task_directory=options.task_directory,
-        notice=notice.rstrip())
+        notice="\n".join(options_without_effect(options)))
+
+
+def options_without_effect(options: argparse.Namespace) -> list[str]:
+    """Return a line for each option that has no effect in this job. None is an error: Horovod accepts them in any job."""
+    lines = []
+    if not is_elastic(options):
+        lines += [f"--{name.replace('_', '-')} does nothing in a job that is not elastic: give --min-np too"
+                  for name in ELASTIC_ONLY if getattr(options, name) is not None]
+    elif options.slots_per_host is not None and not options.host_discovery_script:
+        lines.append("--slots-per-host does nothing without --host-discovery-script: give the slots with -H host:slots")
+    lines += [f"--{name} does nothing here: {why}" for name, (_, why) in MEANINGLESS_FLAGS.items()
+              if getattr(options, f"meaningless_{name}") is not None]
+    if not options.mpi:
+        lines += [f"--{name} does nothing without --mpi" for name in ("mpi-args", "binding-args")
+                  if getattr(options, name.replace("-", "_"))]
+    return lines
 
 
 def mpi_command(options: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:

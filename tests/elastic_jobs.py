@@ -6,15 +6,15 @@ A test says what happens (hosts, kills) and pumps events until what it waits for
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import secrets
 import selectors
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ from hvdlite.membership.events import (
     TimePassed,
 )
 from hvdlite.membership.limits import Limits
-from hvdlite.membership.messages import Frames, Listening, MemberMessage, WorldOrder, frame
+from hvdlite.membership.messages import AskAlive, Frames, Listening, MemberMessage, WorldOrder, frame
 from hvdlite_runner.member_server import MemberServer
-from tests import worlds
+from tests import warm, worlds
 
 
 class ElasticJob:
@@ -46,23 +46,27 @@ class ElasticJob:
     Args:
         program: a function of a module, or "module:function"; its arguments and what it returns are literals.
         slots: of each host; hosts are hosts to the members, because each has a job directory of its own.
+        imported: modules that the members begin with, founders and joiners (tests/warm.py).
         limits: see `membership.limits.Limits`.
 
     Attributes:
         processes: by member.
         orders: of worlds, by epoch.
         notes: lines for the user.
+        asked: how often members were asked whether they are alive.
         code: the job's exit code; None as long as it runs.
     """
 
     def __init__(self, program: Callable[..., object] | str, *arguments: object, slots: Mapping[str, int],
-                 environment: Mapping[str, str] | None = None, **limits: Any) -> None:
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+                 environment: Mapping[str, str] | None = None, imported: Sequence[str] = (), **limits: Any) -> None:
+        self.processes: dict[int, subprocess.Popen[bytes] | warm.Rank] = {}
         self.orders: dict[int, WorldOrder] = {}
         self.notes: list[str] = []
+        self.asked = 0
         self.code: int | None = None
         self.reason = ""
-        self._authority = Authority(Limits(**{"start_np": sum(slots.values()), **limits}), time.monotonic())
+        self._authority = Authority(Limits(**{
+            "start_np": sum(slots.values()), "quiesce_timeout": worlds.HANGS_SECONDS, **limits}), time.monotonic())
         self._files = tempfile.TemporaryDirectory(prefix="hvdlite-elastic-")
         self._program = Path(self._files.name) / "program.py"
         module, function = program.split(":") if isinstance(program, str) else (program.__module__, program.__name__)
@@ -74,7 +78,8 @@ class ElasticJob:
             "    file.write(repr(result))\n", encoding="utf-8")
         self._selector = selectors.DefaultSelector()
         self._servers: dict[str, MemberServer] = {}
-        self._pidfds: dict[int, int] = {}
+        self._ends: dict[int, int] = {}  # by member: a descriptor that is readable once its process has ended
+        self._imported = imported
         self._environment = {**(environment or {}), launch_contract.SECRET: secrets.token_hex()}
         if len(slots) > 1:
             self._environment[launch_contract.COORDINATOR] = f"127.0.0.1:{worlds.free_port()}"
@@ -93,7 +98,7 @@ class ElasticJob:
             process.wait()
         for server in self._servers.values():
             server.close()
-        for descriptor in self._pidfds.values():
+        for descriptor in self._ends.values():
             os.close(descriptor)
         self._selector.close()
         self._files.cleanup()
@@ -105,8 +110,9 @@ class ElasticJob:
         self._handle(HostsSeen(dict(slots)))
 
     def kill(self, member: int, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a member."""
-        os.kill(self.processes[member].pid, number)
+        """Send a signal to a member, if it lives."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.processes[member].pid, number)
 
     def refuse_files(self, host: str) -> None:
         """Let the members of a host write none of the files that only show how they are: a folder is in their place."""
@@ -123,11 +129,11 @@ class ElasticJob:
 
     # --- what is waited for ----------------------------------------------------------------------------------------------
 
-    def until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
+    def until(self, condition: Callable[[], bool], timeout: float = worlds.HANGS_SECONDS) -> None:
         """Do the launcher's work until something has happened."""
         deadline = time.monotonic() + timeout
         while not condition():
-            if time.monotonic() > deadline or self.code is not None:
+            if (time.monotonic() > deadline or self.code is not None) and not condition():  # maybe since the look above
                 raise AssertionError(f"it never happened; {self}")
             wake_at = self._authority.wake_at()
             if wake_at is not None and wake_at <= time.monotonic():
@@ -149,7 +155,7 @@ class ElasticJob:
         self.until(lambda: bool(self.orders) and set(self.orders[max(self.orders)].members) == set(members))
         return self.orders[max(self.orders)]
 
-    def finish(self, timeout: float = 60.0) -> dict[int, Any]:
+    def finish(self, timeout: float = worlds.HANGS_SECONDS) -> dict[int, Any]:
         """Wait for the end of the job, which has to be a success; return what the members' programs returned."""
         self.until(lambda: self.code is not None, timeout)
         assert self.code == 0, f"{self}"
@@ -173,6 +179,7 @@ class ElasticJob:
                 case StartMember():
                     self._start(command)
                 case Tell(member, order):
+                    self.asked += isinstance(order, AskAlive)
                     if isinstance(order, WorldOrder):
                         self.orders[order.epoch] = order
                     self._server(self._authority.host_of(member)).send(member, frame(order))
@@ -198,19 +205,19 @@ class ElasticJob:
         environment = {
             **worlds.clean_environment(), "PYTHONPATH": worlds.PYTHON_PATH, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
             **launch_contract.rank_environment(hosts.world(command.rank), self._directory(command.host)),
-            **self._environment, launch_contract.MEMBER: str(member), launch_contract.SLOT: str(command.slot),
+            "HVDLITE_START_TIMEOUT": "120", **self._environment,
+            launch_contract.MEMBER: str(member), launch_contract.SLOT: str(command.slot),
             launch_contract.HOSTNAME: command.host, **({launch_contract.JOINER: "1"} if command.is_joiner else {})}
         with open(self._path(member, "out"), "wb") as out:
-            process = subprocess.Popen([sys.executable, str(self._program), str(self._path(member, "result"))],
-                                       env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL,
-                                       start_new_session=True)
+            process = worlds.start(member, self._program, [str(self._path(member, "result"))], environment,
+                                   (out.fileno(), out.fileno()), self._imported, self._environment)
         self.processes[member] = process
-        self._pidfds[member] = os.pidfd_open(process.pid)
-        self._selector.register(self._pidfds[member], selectors.EVENT_READ, lambda: self._ended(member))
+        self._ends[member] = os.dup(process.fileno()) if isinstance(process, warm.Rank) else os.pidfd_open(process.pid)
+        self._selector.register(self._ends[member], selectors.EVENT_READ, lambda: self._ended(member))
 
     def _ended(self, member: int) -> None:
-        self._selector.unregister(self._pidfds[member])
-        os.close(self._pidfds.pop(member))
+        self._selector.unregister(self._ends[member])
+        os.close(self._ends.pop(member))
         host = self._authority.host_of(member)
         if host not in self._servers:
             return  # the launcher is lost: nobody hears of it

@@ -44,6 +44,10 @@ class Rank:
     def __del__(self) -> None:
         os.close(self._told)
 
+    def fileno(self) -> int:
+        """Return a descriptor that is readable once the process has ended."""
+        return self._told
+
     def poll(self) -> int | None:
         return self._look(0)
 

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
 from hvdlite.core.world import Hosts
 from hvdlite.runtime.assemble import assemble_threads
+from hvdlite.runtime.learned import Learned
 from hvdlite.runtime.runtime import Runtime
 from tests import warm
 
@@ -39,14 +40,21 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHON_PATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 """Where processes find the packages and the tests."""
 HVDRUN = [sys.executable, "-m", "hvdlite_runner.cli"]
+HANGS_SECONDS = 150.0
+"""After so long, what a test waits for has hung: tests run on busy machines too, and none asserts how fast something is."""
 TORCH = ("torch", "torch._dynamo")
 """What ranks with torch can begin with: the first optimizer imports the latter."""
 
 
-def threads(size: int, step: Callable[..., T], *arguments: object, timeout: float = 60.0, **config: object) -> list[T]:
-    """Run `step(runtime, *arguments)` on ranks as threads; return the results in rank order, or raise the first failure."""
+def threads(size: int, step: Callable[..., T], *arguments: object, timeout: float = HANGS_SECONDS,
+            learned: Learned | None = None, **config: object) -> list[T]:
+    """Run `step(runtime, *arguments)` on ranks as threads; return the results in rank order, or raise the first failure.
+
+    Args:
+        learned: with which the world begins.
+    """
     settings = Config.from_environment({}, **{"shutdown_timeout": 10.0, **config})
-    runtimes = assemble_threads(size, settings)
+    runtimes = assemble_threads(size, settings, learned=learned)
     results: list[T | None] = [None] * size
     failures: list[tuple[float, int, BaseException]] = []
 
@@ -119,8 +127,8 @@ class Processes:
                 **launch_contract.rank_environment(
                     groups.world(rank), self._directories[groups.ranks_by_host.index(groups.local_ranks(rank))]), **meeting,
                 "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1",
-                # The first ranks of a framework wait until it is imported, one importer after the other on a busy machine.
-                "HVDLITE_START_TIMEOUT": "120" if imported else "30", "PYTHONUNBUFFERED": "1", **(environment or {}),
+                # On a busy machine: the first ranks of a framework wait until it is imported, one importer after the other.
+                "HVDLITE_START_TIMEOUT": "120", "PYTHONUNBUFFERED": "1", **(environment or {}),
             }
             words = [str(each) for each in arguments] if isinstance(program, Path) else []
             if isinstance(program, Path):
@@ -129,12 +137,7 @@ class Processes:
                 script = self._path(rank, "py")
                 script.write_text(_calling(program, arguments, self._path(rank, "result")), encoding="utf-8")
             with open(self._path(rank, "stdout"), "wb") as out, open(self._path(rank, "stderr"), "wb") as err:
-                if imported:
-                    pair = warm.importers(imported, env, environment or {})
-                    self.ranks.append(pair[rank % 2].fork(script, words, env, out.fileno(), err.fileno()))
-                else:
-                    self.ranks.append(subprocess.Popen([sys.executable, str(script), *words], env=env, stdout=out,
-                                                       stderr=err, stdin=subprocess.DEVNULL, start_new_session=True))
+                self.ranks.append(start(rank, script, words, env, (out.fileno(), err.fileno()), imported, environment or {}))
 
     def __enter__(self) -> Processes:
         return self
@@ -156,7 +159,7 @@ class Processes:
         """Send a signal to one rank."""
         os.kill(self.ranks[rank].pid, number)
 
-    def wait_for(self, rank: int, text: str, timeout: float = 60.0, stream: str = "stdout") -> None:
+    def wait_for(self, rank: int, text: str, timeout: float = HANGS_SECONDS, stream: str = "stdout") -> None:
         """Block until a rank has written `text`."""
         deadline = time.monotonic() + timeout
         while text not in self._path(rank, stream).read_text(encoding="utf-8", errors="replace"):
@@ -169,7 +172,7 @@ class Processes:
         for rank in range(len(self.ranks)):
             self.wait_for(rank, text)
 
-    def wait(self, timeout: float = 60.0) -> list[Ended]:
+    def wait(self, timeout: float = HANGS_SECONDS) -> list[Ended]:
         """Wait for every rank and return how each ended; the hung ones are named, with their stacks."""
         deadline = time.monotonic() + timeout
         for rank, process in enumerate(self.ranks):
@@ -190,6 +193,22 @@ class Processes:
 
     def _path(self, rank: int, stream: str) -> Path:
         return Path(self._files.name) / f"{rank}.{stream}"
+
+
+def start(rank: int, script: Path, words: Sequence[str], environment: Mapping[str, str], output: tuple[int, int],
+          imported: Sequence[str], given: Mapping[str, str]) -> subprocess.Popen[bytes] | warm.Rank:
+    """Start a rank that runs `script`, in a session of its own.
+
+    Args:
+        output: the descriptors of its standard output and error.
+        imported: modules that it begins with; see `Processes`.
+        given: the part of the environment that the test has set.
+    """
+    if imported:
+        return warm.importers(imported, environment, given)[rank % 2].fork(script, words, environment, *output)
+    out, err = output
+    return subprocess.Popen([sys.executable, str(script), *words], env=environment, stdout=out, stderr=err,
+                            stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _calling(program: Program, arguments: Sequence[object], result: Path) -> str:
@@ -222,7 +241,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def processes(size: int, program: Program | Path, *arguments: object, timeout: float = 60.0,
+def processes(size: int, program: Program | Path, *arguments: object, timeout: float = HANGS_SECONDS,
               environment: dict[str, str] | None = None, hosts: Sequence[int] = (),
               imported: Sequence[str] = ()) -> list[Ended]:
     """Run a program on `size` ranks and return how each ended; a rank that failed fails the test, which shows them all."""

@@ -6,9 +6,12 @@ orders wait until the user's thread asks for them. Nothing is sent while nothing
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +22,9 @@ from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostErro
 from hvdlite.core.launch_contract import MEMBER_SOCKET
 from hvdlite.core.socket_paths import check_same_user, short_socket_path
 from hvdlite.membership.messages import (
+    Alive,
     AllFinished,
+    AskAlive,
     BoundaryTold,
     CoordinatorAt,
     Dismissed,
@@ -40,6 +45,7 @@ from hvdlite.membership.messages import (
     frame,
 )
 
+_log = logging.getLogger("hvdlite")
 _RECEIVE_BYTES: Final = 1 << 16
 
 
@@ -53,7 +59,7 @@ class Member:
     Attributes:
         number: the member's id.
         is_at_rest: whether `boundary` has stopped this member in its present world.
-        has_finished: whether training has finished on all members: there is no other world after this one.
+        has_finished: whether `elastic.run` has returned on all members, so that no others join any more.
 
     Raises:
         LaunchError: when nobody serves members there.
@@ -71,6 +77,7 @@ class Member:
         self._host_names: tuple[str, ...] = ()  # of its ranks
         self._stopped = StopNow(0, "")  # the last world that was stopped
         self._attached: tuple[int, Callable[[str], None]] | None = None  # what to stop, and the world to which it belongs
+        self._has_ended: Callable[[], bool] = lambda: False  # the background thread of that world
         self._boundaries = 0  # that this member has reached in this world
         self._change: PrepareStop | None = None  # a stop that is being agreed on
         self._stop_at: StopAt | None = None
@@ -87,7 +94,9 @@ class Member:
     # --- what the member says ----------------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """This member is at the entrance of `elastic.run`."""
+        """This member is at the entrance of `elastic.run`; boundaries that it has passed outside do not count."""
+        with self._changed:
+            self._boundaries = 0
         self._send(MemberReady())
 
     def idle(self, epoch: int, standing: Standing, reason: str) -> None:
@@ -113,32 +122,40 @@ class Member:
 
     # --- what the member waits for -----------------------------------------------------------------------------------
 
-    def attach(self, epoch: int, stop: Callable[[str], None]) -> None:
+    def attach(self, epoch: int, stop: Callable[[str], None], has_ended: Callable[[], bool] = lambda: False) -> None:
         """Call `stop(reason)` when world `epoch` has to end at once: now, if it has been ordered already.
 
         It replaces what was attached before. It may be called by another thread, under a lock: it must not block.
+
+        Args:
+            has_ended: whether the background thread of the world has ended, so that a member that has not stopped computes.
         """
         with self._changed:
             self._attached = epoch, stop
+            self._has_ended = has_ended
             self._stop_attached()
 
     def detach(self) -> None:
         """Forget what was attached: it has ended."""
         with self._changed:
             self._attached = None
+            self._has_ended = lambda: False
 
-    def coordinator(self, epoch: int) -> tuple[str, int]:
+    def coordinator(self, epoch: int, timeout: float) -> tuple[str, int]:
         """Block until it is known where rank 0 of world `epoch` listens; return host and port.
 
         Raises:
-            LaunchError: when the world is given up before.
+            LaunchError: when the world is given up before, or it is not known within `timeout` seconds.
         """
+        deadline = time.monotonic() + timeout
         with self._changed:
             while self._coordinator is None or self._coordinator.epoch != epoch:
                 self._check_link()
                 if self._stopped.epoch >= epoch:
                     raise LaunchError(f"the ranks stopped meeting: {self._stopped.reason}")
-                self._changed.wait()
+                if time.monotonic() >= deadline:
+                    raise LaunchError(f"rank 0 has not said within {timeout:.0f} s where it listens (HVDLITE_START_TIMEOUT)")
+                self._changed.wait(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
             return self._coordinator.host, self._coordinator.port
 
     def next_order(self) -> WorldOrder:
@@ -243,21 +260,26 @@ class Member:
             self._lose("it has ended")
         except (OSError, ProtocolError) as error:
             self._lose(str(error))
+        except Exception as error:  # of any kind: others would wait for a member that hears no orders
+            _log.exception("member %d cannot take an order of its launcher", self.number)
+            self._lose(f"{type(error).__name__}: {error}")
 
     def _lose(self, reason: str) -> None:
         with self._changed:
             self._lost = self._lost or ("the launcher of this elastic job, which orders its worlds, cannot be reached any "
                                         f"more ({reason}); the job ends")
-            self._stop_attached()
             self._changed.notify_all()
+            self._stop_attached()
 
     def _receive(self, order: Any) -> None:
-        told: BoundaryTold | None = None
+        told: BoundaryTold | Alive | None = None
         with self._changed:
             match order:
                 case StopNow():
                     self._stopped = order
                     self._stop_attached()
+                case AskAlive(epoch):
+                    told = Alive(epoch, in_user_code=self._has_ended())
                 case PrepareStop():
                     self._change, self._stop_at = order, None
                     told = BoundaryTold(order.change, self._boundaries)
@@ -270,7 +292,10 @@ class Member:
                     self._orders.append(order)
                 case CoordinatorAt():
                     self._coordinator = order
-                case AllFinished() | Dismissed():
+                case AllFinished():
+                    self._change = self._stop_at = None  # it comes too late
+                    self._orders.append(order)
+                case Dismissed():
                     self._orders.append(order)
             self._changed.notify_all()
         if told is not None:

@@ -7,8 +7,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from hvdlite.core.errors import ConfigError
 
 _log = logging.getLogger("hvdlite")
@@ -42,6 +40,8 @@ def read(path: str, knobs: Sequence[str]) -> dict[str, tuple[str, str]]:
     Raises:
         ConfigError: if the file cannot be read or has an unknown key (with the most similar key).
     """
+    import yaml  # most jobs have no file
+
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file)

@@ -40,7 +40,7 @@ class RankZero:
         self.report_server: ReportServer | None = None
         self._coordinator, self._control, self._recorder, self._clock = coordinator, control, recorder, clock
         self._autotuner = autotuner
-        self._oob_store = OobStore()
+        self._oob_store = OobStore(coordinator.epoch)
         self.urgent = False
 
     @property

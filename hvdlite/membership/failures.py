@@ -109,6 +109,11 @@ class FailureHistory:
             self._blamed = self._without_progress[0]
         return reason
 
+    def begin_again(self) -> None:
+        """Forget how far training was: another one begins, and its commits may be counted from 0."""
+        self._commits = self._commits_at_error = -1
+        self._without_progress, self._worlds, self._errors = [], 0, 0
+
     def _judge(self) -> str:
         first: dict[str, Failure] = {}
         for failure in self._without_progress:

@@ -54,6 +54,18 @@ class MemberIdle(Message, frozen=True):
     reason: str = ""  # why it ended, in a line; "" for a stop at a boundary
 
 
+class Alive(Message, frozen=True):
+    """The answer to `AskAlive`.
+
+    Attributes:
+        in_user_code: when the world has to end: the member's background thread has ended; the training thread computes, and
+            has not noticed.
+    """
+
+    epoch: int
+    in_user_code: bool
+
+
 class BoundaryTold(Message, frozen=True):
     """The answer to `PrepareStop`: the boundaries that the member has passed in this world; it waits at the next one.
 
@@ -122,6 +134,12 @@ class StopAt(Message, frozen=True):
     boundary: int
 
 
+class AskAlive(Message, frozen=True):
+    """Say `Alive`: others wait for you. The link's thread answers, whatever the script does; a stopped process does not."""
+
+    epoch: int
+
+
 class WorldOrder(Message, frozen=True, kw_only=True):
     """A new world.
 
@@ -162,8 +180,9 @@ class Dismissed(Message, frozen=True):
     reason: str
 
 
-MemberMessage = (MemberHello | MemberReady | MemberIdle | BoundaryTold | Listening | MeetingFailed | Met | MemberFinished)
-MemberOrder = StopNow | PrepareStop | StopAt | WorldOrder | CoordinatorAt | AllFinished | Dismissed
+MemberMessage = (MemberHello | MemberReady | MemberIdle | BoundaryTold | Listening | MeetingFailed | Met | MemberFinished
+                 | Alive)
+MemberOrder = StopNow | AskAlive | PrepareStop | StopAt | WorldOrder | CoordinatorAt | AllFinished | Dismissed
 
 _LIMIT: Final = 1 << 24  # bytes
 _ORDERS, _MESSAGES = msgspec.msgpack.Decoder(MemberOrder), msgspec.msgpack.Decoder(MemberMessage)

@@ -40,7 +40,7 @@ class Stage(enum.Enum):
     PREPARING = enum.auto()
     STOPPING = enum.auto()
     ENDING = enum.auto()  # also while too few idle members wait
-    FINISHED = enum.auto()  # elastic.run has returned on all members
+    FINISHED = enum.auto()  # elastic.run has returned on all members; it may be called again
     OVER = enum.auto()
 
 
@@ -60,7 +60,8 @@ class Worlds:
     Attributes:
         stage: of the current world.
         failures: of members.
-        failure_at_end: the first failure of a member when all had finished.
+        failure_at_end: the first failure of a member when all had finished; None if the job succeeds.
+        lost_at_end: the first loss of a member then which by itself is no failure of the job.
     """
 
     def __init__(self, limits: Limits, roster: Roster, hosts: Hosts, machine_of: Callable[[str], str], now: float) -> None:
@@ -71,21 +72,32 @@ class Worlds:
         self.stage = Stage.FOUNDING
         self.failures = FailureHistory(limits.failures_without_progress)
         self.failure_at_end: Failure | None = None
+        self.lost_at_end: Failure | None = None
         self.meetings = FailedMeetings(lambda member: roster[member].host)
         self.changes = Changes()
         self.change = 0  # the number of the last graceful change
         self.gives_up_at = now + limits.elastic_timeout  # while there are too few slots or members; else infinity
         self._order: WorldOrder | None = None  # of this world; None for the first one
         self._has_met = False
+        self._asks_at = math.inf  # when members for which others wait are asked again whether they live
+        self._runs_finished = 0  # how often elastic.run has returned on all members
         self._end_reason = ""  # why this world is lost, if it is
+
+    @property
+    def asks_at(self) -> float:
+        """When members are asked again whether they live; infinity while nobody waits for them without a deadline."""
+        return self._asks_at if self.stage in (Stage.RUNNING, Stage.STOPPING) else math.inf
 
     def settle(self) -> None:
         """Do what follows from all that is known."""
         self._expire()
         if self.stage is Stage.FOUNDING:
             self._found()
+        if self.stage is Stage.FINISHED:
+            self._run_again()
         if self.stage in IN_FORCE:
             self._follow_world()
+        self._ask_awaited()
         if self.stage in (Stage.STOPPING, Stage.ENDING) and all(
                 member.phase is Phase.IDLE for member in self._roster.living()):
             self._begin_next()
@@ -100,10 +112,26 @@ class Worlds:
         for member in self._roster.alive():
             if min(member.deadline, member.answer_by) <= self._roster.now:
                 if member.phase is not Phase.DISMISSED:
-                    member.fault = f"it did not stop within {self._limits.quiesce_timeout:g} s"
+                    given = (self._limits.elastic_timeout if member.give_up_at <= self._roster.now
+                             else self._limits.quiesce_timeout)
+                    member.fault = f"it did not stop within {given:g} s"
                 self._roster.kill(member, member.fault or "it did not exit when it was dismissed")
+            elif member.ask_at <= self._roster.now:
+                self._note_awaited(member)
+                self._roster.ask(member)
         if self.gives_up_at <= self._roster.now:
             self._give_up(f" after {self._limits.elastic_timeout:g} s")
+
+    def _note_awaited(self, member: Member) -> None:
+        """Tell the user, once, that others wait for a member that does not stop."""
+        waits = self.stage is Stage.ENDING or any(other.phase is Phase.IDLE for other in self._roster.living())
+        if waits and member.is_ready and not member.is_noted and member.phase is not Phase.FINISHED:
+            member.is_noted = True
+            where, limit = "reached the boundary at which all ranks stop", "as long as it computes"
+            if self.stage is Stage.ENDING:
+                where, limit = "stopped", f"{self._limits.elastic_timeout:g} s"
+            self.note(f"{self._roster.who(member)} has not {where}; the others wait for it, at most "
+                      f"{self._limits.quiesce_timeout:g} s if it does not answer, else {limit}")
 
     def _give_up(self, when: str) -> None:
         """End the job because there are too few slots or members."""
@@ -134,7 +162,9 @@ class Worlds:
             self.end_world("a rank has ended before it entered elastic.run")
         elif is_whole and phases == {Phase.FINISHED}:
             self.stage = Stage.FINISHED
+            self._runs_finished += 1
             for member in living:
+                member.phase, member.is_ready, member.answer_by = Phase.RUNNING, False, math.inf
                 self._roster.tell(member, AllFinished())
             self._roster.dismiss(self._roster.alive(JOINING), "training has finished")
         elif self.stage is Stage.PREPARING and all(member.boundary is not None for member in living):
@@ -150,6 +180,42 @@ class Worlds:
             if self._order is not None:
                 self.note(self.changes.met(self._order, self._roster.now))
 
+    def _ask_awaited(self) -> None:
+        """Ask members whether they live, when others wait that have finished or stopped at a boundary.
+
+        A member may compute for as long as it likes, but others would wait for a stopped process for ever: they are in no
+        collective with it, so none of them misses it.
+        """
+        phases = {member.phase for member in self._roster.living()}
+        if self.stage not in (Stage.RUNNING, Stage.STOPPING) or not phases & {Phase.FINISHED, Phase.IDLE}:
+            self._asks_at = math.inf
+        elif self._asks_at == math.inf:
+            self._asks_at = self._roster.now + self._limits.quiesce_timeout
+        elif self._asks_at <= self._roster.now:
+            self._asks_at = self._roster.now + 2 * self._limits.quiesce_timeout
+            for member in self._roster.living():
+                if member.phase is Phase.RUNNING and member.deadline == math.inf:
+                    self._note_awaited(member)
+                    self._roster.ask(member)
+
+    def _run_again(self) -> None:
+        """Return to a running world when all members that are left have called elastic.run again.
+
+        Until then nobody is told to stop: a member may be busy with something that needs no other, and will see at the
+        entrance that its world is lost.
+        """
+        living = self._roster.living()
+        if living and all(member.is_ready for member in living):
+            self.stage, self.failure_at_end, self.lost_at_end = Stage.RUNNING, None, None
+            self.failures.begin_again()
+            failures = {failure.member: failure.why for failure in self.failures.all}
+            for member in (self._roster[id] for id in self._roster.world):
+                if member not in living:
+                    self.changes.left(self._roster.who(member), failures.get(member.id, "it did not call elastic.run again"),
+                                      failed=member.id in failures)
+            if any(member.phase is Phase.IDLE for member in living):
+                self.end_world("the world was lost before all ranks had called elastic.run again")
+
     def _balance(self) -> None:
         """Start joiners on free slots, and dismiss those that cannot be admitted."""
         joiners = self._roster.joiners_by_progress()
@@ -162,14 +228,15 @@ class Worlds:
         room = len(joiners) + len(free)
         if self._limits.max_np is not None:
             room = min(room, max(0, self._limits.max_np - len(staying)))
-        if not self._has_resets() or (not staying and self._limits.max_np == 1):
-            room = 0  # there is no other world, or none in which a joiner could get the state
+        if not self._has_resets() or (not staying and self._limits.max_np == 1) or self._runs_finished:
+            room = 0  # there is no other world, or none in which a joiner could get the state of the same elastic.run
         self._roster.dismiss(joiners[room:], "there are enough ranks without it")
         may_start = any(each.is_ready for each in living) and not any(each.phase is Phase.FINISHED for each in living)
         if may_start and room > len(joiners):
             self._roster.start_joiners(free[:room - len(joiners)], len(staying) + len(joiners))
-        if (self._limits.hosts_are_fixed and self.gives_up_at < math.inf
-                and self._hosts.next_end(self._roster.now) == math.inf
+        none_can_join = self._runs_finished or (
+            self._limits.hosts_are_fixed and self._hosts.next_end(self._roster.now) == math.inf)
+        if (none_can_join and self.gives_up_at < math.inf
                 and all(member.phase is Phase.IDLE for member in self._roster.alive())):
             self._give_up("; no other processes can be started")
 

@@ -3,7 +3,7 @@
 The file has no name. On Linux it is a `memfd`, so that the size of /dev/shm does not limit it and a crash leaves nothing
 behind; elsewhere it is a file that is unlinked before use (macOS: untested). Its descriptor is passed over a Unix socket.
 
-    segment: one arrival counter per rank, 64 bytes apart | slot (rank 0, region 0) | slot (0, 1) | slot (1, 0) | ...
+    segment: one arrival counter per rank, 64 bytes apart | slot (rank 0, region 0) | (0, 1) | (0, 2) | (1, 0) | ...
     window:  rank 0's part | rank 1's part | ...
 
 Rules (docs/protocol.md#slots, #staging-regions, #allocation, #memory-order)
@@ -32,7 +32,8 @@ from hvdlite.core.array import Array
 from hvdlite.memory.fence import Fence, fence_file
 
 COUNTER_STRIDE = 64
-REGIONS = 2
+REGIONS = 3
+"""Staging regions of a segment, see `planes/staging.py`."""
 PAGE = 1 << 16
 HUGE_PAGE = 1 << 21
 FILE_SPAN = 1 << 62
@@ -86,7 +87,10 @@ class Segment:
         fence: see `SharedMemory`.
         flush: a fence on every machine; private to this rank where the machine preserves the order of stores.
         slot: bytes of one staging slot.
+        regions: how many slots each rank has.
     """
+
+    regions = REGIONS
 
     def __init__(self, memory: SharedMemory, start: int, index: int, ranks: int, slot: int) -> None:
         self.slot = slot

@@ -24,6 +24,7 @@ from hvdlite.negotiation.messages import (
     DirectMessage,
     FailureNotice,
     HostReport,
+    Layout,
     LayoutStale,
     MergedRequests,
     RankReport,
@@ -59,6 +60,7 @@ class Coordinator:
         blocked: the ranks that have reported long waits; detects deadlocks.
         negotiator: decides about tensors; for reading.
         has_news: whether anything has happened since the last call of `decide`, which may have something to say then.
+        tuned: the knobs that have been changed.
 
     Args:
         reduce_eagerly: executes allreduces of the eager lane; None when no rank sends payloads.
@@ -70,6 +72,7 @@ class Coordinator:
         self.negotiator = Negotiator(size, policy, reduce_eagerly)
         self.has_news = False
         self.blocked = BlockedRanks(self.negotiator.missing_for)
+        self.tuned: dict[str, int] = {}
         self._sequence = 0
         self._applied: dict[Ranks, int] = {(rank,): 0 for rank in range(size)}
         self._orders = _Orders()
@@ -121,11 +124,21 @@ class Coordinator:
         """Change knobs on all ranks with the next decision; layouts are learned again when the sizes of buckets change."""
         self.has_news = True
         self._orders.tuned.extend(settings.items())
+        self.tuned.update(settings)
         policy = self.negotiator.policy
         sizes = BucketSizes(settings.get("bucket_edge", policy.bucket_sizes.edge),
                             settings.get("bucket_size", policy.bucket_sizes.middle))
         self.negotiator.change_policy(dataclasses.replace(
             policy, bucket_sizes=sizes, fusion_threshold=settings.get("fusion_threshold", policy.fusion_threshold)), now)
+
+    def carry_over(self, layouts: Mapping[str, Layout]) -> None:
+        """Begin with layouts of the last world of an elastic job: they are in the first decision.
+
+        Args:
+            layouts: by the labels of their gradient sets in this world.
+        """
+        self.has_news = True
+        self.negotiator.outcome.learned += self.negotiator.gradient_sets.carry_over(layouts)
 
     # --- what is decided ---------------------------------------------------------------------------------------------
 
@@ -153,7 +166,7 @@ class Coordinator:
 
     def take_direct_messages(self) -> tuple[DirectMessage, ...]:
         """Return what single ranks must know to apply the decision that was returned last; send it before the decision."""
-        return tuple(DirectMessage(rank=rank, receive_splits=tuple(splits))
+        return tuple(DirectMessage(epoch=self.epoch, rank=rank, receive_splits=tuple(splits))
                      for rank, splits in sorted(self.negotiator.take_receive_splits().items()))
 
     # --- what is pending ---------------------------------------------------------------------------------------------

@@ -323,6 +323,7 @@ class Negotiator:
         """A join has failed because a rank left: the ranks that had joined take part again."""
         self.joins.ranks.clear()
         self.table.recount()
+        self.gradient_sets.abort_join()
         for layout_id in self.gradient_sets.suspended:  # ranks have made different numbers of rounds
             self._end_layout(layout_id)
 

@@ -13,7 +13,7 @@ goes through the cross plane between all ranks; a process set within one host, t
 Rules (docs/protocol.md#same-bits, #hierarchy)
 - Average divides once, after the sum across hosts; 16-bit floats cross as float32, averages of integers as `Reduction`
   accumulates them.
-- Staging slots are used as in `planes/shm.py`: regions alternate, and a barrier of the host lies between two uses.
+- Staging slots are used as in `planes/shm.py`: regions are used in turn, and barriers of the host lie between two uses.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ One piece (at most a slot) of an allreduce, on every rank:
     barrier
     collect   copy the results of the other slices from their owners' slots
 
+The next piece is published before the second barrier, which is its first one, too.
+
 A bucket of a fusion buffer is already in shared memory on every rank. The decision that releases the bucket replaces the
 first barrier; every rank reduces its slice and writes the result into all ranks' slots; one barrier follows.
 
@@ -16,7 +18,7 @@ pattern: publish the data that other ranks need, barrier, copy the own part.
 
 Rules (docs/protocol.md#staging-regions, #same-bits)
 - Each process set has its own counters and slots, so that overlapping sets do not touch each other's memory.
-- Pieces alternate between two staging regions; see `planes/staging.py`.
+- Pieces take turns with three staging regions; see `planes/staging.py`.
 - The assignment of bytes to ranks depends only on the response, so all ranks agree without communication.
 """
 
@@ -32,7 +34,7 @@ from hvdlite.negotiation.messages import Response
 from hvdlite.planes.adasum import AdasumReduction
 from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import CHUNK_KNOB, BufferSlice, FusionBuffer, Plan, WaitUntil
-from hvdlite.planes.shm_pieces import AdasumPiece, Piece
+from hvdlite.planes.shm_pieces import AdasumPiece, Piece, reduce_by_slices
 from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
 from hvdlite.planes.staging import HostMemory, StagingArea
 
@@ -125,12 +127,13 @@ class ShmPlane:
         sources, outputs = self._ends(plan)
         total = sources.size if sources else outputs.size if outputs else plan.response.elements
         per_piece = area.segment.slot // reduction.dtype.itemsize
-        for low in range(0, total, per_piece):
-            piece = Piece(area, plan.response, reduction, low, min(low + per_piece, total))
-            if (piece.high - piece.low) * reduction.dtype.itemsize <= self._direct:
+        pieces = (Piece(area, plan.response, reduction, low, min(low + per_piece, total))
+                  for low in range(0, total, per_piece))
+        if total * reduction.dtype.itemsize <= self._direct:
+            for piece in pieces:
                 piece.reduce_whole(sources, outputs, wait_until)
-            else:
-                piece.reduce_slices(sources, outputs, wait_until)
+        else:
+            reduce_by_slices(pieces, sources, outputs, area.barrier, wait_until)
 
     def _ends(self, plan: Plan) -> tuple[Concatenation | None, Concatenation | None]:
         """Return what this rank contributes to a reduction, and where it receives the result."""
@@ -163,8 +166,7 @@ class ShmPlane:
         for first in range(0, len(products), fitting):
             products[first:first + fitting] = area.total(products[first:first + fitting], wait_until)
         adasum.set_weights(products)
-        for piece in pieces():
-            piece.reduce_slices(sources, outputs, wait_until)
+        reduce_by_slices(pieces(), sources, outputs, area.barrier, wait_until)
 
     def _reducescatter(self, area: StagingArea, plan: Plan, wait_until: WaitUntil) -> None:
         reduction = self._reduction(area, plan.response)

@@ -1,7 +1,8 @@
 """Staging memory of a process set within one host: a slot for each rank and region, and a barrier.
 
-Pieces alternate between two regions. A slot of a region is written again two pieces later; by then every rank has passed a
-barrier that all ranks of the set entered after their last read of the slot.
+Pieces take turns with three regions, and a barrier follows each piece that is written. A slot is written again three pieces
+later. The last read of a slot may come after the next piece's barrier (reductions collect there), but comes before the
+barrier of the piece after that, which every rank has passed by then.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class StagingSegment(Protocol):
     """The interface of `memory.Segment` for planes."""
 
     slot: int
+    regions: int
     arrivals: Array
 
     @property
@@ -62,7 +64,7 @@ class StagingArea:
 
     def next_region(self, nbytes: int) -> int:
         """Return the region for the next piece, and allocate `nbytes` in this rank's slot."""
-        region = self._pieces % 2
+        region = self._pieces % self.segment.regions
         self._pieces += 1
         self.segment.reserve(region, nbytes)
         return region

@@ -147,7 +147,8 @@ class Meeting:
             raise LaunchError("HVDLITE_CONTROL=unix is for one host, and the job has ranks on several")
         if self._is_told:
             assert self.member is not None
-            host, port = ("", info.coordinator_port) if world.rank == 0 else self.member.coordinator(world.epoch)
+            host, port = ("", info.coordinator_port) if world.rank == 0 else self.member.coordinator(
+                world.epoch, timeout_or_inf(self.config.start_timeout))
             return Address(host=host, port=port, key=info.key)
         if info.coordinator is None:
             raise LaunchError("ranks that meet over TCP need HVDLITE_COORDINATOR=host:port, the same on all ranks")

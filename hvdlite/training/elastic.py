@@ -25,6 +25,7 @@ from hvdlite.core.errors import (
     NotInitializedError,
     PeerLostError,
     ProtocolError,
+    ReplicaMismatchError,
 )
 from hvdlite.membership.messages import Standing, WorldOrder
 
@@ -54,8 +55,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a training function such that it survives the loss of ranks, and takes new ones in.
 
     The function is called with the state, which is the same on all ranks, and goes on from there. It is called again, in
-    another world, after a collective has failed or members have come or gone. Without an elastic launcher it is called once,
-    and so are the functions that a script runs after the first one.
+    another world, after a collective has failed or members have come or gone. Without an elastic launcher it is called once.
+    When a script runs several functions, one after the other, ranks can be lost in each, and join in the first one only.
 
     The decorated function returns what the function returns, when it has returned on all ranks.
 
@@ -63,6 +64,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
         TypeError: when the first argument is not a state.
         UnsupportedError: inside a function that `run` decorates.
         LaunchError: when the launcher is gone.
+        ReplicaMismatchError: on all ranks, when they have synchronised their states and these are not equal.
     """
     @functools.wraps(func)
     def wrapper(state: ElasticState, *args: Any, **kwargs: Any) -> Any:
@@ -71,9 +73,9 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                             f"such as hvd.elastic.ObjectState(epoch=0); it is a {type(state).__name__}")
         with api.worlds().elastic_run() as member:
             if member is not None and member.has_finished and api.rank() == 0:
-                _log.warning("hvd.elastic.run has returned before, and since then the job is not elastic: the loss of a "
-                             "rank ends it. Put all of the training into one function")
-            if member is None or member.has_finished:
+                _log.info("hvd.elastic.run is called again: ranks may be lost, but none can join any more, because they "
+                          "would begin with the script's first call")
+            if member is None:
                 state.sync()
                 return func(state, *args, **kwargs)
             return _Training(member, state, lambda: func(state, *args, **kwargs)).run()
@@ -131,6 +133,8 @@ class _Training:
 
         A framework may wrap the error of a collective in its own, so any exception counts when the runtime has failed.
         """
+        if isinstance(error, ReplicaMismatchError):  # a new world would bring it again
+            return False
         current = self._worlds.runtime
         if current is not None and current.failure is not None:
             return True

@@ -15,7 +15,9 @@ from hvdlite.bootstrap.member import Member
 from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostError
 from hvdlite.core.launch_contract import MEMBER_SOCKET
 from hvdlite.membership.messages import (
+    Alive,
     AllFinished,
+    AskAlive,
     BoundaryTold,
     CoordinatorAt,
     Dismissed,
@@ -23,6 +25,7 @@ from hvdlite.membership.messages import (
     Listening,
     MemberFinished,
     MemberHello,
+    MemberReady,
     Message,
     PrepareStop,
     StopAt,
@@ -119,6 +122,17 @@ def test_a_death_replaces_a_stop_that_is_being_agreed_on(launcher: Launcher) -> 
     assert not launcher.member.is_at_rest
 
 
+def test_the_links_thread_says_whether_the_training_thread_computes(launcher: Launcher) -> None:
+    launcher.order(AskAlive(1))
+    assert launcher.heard() == Alive(1, in_user_code=False)
+    launcher.member.attach(1, lambda reason: None, lambda: True)
+    launcher.order(StopNow(1, "rank 1 was lost"), AskAlive(1))
+    assert launcher.heard() == Alive(1, in_user_code=True)
+    launcher.member.detach()
+    launcher.order(AskAlive(1))
+    assert launcher.heard() == Alive(1, in_user_code=False), "it ends its world"
+
+
 def test_a_world_that_was_stopped_before_it_was_attached_is_stopped_at_once(launcher: Launcher) -> None:
     stops: list[str] = []
     launcher.member.attach(2, stops.append)
@@ -137,11 +151,16 @@ def test_a_meeting_that_waits_for_the_coordinators_address_can_be_stopped(launch
     member.announce_coordinator(2, 1234)
     assert launcher.heard() == Listening(2, ("127.0.0.1",), 1234)
     launcher.order(CoordinatorAt(1, "old", 1), CoordinatorAt(2, "host", 1234))
-    assert member.coordinator(2) == ("host", 1234)
-    waiting = beside(lambda: member.coordinator(3))
+    assert member.coordinator(2, 30) == ("host", 1234)
+    waiting = beside(lambda: member.coordinator(3, 30))
     launcher.order(StopNow(3, "rank 0 was lost"))
     with pytest.raises(LaunchError, match="rank 0 was lost"):
         waiting()
+
+
+def test_a_rank_0_that_never_says_where_it_listens_is_not_waited_for(launcher: Launcher) -> None:
+    with pytest.raises(LaunchError, match="HVDLITE_START_TIMEOUT"):
+        launcher.member.coordinator(2, 0.01)
 
 
 def test_training_finishes_on_all_members_or_goes_on_in_another_world(launcher: Launcher) -> None:
@@ -152,6 +171,22 @@ def test_training_finishes_on_all_members_or_goes_on_in_another_world(launcher: 
     second = beside(lambda: launcher.member.finish(2))
     launcher.order(AllFinished())
     assert second() is True and launcher.member.has_finished
+
+
+def test_a_stop_that_was_prepared_when_training_finished_stops_nothing_later(launcher: Launcher) -> None:
+    for _ in range(3):
+        launcher.member.boundary()
+    launcher.order(PrepareStop(1))
+    assert launcher.heard() == BoundaryTold(1, 3)
+    finishing = beside(lambda: launcher.member.finish(1))
+    assert launcher.heard() == MemberFinished(1)
+    launcher.order(AllFinished())
+    assert finishing() is True
+    launcher.member.boundary()  # it would block
+    launcher.member.ready()
+    assert launcher.heard() == MemberReady()
+    launcher.order(PrepareStop(2))
+    assert launcher.heard() == BoundaryTold(2, 0), "what was passed outside of elastic.run does not count"
 
 
 def test_a_member_that_is_not_needed_exits_with_code_0(launcher: Launcher) -> None:
@@ -170,6 +205,15 @@ def test_the_end_of_the_launcher_ends_whatever_waits_for_it(launcher: Launcher) 
         waiting()
     with pytest.raises(LaunchError, match="cannot be reached any more"):
         cancellation.check()
+
+
+def test_a_member_that_cannot_take_an_order_does_not_wait_for_others(launcher: Launcher) -> None:
+    """Else its process would live on without hearing any order."""
+    launcher.member.attach(1, lambda reason: [][0])
+    waiting = beside(launcher.member.next_order)
+    launcher.order(StopNow(1, "rank 1 is gone"))
+    with pytest.raises(LaunchError, match="IndexError"):
+        waiting()
 
 
 def test_a_member_without_a_launcher_says_so(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from hvdlite.control.wire import challenge_as_client
 from hvdlite.core.errors import HvdliteError
 from tests.control.programs.fuzz import reduce_until_told
-from tests.worlds import Processes, free_port, over_tcp
+from tests.worlds import HANGS_SECONDS, Processes, free_port, over_tcp
 
 
 @contextlib.contextmanager
@@ -139,6 +139,6 @@ def test_a_meddler_in_the_middle_ends_that_connection_only_with_a_reason(kind: s
     with Processes(3, reduce_until_told, 0.0, proxy.port, environment=environment) as world:
         world.wait_for_all("ready")
         proxy.armed.set()
-        for ended in world.wait(30):
+        for ended in world.wait(HANGS_SECONDS):
             assert (ended.code == 1 and "PeerLostError: rank 1 was lost: its connection is corrupt:" in ended.stderr) or (
                 ended.rank == 1 and "PeerLostError" in ended.stderr), ended

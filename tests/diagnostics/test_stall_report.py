@@ -16,7 +16,7 @@ from hvdlite.diagnostics.stall_report import RankState, StallReport, first_diffe
 from hvdlite.negotiation.messages import RankStatus
 from hvdlite.negotiation.stalls import Stall
 from tests.diagnostics.programs import stall_report as programs
-from tests.worlds import HVDRUN, PYTHON_PATH, ROOT, Processes, processes
+from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, ROOT, Processes, processes
 
 
 def status(*recent: str, first_number: int = 1, waiting: tuple[str, ...] = ()) -> RankStatus:
@@ -112,7 +112,7 @@ def test_a_rank_that_stays_silent_is_given_up(rank: int) -> None:
             world.wait_for(each, "ready")
         begun = time.monotonic()
         for other in {0, 1, 2} - {rank}:
-            assert world.ranks[other].wait(20) == 1
+            assert world.ranks[other].wait(HANGS_SECONDS) == 1
             told = world.told(other).stderr
             assert f"PeerLostError: rank {rank} was lost: it has not answered for 3 s" in told, told
         assert time.monotonic() - begun < 20
@@ -121,7 +121,7 @@ def test_a_rank_that_stays_silent_is_given_up(rank: int) -> None:
 def test_a_stall_ends_the_job_with_the_report_as_the_error() -> None:
     with Processes(2, programs.a_stall_ends_the_job_with_the_report_as_the_error, environment={
             "HVDLITE_STALL_CHECK_TIME_SECONDS": "0.5", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "1"}) as world:
-        for ended in world.wait(30):
+        for ended in world.wait(HANGS_SECONDS):
             assert ended.code == 0, ended
             assert "rank 1 never enqueued 'x': it is in absent(), stall_report.py:" in ended.result
             assert "threading.Event().wait(8)" in ended.result
@@ -162,6 +162,6 @@ def test_hvdrun_reports_on_a_running_job(tmp_path: Path) -> None:
         assert answer.returncode == 1 and "in stuck" in answer.stdout and "in evaluate" in answer.stdout, answer
     finally:
         job.terminate()
-        job.wait(20)
+        job.wait(HANGS_SECONDS)
     missing = subprocess.run([*HVDRUN, "--report", str(job.pid)], capture_output=True, text=True, env=environment)
     assert missing.returncode == 2 and "has no running job" in missing.stderr

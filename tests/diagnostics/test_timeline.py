@@ -18,7 +18,7 @@ from hvdlite.diagnostics.timeline import TimelineFile
 from hvdlite.negotiation.messages import TraceEvent
 from hvdlite.runtime.runtime import Runtime
 from tests.diagnostics.programs import timeline as programs
-from tests.worlds import TORCH, Processes, processes, threads
+from tests.worlds import HANGS_SECONDS, TORCH, Processes, processes, threads
 
 
 def lanes(path: Path) -> dict[tuple[int, str], list[dict[str, Any]]]:
@@ -108,6 +108,6 @@ def test_a_killed_job_leaves_valid_json(tmp_path: Path, victim: int) -> None:
         world.wait_for(victim, "ready")
         time.sleep(0.5)
         world.kill(victim, signal.SIGKILL)
-        world.ranks[1 - victim].wait(20)
+        world.ranks[1 - victim].wait(HANGS_SECONDS)
     found = lanes(path)
     assert {rank for rank, _ in found} == {0, 1}

@@ -1,20 +1,30 @@
-"""Random kills: `python -m tests.elastic --kills 200`; exit with 1 if something was wrong."""
+"""Random failures, or all failpoints; exit with 1 if something was wrong.
+
+    python -m tests.elastic --kills 200
+    python -m tests.elastic --points [--only TEXT]
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from tests.elastic.campaign import campaign
+from tests.elastic.campaign import campaign, points
 
 
 def main() -> int:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m tests.elastic")
-    parser.add_argument("--kills", type=int, default=200, help="members to kill")
+    parser.add_argument("--kills", type=int, default=200, help="members and hosts to lose")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--points", action="store_true", help="run all failpoints instead")
+    parser.add_argument("--only", default="", help="those whose description contains this text")
     options = parser.parse_args()
-    wrong = campaign(options.kills, options.first, lambda line: print(line, flush=True))
+
+    def tell(line: str) -> None:
+        print(line, flush=True)
+
+    wrong = points(options.only, tell) if options.points else campaign(options.kills, options.first, tell)
     print(f"{len(wrong)} jobs went wrong")
     return 1 if wrong else 0
 

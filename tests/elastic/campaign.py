@@ -1,60 +1,127 @@
-"""Random kills in many elastic jobs: no hang, nothing left, exit code 0, survivors keep their processes, replicas agree."""
+"""Random failures in many elastic jobs: no hang, nothing left, exit code 0, survivors keep their processes, replicas agree.
+
+A third of the jobs are on two hosts in network namespaces; without root these are left out.
+"""
 
 from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from tests.elastic.jobs import Job, hurt
-
-STEPS = 600
-
-
-def draw(seed: int, folder: Path) -> tuple[Job, random.Random, int, int]:
-    """Start the job of a seed; return it with what the rest is drawn from, its founders and its kills."""
-    chance = random.Random(seed)
-    size = chance.choice([2, 3, 4])
-    flags = ["-np", str(size), "--min-np", "1"]
-    kind = chance.choice(["fixed", "cooldown", "discovery"])
-    if kind == "cooldown":
-        flags += ["--blacklist-cooldown-range", "1", "2"]
-    if kind == "discovery":
-        script = folder / "hosts.sh"
-        script.write_text("#!/bin/sh\necho localhost:2\necho 127.0.0.1:2\n", encoding="ascii")
-        script.chmod(0o755)
-        flags += ["--max-np", "4", "--host-discovery-script", str(script)]
-    return Job(flags, folder, STEPS), chance, size, min(size - 1, 2)  # three without a commit between them end a job
+from tests.elastic.injuries import Injuries
+from tests.elastic.jobs import Job
+from tests.elastic.points import cases, run_case
+from tests.runner.elastic_jobs import HostsFile
+from tests.runner.networks import Hosts, unavailable
 
 
-def one(seed: int) -> tuple[int, str]:
-    """Run the job of a seed; return how many members were killed, and "" or what was wrong."""
+@contextmanager
+def two_hosts() -> Iterator[Hosts | None]:
+    """Provide hosts for jobs of several hosts; None where there can be none."""
+    if unavailable():
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="hvdlite-hosts-") as name, Hosts("ab", Path(name)) as hosts:
+        yield hosts
+
+
+def on_hosts(seed: int) -> bool:
+    """Return whether the job of a seed is on two hosts."""
+    return seed % 3 == 1
+
+
+def one(seed: int, hosts: Hosts | None = None) -> tuple[int, str]:
+    """Run the job of a seed; return how many members and hosts it lost, and "" or what was wrong."""
     with tempfile.TemporaryDirectory(prefix="hvdlite-elastic-") as name:
-        job, chance, founders, kills = draw(seed, Path(name))
-        done: list[str] = []
+        chance = random.Random(seed)
+        job, founders = _on_two_hosts(chance, Path(name), hosts) if hosts else _on_this_host(chance, Path(name))
+        injuries = Injuries(job, chance)
         try:
             job.wait_for_all(founders)  # a death outside elastic.run ends the job
-            job.wait_for_step(chance.randrange(STEPS // 2))
-            done = hurt(job, chance, kills, seconds=chance.choice([0.1, 1.0, 4.0]))
-            job.succeed()
+            job.wait_for_step(chance.randrange(job.steps // 2))
+            most = 6 if "--blacklist-cooldown-range" in job.flags else 2  # else few slots are left
+            injuries.hurt(chance.randint(1, most), seconds=chance.choice([0.1, 1.0, 4.0]))
+            job.succeed(lost=injuries.lost)
         except AssertionError as error:
-            return len(done), f"seed {seed}: killed {done}: {error}"
+            return injuries.kills, f"seed {seed}: {job.flags}: {injuries.done}: {error}"
         finally:
+            injuries.recover()
             job.close()
-    return len(done), ""
+            if hosts is not None:
+                hosts.wait_until_empty(20)
+    return injuries.kills, ""
 
 
 def campaign(kills: int, first: int, tell: Callable[[str], object]) -> list[str]:
-    """Run jobs from a seed on until so many members were killed; return what was wrong."""
+    """Run jobs from a seed on until so many members and hosts were lost; return what was wrong."""
     wrong: list[str] = []
-    total, seed = 0, first
-    while total < kills:
-        count, problem = one(seed)
-        total += count
-        tell(f"seed {seed}: {count} killed, {total} of {kills}{': WRONG' if problem else ''}")
-        if problem:
-            wrong.append(problem)
-            tell(problem)
-        seed += 1
+    total = {False: 0, True: 0}
+    seed = first
+    with two_hosts() as hosts:
+        if hosts is None:
+            tell(f"no jobs on several hosts: {unavailable()}")
+        while sum(total.values()) < kills:
+            if hosts is not None or not on_hosts(seed):
+                count, problem = one(seed, hosts if on_hosts(seed) else None)
+                total[on_hosts(seed)] += count
+                tell(f"seed {seed}: {count} lost; on one host {total[False]}, on two hosts {total[True]}, of {kills}"
+                     f"{': WRONG' if problem else ''}")
+                if problem:
+                    wrong.append(problem)
+                    tell(problem)
+            seed += 1
     return wrong
+
+
+def points(only: str, tell: Callable[[str], object]) -> list[str]:
+    """Run the failpoints whose descriptions contain a text; return what was wrong."""
+    wrong = []
+    for case in cases():
+        if only not in str(case):
+            continue
+        problem = ""
+        with tempfile.TemporaryDirectory(prefix="hvdlite-elastic-") as name:
+            try:
+                run_case(case, Path(name))
+            except AssertionError as error:
+                problem = f"{case}: {error}"
+                wrong.append(problem)
+        tell(f"{case}{': WRONG' if problem else ''}")
+        if problem:
+            tell(problem)
+    return wrong
+
+
+def _on_this_host(chance: random.Random, folder: Path) -> tuple[Job, int]:
+    """Start a job; return it and the number of its founders."""
+    size = chance.choice([2, 3, 4])
+    kind = chance.choice(["fixed", "cooldown", "discovery"])
+    flags = ["-np", str(size), "--min-np", "1" if kind == "fixed" else chance.choice("12")]
+    if kind == "cooldown":
+        flags += ["--blacklist-cooldown-range", "1", "2"]
+    if kind == "discovery":
+        flags += ["--max-np", "4", *_discovered(folder, "localhost:2", "127.0.0.1:2")]
+    return Job(flags, folder, 400), size
+
+
+def _on_two_hosts(chance: random.Random, folder: Path, hosts: Hosts) -> tuple[Job, int]:
+    """Start a job of two ranks on each host, which takes a lost one back or not; return it and its founders."""
+    slots = [f"{hosts.address(name)}:2" for name in hosts.names]
+    if chance.random() < 0.5:
+        chance.shuffle(slots)  # rank 0 on the other host
+    flags = ["-np", "4", "--min-np", "1"]
+    kind = chance.choice(["fixed", "cooldown", "discovery", "discovery and cooldown"])
+    flags += _discovered(folder, *slots) if "discovery" in kind else ["-H", ",".join(slots)]
+    if "cooldown" in kind:
+        flags += ["--blacklist-cooldown-range", "1", "2"]
+    return Job(flags, folder, chance.choice([300, 1000]), hosts=hosts), 4
+
+
+def _discovered(folder: Path, *lines: str) -> tuple[str, ...]:
+    """Return the flags with which these hosts are discovered."""
+    hosts = HostsFile(folder)
+    hosts.write(*lines)
+    return hosts.flags

@@ -1,23 +1,20 @@
-"""Elastic jobs of this machine, started, hurt and judged."""
+"""Elastic jobs of this machine, or of hosts in network namespaces: started, watched and judged."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
 
 from hvdlite_runner.reaper import marked_processes
-from tests.worlds import HVDRUN, PYTHON_PATH, clean_environment, shared_memory
-
-PROGRAM: Final = Path(__file__).parent / "programs" / "counting.py"
+from tests.runner.networks import Hosts
+from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, ROOT, clean_environment, shared_memory
 
 
 @dataclasses.dataclass
@@ -38,40 +35,55 @@ class Job:
     Args:
         flags: of hvdrun, without the command.
         folder: an empty folder for the job.
-        steps: of the training.
+        steps: of the training, at least.
+        environment: more variables for all members.
+        program: another program with the same arguments.
+        hosts: where it runs, with hvdrun on the first one; without it, on this machine.
     """
 
-    def __init__(self, flags: Sequence[str], folder: Path, steps: int, environment: Mapping[str, str] | None = None) -> None:
-        self.folder, self.steps = folder, steps
+    def __init__(self, flags: Sequence[str], folder: Path, steps: int, environment: Mapping[str, str] | None = None, *,
+                 program: str = "counting", hosts: Hosts | None = None) -> None:
+        self.flags, self.told, self.steps, self.hosts = flags, folder / "told", steps, hosts
+        self._temporary = folder / "tmp"
         self._tag = f"TEST_ELASTIC={os.getpid()}-{folder}"
         self._shared = shared_memory()
-        (folder / "tmp").mkdir()
-        (folder / "told").mkdir()
+        self._temporary.mkdir()
+        self.told.mkdir(exist_ok=True)
         name, _, value = self._tag.partition("=")
-        self._errors = (folder / "errors").open("wb")
+        self._output = folder / "output"
+        self._file = self._output.open("wb")
+        launcher = HVDRUN if hosts is None else hosts.hvdrun()
         self.process = subprocess.Popen(
-            [*HVDRUN, *flags, sys.executable, str(PROGRAM), str(folder / "told"), str(steps)],
-            stdin=subprocess.DEVNULL, stdout=self._errors, stderr=self._errors,
-            env={**clean_environment(), "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp"),
-                 name: value, **(environment or {})})
+            [*launcher, *flags, sys.executable, "-m", f"tests.elastic.programs.{program}", str(self.told), str(steps)],
+            stdin=subprocess.DEVNULL, stdout=self._file, stderr=self._file, cwd=ROOT,
+            env={**(clean_environment() if hosts is None else hosts.environment()), "PYTHONPATH": PYTHON_PATH,
+                 "OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary), name: value, **(environment or {})})
+
+    def _begun(self) -> dict[int, tuple[int, str]]:
+        names = (path.name.split(".", 3) for path in self.told.glob("started.*"))
+        return {int(member): (int(pid), host) for _, member, pid, host in names}
 
     def members(self) -> dict[int, int]:
         """Return the process id of each member that has begun."""
-        begun = (path.name.split(".") for path in (self.folder / "told").glob("started.*"))
-        return {int(member): int(pid) for _, member, pid in begun}
+        return {member: pid for member, (pid, _) in self._begun().items()}
 
     def running(self) -> dict[int, int]:
         """Return the process id of each member that lives."""
         return {member: pid for member, pid in self.members().items() if _lives(pid)}
 
+    def running_on(self, host: str) -> list[int]:
+        """Return the members of a host that live."""
+        begun = self._begun()
+        return [member for member in self.running() if begun[member][1] == host]
+
     def step_of(self, member: int) -> int:
         """Return the step at which a member was last seen; -1 before its first."""
         try:
-            return int((self.folder / "told" / f"at.{member}").read_text(encoding="ascii") or -1)
+            return int((self.told / f"at.{member}").read_text(encoding="ascii") or -1)
         except FileNotFoundError:
             return -1
 
-    def wait_for(self, what: str, condition: Callable[[], bool], timeout: float = 60.0) -> None:
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout: float = HANGS_SECONDS) -> None:
         """Block until `condition()` is true."""
         deadline = time.monotonic() + timeout
         while not condition():
@@ -93,39 +105,50 @@ class Job:
 
     def errors(self) -> str:
         """Return what the job has written until now."""
-        return (self.folder / "errors").read_text(encoding="utf-8", errors="replace")
+        return self._output.read_text(encoding="utf-8", errors="replace")
 
-    def end(self, timeout: float = 90.0) -> dict[int, Told]:
+    def end(self, timeout: float = HANGS_SECONDS) -> dict[int, Told]:
         """Wait for the job's end and check that nothing is left; return what the last members told."""
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the job hangs:\n{self.errors()}") from None
+            running = {member: _stacks(pid) for member, pid in self.running().items()}
+            raise AssertionError(f"the job hangs, with members {running}\n{self.errors()}") from None
         finally:
             self.close()
+        if self.hosts is not None:
+            self.hosts.wait_until_empty(20)
         left = marked_processes(self._tag.encode())
         assert not left, f"processes were left: {left}\n{self.errors()}"
-        assert not list((self.folder / "tmp").glob("*hvdlite*")), "a file of ours was left behind"
+        assert not list(self._temporary.glob("*hvdlite*")), "a file of ours was left behind"
         assert shared_memory() <= self._shared
         told = {}
-        for path in (self.folder / "told").glob("ended.*"):
+        for path in self.told.glob("ended.*"):
             fields = json.loads(path.read_text(encoding="ascii"))
             fields["history"] = [tuple(each) for each in fields["history"]]
             told[int(path.suffix[1:])] = Told(**fields)
         return told
 
-    def succeed(self, timeout: float = 90.0) -> dict[int, Told]:
-        """Wait for the end of a job that is to succeed: the last members agree, and have done every step once."""
+    def succeed(self, timeout: float = HANGS_SECONDS, lost: Iterable[int] = ()) -> dict[int, Told]:
+        """Wait for the end of a job that is to succeed: the last members agree, and have done every step once.
+
+        Args:
+            lost: members that were killed. One of them may have been killed after its last step, when the job was not
+                elastic any more; then the job's exit code is that of the failure.
+        """
         told = self.end(timeout)
         pids = self.members()
         errors = self.errors()
-        assert self.process.returncode == 0, f"hvdrun ended with {self.process.returncode}\n{errors}"
+        length = max((len(each.history) for each in told.values()), default=0)
+        at_end = {member for member in lost if self.step_of(member) == length - 1}
+        assert self.process.returncode == 0 or at_end, f"hvdrun ended with {self.process.returncode}\n{errors}"
         assert told, errors
         sizes = {each.size for each in told.values()}
-        assert sizes == {len(told)}, f"{told}\n{errors}"
+        assert len(sizes) == 1 and len(told) <= sizes.pop() <= len(told.keys() | at_end), f"{told}\n{errors}"
+        assert length >= self.steps, f"{told}\n{errors}"
         for member, each in told.items():
             assert each.pid == pids[member], "a survivor was restarted"
-            assert [step for step, _ in each.history] == list(range(self.steps)), f"{member}: {each.history}"
+            assert [step for step, _ in each.history] == list(range(length)), f"{member}: {each.history}"
             assert each.right, f"member {member}'s weights are not those of its history {each.history}"
         assert len({(each.digest, str(each.history)) for each in told.values()}) == 1, f"replicas differ\n{errors}"
         return told
@@ -135,32 +158,16 @@ class Job:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        self._errors.close()
+        self._file.close()
 
 
-def hurt(job: Job, chance: random.Random, kills: int, seconds: float) -> list[str]:
-    """Kill random members at random moments; return what was done.
-
-    Args:
-        kills: how many at most; a member that trains is always left alive.
-        seconds: by when the last one is killed.
-    """
-    done: list[str] = []
-    until = time.monotonic() + seconds
-    for moment in sorted(chance.uniform(0, seconds) for _ in range(kills)):
-        time.sleep(max(0.0, until - seconds + moment - time.monotonic()))
-        alive = job.running()
-        if len(alive) < 2 or job.process.poll() is not None:
-            continue
-        member = chance.choice(sorted(alive))
-        if not any(job.step_of(other) >= 0 for other in alive if other != member):
-            continue  # nobody else would have the state
-        done.append(f"member {member} at step {job.step_of(member)}")
-        try:
-            os.kill(alive[member], signal.SIGKILL)
-        except ProcessLookupError:
-            done.pop()
-    return done
+def _stacks(pid: int) -> str:
+    """Return the state of each thread of a process, and the function of the kernel in which it waits."""
+    lines = []
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        state = (task / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
+        lines.append(f"{state} {(task / 'comm').read_text().strip()} {(task / 'wchan').read_text()}")
+    return "; ".join(lines)
 
 
 def _lives(pid: int) -> bool:

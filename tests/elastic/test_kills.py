@@ -6,14 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.campaign import one
+from tests.elastic.campaign import on_hosts, one
 from tests.elastic.jobs import Job
+from tests.runner.networks import Hosts, unavailable
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 5, *(pytest.param(each, marks=pytest.mark.long) for each in (6, 7, 8, 9))])
+@pytest.mark.parametrize("seed", [3, 6, *(pytest.param(each, marks=pytest.mark.long) for each in (0, 5, 8, 9))])
 def test_members_killed_at_random_moments(seed: int) -> None:
     _, problem = one(seed)
+    assert not problem, problem
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 4, 7, 10])
+def test_members_of_two_hosts_are_lost_at_random_moments(seed: int, tmp_path: Path) -> None:
+    assert on_hosts(seed)
+    if why := unavailable():
+        pytest.skip(why)
+    with Hosts("ab", tmp_path) as hosts:
+        _, problem = one(seed, hosts)
     assert not problem, problem
 
 

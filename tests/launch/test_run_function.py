@@ -18,6 +18,7 @@ from hvdlite.launch import run_task
 from hvdlite.launch.run_function import sign, verified
 from hvdlite_runner.reaper import marked_processes
 from tests.launch.failing import check_first_exception
+from tests.worlds import HANGS_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +73,31 @@ def test_a_killed_rank_is_named() -> None:
     assert caught.value.rank == 1
 
 
+def test_an_elastic_job_returns_the_results_of_the_ranks_with_which_it_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    def work(steps: int) -> tuple[int, int, int]:
+        import numpy as np
+
+        import hvdlite as hvd
+        from hvdlite.training.elastic import run
+        from hvdlite.training.elastic_state import ObjectState
+        hvd.init()
+
+        @run
+        def train(state: ObjectState) -> int:
+            while state.step < steps:
+                state.step += int(hvd.allreduce(np.array(1), op=hvd.Sum)) // hvd.size()
+                state.commit()
+                if state.step == 3 and hvd.rank() == 0 and hvd.size() == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return int(state.step)
+
+        return train(ObjectState(step=0)), hvd.rank(), hvd.size()
+
+    assert hvdlite.run(work, (8,), np=3, min_np=2, max_np=3) == [(8, 0, 2), (8, 1, 2)]
+    told = capsys.readouterr().err
+    assert "world 2, 2 ranks, goes on after commit" in told and "left: rank 0 on localhost (killed by signal 9" in told, told
+
+
 def test_what_cannot_be_started_or_makes_no_sense() -> None:
     with pytest.raises(LaunchError, match="2 slots"):
         hvdlite.run(len, ("x",), np=3, hosts="localhost:2")
@@ -87,7 +113,7 @@ def test_from_main_and_by_horovods_name(tmp_path: Path) -> None:
     script.write_text("import hvdlite.horovod_compat, horovod\nclass Answer:\n    value = 42\n"
                       "def work():\n    import os\n    return Answer.value + int(os.environ['HOROVOD_RANK'])\n"
                       "if __name__ == '__main__':\n    print(horovod.run(work, num_proc=2))\n")
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=HANGS_SECONDS, check=False)
     assert ended.stdout == "[42, 43]\n", ended.stderr
 
 
@@ -117,7 +143,7 @@ def test_an_interrupt_ends_the_job_and_is_raised(tmp_path: Path) -> None:
     while "ready" not in caller.stdout.readline():
         pass
     caller.send_signal(signal.SIGINT)
-    out, _ = caller.communicate(timeout=60)
+    out, _ = caller.communicate(timeout=HANGS_SECONDS)
     assert caller.returncode == 0 and out.endswith("interrupted\n")
 
 

@@ -13,6 +13,7 @@ import pytest
 from hvdlite.core.errors import PeerLostError
 from hvdlite.core.world import World
 from hvdlite.launch import workers
+from tests.worlds import HANGS_SECONDS
 
 
 def test_ranks_of_a_node_follow_each_other() -> None:
@@ -45,7 +46,7 @@ def test_a_directory_goes_with_its_process(tmp_path: Path, monkeypatch: pytest.M
             "print(made.path, flush=True); os.kill(os.getpid(), signal.SIGKILL)")
     killed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False,
                             env={**os.environ, "TMPDIR": str(tmp_path)})
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + HANGS_SECONDS
     while os.path.exists(killed.stdout.strip()):
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hvdlite.membership.authority import Authority
 from hvdlite.membership.events import HostsSeen, MemberSaid, StartMember, WorldBegun
 from hvdlite.membership.limits import Limits
-from hvdlite.membership.messages import AllFinished, CoordinatorAt, Dismissed, Listening, PrepareStop
+from hvdlite.membership.messages import Alive, AllFinished, AskAlive, CoordinatorAt, Dismissed, Listening, PrepareStop
 from hvdlite.membership.worlds import TOO_FEW
 from tests.membership.talk import Talk, founded
 
@@ -50,6 +50,36 @@ def test_rule_3_a_member_that_does_not_stop_is_killed_and_seen_dead_before_the_n
     assert talk.idle(2).commands == [], "it woke up after it had been given up"
     assert talk.gone(2).order().members == (1,)
     assert "rank 2 on a: it did not stop within 10 s (killed by signal 9 (SIGKILL))" in talk.notes
+
+
+def test_a_member_that_computes_is_waited_for_and_one_that_does_not_answer_is_killed() -> None:
+    talk = founded(3, elastic_timeout=100)
+    talk.gone(0)
+    assert talk.wait(5).asked() == [1, 2]
+    assert talk.notes[-2:] == [f"rank {rank} on a has not stopped; the others wait for it, at most 10 s if it does not "
+                               "answer, else 100 s" for rank in (1, 2)]
+    talk.alive(1)
+    assert talk.wait(5).killed() == [2] and talk.asked() == [1], "it is stopped: no thread of it answers"
+    talk.gone(2)
+    for _ in range(17):
+        assert talk.alive(1).wait(5).killed() == []
+    assert talk.alive(1).wait(5).killed() == [1], "not for ever"
+    assert len([note for note in talk.notes if "has not stopped" in note]) == 2
+
+
+def test_a_member_that_hangs_in_the_end_of_its_world_is_killed_though_it_answers() -> None:
+    talk = founded(2)
+    talk.gone(0).wait(5)
+    assert talk.alive(1, in_user_code=False).wait(5).killed() == [1]
+
+
+def test_a_member_that_computes_and_stops_goes_on() -> None:
+    talk = founded(2)
+    talk.gone(0).wait(5)
+    talk.alive(1).wait(5)
+    talk.alive(1)
+    assert talk.idle(1, commits=3).order().members == (1,)
+    assert talk.met().wait(1000).commands == []
 
 
 def test_rule_4_a_death_in_the_middle_of_a_meeting_replaces_the_world() -> None:
@@ -139,6 +169,31 @@ def test_names_of_one_machine_are_apart_for_discovery_and_together_for_planes() 
     assert talk.hosts(localhost=1, c=1).told(PrepareStop).keys() == {0, 1, 2}, "one of the two names has vanished"
 
 
+def test_a_stopped_process_for_which_others_wait_at_a_boundary_is_killed() -> None:
+    """It is in no collective with them, so nobody else misses it; one that only takes long answers, and lives."""
+    talk = founded(2, slots={"a": 3})
+    talk.ready(2)
+    assert talk.boundary(m0=7, m1=8).told(AskAlive) == {}
+    assert talk.idle(0, at_rest=True).told(AskAlive) == {}
+    assert talk.wait(10).told(AskAlive).keys() == {1}
+    assert talk.notes == ["rank 1 on a has not reached the boundary at which all ranks stop; the others wait for it, at "
+                          "most 10 s if it does not answer, else as long as it computes"]
+    for _ in range(3):
+        talk.handle(MemberSaid(1, Alive(1, in_user_code=False)))
+        assert talk.wait(20).told(AskAlive).keys() == {1} and talk.killed() == []
+    assert talk.wait(10).killed() == [1]
+    assert talk.gone(1).order().members == (0, 2)
+
+
+def test_a_stopped_process_for_which_others_wait_when_training_ends_is_killed() -> None:
+    talk = founded(3)
+    assert talk.finished(0).wait(10).told(AskAlive).keys() == {1, 2}
+    talk.handle(MemberSaid(1, Alive(1, in_user_code=False)))
+    assert talk.wait(10).killed() == [2]
+    talk.gone(2)
+    assert talk.idle(0, 1, commits=1).order().members == (0, 1)
+
+
 def test_rule_28_all_stop_at_the_same_boundary() -> None:
     """docs/protocol.md#boundaries"""
     talk = founded(3, slots={"a": 2, "b": 1})
@@ -209,12 +264,82 @@ def test_the_end_is_when_all_have_finished_and_are_gone() -> None:
     assert talk.hosts(a=5).commands == []
 
 
+def test_elastic_run_is_called_again_and_ranks_are_lost_in_it() -> None:
+    talk = founded(3, min_np=2)
+    talk.finished(0, 1, 2)
+    talk.ready(0, 1)
+    assert talk.hosts(a=5).commands == [], "others would begin with the first run"
+    talk.ready(2)
+    talk.gone(1, -9)
+    assert talk.stopped() == [0, 2]
+    order = talk.idle(0, 2, commits=1).order()
+    assert order.members == (0, 2) and order.restore
+    talk.met()
+    assert talk.finished(0, 2).told(AllFinished).keys() == {0, 2}
+    talk.gone(0, 0)
+    assert talk.gone(2, 0).end().code == 0
+
+
+def test_a_rank_that_is_lost_before_elastic_run_is_called_again() -> None:
+    talk = founded(4, min_np=1)
+    talk.finished(0, 1, 2, 3)
+    assert talk.ready(0).idle(0).gone(3, -9).stopped() == [], "the others may be busy with something that needs no rank"
+    assert talk.gone(2, 0).stopped() == []
+    assert talk.ready(1).stopped() == [1]
+    order = talk.idle(1).order()
+    assert order.members == (0, 1)
+    assert order.reason == ("left: rank 2 on a (it did not call elastic.run again), "
+                            "rank 3 on a (killed by signal 9 (SIGKILL))")
+    talk.met().finished(0, 1)
+    talk.gone(0, 0)
+    assert talk.gone(1, 0).end().code == 0, "training went on without the rank that failed"
+
+
+def test_too_few_ranks_for_another_elastic_run() -> None:
+    talk = founded(2, min_np=2)
+    talk.finished(0, 1)
+    talk.hosts(a=4)
+    talk.ready(0, 1).gone(1, -9)
+    end = talk.idle(0).end()
+    assert (end.code, end.reason) == (TOO_FEW, "2 ranks are needed; there were 1; no other processes can be started")
+
+
+def test_another_elastic_run_counts_its_commits_from_0() -> None:
+    talk = founded(6, min_np=1)
+    talk.gone(5)
+    talk.idle(0, 1, 2, 3, 4, commits=90)
+    talk.met().finished(0, 1, 2, 3, 4)
+    talk.ready(0, 1, 2, 3, 4)
+    for commits, victim in enumerate((4, 3, 2, 1)):
+        talk.gone(victim)
+        assert talk.idle(*range(victim), commits=commits).order().commits == commits
+        talk.met()
+
+
 def test_a_failure_after_the_end_of_training_is_the_jobs_code() -> None:
     talk = founded(2)
     talk.finished(0, 1)
     talk.gone(1, 3, "OSError: no space is left")
     end = talk.gone(0, 0).end()
     assert end.code == 3 and end.reason == "rank 1 on a: OSError: no space is left (exit code 3)"
+
+
+def test_a_rank_that_is_killed_after_the_end_of_training_is_named_and_the_job_succeeds() -> None:
+    talk = founded(3)
+    talk.finished(0, 1, 2)
+    talk.gone(1)
+    assert talk.notes[-1] == "rank 1 on a: killed by signal 9 (SIGKILL); training had finished"
+    talk.gone(2, 0)
+    assert talk.gone(0, 0).end().code == 0
+    talk = founded(2)
+    talk.finished(0, 1)
+    talk.gone(0)
+    assert talk.gone(1, 0).end().code == 137, "rank 0 saves the result"
+    talk = founded(2)
+    talk.finished(0, 1)
+    talk.gone(1)
+    end = talk.gone(0, 1, "PeerLostError: rank 1 was lost", is_consequence=True).end()
+    assert end.code == 137 and end.reason == "rank 1 on a: killed by signal 9 (SIGKILL)", "rank 0 still needed it"
 
 
 def test_hosts_that_vanish_while_nobody_can_take_over_are_used_on() -> None:

@@ -6,7 +6,7 @@ import random
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvdlite.core.types import Collective
@@ -29,6 +29,7 @@ def test_ranks_with_fewer_rounds_join_and_the_others_go_on(story: tuple[Simulati
 
 @given(st.integers(2, 4), st.integers(0, 3), st.integers(0, 200), st.integers(0, 1 << 30), st.sampled_from([0, 2]),
        st.booleans())
+@example(3, 1, 23, 14303, 0, False)  # the join fails between two members of a round
 @settings(deadline=None, max_examples=150)
 def test_a_rank_that_leaves_at_any_time_ends_all_waiting(size: int, leaver: int, steps: int, seed: int, per_host: int,
                                                          first_too: bool) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdlite.memory.shared import REGIONS
 from hvdlite.planes.shm_barrier import Barrier
 
 
@@ -165,28 +166,43 @@ Use = Callable[[Recorder, int, int], None]
 """What one rank of so many does."""
 
 
-def slices(run: Recorder, rank: int, size: int) -> None:
-    """Publish, reduce, collect: three pieces, so that a region is written again. A result has its own place in the slot."""
+def slices(run: Recorder, rank: int, size: int, regions: int = REGIONS) -> None:
+    """Reduce, publish the next piece, collect: until a region is written again, with terms where results were.
+
+    Within a piece, terms and results have different places in the slot; slices of a shorter piece lie elsewhere.
+    """
     others = [other for other in range(size) if other != rank]
-    for piece in range(1, 4):
-        region = piece % 2
-        run.write(f"terms{rank}.{region}", piece)
+
+    def terms(owner: int, piece: int) -> str:
+        return f"slot{owner}.{piece % regions}.{piece // regions % 2}"
+
+    def result(owner: int, piece: int) -> str:
+        return f"slot{owner}.{piece % regions}.{(piece // regions + 1) % 2}"
+
+    run.write(terms(rank, 1), 1)
+    run.meet()
+    for piece in range(1, regions + 2):
+        for other in others:
+            run.read(terms(other, piece), 2 * piece - 1)
+        run.write(result(rank, piece), 2 * piece)
+        if piece <= regions:
+            run.write(terms(rank, piece + 1), 2 * piece + 1)
         run.meet()
         for other in others:
-            run.read(f"terms{other}.{region}", piece)
-        run.write(f"result{rank}.{region}", piece)
-        run.meet()
-        for other in others:
-            run.read(f"result{other}.{region}", piece)
+            run.read(result(other, piece), 2 * piece)
+
+
+def slices_with_two_regions(run: Recorder, rank: int, size: int) -> None:
+    slices(run, rank, size, regions=2)
 
 
 def small_pieces(run: Recorder, rank: int, size: int) -> None:
     """Publish whole, and let everybody reduce everything: one barrier a piece."""
-    for piece in range(1, 4):
-        run.write(f"terms{rank}.{piece % 2}", piece)
+    for piece in range(1, REGIONS + 2):
+        run.write(f"terms{rank}.{piece % REGIONS}", piece)
         run.meet()
         for other in range(size):
-            run.read(f"terms{other}.{piece % 2}", piece)
+            run.read(f"terms{other}.{piece % REGIONS}", piece)
 
 
 def bucket(run: Recorder, rank: int, size: int) -> None:
@@ -248,6 +264,11 @@ def test_with_fences_three_ranks_agree() -> None:
             run.read(f"terms{other}", 1)
 
     assert failure(programs(once, 3, fenced=True), weak) == []
+
+
+def test_two_regions_are_too_few() -> None:
+    """The next piece would overwrite results that others still read."""
+    assert failure(programs(slices_with_two_regions, 2, fenced=False), x86)
 
 
 @USES

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdlite_runner.reaper import marked_processes
-from tests.worlds import HVDRUN, clean_environment
+from tests.worlds import HANGS_SECONDS, HVDRUN, clean_environment
 
 PROGRAM = str(Path(__file__).parent / "programs" / "member.py")
-SECONDS = 60.0
 
 
 class Job:
@@ -44,7 +43,7 @@ class Job:
         if self.process.poll() is None:
             self.process.kill()
         self.process.communicate()
-        until = time.monotonic() + 20
+        until = time.monotonic() + HANGS_SECONDS
         while left := marked_processes(self._mark.encode()):
             if time.monotonic() > until:
                 for pid in left:
@@ -72,7 +71,7 @@ class Job:
 
     def end(self) -> int:
         """Wait for the end of hvdrun; return its exit code."""
-        rest, _ = self.process.communicate(timeout=SECONDS)
+        rest, _ = self.process.communicate(timeout=HANGS_SECONDS)
         self.lines += rest.splitlines()
         return self.process.returncode
 

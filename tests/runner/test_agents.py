@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hvdlite.core.errors import ProtocolError
 from hvdlite_runner.messages import MAGIC, AgentReady, Exited, Frames, Output, Ping, Signal, Start, Stop, frame
 from hvdlite_runner.reaper import marked_processes
-from tests.worlds import HVDRUN, clean_environment
+from tests.worlds import HANGS_SECONDS, HVDRUN, clean_environment
 
 ORDERS = [Ping(), Signal(15), Stop(), Start([(0, 2, 0, 1, 0, 2)], ["python", "é"], {"A": "b"}, True, b"\0parcel")]
 EVENTS = [AgentReady("3.11.2", "0.1.0", "a", 8, 77), Output(3, "stderr", b"\xff\n"), Exited(3, -9, False, {"rank": 3}, {})]
@@ -75,7 +75,7 @@ def command(shell: Path, *arguments: str) -> list[str]:
 
 
 def hvdrun(shell: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(shell, *arguments), capture_output=True, text=True, timeout=60, check=False,
+    return subprocess.run(command(shell, *arguments), capture_output=True, text=True, timeout=HANGS_SECONDS, check=False,
                           env={**clean_environment(), "OMP_NUM_THREADS": "1"})
 
 
@@ -93,7 +93,7 @@ def test_threads_are_shared_out_on_each_host(shell: Path) -> None:
     environment = {**os.environ}
     environment.pop("OMP_NUM_THREADS", None)
     ended = subprocess.run(command(shell, "-H", "localhost:1,b:2", "sh", "-c", "echo $OMP_NUM_THREADS"), capture_output=True,
-                           text=True, timeout=60, check=True, env=environment)
+                           text=True, timeout=HANGS_SECONDS, check=True, env=environment)
     cores = len(os.sched_getaffinity(0))
     assert sorted(ended.stdout.split()) == sorted([str(cores), *[str(max(1, cores // 2))] * 2])
     assert f"OMP_NUM_THREADS={cores} on localhost, {max(1, cores // 2)} on b" in ended.stderr

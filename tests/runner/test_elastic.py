@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from hvdlite.membership.events import StartMember
+from hvdlite_runner.job import JobSettings
+from hvdlite_runner.member_starts import MemberStarts
+from hvdlite_runner.placement import LOCAL
 from tests.runner.elastic_jobs import HostsFile, Job, begun
 
 
@@ -128,6 +135,28 @@ def test_nothing_is_left_when_hvdrun_is_killed(folder: Path) -> None:
         job.tell(0, "child")
         job.wait_for("child")
         job.process.kill()  # leaving the context checks the rest
+
+
+def test_members_are_bound_to_equal_parts_of_the_cores(folder: Path) -> None:
+    script = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
+    with Job(folder, "-np", "2", "--min-np", "1", "--bind", "--no-prefix", program=script) as job:
+        assert job.end() == 0
+        cores = [core for line in job.lines for core in json.loads(line)]
+    own = sorted(os.sched_getaffinity(0))
+    assert set(cores) <= set(own) and len(cores) == max(2, len(own) // 2 * 2), (cores, own)
+    assert len(set(cores)) == len(cores) or len(own) == 1
+
+
+def test_each_slot_of_a_machine_has_cores_of_its_own() -> None:
+    """Whatever its host is called, and whether it was there from the beginning."""
+    names = {"localhost": 2, "127.0.0.1": 1}
+    hosts, workers = Mock(), Mock()
+    hosts.machine_of.return_value, hosts.slots_of.return_value = LOCAL, names
+    starts = MemberStarts(JobSettings((), ["sh"], {}, bind=True, share_cores=False), None, workers, hosts, "key")
+    founders = [StartMember(0, "localhost", 0, 0, 2, is_joiner=False), StartMember(1, "127.0.0.1", 0, 1, 2, is_joiner=False)]
+    joiner = StartMember(2, "localhost", 1, 2, 3, is_joiner=True)
+    shares = [order.core_share for some in (founders, [joiner]) for _, order in starts.orders(some, b"")]
+    assert shares == [(0, 3), (2, 3), (1, 3)]
 
 
 def test_a_script_that_is_not_elastic_ends_like_any_other(folder: Path) -> None:

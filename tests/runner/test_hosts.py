@@ -17,6 +17,7 @@ import pytest
 
 from tests.runner.elastic_jobs import HostsFile, Job
 from tests.runner.networks import Hosts, unavailable
+from tests.worlds import HANGS_SECONDS
 
 WHY_NOT = unavailable()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
@@ -58,7 +59,7 @@ class Running:
         raise AssertionError(f"{text!r} did not come: {self.process.communicate()}")
 
     def end(self) -> tuple[int, str]:
-        _, errors = self.process.communicate(timeout=60)
+        _, errors = self.process.communicate(timeout=HANGS_SECONDS)
         return self.process.returncode, errors
 
 
@@ -216,7 +217,8 @@ def test_training_across_uneven_hosts(network: Hosts, small: Path, plane: str) -
 
 def test_a_function_on_several_hosts(network: Hosts) -> None:
     command = network.command("a", [sys.executable, CALL, "10.77.0.1:1,10.77.0.2:2", network.ssh_arguments()])
-    ended = subprocess.run(command, env=network.environment(), capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(command, env=network.environment(), capture_output=True, text=True,
+                           timeout=HANGS_SECONDS, check=False)
     assert ended.stdout.splitlines() == ["[('a', 0, 30), ('b', 0, 30), ('b', 1, 30)]", "raised 'bad batch' on rank 1:"], (
         ended.stderr)
 
@@ -294,7 +296,7 @@ def test_a_blocked_terminal_does_not_end_the_job(network: Hosts) -> None:
                   "import sys\nfor _ in range(300000): print('x' * 99)\nprint('end')")
     time.sleep(6.5)  # longer than a link may be silent
     assert run.process.poll() is None
-    out, errors = run.process.communicate(timeout=60)
+    out, errors = run.process.communicate(timeout=HANGS_SECONDS)
     assert run.process.returncode == 0 and out.count("\n") == 300001 and out.endswith("end\n"), errors
 
 

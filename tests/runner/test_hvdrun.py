@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite_runner.reaper import marked_processes
-from tests.worlds import HVDRUN, clean_environment, shared_memory
+from tests.worlds import HANGS_SECONDS, HVDRUN, clean_environment, shared_memory
 
 PYTHON = sys.executable
 FAULTY, STUBBORN, DEAF, BARE = (str(Path(__file__).parent / f"programs/{name}.py") for name in (
@@ -22,7 +22,7 @@ FAULTY, STUBBORN, DEAF, BARE = (str(Path(__file__).parent / f"programs/{name}.py
 
 
 def hvdrun(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(_command(arguments), capture_output=True, text=True, timeout=100,
+    return subprocess.run(_command(arguments), capture_output=True, text=True, timeout=HANGS_SECONDS,
                           env={**_environment(), **(environment or {})}, check=False)
 
 
@@ -45,7 +45,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     shared = shared_memory()
     yield
     tempfile.tempdir = None
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + HANGS_SECONDS
     mark = f"TEST_JOB={tmp_path}".encode()
     while (left := marked_processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -83,7 +83,8 @@ def test_every_line_has_its_rank() -> None:
 def test_mistakes_are_one_clear_line(arguments: list[str], code: int, told: str) -> None:
     environment = _environment()
     del environment["OMP_NUM_THREADS"]  # what hvdrun says about threads must not come before a mistake
-    ended = subprocess.run(_command(arguments), capture_output=True, text=True, timeout=60, env=environment, check=False)
+    ended = subprocess.run(_command(arguments), capture_output=True, text=True, timeout=HANGS_SECONDS,
+                           env=environment, check=False)
     assert ended.returncode == code and told in ended.stderr and ended.stderr.count("\n") == 1
     assert ended.stdout == ""
 
@@ -119,7 +120,7 @@ def test_threads_are_shared_out_and_that_is_said_once() -> None:
     environment = _environment()
     del environment["OMP_NUM_THREADS"]
     ended = subprocess.run(_command(["-np", "2", PYTHON, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]),
-                           capture_output=True, text=True, timeout=60, env=environment, check=True)
+                           capture_output=True, text=True, timeout=HANGS_SECONDS, env=environment, check=True)
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert ended.stdout.count(f":{share}\n") == 2 and ended.stderr.count("OMP_NUM_THREADS") == 1
 
@@ -172,7 +173,7 @@ class Running:
         raise AssertionError(f"{text!r} was never printed: {self.process.communicate()}")
 
     def end(self) -> tuple[int, str]:
-        _, errors = self.process.communicate(timeout=30)
+        _, errors = self.process.communicate(timeout=HANGS_SECONDS)
         return self.process.returncode, errors
 
 
@@ -206,7 +207,7 @@ def test_stubborn_ranks_and_their_own_sessions_end_too(number: int) -> None:
     run = Running("-np", "2", PYTHON, STUBBORN)
     run.wait_for("ready")
     run.process.send_signal(number)
-    run.process.wait(30)
+    run.process.wait(HANGS_SECONDS)
 
 
 ENDLESS_PATIENCE = "import sys, hvdlite_runner.cli, hvdlite_runner.termination as end; end.INTERRUPT_GRACE = 1000.0; " \
@@ -253,7 +254,7 @@ def _left_with(argument: str) -> list[int]:
 
 
 def _assert_gone(argument: str) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + HANGS_SECONDS
     while (left := _left_with(argument)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in left:
@@ -273,7 +274,7 @@ def test_a_child_without_environment_ends_with_a_killed_launcher(tmp_path: Path)
     run.wait_for("bare")
     assert _left_with(str(tmp_path))
     run.process.kill()
-    run.process.wait(30)
+    run.process.wait(HANGS_SECONDS)
     _assert_gone(str(tmp_path))
 
 
@@ -303,7 +304,7 @@ def test_ranks_are_bound_to_their_share_of_the_cores() -> None:
 
 def test_a_progress_bar_of_a_rank_is_not_torn() -> None:
     ended = subprocess.run(_command(["-np", "1", PYTHON, "-c", "import sys; sys.stderr.write('\\r 50%\\r100%\\n')"]),
-                           capture_output=True, timeout=60, env=_environment(), check=True)
+                           capture_output=True, timeout=HANGS_SECONDS, env=_environment(), check=True)
     assert ended.stderr == b"[0]<stderr>: 50%\r[0]<stderr>:100%\n"
 
 
@@ -317,7 +318,7 @@ def test_a_reader_that_goes_away_does_not_end_the_job() -> None:
     assert run.process.stdout is not None
     run.wait_for("line")
     run.process.stdout.close()
-    assert run.process.wait(60) == 6
+    assert run.process.wait(HANGS_SECONDS) == 6
 
 
 def test_a_long_temporary_directory_is_no_obstacle(tmp_path: Path) -> None:
@@ -325,7 +326,7 @@ def test_a_long_temporary_directory_is_no_obstacle(tmp_path: Path) -> None:
     directory.mkdir()
     ended = subprocess.run([*HVDRUN, "-np", "2", sys.executable, "-c",
                             "import hvdlite as hvd; hvd.init(); hvd.barrier(); hvd.shutdown()"],
-                           env={**os.environ, "TMPDIR": str(directory)}, capture_output=True, text=True, timeout=60,
-                           check=False)
+                           env={**os.environ, "TMPDIR": str(directory)}, capture_output=True, text=True,
+                           timeout=HANGS_SECONDS, check=False)
     assert ended.returncode == 0, ended.stderr
     assert not list(directory.iterdir())

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite_runner.reaper import marked_processes
-from tests.worlds import HVDRUN, shared_memory
+from tests.worlds import HANGS_SECONDS, HVDRUN, shared_memory
 
 pytest.importorskip("torch")
 
@@ -47,7 +47,7 @@ def test_a_rank_killed_at_any_moment(seed: int, tmp_path: Path, monkeypatch: pyt
     time.sleep(delay if training else delay / 4)
     os.kill(pids[victim], signal.SIGKILL)
     started = time.monotonic()
-    _, errors = run.communicate(timeout=60)
+    _, errors = run.communicate(timeout=HANGS_SECONDS)
     took = time.monotonic() - started
     assert run.returncode == 128 + signal.SIGKILL, errors
     assert f"hvdrun: rank {victim} failed first: killed by signal 9 (SIGKILL)" in errors

@@ -14,7 +14,7 @@ from hvdlite.core.config import Config
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.world import World
 from hvdlite.membership.limits import Limits
-from hvdlite_runner.cli import elastic_job_settings, job_settings
+from hvdlite_runner.cli import elastic_job_settings, job_settings, options_without_effect
 from hvdlite_runner.elastic_options import ElasticSettings
 from hvdlite_runner.job import JobSettings
 from hvdlite_runner.options import parser
@@ -72,6 +72,12 @@ def test_horovods_flags_that_mean_nothing_are_accepted_and_explained() -> None:
         "--hierarchical-allreduce does nothing here: the plane chooses the algorithm"]
 
 
+def test_options_without_effect_are_told_with_mpi_too() -> None:
+    options = parser().parse_args(["--mpi", "--mpi-args", "x", "--elastic-timeout", "9", "--cycle-time-ms", "3", "sh"])
+    assert [line.partition(":")[0] for line in options_without_effect(options)] == [
+        "--elastic-timeout does nothing in a job that is not elastic", "--cycle-time-ms does nothing here"]
+
+
 def test_every_option_of_horovodrun_is_taken() -> None:
     options = parser().parse_args(["-np", "2", "-H", "localhost:2", *HOROVODRUN.split(), "sh"])
     settings, elastic = elastic_job_settings(options, {"PATH": PATH})
@@ -79,6 +85,7 @@ def test_every_option_of_horovodrun_is_taken() -> None:
     assert options.command == ["sh"] and "--cycle-time-ms does nothing here" in notice
     assert elastic.limits == Limits(2, 1, 2, 3, 9.0, cooldown=(1.0, 9.0), hosts_are_fixed=True)
     assert "--mpi-args does nothing without --mpi" in notice
+    assert "--slots-per-host does nothing without --host-discovery-script" in notice
     for other in (["-hostfile", "f"], ["--hostfile", "f"], ["--host-discovery-script", "f"], ["--mpi"], ["-cb"],
                   ["--check-build"], ["--num-proc", "3"]):
         parser().parse_args([*other, "sh"])

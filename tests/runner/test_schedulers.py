@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.runner import slurm as slurm_daemons
+from tests.runner.elastic_jobs import Job
 from tests.runner.slurm import Slurm, free_port
-from tests.worlds import HVDRUN, clean_environment
+from tests.worlds import HVDRUN, PYTHON_PATH, clean_environment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLE = [sys.executable, str(ROOT / "examples/pytorch_fashion_mnist.py"), "--epochs", "1", "--batch-size", "16",
@@ -67,6 +71,22 @@ def test_hvdrun_inside_an_allocation_uses_it_without_being_told(slurm: Slurm) ->
     assert ended.returncode == 7 and "rank 1 failed first: exit code 7" in ended.stderr, ended.stderr
     ended = slurm.run("salloc", "--quiet", "--ntasks=2", *hvdrun, "-H", "node7", "--remote-shell", "srun", "true")
     assert ended.returncode == 2 and "host node7 takes no step of this Slurm allocation" in ended.stderr, ended.stderr
+
+
+def test_an_elastic_job_inside_an_allocation(slurm: Slurm) -> None:
+    """Rank 0 is lost, and the others meet over two nodes again."""
+    program = [sys.executable, "-c", "import sys\nfrom tests.runtime.programs.elastic import train\ntrain(sys.argv[1])"]
+    salloc = ["salloc", "--quiet", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", *HVDRUN]
+    with tempfile.TemporaryDirectory() as name:  # a short one, for sockets
+        gate = Path(name) / "gate"
+        with Job(Path(name), "-np", "4", "--min-np", "2", "--verbose", launcher=salloc, program=[*program, str(gate)],
+                 environment={**slurm.environment(), "PYTHONPATH": PYTHON_PATH}) as job:
+            job.wait_for("world of 4 as", 4)
+            os.kill(int(job.text.partition("member 0 is process ")[2].split()[0]), signal.SIGKILL)
+            job.wait_for("world of 3 as", 3)
+            gate.touch()
+            assert job.end() == 0, job.text
+            assert "left: rank 0 on node1 (killed by signal 9 (SIGKILL))" in job.text, job.text
 
 
 def test_a_batch_script_may_run_alone_or_use_hvdrun(slurm: Slurm, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.programs import hosts as programs
-from tests.worlds import TORCH, Processes, processes
+from tests.worlds import HANGS_SECONDS, TORCH, Processes, processes
 
 pytest.importorskip("torch")
 
@@ -32,7 +32,7 @@ def test_a_death_on_another_host_is_named_by_all(hosts: tuple[int, ...], victim:
         world.wait_for_all("moving")
         killed = time.monotonic()
         world.kill(victim)
-        ended = world.wait(20)
+        ended = world.wait(HANGS_SECONDS)
         took = time.monotonic() - killed
     for rank in ended:
         assert rank.code == (-9 if rank.rank == victim else 1), rank
@@ -45,7 +45,7 @@ def test_an_exception_on_another_host_is_everybodys_cause(victim: int) -> None:
     """Rank 2 leads rank 3."""
     with Processes(4, programs.an_exception_on_another_host_is_everybodys_cause, victim, hosts=(2, 2),
                    imported=TORCH) as world:
-        ended = world.wait(30)
+        ended = world.wait(HANGS_SECONDS)
     for rank in ended:
         assert rank.code == 1 and "no such column" in rank.stderr, rank
         assert rank.rank == victim or f"rank {victim} failed with KeyError" in rank.stderr, rank
@@ -60,9 +60,9 @@ def test_a_rank_that_stops_answering_is_named_by_all(victim: int) -> None:
         world.kill(victim, signal.SIGSTOP)
         for rank in range(4):
             if rank != victim:
-                world.ranks[rank].wait(40)
+                world.ranks[rank].wait(HANGS_SECONDS)
         world.kill(victim)
-        ended = world.wait(20)
+        ended = world.wait(HANGS_SECONDS)
     assert all(f"rank {victim} " in rank.stderr.splitlines()[-1] for rank in ended if rank.rank != victim), ended
 
 
@@ -78,7 +78,7 @@ def test_the_stall_report_names_the_one_whom_a_host_waits_for() -> None:
         world.wait_for(0, "time.sleep(600)", stream="stderr")
         for rank in range(4):
             world.kill(rank)
-        told = world.wait(20)[0].stderr
+        told = world.wait(HANGS_SECONDS)[0].stderr
     assert "enqueued by ranks [0, 1, 2], not yet by ranks [3]" in told
 
 
@@ -87,7 +87,7 @@ def test_a_death_under_gloo_on_one_host(victim: int) -> None:
     with Processes(3, programs.endless, environment={"HVDLITE_CPU_OPERATIONS": "gloo"}, imported=TORCH) as world:
         world.wait_for_all("moving")
         world.kill(victim)
-        ended = world.wait(20)
+        ended = world.wait(HANGS_SECONDS)
     for rank in ended:
         assert rank.code == (-9 if rank.rank == victim else 1), rank
         assert rank.rank == victim or f"rank {victim} " in rank.stderr.splitlines()[-1]

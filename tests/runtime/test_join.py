@@ -11,7 +11,7 @@ from hvdlite.core.errors import MismatchError, PeerLeftError
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from tests.runtime.programs import join as programs
-from tests.worlds import TORCH, Processes, processes, threads
+from tests.worlds import HANGS_SECONDS, TORCH, Processes, processes, threads
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -172,5 +172,5 @@ def test_a_rank_that_dies_while_others_have_joined_is_named(victim: int) -> None
         world.wait_for_all("ready")
         time.sleep(0.3)
         world.kill(victim)
-        for ended in world.wait(20):
+        for ended in world.wait(HANGS_SECONDS):
             assert ended.rank == victim or (ended.code == 0 and "named" in ended.stdout), ended

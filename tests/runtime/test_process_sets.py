@@ -14,7 +14,7 @@ from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from tests.runtime.programs import process_sets as programs
-from tests.worlds import Processes, processes, threads
+from tests.worlds import HANGS_SECONDS, Processes, processes, threads
 
 
 def test_every_collective_on_a_set() -> None:
@@ -170,5 +170,5 @@ def test_process_sets_on_processes_through_the_public_interface() -> None:
 
 def test_a_rank_that_dies_while_a_set_is_removed_is_named(tmp_path: Path) -> None:
     with Processes(3, programs.a_rank_that_dies_while_a_set_is_removed_is_named, str(tmp_path / "ready")) as world:
-        for ended in world.wait(20):
+        for ended in world.wait(HANGS_SECONDS):
             assert ended.rank == 1 or (ended.code == 0 and "named" in ended.stdout), ended

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.runtime.programs import processes as programs
-from tests.worlds import TORCH, Processes, over_tcp, processes
+from tests.worlds import HANGS_SECONDS, TORCH, Processes, over_tcp, processes
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -29,7 +29,7 @@ def test_a_killed_rank_is_named_by_all_others(victim: int) -> None:
     with Processes(3, programs.loop) as world:
         world.wait_for(victim, "running")
         world.kill(victim, signal.SIGKILL)
-        for ended in world.wait(20):
+        for ended in world.wait(HANGS_SECONDS):
             if ended.rank == victim:
                 assert ended.code == -signal.SIGKILL
             else:
@@ -40,7 +40,7 @@ def test_a_killed_rank_is_named_by_all_others(victim: int) -> None:
 @pytest.mark.parametrize("origin", [0, 1])
 def test_an_exception_travels_with_its_traceback(origin: int) -> None:
     with Processes(3, programs.an_exception_travels_with_its_traceback, origin) as world:
-        for ended in world.wait(20):
+        for ended in world.wait(HANGS_SECONDS):
             assert ended.code == 1
             assert "in prepare_batch" in ended.stderr and "no such column" in ended.stderr
             if ended.rank != origin:
@@ -52,7 +52,7 @@ def test_a_death_is_seen_although_a_forked_worker_holds_every_socket() -> None:
     with Processes(2, programs.a_death_is_seen_although_a_forked_worker_holds_every_socket) as world:
         world.wait_for(1, "ForkedProcessError")
         world.kill(1, signal.SIGKILL)
-        world.ranks[0].wait(20)
+        world.ranks[0].wait(HANGS_SECONDS)
         assert "rank 1 was lost" in world.told(0).stderr
 
 
@@ -72,7 +72,7 @@ def test_forked_workers_that_shut_down_and_end_normally_leave_the_job_alone(plan
 def test_a_rank_that_dies_before_init_is_named_by_the_others() -> None:
     with Processes(3, programs.a_rank_that_dies_before_init_is_named_by_the_others,
                    environment={"HVDLITE_START_TIMEOUT": "2"}) as world:
-        ended = world.wait(30)
+        ended = world.wait(HANGS_SECONDS)
         assert [rank.code for rank in ended] == [1, 7, 1]
         assert "ranks [1] did not connect" in ended[0].stderr
         assert "ranks [1] did not connect" in ended[2].stderr
@@ -103,7 +103,7 @@ def test_a_death_over_tcp() -> None:
     with Processes(2, programs.loop, environment=over_tcp()) as world:
         world.wait_for(1, "running")
         world.kill(1)
-        assert "rank 1 was lost" in world.wait(20)[0].stderr
+        assert "rank 1 was lost" in world.wait(HANGS_SECONDS)[0].stderr
 
 
 @pytest.mark.parametrize(("environment", "told"), [
@@ -114,14 +114,14 @@ def test_a_death_over_tcp() -> None:
 ])
 def test_a_bad_environment_is_one_clear_error(environment: dict[str, str], told: str) -> None:
     with Processes(1, programs.init, environment=environment) as world:
-        (ended,) = world.wait(20)
+        (ended,) = world.wait(HANGS_SECONDS)
         assert ended.code == 1 and told in ended.stderr.splitlines()[-1]
 
 
 def test_a_job_directory_open_to_others_is_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]
     tmp_path.chmod(0o755)
     with Processes(2, programs.init, environment={"HVDLITE_JOB_DIRECTORY": str(tmp_path)}) as world:
-        for ended in world.wait(20):
+        for ended in world.wait(HANGS_SECONDS):
             assert "mode 0700" in ended.stderr
 
 

@@ -26,7 +26,7 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.planes.base import Plane
 from hvdlite.runtime.assemble import assemble_threads
 from hvdlite.runtime.runtime import Runtime
-from tests.worlds import threads
+from tests.worlds import HANGS_SECONDS, threads
 
 
 def summed(runtime: Runtime, name: str, array: Any) -> Any:
@@ -192,7 +192,7 @@ def test_a_stall_is_told_with_the_missing_rank(caplog: pytest.LogCaptureFixture)
     def step(runtime: Runtime) -> None:
         runtime.barrier("first").wait()
         if runtime.world.rank == 1:
-            assert told.wait(30), "no stall was reported"
+            assert told.wait(HANGS_SECONDS), "no stall was reported"
         runtime.barrier("late").wait()
     threads(2, step, stall_check_time_seconds=0.05)
     assert "'late'" in caplog.text and "not yet by ranks [1]" in caplog.text
@@ -218,7 +218,7 @@ def test_a_stall_report_says_what_a_missing_rank_waits_for_instead(caplog: pytes
         rank = runtime.world.rank
         first, second = ("x", "y") if rank == 0 else ("y", "x")
         handle = runtime.barrier(first)
-        assert told.wait(30), f"never told: {wanted}"
+        assert told.wait(HANGS_SECONDS), f"never told: {wanted}"
         runtime.barrier(second).wait()
         handle.wait()
     threads(3, step, stall_check_time_seconds=0.05)
@@ -264,7 +264,7 @@ def test_a_plane_that_cannot_be_closed_leaves_nobody_waiting(ends: str, caplog: 
         leaving = threading.Thread(target=other.shutdown)
         leaving.start()
         runtime.shutdown()
-        leaving.join(30)
+        leaving.join(HANGS_SECONDS)
         assert not os.listdir(directory), "the report server is open"
     with pytest.raises(HorovodInternalError):
         pending.wait()

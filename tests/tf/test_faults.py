@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.tf.support import ENVIRONMENT, PROGRAMS, imported
-from tests.worlds import HVDRUN, PYTHON_PATH, Processes
+from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, Processes
 
 
 @pytest.mark.parametrize(("fault", "told"), [("raise", "rank 1 failed with RuntimeError: out of paper"),
@@ -21,7 +21,7 @@ def test_the_others_end_soon_and_say_why(fault: str, told: str) -> None:
                    imported=imported("tensorflow")) as world:
         world.wait_for(1, "there")
         begun = time.monotonic()
-        assert world.ranks[0].wait(30) != 0
+        assert world.ranks[0].wait(HANGS_SECONDS) != 0
         assert time.monotonic() - begun < 20
         assert told in world.told(0).stderr
 
@@ -35,5 +35,5 @@ def test_ctrl_c_ends_a_job_in_fit() -> None:
     assert [job.stdout.readline(), job.stdout.readline()] == ["there\n", "there\n"]
     job.send_signal(signal.SIGINT)
     begun = time.monotonic()
-    job.communicate(timeout=30)
+    job.communicate(timeout=HANGS_SECONDS)
     assert job.returncode == 130 and time.monotonic() - begun < 15

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from tests.elastic_jobs import ElasticJob
-from tests.tf.support import ENVIRONMENT, PROGRAMS
+from tests.tf.support import ENVIRONMENT, PROGRAMS, imported
 
 
 def grown_and_shrunk(program: str, gate: Path, backend: str) -> list[Any]:
     """Run a job of one member, then of three, then without the first one; return what the last two returned, by rank."""
     environment = {**ENVIRONMENT, "KERAS_BACKEND": backend}
-    with ElasticJob(f"{PROGRAMS}.worlds:{program}", str(gate), slots={"a": 1}, environment=environment, min_np=1) as job:
+    with ElasticJob(f"{PROGRAMS}.worlds:{program}", str(gate), slots={"a": 1}, environment=environment,
+                    imported=imported(backend), min_np=1) as job:
         job.until_printed(0, "trained in world 1\n")
         job.see({"a": 3})
         job.until(lambda: any(len(order.members) == 3 for order in job.orders.values()))

@@ -8,6 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from hvdlite import api  # noqa: E402
+from hvdlite.core.errors import UnsupportedError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
 from tests.torch.programs import ddp_hooks as programs  # noqa: E402
@@ -52,4 +54,18 @@ def test_an_adapted_hook_sees_buckets_that_stay_the_same() -> None:
                                          comm_hook=comm_hooks.DDPHook(None, lambda state, bucket: "nothing"))
         with pytest.raises(TypeError, match=r"must return a torch.futures.Future.*it returned 'nothing'"):
             a.sum().backward()
+    threads(2, step)
+
+
+def test_an_elastic_job_has_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "is_elastic", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+
+    def step(runtime: Runtime) -> None:
+        a = torch.nn.Parameter(torch.ones(1))
+        optimizer = DistributedOptimizer(torch.optim.SGD([a], lr=0.1), _runtime=runtime,
+                                         comm_hook=comm_hooks.DDPHook(None, lambda state, bucket: None))
+        with pytest.raises(UnsupportedError, match=r"DDPHook does not work in an elastic job.*Use another hook"):
+            a.sum().backward()
+        assert optimizer
     threads(2, step)

@@ -12,8 +12,9 @@ torch = pytest.importorskip("torch")
 
 import hvdlite_torch as hvd  # noqa: E402
 from hvdlite import api  # noqa: E402
-from hvdlite.core.errors import UnsupportedError  # noqa: E402
+from hvdlite.core.errors import ReplicaMismatchError, UnsupportedError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite.training.elastic_state import ObjectState  # noqa: E402
 from hvdlite_torch import elastic_state  # noqa: E402
 from hvdlite_torch.elastic import StateHandler, TorchState, get_handler_registry, set_handler_registry  # noqa: E402
 from tests.torch.test_state import WideMoments  # noqa: E402
@@ -206,6 +207,50 @@ def test_handlers_of_ones_own() -> None:
         set_handler_registry(before)
 
 
+@pytest.mark.parametrize("method", ["save", "sync"])
+def test_handlers_of_ones_own_save_all_or_nothing(as_ranks: Callable[..., list[Any]], method: str) -> None:
+    """They may make collectives, the second of which a death interrupts."""
+    class Shard:
+        def __init__(self, *, is_lost: bool = False) -> None:
+            self.value, self.is_lost = 0, is_lost
+
+    class ShardHandler(StateHandler):
+        def __init__(self, value: Any) -> None:
+            super().__init__(value)
+            self.saved = value.value
+
+        def save(self) -> None:
+            if self.value.is_lost and self.value.value == 2:
+                raise hvd.HorovodInternalError("lost")
+            self.saved = self.value.value
+
+        def sync(self) -> None:
+            self.save()
+
+        def restore(self) -> None:
+            self.value.value = self.saved
+
+    def step(rank: int) -> None:
+        first, second, training = Shard(), Shard(is_lost=True), Training()
+        state = TorchState(training.model, first=first, second=second, step=0)
+        first.value = second.value = state.step = 1
+        state.commit()
+        committed = training.bits()
+        first.value = second.value = state.step = 2
+        training.train(0, 1)
+        with pytest.raises(hvd.HorovodInternalError):
+            getattr(state, method)()
+        state.restore()
+        assert (first.value, second.value, state.step, training.bits()[:7]) == (1, 1, 1, committed[:7])
+
+    before = get_handler_registry()
+    set_handler_registry([*before, (Shard, ShardHandler)])
+    try:
+        as_ranks(step)
+    finally:
+        set_handler_registry(before)
+
+
 # --- two ranks -------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +259,8 @@ def as_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any
     """Return a function that runs a step on two threads, to each of which the process's runtime is its own."""
     own = threading.local()
     monkeypatch.setattr(api, "runtime", lambda: own.runtime)
+    monkeypatch.setattr(api, "is_initialized", lambda: True)
+    monkeypatch.setattr(api, "is_provisional", lambda: False)
     monkeypatch.setattr(api, "rank", lambda: own.runtime.world.rank)
     monkeypatch.setattr(api, "size", lambda: own.runtime.world.size)
 
@@ -278,8 +325,27 @@ def test_states_that_differ_are_an_error(as_ranks: Callable[..., list[Any]]) -> 
         state = training.state() if rank == 0 else TorchState(training.model)
         state.sync()
 
-    with pytest.raises(ValueError, match=r"rank 0's elastic state has model, optimizer, schedule.*rank 1's has model"):
+    with pytest.raises(ValueError, match=r"rank 0's elastic state has model, optimizer, schedule, step, and rank 1"):
         as_ranks(step)
+
+
+@pytest.mark.parametrize(("corrupt", "name"), [
+    (lambda own: own.model[0].weight.data[0, 0].add_(1), "state.model.0.weight"),
+    (lambda own: own.optimizer.state[own.model[0].bias]["momentum_buffer"][0].add_(1),
+     "state.optimizer.state.1.momentum_buffer"),
+    (lambda own: own.optimizer.param_groups[0].update(lr=0.2), "state.optimizer.param_groups.0.lr")])
+def test_replicas_that_differ_after_sync_are_an_error(as_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch,
+                                                      corrupt: Callable[[Training], Any], name: str) -> None:
+    """See docs/protocol.md#equal-replicas."""
+    saved = ObjectState.save
+    monkeypatch.setattr(ObjectState, "save", lambda state: (saved(state), corrupt(state) if api.rank() == 1 else None))
+
+    def step(rank: int) -> None:
+        training = Training("sgd", seed=rank)
+        training.train(0, 2)
+        with pytest.raises(ReplicaMismatchError, match=f"replicas differ in '{name}': rank 0: .*; rank 1: "):
+            training.state().sync()
+    as_ranks(step)
 
 
 def test_a_sampler_and_handlers_by_themselves(as_ranks: Callable[..., list[Any]]) -> None:

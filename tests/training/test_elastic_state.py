@@ -12,6 +12,7 @@ from hvdlite import api
 from hvdlite.core.errors import HostsUpdatedInterrupt, UnsupportedError
 from hvdlite.training import elastic
 from hvdlite.training.elastic_state import ObjectState, State
+from hvdlite.training.replicas import named_parts
 
 
 class Wire:
@@ -148,6 +149,16 @@ def test_what_cannot_be_pickled_is_told_to_all_ranks() -> None:
     assert other.epoch == 0
 
 
+def test_states_of_other_parts_are_an_error_that_changes_nothing() -> None:
+    wire = Wire()
+    root, other = ObjectState(wire.root, epoch=1, best=0.5), ObjectState(wire.other, epoch=0, last=2)
+    root.table = [1]  # assigned later: no part of what the state was made of
+    root.sync()
+    with pytest.raises(ValueError, match=r"rank 0's elastic state has best, epoch, and rank \?'s has epoch, last"):
+        other.sync()
+    assert (other.epoch, other.last) == (0, 2) and not hasattr(other, "best")
+
+
 def test_callbacks_run_in_order_after_reset() -> None:
     calls: list[str] = []
 
@@ -205,3 +216,19 @@ def test_a_state_of_ones_own() -> None:
     assert (own.value, own._commits) == (1, 1)
     with pytest.raises(NotImplementedError, match="State does not define restore"):
         State().restore()
+
+
+def test_plain_data_and_arrays_are_compared_whatever_their_order_in_memory() -> None:
+    """See docs/protocol.md#equal-replicas."""
+    def parts(**attributes: Any) -> dict[str, bytes]:
+        return {name: part.tobytes() for name, part in named_parts("state", attributes, lambda name, value: None)}
+
+    words = [f"word {number}" for number in range(100)]
+    one = parts(words=set(words), table={"a": [1, None, True], 2: (np.arange(6).reshape(2, 3).T, "x")})
+    other = parts(table={2: (np.arange(6).reshape(2, 3).T.copy(), "x"), "a": [1, None, True]}, words=set(reversed(words)))
+    assert one == other
+    assert sorted(one) == ["state.table.2.0", "state.table.2.1", "state.table.a", "state.words"]
+    assert parts(zero=0.0) != parts(zero=-0.0) and parts(number=1) != parts(number=True)
+    loop: list[Any] = [object(), np.array([object()])]
+    loop.append(loop)
+    assert parts(loop=loop) == {}, "what cannot be compared is left out"

@@ -108,6 +108,34 @@ def change(count: int) -> dict[str, Any]:
     return {"early": held[1], "late": held[-1], "sequence": _twice(state), "nested": _nested(state)}
 
 
+def train_twice(gate: str) -> list[tuple[int, int]]:
+    """Run two trainings, the second one until the file `gate` exists; return ranks and sizes in the worlds of each."""
+    api.init()
+    worlds: list[tuple[int, int]] = []
+
+    @run
+    def first(state: Any) -> None:
+        worlds.append((api.rank(), api.size()))
+        while state.step < 5:
+            ops.allreduce(np.ones(10), op=api.Sum)
+            state.step += 1
+            state.commit()
+
+    @run
+    def second(state: Any) -> float:
+        worlds.append((api.rank(), api.size()))
+        while not ops.allreduce(np.array(float(os.path.exists(gate))), op=api.Max):
+            state.total += int(ops.allreduce(np.array(1), op=api.Sum)) - api.size()
+            state.commit()
+            print(f"second in {api.size()}", flush=True)
+        return float(state.total)
+
+    first(ObjectState(step=0))
+    assert second(ObjectState(total=7)) == 7
+    api.shutdown()
+    return worlds
+
+
 def _twice(state: Any) -> int:
     """Run another training after the first one."""
     @run
@@ -131,6 +159,46 @@ def _nested(state: Any) -> str:
         return "no error"
 
     return str(outer(state))
+
+
+def compute(gate: str) -> int:
+    """Compute in the last rank without a collective, until the file `gate` exists; return the process."""
+    api.init()
+
+    @run
+    def loop(state: Any) -> None:
+        ops.allreduce(np.ones(1))
+        print(f"world of {api.size()}", flush=True)
+        while not os.path.exists(gate) and (api.rank() == api.size() - 1 > 0):
+            sum(range(1000))
+        ops.barrier()
+
+    loop(ObjectState(step=0))
+    api.shutdown()
+    return os.getpid()
+
+
+class CorruptState(ObjectState):
+    """A state whose weights rank 1 changes when it receives them in world 2, as faulty memory would."""
+
+    def _receive_attributes(self, sent: Any) -> None:
+        super()._receive_attributes(sent)
+        if (api.rank(), api.worlds().coordinates.epoch) == (1, 2):
+            self.weights[3] += 1
+
+
+def with_a_corrupt_replica() -> None:
+    """Train until the states of the ranks differ."""
+    api.init()
+
+    @run
+    def loop(state: Any) -> None:
+        while True:
+            ops.allreduce(np.ones(1))
+            print(f"world of {api.size()}", flush=True)
+            state.commit()
+
+    loop(CorruptState(weights=np.zeros(100), step=0))
 
 
 def with_process_sets(gate: str) -> list[Any]:
