@@ -36,10 +36,11 @@ class Bench:
     horovod: Any  # horovod.torch, or None
 
     @classmethod
-    def start(cls, description: str, **flags: str) -> Bench:
-        """Join the job with every library that competes, on one core a rank.
+    def start(cls, description: str, *, pin: bool = True, **flags: str) -> Bench:
+        """Join the job with every library that competes.
 
         Args:
+            pin: whether each rank's main thread stays on a core of its own.
             flags: names and help of further flags.
         """
         parser = argparse.ArgumentParser(description=description)
@@ -53,7 +54,7 @@ class Bench:
         mpi = _mpi()
         hvd.init()
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        if len(cores) >= hvd.local_size() > 1:
+        if pin and len(cores) >= hvd.local_size() > 1:
             os.sched_setaffinity(0, {cores[hvd.local_rank()]})
         torch.set_num_threads(1)
         if hvd.size() > 1:

@@ -261,7 +261,8 @@ class Job:
         elif "resets" in reason:
             assert self.authority.epoch == (self.limits.reset_limit or 0) + 1
         else:
-            assert "members have failed" in reason or self.end.code == 0 or self.authority.epoch == 1, reason
+            no_progress = "members have failed" in reason or "worlds in a row have ended" in reason
+            assert no_progress or self.end.code == 0 or self.authority.epoch == 1, reason
 
 
 def play(seed: int) -> int:

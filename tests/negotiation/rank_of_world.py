@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdlite.core.types import Collective
 from hvdlite.engine.decisions import Decisions, JobFailed
+from hvdlite.handoff.job_state import JobState
 from hvdlite.negotiation.controller import Controller, Instruction, SplitBucket
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.layouts import BucketSizes
@@ -123,7 +124,7 @@ class RankOfWorld:
         self.coordinator = None if self.rank else Coordinator(self.size, policy, concatenated, epoch=self.epoch)
         self.controller = FillingController(self.rank, self.epoch)
         here: Any = self  # it stands for the execution, the link to the coordinator, waiting threads and the recorder
-        self.decisions = Decisions(self.controller, here, here, here, here, lambda: here)
+        self.decisions = Decisions(self.controller, here, here, JobState(self.size), here, here, lambda: here)
         simulation: Any = types.SimpleNamespace(controllers={self.rank: self.controller})
         self.reducer = Reducer(simulation, self.rank, [], job.random)
         self.running, self.leaving = True, False

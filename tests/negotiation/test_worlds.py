@@ -47,7 +47,7 @@ def test_no_step_is_lost_after_a_commit_repeated_or_mixed() -> None:
 Break = Callable[[pytest.MonkeyPatch], None]
 BREAKS: dict[str, Break] = {}
 SEEDS: dict[str, int] = {}
-SLOW = ("a_world_begins_before_the_killed_ones_of_the_last_are_dead", "buckets_of_the_old_world_are_kept")
+SLOW = ("a_world_begins_before_the_killed_ones_of_the_last_are_dead",)
 
 
 def breaks(seed: int) -> Callable[[Break], Break]:
@@ -128,21 +128,6 @@ def a_world_begins_before_the_killed_ones_of_the_last_are_dead(monkeypatch: pyte
         member for member in map(self.__getitem__, self.world) if member.phase not in (Phase.GONE, Phase.KILLED)])
     monkeypatch.setattr("tests.membership.model.Job.begun", lambda self, command: self.worlds.update(
         {command.epoch: command.members}))
-
-
-@breaks(0)
-def buckets_of_the_old_world_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = rank_of_world.RankOfWorld.__init__
-    last: dict[Any, Any] = {}
-
-    def kept(self: Any, process: Any, world: Any) -> None:
-        real(self, process, world)
-        key = process.job.seed, process.id
-        if key in last:
-            self.controller._layouts, self.controller._buckets = last[key].controller._layouts, last[key].controller._buckets
-            self.reducer.layout = last[key].reducer.layout
-        last[key] = self
-    monkeypatch.setattr(rank_of_world.RankOfWorld, "__init__", kept)
 
 
 @breaks(0)
