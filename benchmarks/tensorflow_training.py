@@ -5,13 +5,16 @@
 
 Every mode trains a CNN on the same random images, 64 a rank, in processes of its own, in turns; medians over the rounds.
 The strategy is `tf.distribute.MultiWorkerMirroredStrategy` (mwms) with a custom loop: with Keras 3 its `fit` does not work
-on several workers. A ceiling is the same training on two ranks that do not communicate.
+on several workers. A ceiling is the same training on two ranks that do not communicate. Beside each rate stands the CPU
+time of a step on one rank, in all its threads; other processes on the machine change it less.
 
 - "loops" trains the example's CNN (421,642 parameters). "one number" reduces a single number a step: what it costs that
   ranks keep step at all, whoever reduces the gradients.
 - "features" trains a CNN of ten convolutions, each with a batch normalization: local ones, synchronized ones, and the
   strategy's; and the example's CNN in `fit` with dynamic loss scaling, and with gradients that are accumulated over four
   batches.
+- "compiled" trains the example's CNN in two parts that XLA compiles: the gradients, and their use. The exchange between
+  them is not compiled, because XLA cannot call Python.
 """
 
 from __future__ import annotations
@@ -30,17 +33,19 @@ GROUPS = {
     "loops": ("ceiling", "one number", "tape", "fit ceiling", "fit", "mwms"),
     "features": ("batch norm ceiling", "batch norm tape", "sync batch norm tape", "sync batch norm mwms",
                  "scaled fit ceiling", "scaled fit", "accumulated fit ceiling", "accumulated fit"),
+    "compiled": ("ceiling", "compiled ceiling", "compiled"),
 }
 MODES = tuple(mode for modes in GROUPS.values() for mode in modes)
 RATIOS = (("tape", "mwms"), ("tape", "ceiling"), ("one number", "ceiling"), ("fit", "mwms"), ("fit", "fit ceiling"),
           ("batch norm tape", "batch norm ceiling"), ("sync batch norm tape", "batch norm tape"),
           ("sync batch norm tape", "sync batch norm mwms"), ("scaled fit", "scaled fit ceiling"),
-          ("accumulated fit", "accumulated fit ceiling"))
+          ("accumulated fit", "accumulated fit ceiling"),
+          ("compiled", "compiled ceiling"), ("compiled ceiling", "ceiling"))
 BATCH, WARMUP, STEPS = 64, 30, 200
 
 
 def rank_main(mode: str, steps: int) -> None:
-    """Train on one rank, and print its images/s."""
+    """Train on one rank, and print its images/s, and the milliseconds of CPU time of a step."""
     import numpy as np
     import tensorflow as tf
     strategy = tf.distribute.MultiWorkerMirroredStrategy() if mode.endswith("mwms") else None
@@ -70,9 +75,8 @@ def rank_main(mode: str, steps: int) -> None:
         model.compile(optimizer if mode.endswith("ceiling") else hvd.keras.DistributedOptimizer(optimizer), loss,
                       jit_compile=False, steps_per_execution=10)
         model.fit(x, y, batch_size=BATCH, epochs=1, verbose=0)
-        begun = time.perf_counter()
+        begun, used = time.perf_counter(), time.process_time()
         model.fit(x, y, batch_size=BATCH, epochs=steps // 50, verbose=0)
-        seconds = time.perf_counter() - begun
     else:
         if strategy is None:
             model, variables, velocity = _variables(tf, build)
@@ -80,7 +84,10 @@ def rank_main(mode: str, steps: int) -> None:
             with strategy.scope():
                 model, variables, velocity = _variables(tf, build)
 
-        def step(images: tf.Tensor, labels: tf.Tensor) -> None:
+        def part(function: object) -> object:
+            return tf.function(function, jit_compile=True) if mode.startswith("compiled") else function
+
+        def differentiate(images: tf.Tensor, labels: tf.Tensor) -> list[tf.Tensor]:
             with tf.GradientTape() as tape:
                 value = loss(labels, model(images, training=True))
             if mode.endswith("tape"):
@@ -88,21 +95,31 @@ def rank_main(mode: str, steps: int) -> None:
             gradients = tape.gradient(value, variables)
             if mode == "one number":
                 gradients[-1] += 0.0 * hvd.allreduce(value, name="one")
-            if strategy is not None:
-                context = tf.distribute.get_replica_context()
-                gradients = context.all_reduce(tf.distribute.ReduceOp.MEAN, gradients)
+            return gradients
+
+        def use(gradients: list[tf.Tensor]) -> None:
             for variable, speed, gradient in zip(variables, velocity, gradients, strict=True):
                 speed.assign(0.9 * speed - 0.01 * gradient)
                 variable.assign_add(speed)
+        differentiate, use = part(differentiate), part(use)
+
+        def step(images: tf.Tensor, labels: tf.Tensor) -> None:
+            gradients = differentiate(images, labels)
+            if mode == "compiled":
+                gradients = hvd.grouped_allreduce(gradients, name="gradients")
+            if strategy is not None:
+                context = tf.distribute.get_replica_context()
+                gradients = context.all_reduce(tf.distribute.ReduceOp.MEAN, gradients)
+            use(gradients)
         train = tf.function(step if strategy is None else lambda images, labels: strategy.run(step, (images, labels)))
-        begun = 0.0
+        begun = used = 0.0
         for turn in range(WARMUP + steps):
             if turn == WARMUP:
-                begun = time.perf_counter()
+                begun, used = time.perf_counter(), time.process_time()
             batch = slice(turn % 50 * BATCH, (turn % 50 + 1) * BATCH)
             train(tf.constant(x[batch]), tf.constant(y[batch]))
-        seconds = time.perf_counter() - begun
-    print(f"images/s {2 * steps * BATCH / seconds:.1f}", flush=True)
+    seconds, used = time.perf_counter() - begun, time.process_time() - used
+    print(f"images/s {2 * steps * BATCH / seconds:.1f} {used / steps * 1e3:.2f}", flush=True)
 
 
 def _normalized(keras: object, normalization: object) -> object:
@@ -121,8 +138,8 @@ def _variables(tf: object, build: object) -> tuple[object, list[object], list[ob
     return model, variables, [tf.Variable(tf.zeros(variable.shape)) for variable in variables]  # type: ignore[attr-defined]
 
 
-def measure(mode: str, steps: int) -> float:
-    """Start two ranks in one mode; return their images/s."""
+def measure(mode: str, steps: int) -> tuple[float, float]:
+    """Start two ranks in one mode; return their images/s, and the milliseconds of CPU time of a step on one of them."""
     command = [sys.executable, "-m", "benchmarks.tensorflow_training", "--rank", mode, "--steps", str(steps)]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1"}
     if not mode.endswith("mwms"):
@@ -137,10 +154,10 @@ def measure(mode: str, steps: int) -> float:
         ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                   env={**environment, "TF_CONFIG": task}) for task in tasks]
         outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    rates = [float(line.split()[1]) for output in outputs for line in output.splitlines() if line.startswith("images/s")]
-    if len(rates) != 2:
+    found = [line.split()[1:] for output in outputs for line in output.splitlines() if line.startswith("images/s")]
+    if len(found) != 2:
         raise SystemExit(f"mode {mode} failed:\n{outputs}\n{ended.stderr if not mode.endswith('mwms') else ''}")
-    return min(rates)
+    return min(float(rate) for rate, _ in found), statistics.mean(float(used) for _, used in found)
 
 
 def _free_port() -> int:
@@ -152,7 +169,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", choices=MODES, help=argparse.SUPPRESS)
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=["loops", "features"])
     parser.add_argument("--steps", type=int, default=STEPS, help="a multiple of 50")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--record", type=Path, help="write the figures here, as JSON")
@@ -161,17 +178,21 @@ def main() -> None:
         rank_main(arguments.rank, arguments.steps)
         return
     rates: dict[str, list[float]] = {mode: [] for group in arguments.groups for mode in GROUPS[group]}
+    used: dict[str, list[float]] = {mode: [] for mode in rates}
     for _ in range(arguments.rounds):
-        for mode, found in rates.items():
-            found.append(measure(mode, arguments.steps))
+        for mode in rates:
+            rate, milliseconds = measure(mode, arguments.steps)
+            rates[mode].append(rate)
+            used[mode].append(milliseconds)
     medians = {mode: statistics.median(found) for mode, found in rates.items()}
     for mode, median in medians.items():
-        print(f"{mode:24} {median:8.0f} images/s   ({', '.join(f'{rate:.0f}' for rate in rates[mode])})")
+        runs = ", ".join(f"{rate:.0f}" for rate in rates[mode])
+        print(f"{mode:24} {median:8.0f} images/s   ({runs}), {statistics.median(used[mode]):6.2f} ms of CPU time a step")
     for mode, peer in RATIOS:
         if mode in medians:
             print(f"{mode} / {peer}: {medians[mode] / medians[peer]:.3f}")
     if arguments.record:
-        figures = {"ranks": 2, "images_per_second": rates, "medians": medians}
+        figures = {"ranks": 2, "images_per_second": rates, "medians": medians, "cpu_milliseconds_of_a_step": used}
         arguments.record.write_text(json.dumps(figures, indent=1) + "\n")
 
 

@@ -5,6 +5,7 @@ Names are NumPy's, plus "bfloat16" (`ml_dtypes`). 16-bit floats are *stored* as 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import ml_dtypes
@@ -85,9 +86,9 @@ def accumulator_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Return an uninitialised array aligned to `ALIGNMENT`."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize
     room = np.empty(nbytes + ALIGNMENT, np.uint8)
-    begin = -room.ctypes.data % ALIGNMENT
+    begin = -room.__array_interface__["data"][0] % ALIGNMENT
     result: Array = room[begin:begin + nbytes].view(dtype).reshape(shape)
     return result
 

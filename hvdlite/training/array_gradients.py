@@ -71,6 +71,28 @@ class BucketView:
         self.array, self.address = array, array.ctypes.data
 
 
+class _Batch(list[tuple[Slot, BucketView]]):
+    """Places of a bucket whose values are copied out together, with what every such copy needs."""
+
+    def __init__(self, pairs: Sequence[tuple[Slot, BucketView]]) -> None:
+        super().__init__(pairs)
+        begin = min((view.address for _, view in pairs), default=0)
+        length = max((view.address + view.array.nbytes for _, view in pairs), default=0) - begin
+        self._lead = begin % ALIGNMENT  # keeps the places' alignment
+        self._source = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(begin)) if length else None
+        self._outlines = [(slot, view.array.shape, view.array.dtype, view.address - begin + self._lead)
+                          for slot, view in pairs]
+
+    def copy_out(self) -> None:
+        """Make new arrays with the places' values the gradients of the slots. All of them share one block."""
+        lead, source = self._lead, self._source
+        block = aligned_empty((lead + (0 if source is None else source.size),), np.dtype(np.uint8))
+        if source is not None:
+            np.copyto(block[lead:], source)
+        for slot, shape, dtype, offset in self._outlines:
+            slot.gradient = np.ndarray(shape, dtype, block, offset)
+
+
 class ArrayGradients:
     """The gradients of slots, for `GradientReducer`. Results are new arrays: what was handed out is not written again."""
 
@@ -131,7 +153,7 @@ class ArrayGradients:
         return self.fill_all([(parameter, view)])
 
     def batch(self, pairs: Sequence[tuple[Slot, BucketView]]) -> Sequence[tuple[Slot, BucketView]]:
-        return pairs
+        return _Batch(pairs)
 
     def fill_all(self, pairs: Sequence[tuple[Slot, BucketView]]) -> bool:
         copies = [(view.array, given) for parameter, view in pairs if isinstance(given := parameter.gradient, np.ndarray)
@@ -168,14 +190,7 @@ class ArrayGradients:
     def install_views(self, pairs: Sequence[tuple[Slot, BucketView]]) -> Sequence[Any]:
         """See `Framework`. All gradients share one new block: ten times as fast; it lasts as long as any of them."""
         if pairs:
-            begin = min(view.address for _, view in pairs)
-            length = max(view.address + view.array.nbytes for _, view in pairs) - begin
-            block = aligned_empty((begin % ALIGNMENT + length,), np.dtype(np.uint8))
-            source = (ctypes.c_uint8 * length).from_address(begin)
-            np.copyto(block[begin % ALIGNMENT:], np.ctypeslib.as_array(source))
-            first = begin - begin % ALIGNMENT
-            for parameter, view in pairs:
-                parameter.gradient = np.ndarray(view.array.shape, view.array.dtype, block, view.address - first)
+            (pairs if isinstance(pairs, _Batch) else _Batch(pairs)).copy_out()
         return [None] * len(pairs)
 
     def is_marked(self, parameter: Slot, mark: Any) -> bool:

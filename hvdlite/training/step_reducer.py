@@ -274,8 +274,8 @@ class ArrayStepReducer(StepReducer):
         assert self._reducer is not None
         self._reducer.expect(slots if samples is None else [*slots, self._count_slot])
         weight = 1.0 if samples is None else self._weight(samples)
-        for slot, gradient in reversed(gradients.items()):  # the last layers' gradients came first
-            self._reducer.give(slot, _weighted(gradient, weight))
+        for slot, gradient in reversed(_weighted(gradients, weight).items()):  # the last layers' gradients came first
+            self._reducer.give(slot, gradient)
         return weight
 
     def _finish(self, slots: Collection[int], weight: float | None) -> dict[int, Gradient]:
@@ -301,15 +301,15 @@ class ArrayStepReducer(StepReducer):
                 f"rank {api.rank()}: another rank has gradients for {len(others)} variables that have none "
                 f"here in this step (the first one is '{self._name_of(others[0])}'); freeze the same variables everywhere, "
                 "and make the same ones part of the loss when a tf.function is traced")
-        factor = self._unweight(float(count[0]) if isinstance(count, np.ndarray) else None)
-        return {slot: _weighted(gradient, factor) for slot, gradient in reduced.items()}
+        return _weighted(reduced, self._unweight(float(count[0]) if isinstance(count, np.ndarray) else None))
 
 
 def _copied(gradient: Gradient) -> Gradient:
     return Rows(gradient.indices.copy(), gradient.values.copy()) if isinstance(gradient, Rows) else gradient.copy()
 
 
-def _weighted(gradient: Gradient, factor: float) -> Gradient:
-    if isinstance(gradient, Rows):
-        return Rows(gradient.indices, scaled(gradient.values, factor))
-    return scaled(gradient, factor)
+def _weighted(gradients: dict[int, Gradient], factor: float) -> dict[int, Gradient]:
+    if factor == 1.0:
+        return gradients
+    return {slot: Rows(gradient.indices, scaled(gradient.values, factor)) if isinstance(gradient, Rows)
+            else scaled(gradient, factor) for slot, gradient in gradients.items()}

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdlite.core.array import ALIGNMENT
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
@@ -53,6 +54,23 @@ def test_a_slot_that_becomes_part_of_the_rounds_later() -> None:
             assert list(reduced) == slots
             for slot in slots:
                 np.testing.assert_array_equal(reduced[slot], full(slot, turn + 0.5))
+    threads(2, step)
+
+
+def test_results_are_aligned_and_never_written_again() -> None:
+    """Also where a slot has no gradient on any rank, so that its place is left out. TensorFlow keeps results uncopied."""
+    def step(runtime: Runtime) -> None:
+        reducer = reducer_of(runtime, *SHAPES)
+        reducer.expect(range(3))
+        kept = []
+        for turn in range(12):
+            slots = [slot for slot in range(3) if turn % 4 != slot]
+            kept.append(reducer.reduce({slot: full(slot, runtime.world.rank + turn) for slot in slots}))
+            assert list(kept[-1]) == slots
+        for turn, reduced in enumerate(kept):
+            for slot, gradient in reduced.items():
+                assert isinstance(gradient, np.ndarray) and gradient.ctypes.data % ALIGNMENT == 0
+                np.testing.assert_array_equal(gradient, full(slot, turn + 0.5))
     threads(2, step)
 
 
