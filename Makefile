@@ -37,7 +37,7 @@ long: ready
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m long
 
 # Random training loops and trainings against plain torch, random Keras trainings against one process, and random faults of elastic
-# jobs; more than the tests run.
+# jobs and of models of them; more than the tests run.
 # More than an hour.
 fuzz: $(VENV)/installed
 	$(BIN)/python -m tests.torch.fuzz --seeds 0:200 --ranks 2
@@ -45,6 +45,7 @@ fuzz: $(VENV)/installed
 	$(BIN)/python -m tests.torch.trainings --seeds 0:1000
 	$(BIN)/python -m tests.tf.fuzz --seeds 0:1000
 	$(BIN)/python -m tests.membership
+	$(BIN)/python -m tests.negotiation
 	$(BIN)/python -m tests.elastic --kills 200
 
 # A few minutes; `python -m benchmarks.run` takes longer and also runs 4 ranks.

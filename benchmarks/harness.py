@@ -41,10 +41,11 @@ class Bench:
     calls: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # seconds of the last `interleave`'s calls
 
     @classmethod
-    def start(cls, description: str, **flags: str) -> Bench:
-        """Join the job with every library that competes, on one core a rank.
+    def start(cls, description: str, *, pin: bool = True, **flags: str) -> Bench:
+        """Join the job with every library that competes.
 
         Args:
+            pin: whether each rank's main thread stays on a core of its own.
             flags: names and help of further flags.
         """
         parser = argparse.ArgumentParser(description=description)
@@ -60,7 +61,7 @@ class Bench:
         hvd.init()
         started = hogs.start(arguments.hogs) if hvd.local_rank() == 0 else []
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        if len(cores) >= hvd.local_size() > 1:
+        if pin and len(cores) >= hvd.local_size() > 1:
             os.sched_setaffinity(0, {cores[hvd.local_rank()]})
         torch.set_num_threads(1)
         if hvd.size() > 1:

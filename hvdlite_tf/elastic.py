@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hvdlite.core.array import Array
 from hvdlite_tf.functions import broadcast_variables, refuse_session
 from hvdlite_tf.keras.elastic import (
     HorovodInternalError,
@@ -13,6 +14,7 @@ from hvdlite_tf.keras.elastic import (
     ObjectState,
     State,
     assign,
+    named_values,
     run,
     values_of,
 )
@@ -69,6 +71,10 @@ class TensorFlowState(ObjectState):
         """Go back to the last `save` or `sync`."""
         assign(self.variables, self._values)
         super().restore()
+
+    def _replicated(self) -> Iterator[tuple[str, Array]]:
+        yield from super()._replicated()
+        yield from named_values(self.variables)
 
     def sync(self) -> None:
         """Take rank 0's state, and save it.

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from hvdlite import api
+from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.training import objects
 from hvdlite.training.elastic_state import ObjectState, advice, pickled
+from hvdlite.training.replicas import named_parts
 from hvdlite_torch.elastic_handlers import StateDictHandler, StateHandler, handler_for, taken_out, with_rooms
 from hvdlite_torch.elastic_sampler import ElasticSampler
+from hvdlite_torch.framework import on_host
 from hvdlite_torch.state import broadcast_tensors
+
+_ALIKE = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, ElasticSampler)
+"""Types whose state dicts are equal on all ranks after `sync`; those of others may tell the rank, say."""
 
 
 class TorchState(ObjectState):
@@ -75,6 +81,7 @@ class TorchState(ObjectState):
         Raises:
             UnsupportedError: on all ranks, when something of rank 0 cannot be pickled.
             ValueError: when rank 0's state was made of other parts than this rank's.
+            ReplicaMismatchError: on all ranks, when the states are not equal afterwards.
         """
         self._check_parts()
         runtime = api.runtime()
@@ -103,6 +110,7 @@ class TorchState(ObjectState):
             self._assign(values)
             self._commits = commits
         ObjectState.save(self)
+        self._check_replicas()
 
     def reset(self) -> None:
         """Divide what samplers have left among the ranks of the new world."""
@@ -119,6 +127,11 @@ class TorchState(ObjectState):
         except UnsupportedError as error:
             return self._commits, {}, {}, f"rank {api.rank()}: {error}"
         return self._commits, states, attributes, ""
+
+    def _replicated(self) -> Iterator[tuple[str, Array]]:
+        states = {name: handler.value.state_dict() for name, handler in self._built_in().items()
+                  if isinstance(handler.value, _ALIKE)}
+        return named_parts("state", {**states, **self._attributes()}, _array_of)
 
     def _built_in(self) -> dict[str, StateDictHandler]:
         """Return the handlers whose copies are made and sent together with those of others."""
@@ -175,3 +188,13 @@ class TorchState(ObjectState):
 
     def _attributes(self) -> dict[str, Any]:
         return {name: value for name, value in super()._attributes().items() if name not in self._handlers}
+
+
+def _array_of(name: str, value: Any) -> Array | None:
+    """Return a tensor's values; None for other objects, and for tensors that collectives do not carry."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    try:
+        return on_host(value, name)
+    except UnsupportedError:
+        return None

@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from hvdlite import api
-from hvdlite.core.process_set import ProcessSet
+from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.runtime.followers import Learner
+from hvdlite.runtime.names import Names
 from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch.unfinal import set_grad
 
+_EARLIER = "torch.earlier"
+"""Begins the labels of optimizers that were made before the world."""
 
-class FollowsWorlds:
+
+class FollowsWorlds(Learner):
     """Mixed into distributed optimizers; see `api.Follower`.
 
     Between worlds, and in a process that has no world yet, an optimizer is detached: it has its arguments, and nothing of a
@@ -43,7 +48,11 @@ class FollowsWorlds:
         """Take part in a world with the same arguments as in the last one, and counts that start anew."""
         process_set = self._process_set_given.process_set_id
         if process_set is not None:  # else it may be registered before the next step
-            self._attach(runtime, runtime.label("torch.earlier", process_set))
+            self._attach(runtime, runtime.label(_EARLIER, process_set))
+
+    def next_label(self, names: Names) -> str:
+        """Return the label that `world_began` will give."""
+        return names.label(_EARLIER) if self._process_set_given is global_process_set else ""
 
     def _take_part(self) -> None:
         """Attach before gradients are used, if that was not possible before.

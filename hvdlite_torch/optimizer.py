@@ -170,6 +170,7 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
         settings = self._settings
         self._process_set = api.set_id(settings.process_set)
         label = runtime.label("torch", self._process_set) if label is None else label
+        self.gradient_label = label
         self._hooks = settings.make_hooks(runtime, label)
         self._reducer = self._hooks.reducer
         self._runtime, self._active = runtime, self._reducer.is_shared

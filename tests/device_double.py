@@ -14,6 +14,7 @@ import itertools
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -63,6 +64,10 @@ class _Stream:
     def put(self, work: Callable[[], None] | None) -> None:
         self._work.put(work)
 
+    def end(self) -> None:
+        self.held_up.set()
+        self.put(None)
+
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             self.held_up.wait()
@@ -73,6 +78,13 @@ class _Stream:
                 pass
             except Exception as error:
                 self._on_error(error)
+
+
+class _Memory:
+    """Stands for allocated memory: who holds it, holds this."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
 
 
 class GpuDouble:
@@ -95,6 +107,10 @@ class GpuDouble:
         self.memory: int | None = None
         self.error: Exception | None = None
         self._meetings = meetings or Meetings()
+        self.events: set[int] = set()
+        self.memory_owners: weakref.WeakSet[_Memory] = weakref.WeakSet()
+        self.communicators: weakref.WeakSet[CommunicatorDouble] = weakref.WeakSet()
+        self.closed_streams = 0
         self._marks: dict[int, threading.Event] = {}
         self._events = itertools.count(1)
         self._rooms: list[Any] = []
@@ -120,8 +136,13 @@ class GpuDouble:
     def end(self) -> None:
         """End the streams' threads."""
         for stream in self._streams.values():
-            stream.held_up.set()
-            stream.put(None)
+            stream.end()
+
+    def held(self) -> dict[str, int]:
+        """Return how much of each kind of thing has been made and not given up."""
+        return {"memory": sum(memory.nbytes for memory in self.memory_owners), "events": len(self.events),
+                "streams": len(self._streams) - self.closed_streams,
+                "communicators": sum(not each.ended for each in self.communicators)}
 
     def launch(self, stream: int, what: str, work: Callable[[], None]) -> None:
         self.launches.append(what)
@@ -137,7 +158,16 @@ class GpuDouble:
         return self.gpu
 
     def make_event(self) -> int:
-        return next(self._events)
+        self.events.add(event := next(self._events))
+        return event
+
+    def destroy_event(self, event: int) -> None:
+        self.events.remove(event)
+        self._marks.pop(event, None)
+
+    def close(self) -> None:
+        self.closed_streams += 1
+        self._streams[self.stream].put(None)
 
     def record(self, event: int, stream: int) -> None:
         mark = self._marks[event] = threading.Event()
@@ -163,7 +193,8 @@ class GpuDouble:
         room = np.full(nbytes + 512, 0xA5, np.uint8)
         begin = -room.ctypes.data % 256
         self._rooms.append(room)  # cudaFree waits until nobody uses the memory any more; here it is kept
-        return DeviceArray(room.ctypes.data + begin, (nbytes,), np.dtype(np.uint8), self.index, room)
+        self.memory_owners.add(owner := _Memory(nbytes))
+        return DeviceArray(room.ctypes.data + begin, (nbytes,), np.dtype(np.uint8), self.index, owner)
 
     def zero(self, array: DeviceArray) -> None:
         view(array.pointer, array.nbytes, np.dtype(np.uint8))[...] = 0
@@ -201,7 +232,8 @@ class GpuDouble:
         return self._meetings.new_id()
 
     def communicator(self, size: int, unique_id: bytes, rank: int) -> CommunicatorDouble:
-        return CommunicatorDouble(self, self._meetings.meet(unique_id, size), rank)
+        self.communicators.add(made := CommunicatorDouble(self, self._meetings.meet(unique_id, size), rank))
+        return made
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -278,7 +310,6 @@ class Meeting:
         self.present = 0
         self.calls: dict[int, dict[int, tuple[Any, Any]]] = {}
         self.sent: dict[tuple[int, int, int], Any] = {}  # by sender, receiver and number
-        self.aborted = False
 
     def gather(self) -> None:
         with self.changed:
@@ -286,11 +317,11 @@ class Meeting:
             self.changed.notify_all()
             self.until(lambda: self.present == self.size)
 
-    def until(self, condition: Callable[[], bool]) -> None:
+    def until(self, condition: Callable[[], bool], is_aborted: Callable[[], bool] = lambda: False) -> None:
         """Wait, holding the lock; like NCCL, for as long as it takes."""
         deadline = time.monotonic() + PATIENCE
         while not condition():
-            if self.aborted:
+            if is_aborted():  # only its own abort ends a rank's kernel
                 raise _AbortedError
             if not self.changed.wait(0.5) and time.monotonic() > deadline:
                 raise NcclErrorDouble("another rank does not come")
@@ -301,6 +332,7 @@ class CommunicatorDouble:
 
     def __init__(self, gpu: GpuDouble, meeting: Meeting, rank: int) -> None:
         self._gpu, self._meeting, self._rank = gpu, meeting, rank
+        self.size = meeting.size
         self._calls = itertools.count()
         self._sends: dict[int, Iterator[int]] = {}
         self._receives: dict[int, Iterator[int]] = {}
@@ -315,12 +347,14 @@ class CommunicatorDouble:
         number, meeting = next(self._calls), self._meeting
 
         def work() -> None:
+            if self.ended:
+                raise _AbortedError  # what begins after the abort brings nothing to the others
             values = None if source is None else view(source[0], source[1], _dtype(source[2])).copy()
             with meeting.changed:
                 call = meeting.calls.setdefault(number, {})
                 call[self._rank] = ((what, *given), values)
                 meeting.changed.notify_all()
-                meeting.until(lambda: len(call) == meeting.size)
+                meeting.until(lambda: len(call) == meeting.size, lambda: self.ended)
             told = {arguments for arguments, _ in call.values()}
             if len(told) > 1:
                 raise NcclErrorDouble(f"the ranks' calls differ: {sorted(map(str, told))}")
@@ -370,7 +404,7 @@ class CommunicatorDouble:
 
         def work() -> None:
             with self._meeting.changed:
-                self._meeting.until(lambda: (peer, self._rank, number) in self._meeting.sent)
+                self._meeting.until(lambda: (peer, self._rank, number) in self._meeting.sent, lambda: self.ended)
                 values = self._meeting.sent.pop((peer, self._rank, number))
             if len(values) != count:
                 raise NcclErrorDouble(f"{count} elements are expected and {len(values)} were sent")
@@ -384,7 +418,6 @@ class CommunicatorDouble:
     def abort(self) -> None:
         self.ended = True
         with self._meeting.changed:
-            self._meeting.aborted = True
             for key in [key for key in self._meeting.sent if key[0] == self._rank]:
                 del self._meeting.sent[key]
             self._meeting.changed.notify_all()

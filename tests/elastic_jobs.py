@@ -35,7 +35,7 @@ from hvdlite.membership.events import (
     TimePassed,
 )
 from hvdlite.membership.limits import Limits
-from hvdlite.membership.messages import Frames, Listening, MemberMessage, WorldOrder, frame
+from hvdlite.membership.messages import AskAlive, Frames, Listening, MemberMessage, WorldOrder, frame
 from hvdlite_runner.member_server import MemberServer
 from tests import warm, worlds
 
@@ -53,6 +53,7 @@ class ElasticJob:
         processes: by member.
         orders: of worlds, by epoch.
         notes: lines for the user.
+        asked: how often members were asked whether they are alive.
         code: the job's exit code; None as long as it runs.
     """
 
@@ -61,6 +62,7 @@ class ElasticJob:
         self.processes: dict[int, subprocess.Popen[bytes] | warm.Rank] = {}
         self.orders: dict[int, WorldOrder] = {}
         self.notes: list[str] = []
+        self.asked = 0
         self.code: int | None = None
         self.reason = ""
         self._authority = Authority(Limits(**{
@@ -177,6 +179,7 @@ class ElasticJob:
                 case StartMember():
                     self._start(command)
                 case Tell(member, order):
+                    self.asked += isinstance(order, AskAlive)
                     if isinstance(order, WorldOrder):
                         self.orders[order.epoch] = order
                     self._server(self._authority.host_of(member)).send(member, frame(order))

@@ -77,6 +77,7 @@ class Member:
         self._host_names: tuple[str, ...] = ()  # of its ranks
         self._stopped = StopNow(0, "")  # the last world that was stopped
         self._attached: tuple[int, Callable[[str], None]] | None = None  # what to stop, and the world to which it belongs
+        self._has_ended: Callable[[], bool] = lambda: False  # the background thread of that world
         self._boundaries = 0  # that this member has reached in this world
         self._change: PrepareStop | None = None  # a stop that is being agreed on
         self._stop_at: StopAt | None = None
@@ -121,19 +122,24 @@ class Member:
 
     # --- what the member waits for -----------------------------------------------------------------------------------
 
-    def attach(self, epoch: int, stop: Callable[[str], None]) -> None:
+    def attach(self, epoch: int, stop: Callable[[str], None], has_ended: Callable[[], bool] = lambda: False) -> None:
         """Call `stop(reason)` when world `epoch` has to end at once: now, if it has been ordered already.
 
         It replaces what was attached before. It may be called by another thread, under a lock: it must not block.
+
+        Args:
+            has_ended: whether the background thread of the world has ended, so that a member that has not stopped computes.
         """
         with self._changed:
             self._attached = epoch, stop
+            self._has_ended = has_ended
             self._stop_attached()
 
     def detach(self) -> None:
         """Forget what was attached: it has ended."""
         with self._changed:
             self._attached = None
+            self._has_ended = lambda: False
 
     def coordinator(self, epoch: int, timeout: float) -> tuple[str, int]:
         """Block until it is known where rank 0 of world `epoch` listens; return host and port.
@@ -272,11 +278,11 @@ class Member:
                 case StopNow():
                     self._stopped = order
                     self._stop_attached()
+                case AskAlive(epoch):
+                    told = Alive(epoch, in_user_code=self._has_ended())
                 case PrepareStop():
                     self._change, self._stop_at = order, None
                     told = BoundaryTold(order.change, self._boundaries)
-                case AskAlive():
-                    told = Alive()
                 case StopAt(change) if self._change is not None and change == self._change.change:
                     self._stop_at = order
                 case WorldOrder():

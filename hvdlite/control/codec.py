@@ -43,8 +43,6 @@ class Welcome(Message, frozen=True, kw_only=True):
 class Heartbeat(Message, frozen=True):
     """Says that the sender's background thread is alive; only on TCP."""
 
-    epoch: int = 0
-
 
 class Kind(enum.IntEnum):
     """The frame's type byte."""

@@ -6,6 +6,7 @@ exchanged, so either side can be replaced.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -106,14 +107,16 @@ class FailureRecord:
         return Path(job_directory) / f"failure.{rank}.json"
 
     def write(self, job_directory: str) -> None:
-        """Write the record atomically; does nothing if the directory has been removed."""
+        """Write the record atomically, if the directory is there and has room: it only says what the exit code does not."""
+        name = ""
         try:
             handle, name = tempfile.mkstemp(dir=job_directory, prefix=".failure.")
-        except FileNotFoundError:
-            return
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(self), file)
-        os.replace(name, self.path(job_directory, self.rank))
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(dataclasses.asdict(self), file)
+            os.replace(name, self.path(job_directory, self.rank))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
 
     @classmethod
     def read(cls, job_directory: str, rank: int) -> FailureRecord | None:

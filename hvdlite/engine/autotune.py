@@ -62,7 +62,7 @@ class Autotuner:
             for name, (low, high) in tunable(config).items()}
         sampler = optuna.samplers.TPESampler(n_startup_trials=RANDOM_SETTINGS, seed=0)
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
-        self._study.enqueue_trial({name: getattr(config, name) for name in self._space})
+        self._study.enqueue_trial({name: coordinator.tuned.get(name, getattr(config, name)) for name in self._space})
         self._trial: Any = self._study.ask(self._space)
         self._to_skip = config.autotune_warmup_samples
         self._scores: list[float] = []

@@ -9,6 +9,7 @@ from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.engine.coordinator_link import CoordinatorLink
 from hvdlite.engine.execution import Execution
 from hvdlite.handoff.handle import BlockedWaiters
+from hvdlite.handoff.job_state import JobState
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.messages import Decision, FailureNotice, RankStatus, SideMessage
 
@@ -32,16 +33,17 @@ class Decisions:
         has_left: whether this rank has: its own leaving is accepted, and everything that was decided before is done.
 
     Args:
+        state: gets the tuned knobs.
         status: describes this rank for stall reports.
     """
 
-    def __init__(self, controller: Controller, coordinator: CoordinatorLink, execution: Execution, waiters: BlockedWaiters,
-                 recorder: FlightRecorder, status: Callable[[], RankStatus]) -> None:
+    def __init__(self, controller: Controller, coordinator: CoordinatorLink, execution: Execution, state: JobState,
+                 waiters: BlockedWaiters, recorder: FlightRecorder, status: Callable[[], RankStatus]) -> None:
         self.departed: set[int] = set()
         self.has_left = False
         self._rank = controller.rank
         self._controller, self._coordinator, self._execution = controller, coordinator, execution
-        self._waiters, self._recorder, self._status = waiters, recorder, status
+        self._state, self._waiters, self._recorder, self._status = state, waiters, recorder, status
         self._queue: deque[Decision] = deque()  # received and not applied
 
     def __bool__(self) -> bool:
@@ -53,7 +55,7 @@ class Decisions:
         Raises:
             JobFailed: when the decision ends the job.
         """
-        if decision.epoch != self._controller.epoch:
+        if self._controller.is_foreign(decision):
             return
         if decision.failure is not None:
             raise JobFailed(decision.failure)
@@ -73,6 +75,7 @@ class Decisions:
             self._coordinator.tracing_changed(decision.timeline)
         self._recorder.cycle(decision.sequence)
         if decision.tuned:
+            self._state.tuned.update(decision.tuned)
             self._execution.tune(dict(decision.tuned))
         self._execution.open_pairs(decision.responses)
         self._execution.carry_out(self._controller.apply(decision), self.departed)  # `learned` to `responses`

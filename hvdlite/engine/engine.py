@@ -60,7 +60,8 @@ class Engine:
         self._execution = Execution(
             self._rank, connections.plane, connections.devices, self._state, recorder, self._clock,
             wait_until=self._wait_until, release_name=self._inbox.release_name, mark_stale=controller.mark_stale)
-        self._decisions = Decisions(controller, coordinator, self._execution, self._waiters, recorder, self._status)
+        self._decisions = Decisions(controller, coordinator, self._execution, self._state, self._waiters, recorder,
+                                    self._status)
         self._health = HealthCheck(watchdog, coordinator, self._execution, self._clock, look_seconds,
                                    send=self._send_side_message, lost=self._lose_parent, decide=self._decide)
         connections.oob.connect(controller.send_side_message, self._inbox.post)
@@ -148,8 +149,8 @@ class Engine:
         """
         self._listened = self._clock()
         self._send_report()
-        self._decide()
-        busy = not sleep or (bool(self._decisions) and not within_plan)
+        heard = self._decide()
+        busy = not sleep or heard or (bool(self._decisions) and not within_plan)
         inbox = self._inbox
         if not busy:
             inbox.awake = False
@@ -197,10 +198,16 @@ class Engine:
             case Task():
                 item.run()
 
-    def _decide(self) -> None:
-        """On rank 0: let the coordinator answer what has been reported."""
+    def _decide(self) -> bool:
+        """On rank 0: let the coordinator answer what has been reported.
+
+        Return whether this rank itself got a direct message, which the plan under way may wait for.
+        """
+        heard = False
         for event in self._coordinator.decide():
             self._receive(event)
+            heard = heard or isinstance(event, DirectMessageReceived)
+        return heard
 
     def _receive(self, event: Event) -> None:
         match event:
@@ -208,6 +215,8 @@ class Engine:
                 self._health.heard()
                 self._decisions.accept(decision)
             case DirectMessageReceived(message):
+                if self._controller.is_foreign(message):
+                    return
                 self._execution.add_receive_splits(message.receive_splits)
                 self._connections.oob.receive(message.oob_messages)
             case _:

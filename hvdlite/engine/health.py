@@ -24,7 +24,7 @@ class HealthCheck:
 
     def __init__(self, watchdog: CoordinatorWatchdog, coordinator: CoordinatorLink, execution: Execution, clock: Clock,
                  interval: float, *, send: Callable[[SideMessage], None], lost: Callable[[str], None],
-                 decide: Callable[[], None]) -> None:
+                 decide: Callable[[], object]) -> None:
         self._watchdog, self._coordinator, self._execution, self._clock = watchdog, coordinator, execution, clock
         self._interval, self._next_look = interval, -math.inf
         self._send, self._lost, self._decide = send, lost, decide

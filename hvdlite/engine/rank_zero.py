@@ -40,7 +40,7 @@ class RankZero:
         self.report_server: ReportServer | None = None
         self._coordinator, self._control, self._recorder, self._clock = coordinator, control, recorder, clock
         self._autotuner = autotuner
-        self._oob_store = OobStore()
+        self._oob_store = OobStore(coordinator.epoch)
         self.urgent = False
 
     @property
@@ -64,6 +64,8 @@ class RankZero:
         """Send what the coordinator decides to the other ranks; return what concerns this one."""
         if self._autotuner is not None:
             self._autotuner.look()
+        if not self._coordinator.has_news:  # the loop asks several times a round, and out-of-band messages are news too
+            return ()
         decision = self._coordinator.decide()
         events: list[Event] = []
         if messages := (*self._coordinator.take_direct_messages(), *self._oob_store.take_direct_messages()):

@@ -15,6 +15,7 @@ class JobState:
     Attributes:
         process_sets: the process sets that exist.
         layouts: the learned layouts that have memory, by the label of their gradient set.
+        tuned: the knobs that have been changed since the beginning.
         joins: how often all ranks have joined.
         failure: the error that ended the job; None while the job runs.
         ended: set when the background thread has ended.
@@ -23,6 +24,7 @@ class JobState:
     def __init__(self, size: int) -> None:
         self.process_sets = ProcessSetTable(size)
         self.layouts: dict[str, LearnedLayout] = {}
+        self.tuned: dict[str, int] = {}
         self.joins = 0
         self.failure: HorovodInternalError | None = None
         self.ended = threading.Event()

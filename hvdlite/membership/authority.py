@@ -81,7 +81,7 @@ class Authority:
     def wake_at(self) -> float | None:
         """Return when `TimePassed` is due; None: after the next other event only."""
         times = [self._worlds.gives_up_at, self._worlds.asks_at,
-                 *(min(member.deadline, member.answer_by) for member in self._roster.alive())]
+                 *(min(member.deadline, member.answer_by, member.ask_at) for member in self._roster.alive())]
         if self._worlds.stage is not Stage.FINISHED:
             times.append(self._hosts.next_end(self._roster.now))
         return None if self.is_over or min(times) == math.inf else min(times)
@@ -129,8 +129,6 @@ class Authority:
                 member.phase = Phase.READY
             elif member.phase is Phase.MEETING:
                 member.phase = Phase.RUNNING
-        elif isinstance(message, Alive):
-            member.answer_by = math.inf
         elif isinstance(message, BoundaryTold):
             if self._worlds.stage is Stage.PREPARING and message.change == self._worlds.change:
                 member.boundary, member.answer_by = message.boundary, math.inf
@@ -138,7 +136,7 @@ class Authority:
             self._said_in_world(member, message)
 
     def _said_in_world(self, member: Member,
-                       message: MemberIdle | Listening | MeetingFailed | Met | MemberFinished) -> None:
+                       message: MemberIdle | Alive | Listening | MeetingFailed | Met | MemberFinished) -> None:
         if isinstance(message, Met):
             if member.phase is Phase.MEETING:
                 member.phase = Phase.RUNNING
@@ -146,9 +144,11 @@ class Authority:
             member.phase, member.is_ready = Phase.FINISHED, True
         elif isinstance(message, MemberIdle):
             member.phase, member.standing, member.is_ready = Phase.IDLE, message.standing, True
-            member.deadline = member.answer_by = math.inf
+            member.stopped()
             if self._worlds.stage is not Stage.STOPPING or not message.standing.at_rest:
                 self._worlds.end_world(f"{self._roster.who(member)}: {message.reason}")
+        elif isinstance(message, Alive):
+            self._roster.is_alive(member, in_user_code=message.in_user_code)
         elif isinstance(message, MeetingFailed):
             missing = [self.members[rank] for rank in message.missing if 0 <= rank < len(self.members)]
             self._worlds.meetings.complain(missing or [member.id], self.members[0], message.reason)
@@ -174,7 +174,7 @@ class Authority:
             return
         if self._worlds.stage is Stage.FINISHED:
             if in_world and code != 0:
-                self._failed_at_end(failure)
+                self._failed_at_end(failure, is_consequence=event.is_consequence)
         elif in_world and not member.is_ready and (event.is_consequence or self._worlds.stage is Stage.ENDING):
             if code and not event.is_consequence and not member.fault and self._worlds.failures.blamed is None:
                 self._failed(failure)  # it was the first; its consequence has been seen earlier
@@ -198,11 +198,20 @@ class Authority:
             self._worlds.changes.left(failure.who, failure.why, failed=True)
             self._worlds.end_world(str(failure))
 
-    def _failed_at_end(self, failure: Failure) -> None:
-        """A member has failed after `elastic.run` has returned everywhere; the others go on."""
-        self._worlds.failures.add(failure)
-        self._worlds.note(str(failure))
-        self._worlds.failure_at_end = self._worlds.failure_at_end or failure
+    def _failed_at_end(self, failure: Failure, *, is_consequence: bool = False) -> None:
+        """A member has failed after `elastic.run` has returned everywhere; the others go on to their ends.
+
+        The job succeeds nevertheless if a rank other than 0 was killed or lost, and no other rank misses it: training has
+        finished, and rank 0 keeps the result. An exception, and the loss of rank 0, are failures of the job.
+        """
+        worlds = self._worlds
+        worlds.failures.add(failure)
+        if (failure.code or -1) < 0 and self._roster.rank_of(failure.member) != 0:
+            worlds.note(f"{failure}; training had finished")
+            worlds.lost_at_end = worlds.lost_at_end or failure
+        else:
+            worlds.note(str(failure))
+            worlds.failure_at_end = worlds.failure_at_end or (worlds.lost_at_end if is_consequence else None) or failure
 
     def _lost(self, host: str, reason: str) -> None:
         """All members of a host are gone; this counts as one failure of the host, and as none of the training."""

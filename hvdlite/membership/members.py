@@ -37,6 +37,9 @@ class Member:
         boundary: its answer to the `PrepareStop` under way.
         deadline: when it is killed, if it has not done by then what it was told.
         answer_by: when it is killed, if it has not told by then what it was asked: its boundary, or whether it lives.
+        ask_at: when it is asked whether it lives, because it has not stopped.
+        give_up_at: when it is killed if it has not stopped by then, though it lives.
+        is_noted: whether the user has been told that the others wait for it.
         fault: why it was killed, if that is its own failure; "" if it was not, or if others are the reason.
     """
 
@@ -49,4 +52,12 @@ class Member:
     boundary: int | None = None
     deadline: float = math.inf
     answer_by: float = math.inf
+    ask_at: float = math.inf
+    give_up_at: float = math.inf
+    is_noted: bool = False
     fault: str = ""
+
+    def stopped(self) -> None:
+        """It has done what it was told: nothing is expected any more."""
+        self.deadline = self.answer_by = self.ask_at = self.give_up_at = math.inf
+        self.is_noted = False

@@ -54,6 +54,18 @@ class MemberIdle(Message, frozen=True):
     reason: str = ""  # why it ended, in a line; "" for a stop at a boundary
 
 
+class Alive(Message, frozen=True):
+    """The answer to `AskAlive`.
+
+    Attributes:
+        in_user_code: when the world has to end: the member's background thread has ended; the training thread computes, and
+            has not noticed.
+    """
+
+    epoch: int
+    in_user_code: bool
+
+
 class BoundaryTold(Message, frozen=True):
     """The answer to `PrepareStop`: the boundaries that the member has passed in this world; it waits at the next one.
 
@@ -96,10 +108,6 @@ class MemberFinished(Message, frozen=True):
     epoch: int
 
 
-class Alive(Message, frozen=True):
-    """The answer to `AskAlive`."""
-
-
 # --- to a member -------------------------------------------------------------------------------------------------------
 
 
@@ -128,6 +136,8 @@ class StopAt(Message, frozen=True):
 
 class AskAlive(Message, frozen=True):
     """Say `Alive`: others wait for you. The link's thread answers, whatever the script does; a stopped process does not."""
+
+    epoch: int
 
 
 class WorldOrder(Message, frozen=True, kw_only=True):

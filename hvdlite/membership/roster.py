@@ -9,7 +9,7 @@ from hvdlite.membership.events import Command, Kill, StartMember, Tell
 from hvdlite.membership.hosts import Hosts, Slot
 from hvdlite.membership.limits import Limits
 from hvdlite.membership.members import IN_WORLD, JOINING, Member, Phase
-from hvdlite.membership.messages import Dismissed, MemberOrder, StopNow, WorldOrder
+from hvdlite.membership.messages import AskAlive, Dismissed, MemberOrder, StopNow, WorldOrder
 from hvdlite.membership.planning import Plan
 
 
@@ -96,7 +96,22 @@ class Roster:
         for member in members:
             if member.phase in IN_WORLD and member.deadline == math.inf:
                 member.deadline, member.answer_by = self.now + self._limits.quiesce_timeout, math.inf
+                member.ask_at = self.now + self._limits.quiesce_timeout / 2
+                member.give_up_at = self.now + self._limits.elastic_timeout
                 self.tell(member, StopNow(self.epoch, reason))
+
+    def ask(self, member: Member) -> None:
+        """Ask a member for which others wait whether it lives."""
+        member.ask_at = math.inf
+        member.answer_by = self.now + self._limits.quiesce_timeout
+        self.tell(member, AskAlive(self.epoch))
+
+    def is_alive(self, member: Member, *, in_user_code: bool) -> None:
+        """A member has answered `ask`: if it was told to stop and computes, wait for it longer."""
+        member.answer_by = math.inf
+        if member.deadline < math.inf and in_user_code and member.is_ready:  # others cannot go on in another world
+            member.deadline = min(self.now + self._limits.quiesce_timeout, member.give_up_at)
+            member.ask_at = self.now + self._limits.quiesce_timeout / 2
 
     def dismiss(self, members: Iterable[Member], reason: str) -> None:
         """End members that are in no world: those that listen are told, the others are killed."""
@@ -104,13 +119,15 @@ class Roster:
             if member.phase is Phase.STARTING:
                 self.kill(member, reason)
             else:
-                member.phase, member.answer_by = Phase.DISMISSED, math.inf
+                member.stopped()
+                member.phase = Phase.DISMISSED
                 member.deadline = self.now + self._limits.quiesce_timeout
                 self.tell(member, Dismissed(reason))
 
     def kill(self, member: Member, reason: str) -> None:
         """Kill a member; what it says until it is gone does not count."""
-        member.phase, member.deadline, member.answer_by = Phase.KILLED, math.inf, math.inf
+        member.stopped()
+        member.phase = Phase.KILLED
         self.commands.append(Kill(member.id, reason))
 
     def order(self, plan: Plan, reason: str, machine_of: Callable[[str], str]) -> WorldOrder:

@@ -23,7 +23,7 @@ from hvdlite.membership.hosts import Hosts
 from hvdlite.membership.limits import Limits
 from hvdlite.membership.meetings import FailedMeetings
 from hvdlite.membership.members import JOINING, Member, Phase
-from hvdlite.membership.messages import AllFinished, AskAlive, PrepareStop, StopAt, WorldOrder
+from hvdlite.membership.messages import AllFinished, PrepareStop, StopAt, WorldOrder
 from hvdlite.membership.planning import Plan, plan
 from hvdlite.membership.recovery import recover
 from hvdlite.membership.roster import Roster
@@ -60,7 +60,8 @@ class Worlds:
     Attributes:
         stage: of the current world.
         failures: of members.
-        failure_at_end: the first failure of a member when all had finished.
+        failure_at_end: the first failure of a member when all had finished; None if the job succeeds.
+        lost_at_end: the first loss of a member then which by itself is no failure of the job.
     """
 
     def __init__(self, limits: Limits, roster: Roster, hosts: Hosts, machine_of: Callable[[str], str], now: float) -> None:
@@ -71,6 +72,7 @@ class Worlds:
         self.stage = Stage.FOUNDING
         self.failures = FailureHistory(limits.failures_without_progress)
         self.failure_at_end: Failure | None = None
+        self.lost_at_end: Failure | None = None
         self.meetings = FailedMeetings(lambda member: roster[member].host)
         self.changes = Changes()
         self.change = 0  # the number of the last graceful change
@@ -110,10 +112,26 @@ class Worlds:
         for member in self._roster.alive():
             if min(member.deadline, member.answer_by) <= self._roster.now:
                 if member.phase is not Phase.DISMISSED:
-                    member.fault = f"it did not stop within {self._limits.quiesce_timeout:g} s"
+                    given = (self._limits.elastic_timeout if member.give_up_at <= self._roster.now
+                             else self._limits.quiesce_timeout)
+                    member.fault = f"it did not stop within {given:g} s"
                 self._roster.kill(member, member.fault or "it did not exit when it was dismissed")
+            elif member.ask_at <= self._roster.now:
+                self._note_awaited(member)
+                self._roster.ask(member)
         if self.gives_up_at <= self._roster.now:
             self._give_up(f" after {self._limits.elastic_timeout:g} s")
+
+    def _note_awaited(self, member: Member) -> None:
+        """Tell the user, once, that others wait for a member that does not stop."""
+        waits = self.stage is Stage.ENDING or any(other.phase is Phase.IDLE for other in self._roster.living())
+        if waits and member.is_ready and not member.is_noted and member.phase is not Phase.FINISHED:
+            member.is_noted = True
+            where, limit = "reached the boundary at which all ranks stop", "as long as it computes"
+            if self.stage is Stage.ENDING:
+                where, limit = "stopped", f"{self._limits.elastic_timeout:g} s"
+            self.note(f"{self._roster.who(member)} has not {where}; the others wait for it, at most "
+                      f"{self._limits.quiesce_timeout:g} s if it does not answer, else {limit}")
 
     def _give_up(self, when: str) -> None:
         """End the job because there are too few slots or members."""
@@ -177,8 +195,8 @@ class Worlds:
             self._asks_at = self._roster.now + 2 * self._limits.quiesce_timeout
             for member in self._roster.living():
                 if member.phase is Phase.RUNNING and member.deadline == math.inf:
-                    member.answer_by = self._roster.now + self._limits.quiesce_timeout
-                    self._roster.tell(member, AskAlive())
+                    self._note_awaited(member)
+                    self._roster.ask(member)
 
     def _run_again(self) -> None:
         """Return to a running world when all members that are left have called elastic.run again.
@@ -188,7 +206,7 @@ class Worlds:
         """
         living = self._roster.living()
         if living and all(member.is_ready for member in living):
-            self.stage, self.failure_at_end = Stage.RUNNING, None
+            self.stage, self.failure_at_end, self.lost_at_end = Stage.RUNNING, None, None
             self.failures.begin_again()
             failures = {failure.member: failure.why for failure in self.failures.all}
             for member in (self._roster[id] for id in self._roster.world):

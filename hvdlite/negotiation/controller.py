@@ -21,6 +21,7 @@ from hvdlite.negotiation.messages import (
     BucketReady,
     BucketRelease,
     Decision,
+    DirectMessage,
     ErrorKind,
     FailureNotice,
     Key,
@@ -168,6 +169,10 @@ class Controller:
         self.has_news = False
         return report
 
+    def is_foreign(self, message: Decision | DirectMessage) -> bool:
+        """Return whether a message belongs to another world of an elastic job: it is dropped (docs/protocol.md#epochs)."""
+        return message.epoch != self.epoch
+
     def apply(self, decision: Decision) -> list[Instruction]:
         """Return what the fields from `learned` to `responses` mean for this rank, as instructions in their order.
 
@@ -176,7 +181,7 @@ class Controller:
         Raises:
             ProtocolError: when a decision is missing or repeated.
         """
-        if decision.epoch != self.epoch:
+        if self.is_foreign(decision):
             return []
         if decision.sequence != self.applied + 1:
             raise ProtocolError(f"decision {decision.sequence} follows {self.applied}")

@@ -24,6 +24,7 @@ from hvdlite.negotiation.messages import (
     DirectMessage,
     FailureNotice,
     HostReport,
+    Layout,
     LayoutStale,
     MergedRequests,
     RankReport,
@@ -58,6 +59,8 @@ class Coordinator:
     Attributes:
         blocked: the ranks that have reported long waits; detects deadlocks.
         negotiator: decides about tensors; for reading.
+        has_news: whether anything has happened since the last call of `decide`, which may have something to say then.
+        tuned: the knobs that have been changed.
 
     Args:
         reduce_eagerly: executes allreduces of the eager lane; None when no rank sends payloads.
@@ -67,7 +70,9 @@ class Coordinator:
         self.size = size
         self.epoch = epoch
         self.negotiator = Negotiator(size, policy, reduce_eagerly)
+        self.has_news = False
         self.blocked = BlockedRanks(self.negotiator.missing_for)
+        self.tuned: dict[str, int] = {}
         self._sequence = 0
         self._applied: dict[Ranks, int] = {(rank,): 0 for rank in range(size)}
         self._orders = _Orders()
@@ -81,6 +86,7 @@ class Coordinator:
         """Handle a report of one rank, except its side message; `now` is seconds on any monotonic clock."""
         if report.epoch != self.epoch:
             return
+        self.has_news = True
         self._note_applied((rank,), report.applied)
         self._receive(rank, report, now)
 
@@ -88,6 +94,7 @@ class Coordinator:
         """Handle a report of the leader of the host of `ranks`; a host has a leader from the beginning, or never."""
         if report.epoch != self.epoch:
             return
+        self.has_news = True
         self._note_applied(ranks, report.applied)
         self._receive_items(ranks, report.items, now)
         for rank, reason in report.lost:
@@ -96,7 +103,7 @@ class Coordinator:
     def fail(self, failure: FailureNotice) -> None:
         """End the job for `failure`, unless it ends already."""
         if self._failure is None:
-            self._failure = failure
+            self._failure, self.has_news = failure, True
 
     def lose(self, rank: int, reason: str) -> None:
         """End the job because a rank is gone, unless it had left."""
@@ -107,6 +114,7 @@ class Coordinator:
 
     def order(self, *, status_requests: Iterable[int] = (), pong: Iterable[int] = (), timeline: bool | None = None) -> None:
         """Let the next decision carry orders that are not about tensors; see the fields of `Decision`."""
+        self.has_news = True
         orders = self._orders
         orders.status_requests.extend(status_requests)
         orders.pong.extend(pong)
@@ -114,17 +122,29 @@ class Coordinator:
 
     def tune(self, settings: Mapping[str, int], now: float) -> None:
         """Change knobs on all ranks with the next decision; layouts are learned again when the sizes of buckets change."""
+        self.has_news = True
         self._orders.tuned.extend(settings.items())
+        self.tuned.update(settings)
         policy = self.negotiator.policy
         sizes = BucketSizes(settings.get("bucket_edge", policy.bucket_sizes.edge),
                             settings.get("bucket_size", policy.bucket_sizes.middle))
         self.negotiator.change_policy(dataclasses.replace(
             policy, bucket_sizes=sizes, fusion_threshold=settings.get("fusion_threshold", policy.fusion_threshold)), now)
 
+    def carry_over(self, layouts: Mapping[str, Layout]) -> None:
+        """Begin with layouts of the last world of an elastic job: they are in the first decision.
+
+        Args:
+            layouts: by the labels of their gradient sets in this world.
+        """
+        self.has_news = True
+        self.negotiator.outcome.learned += self.negotiator.gradient_sets.carry_over(layouts)
+
     # --- what is decided ---------------------------------------------------------------------------------------------
 
     def decide(self) -> Decision | None:
         """Return the next decision, or None when there is nothing to say."""
+        self.has_news = False
         failure = None if self._failure_sent else self._failure
         deferred = tuple(self.blocked.to_defer())
         if not (self.negotiator.outcome or self._orders or failure or deferred):
@@ -146,7 +166,7 @@ class Coordinator:
 
     def take_direct_messages(self) -> tuple[DirectMessage, ...]:
         """Return what single ranks must know to apply the decision that was returned last; send it before the decision."""
-        return tuple(DirectMessage(rank=rank, receive_splits=tuple(splits))
+        return tuple(DirectMessage(epoch=self.epoch, rank=rank, receive_splits=tuple(splits))
                      for rank, splits in sorted(self.negotiator.take_receive_splits().items()))
 
     # --- what is pending ---------------------------------------------------------------------------------------------

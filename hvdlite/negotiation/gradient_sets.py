@@ -17,6 +17,8 @@ Rules (docs/protocol.md#learning, #rounds, #layouts, #join)
   bucket that is reported with a lower round is taken as its members' requests.
 - A layout learned from round r is used from round r + 2. A rank may be in round r + 1 when the decision reaches it, but it
   cannot finish that round before it has applied the decision. So no round is reported partly by member, partly by bucket.
+- A later world of an elastic job begins with the layouts of rank 0 in the one before (`carry_over`). They are in the first
+  decision, so every rank has them before its first round. A rank whose set they do not describe lets them be evicted.
 - A member that is unused on a rank does not break a bucket: its slice holds the reduction's identity element. So a bucket
   id always means that all slices are filled.
 - Ranks are at most one round apart in a set: a round ends on a rank when all its members are answered.
@@ -35,8 +37,9 @@ from collections.abc import Collection, Iterable, Mapping
 
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.errors import ProtocolError
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.layouts import BucketSizes, first_round, plan_buckets, requests_of
+from hvdlite.negotiation.layouts import BucketSizes, carried_over, first_round, plan_buckets, requests_of
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request, Response, Retired, RoundDone
 from hvdlite.negotiation.pending_buckets import PendingBuckets
 from hvdlite.negotiation.process_sets import ProcessSetTable
@@ -183,15 +186,35 @@ class GradientSetTable:
         buckets = plan_buckets(members, ranks, self.limits, self._next_bucket)
         layout = Layout(layout_id=self._next_layout, label=label, first_round=round_id + 2, buckets=buckets,
                         unbucketed=tuple(sorted(gradient_set.sparse)))
-        self._next_layout += 1
-        self._next_bucket += len(buckets)
         idle = [layout_id for layout_id, other in self._layouts.items()
                 if not any(bucket.bucket_id in self.pending for bucket in other.buckets)]
         evicted = idle[:max(0, len(self._layouts) + 1 - self._capacity)]
-        gradient_set.layout = self._layouts[layout.layout_id] = layout
-        gradient_set.members, gradient_set.rounds_in_use = frozenset(ready), 0
-        self._buckets.update((bucket.bucket_id, (bucket, layout.layout_id)) for bucket in layout.buckets)
+        self._use(gradient_set, layout)
         return layout, evicted
+
+    def carry_over(self, layouts: Mapping[str, Layout]) -> list[Layout]:
+        """Begin with layouts of the last world of an elastic job, which are used from the first round on; return them.
+
+        Args:
+            layouts: of the process set of all ranks, by the labels of their gradient sets in this world.
+        """
+        carried = []
+        for label, layout in list(layouts.items())[:self._capacity if self.limits.middle else 0]:
+            gradient_set = self._gradient_sets[label] = _GradientSet(GLOBAL_PROCESS_SET_ID)
+            carried.append(carried_over(layout, label, self._process_sets[GLOBAL_PROCESS_SET_ID], self.first_round,
+                                        self._next_layout, self._next_bucket))
+            gradient_set.sparse = set(carried[-1].unbucketed)
+            self._use(gradient_set, carried[-1])
+        return carried
+
+    def _use(self, gradient_set: _GradientSet, layout: Layout) -> None:
+        """Take a new layout into the tables."""
+        self._next_layout += 1
+        self._next_bucket += len(layout.buckets)
+        gradient_set.layout = self._layouts[layout.layout_id] = layout
+        gradient_set.members = frozenset(member.name for bucket in layout.buckets for member in bucket.members)
+        gradient_set.rounds_in_use = 0
+        self._buckets.update((bucket.bucket_id, (bucket, layout.layout_id)) for bucket in layout.buckets)
 
     def bucket_ready(self, ranks: Ranks, ready: BucketReady,
                      now: float) -> tuple[BucketRelease | None, list[Request], Ranks, RoundDone]:

@@ -10,7 +10,7 @@ import msgspec
 from hvdlite.core.array import ALIGNMENT, GPU_ALIGNMENT, SUPPORTED_DTYPES
 from hvdlite.core.device import CPU
 from hvdlite.negotiation.fusion import fusion_key, payload_bytes, response_to
-from hvdlite.negotiation.messages import Bucket, BucketReady, Request
+from hvdlite.negotiation.messages import Bucket, BucketReady, Layout, Request
 from hvdlite.negotiation.requests import Ranks, first_of, grouped
 
 
@@ -80,6 +80,25 @@ def plan_buckets(ready: Iterable[Mapping[int, Request]], ranks: Ranks, limits: B
             buckets.append(_bucket(first_id + len(buckets), members[begin:end], ranks))
             begin = end
     return tuple(buckets)
+
+
+def carried_over(layout: Layout, label: str, ranks: Ranks, first_round: int, layout_id: int, first_bucket: int) -> Layout:
+    """Return a layout of the last world of an elastic job as one of this world.
+
+    Args:
+        label: of the gradient set in this world; the names of its members contain it.
+        ranks: of the process set.
+        first_round: the first round that is reported by it.
+        first_bucket: the first bucket's id; the other buckets get the ids that follow.
+    """
+    def renamed(name: str) -> str:
+        return name.replace(layout.label, label, 1)
+
+    buckets = [_bucket(bucket_id, [msgspec.structs.replace(member, name=renamed(member.name), label=label)
+                                   for member in bucket.members], ranks)
+               for bucket_id, bucket in enumerate(layout.buckets, first_bucket)]
+    return Layout(layout_id=layout_id, label=label, first_round=first_round, buckets=tuple(buckets),
+                  unbucketed=tuple(map(renamed, layout.unbucketed)))
 
 
 def _member(requests: Mapping[int, Request]) -> Request:

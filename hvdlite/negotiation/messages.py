@@ -313,6 +313,7 @@ class ReceiveSplits(Message, frozen=True):
 class DirectMessage(Message, frozen=True, kw_only=True):
     """A message of rank 0 to one rank alone. It arrives before the decision to which it belongs, if any."""
 
+    epoch: int  # as in `Decision`
     rank: int
     receive_splits: tuple[ReceiveSplits, ...] = ()  # in the order of their decisions
     oob_messages: tuple[OobMessage, ...] = ()

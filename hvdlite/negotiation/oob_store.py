@@ -12,9 +12,14 @@ from hvdlite.negotiation.messages import DirectMessage, OobKey, OobMessage, Side
 
 
 class OobStore:
-    """Keeps published messages and forwards messages that name their receivers."""
+    """Keeps published messages and forwards messages that name their receivers.
 
-    def __init__(self) -> None:
+    Args:
+        epoch: of the world that it serves.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
         self._published: dict[OobKey, OobMessage] = {}
         self._requested: defaultdict[OobKey, list[int]] = defaultdict(list)  # ranks that wait for an unpublished key
         self._outgoing: defaultdict[int, list[OobMessage]] = defaultdict(list)  # by receiver
@@ -39,7 +44,7 @@ class OobStore:
         """Remove and return the messages to send."""
         if not self._outgoing:
             return ()
-        outgoing = tuple(DirectMessage(rank=rank, oob_messages=tuple(messages))
+        outgoing = tuple(DirectMessage(epoch=self._epoch, rank=rank, oob_messages=tuple(messages))
                          for rank, messages in sorted(self._outgoing.items()))
         self._outgoing.clear()
         return outgoing

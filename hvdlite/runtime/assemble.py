@@ -43,6 +43,7 @@ from hvdlite.planes.mpi import mpi_plane
 from hvdlite.planes.nccl.plane import create_nccl_plane
 from hvdlite.planes.selection import PlaneChoice, choose_plane
 from hvdlite.planes.shm import ShmPlane
+from hvdlite.runtime.learned import Learned
 from hvdlite.runtime.meeting import Meeting, address_for_others, checked_world, common_clock
 from hvdlite.runtime.runtime import Runtime
 
@@ -53,18 +54,27 @@ DevicePlaneMaker = Callable[[int, OobChannel, Callable[[], None]], DevicePlane]
 _log = logging.getLogger("hvdlite")
 
 
-def coordinator_for(world: World, config: Config) -> Coordinator | None:
-    """Return the coordinator on rank 0, None elsewhere."""
+def coordinator_for(world: World, config: Config, learned: Learned | None = None) -> Coordinator | None:
+    """Return the coordinator on rank 0, None elsewhere.
+
+    Args:
+        learned: in the last world of an elastic job.
+    """
     if world.rank != 0:
         return None
     policy = Policy(config.fusion_threshold, BucketSizes(config.bucket_edge, config.bucket_size), config.bucket_layouts,
                     config.join_divides_by_active, config.deterministic)
-    return Coordinator(world.size, policy, reduce_payloads, epoch=world.epoch)
+    coordinator = Coordinator(world.size, policy, reduce_payloads, epoch=world.epoch)
+    if learned is not None:
+        if learned.tuned:
+            coordinator.tune(learned.tuned, 0.0)
+        coordinator.carry_over(learned.layouts)
+    return coordinator
 
 
 def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank, plane: plane,
                      casts: Casts | None = None, devices: DevicePlaneMaker | None = None, *,
-                     epoch: int = 0) -> list[Runtime]:
+                     epoch: int = 0, learned: Learned | None = None) -> list[Runtime]:
     """Return the runtimes of `size` ranks that live in this process, not yet started; `wrap` may inject faults."""
     hub = LoopbackHub()
     casts = casts or Casts.of_numpy()
@@ -74,7 +84,8 @@ def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank
         plane = wrap(rank, LoopbackPlane(rank, hub, control.wake_rank, casts))
         oob = OobChannel(rank)
         gpu_plane = None if devices is None else devices(rank, oob, control.wake)
-        runtimes.append(Runtime(world, config, Connections(control, plane, oob, gpu_plane), coordinator_for(world, config)))
+        runtimes.append(Runtime(world, config, Connections(control, plane, oob, gpu_plane),
+                                coordinator_for(world, config, learned)))
     return runtimes
 
 
@@ -87,7 +98,7 @@ def gpus(info: LaunchInfo, config: Config, environment: Mapping[str, str]) -> De
 
 def assemble(info: LaunchInfo, config: Config, casts: Casts, stack_dump: StackDumpTarget = NO_STACK_DUMP,
              environment: Mapping[str, str] | None = None, member: Member | None = None,
-             cancellation: Cancellation | None = None) -> Runtime:
+             cancellation: Cancellation | None = None, learned: Learned | None = None) -> Runtime:
     """Meet the other ranks of this job and return this rank's runtime, not yet started.
 
     Args:
@@ -95,6 +106,7 @@ def assemble(info: LaunchInfo, config: Config, casts: Casts, stack_dump: StackDu
         environment: the process's, in which NCCL looks for its settings.
         member: in an elastic job, the link with its launcher.
         cancellation: may end the meeting from another thread.
+        learned: in the last world of an elastic job.
 
     Raises:
         LaunchError: when the ranks cannot meet.
@@ -104,13 +116,13 @@ def assemble(info: LaunchInfo, config: Config, casts: Casts, stack_dump: StackDu
                                 epoch=info.world.epoch)[0]
     meeting = Meeting(info, config, cancellation or Cancellation(), member)
     with contextlib.ExitStack() as made:
-        runtime = _assembled(meeting, casts, stack_dump, environment or {}, made)
+        runtime = _assembled(meeting, casts, stack_dump, environment or {}, made, learned)
         made.pop_all()  # the runtime closes them
     return runtime
 
 
 def _assembled(meeting: Meeting, casts: Casts, stack_dump: StackDumpTarget, environment: Mapping[str, str],
-               made: contextlib.ExitStack) -> Runtime:
+               made: contextlib.ExitStack, learned: Learned | None) -> Runtime:
     """Like `assemble`, in a job of several ranks.
 
     Args:
@@ -147,7 +159,7 @@ def _assembled(meeting: Meeting, casts: Casts, stack_dump: StackDumpTarget, envi
     probe = ProcessProbe(pids, {rank: welcome.stack_dumps[rank] for rank in local})
     connections = Connections(control, plane, oob, gpus(info, config, environment)(world.rank, oob, control.wake), probe,
                               common_clock(welcome))
-    runtime = Runtime(world, config, connections, coordinator_for(world, config), hosts)
+    runtime = Runtime(world, config, connections, coordinator_for(world, config, learned), hosts)
     if not info.owns_directory:
         if world.rank == local[0]:
             try:

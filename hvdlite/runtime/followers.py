@@ -7,6 +7,9 @@ import itertools
 import weakref
 from typing import Protocol
 
+from hvdlite.handoff.job_state import JobState
+from hvdlite.negotiation.messages import Layout
+from hvdlite.runtime.names import Names
 from hvdlite.runtime.runtime import Runtime
 
 
@@ -18,6 +21,26 @@ class Follower(Protocol):
 
     def world_began(self, runtime: Runtime) -> None:
         """Take part in the world of a runtime, which has started. Not called for each world: its beginning may fail."""
+
+
+class Learner:
+    """A follower whose gradients go by a learned layout, which passes to the next world; for subclasses.
+
+    Attributes:
+        gradient_label: of its gradient set in the last world in which it took part; "" before.
+        layout: the last one that it had.
+    """
+
+    gradient_label = ""
+    layout: Layout | None = None
+
+    def next_label(self, names: Names) -> str:
+        """Return the label of its gradient set in the next world; "" when it has none there that all ranks take part in.
+
+        Args:
+            names: those of the next world.
+        """
+        raise NotImplementedError
 
 
 class Followers:
@@ -39,6 +62,22 @@ class Followers:
         self._are_collected, self._are_inside = not self._followers, False
         for follower in list(self._followers.values()):
             follower.world_ended()
+
+    def learned_in(self, runtime: Runtime) -> None:
+        """Keep the layouts of a runtime that has ended, for `carried`."""
+        for follower in list(self._followers.values()):
+            if isinstance(follower, Learner):
+                follower.layout = runtime.learned_layout(follower.gradient_label) or follower.layout
+
+    def carried(self) -> dict[str, Layout]:
+        """Return the layouts of the followers that live, by their labels in the next world."""
+        names, layouts = Names(JobState(1)), {}
+        for follower in list(self._followers.values()):
+            if isinstance(follower, Learner):
+                label = follower.next_label(names)
+                if label and follower.layout is not None:
+                    layouts[label] = follower.layout
+        return layouts
 
     def collect(self) -> None:
         """Free what is left of the runtime, whose parts refer to each other, and followers that the script has dropped.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 
 from hvdlite.core.config import Config
-from hvdlite.core.device import DeviceAccess
+from hvdlite.core.device import CPU, DeviceAccess
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.world import Hosts, World
@@ -28,7 +28,7 @@ from hvdlite.handoff.handle import Handle
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.inbox import Task
 from hvdlite.negotiation.coordinator import Coordinator
-from hvdlite.negotiation.messages import FailureNotice, Wait
+from hvdlite.negotiation.messages import FailureNotice, Layout, Wait
 from hvdlite.planes.base import Plane
 from hvdlite.runtime.collectives import Collectives
 from hvdlite.runtime.gradient_sets import GradientSets
@@ -165,6 +165,11 @@ class Runtime:
         return self._handoff.waiters.progress
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the background thread has ended, and everything is closed."""
+        return self._state.ended.is_set()
+
+    @property
     def joins(self) -> int:
         """How often all ranks have joined."""
         return self._state.joins
@@ -178,6 +183,19 @@ class Runtime:
     def has_deferred(self) -> bool:
         """Whether this rank has ever left a wait for later, because ranks waited for each other in a circle."""
         return self._handoff.waiters.have_deferred
+
+    def learned_layout(self, label: str) -> Layout | None:
+        """Return the layout of a gradient set of all ranks in host memory, for the next world of an elastic job."""
+        learned = self._state.layouts.get(label)
+        if learned is None or any(bucket.response.device != CPU or bucket.response.process_set_id != GLOBAL_PROCESS_SET_ID
+                                  for bucket in learned.layout.buckets):
+            return None
+        return learned.layout
+
+    @property
+    def tuned(self) -> dict[str, int]:
+        """The knobs that rank 0 has changed."""
+        return dict(self._state.tuned)
 
     def story(self, name: str) -> str:
         """Return what happened to a tensor on this rank lately, one line an event; "" when nothing is remembered."""

@@ -19,7 +19,7 @@ from hvdlite.bootstrap.launch_info import resolve_launch
 from hvdlite.bootstrap.member import Member
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
-from hvdlite.core.errors import NotInitializedError, UnsupportedError
+from hvdlite.core.errors import ConfigError, NotInitializedError, UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.stack_dump import StackDumpTarget
 from hvdlite.core.world import Hosts, World
@@ -28,6 +28,7 @@ from hvdlite.membership.messages import WorldOrder
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.runtime.assemble import assemble
 from hvdlite.runtime.followers import Followers
+from hvdlite.runtime.learned import Learned
 from hvdlite.runtime.process_hooks import configure_logging, record_failure, tell_failure
 from hvdlite.runtime.registered_sets import RegisteredSets
 from hvdlite.runtime.runtime import Runtime
@@ -63,6 +64,7 @@ class Worlds:
         self._environ = environ
         self._process_sets = RegisteredSets()
         self._members: tuple[int, ...] = ()  # of an elastic job's world, by rank; of world 1: the ranks
+        self._tuned: dict[str, int] = {}  # knobs, in the last world of an elastic job in which any were
         self._stack_dump: StackDumpTarget | None = None  # where this process writes its stacks
 
     @property
@@ -192,6 +194,8 @@ class Worlds:
         ended.progress.withdraw()
         if self.member is not None:
             self.member.detach()
+        self.followers.learned_in(ended)
+        self._tuned = ended.tuned or self._tuned
         self.runtime, self.waiting = None, self.waiting or ended.world
         self._process_sets.world_ended()
         self.followers.world_ended()
@@ -207,7 +211,8 @@ class Worlds:
         self.end_world("it joins the job", at_rest=True)  # where it has been alone
         _take_coordinates(order, self.member.number, self._environ)
         config = self._config()
-        self._enter(resolve_launch(None, self._environ, os.getppid(), config), config)
+        self._enter(resolve_launch(None, self._environ, os.getppid(), config), config,
+                    Learned(self.followers.carried(), self._tuned))
         self._members = order.members
         self.member.met(order.epoch)
         self._process_sets.world_began(self.current(), order.members)
@@ -222,23 +227,23 @@ class Worlds:
     def _config(self) -> Config:
         return Config.from_environment({**self.defaults, **self._environ})
 
-    def _enter(self, info: LaunchInfo, config: Config) -> None:
+    def _enter(self, info: LaunchInfo, config: Config, learned: Learned | None = None) -> None:
         if self._stack_dump is None:
             self._stack_dump = enable_stack_dump(config.traceback_signal)
-        self.runtime, self.waiting = self._started(info, config, self._stack_dump), None
+        self.runtime, self.waiting = self._started(info, config, self._stack_dump, learned), None
         global_process_set.set_members(self.runtime.world.size, self.runtime.world.rank)
 
-    def _started(self, info: LaunchInfo, config: Config, stack_dump: StackDumpTarget) -> Runtime:
+    def _started(self, info: LaunchInfo, config: Config, stack_dump: StackDumpTarget, learned: Learned | None) -> Runtime:
         """Return a runtime that is running, with all that the environment asks for; nothing is left of one that fails."""
         cancellation, epoch = Cancellation(), info.world.epoch
         member = self.member if epoch else None  # 0: alone, in a world of its own
         if member is not None:
             member.attach(epoch, cancellation.cancel)
-        made = assemble(info, config, self.casts, stack_dump, self._environ, member, cancellation)
+        made = assemble(info, config, self.casts, stack_dump, self._environ, member, cancellation, learned)
         made.start()
         try:
             if member is not None:
-                member.attach(epoch, made.stop)
+                member.attach(epoch, made.stop, lambda: made.has_ended)
             if info.job_directory and not info.owns_directory:
                 try:
                     made.progress.publish(info.job_directory, info.world.rank if member is None else member.number)
@@ -247,7 +252,12 @@ class Worlds:
                         raise
                     _log.warning("the progress of rank %d is not shown in world %d: %s", info.world.rank, epoch, error)
             if config.timeline and member is self.member:
-                made.start_timeline(_path_in(config.timeline, epoch), config.timeline_mark_cycles)
+                try:
+                    made.start_timeline(_path_in(config.timeline, epoch), config.timeline_mark_cycles)
+                except ConfigError as error:  # likewise; else each new rank 0 would end for it
+                    if epoch <= 1:
+                        raise
+                    _log.warning("world %d has no timeline: %s", epoch, error)
         except BaseException as error:
             tell_failure(made, error)
             made.shutdown()

@@ -66,7 +66,7 @@ class BucketViews(Generic[Parameter]):
             return None
         for name, member in members.items():
             now = framework.shape(parameters[name])
-            if (now.dtype, now.shape) != (member.dtype, member.shape):
+            if (now.dtype, now.shape) != (member.dtype, member.shape) or member.strides not in ((), now.strides):
                 return None
         return cls(learned, framework, parameters)
 

@@ -47,8 +47,8 @@ class DirectRounds(Rounds[Parameter]):
         if self.bucket_views is None or self.bucket_views.learned is not learned:
             for member in gradient_set.members:
                 member.sparse = member.sparse or member.name in learned.layout.unbucketed
-            self.bucket_views = BucketViews.of(learned, framework, {member.name: member.parameter
-                                                                   for member in gradient_set.members if not member.sparse})
+            self.bucket_views = None if not gradient_set.has_factors_of(learned.layout) else BucketViews.of(
+                learned, framework, {member.name: member.parameter for member in gradient_set.members if not member.sparse})
         if self.bucket_views is None:
             runtime.mark_stale(learned.layout)
             return None

@@ -25,6 +25,7 @@ from hvdlite.core.errors import (
     NotInitializedError,
     PeerLostError,
     ProtocolError,
+    ReplicaMismatchError,
 )
 from hvdlite.membership.messages import Standing, WorldOrder
 
@@ -63,6 +64,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
         TypeError: when the first argument is not a state.
         UnsupportedError: inside a function that `run` decorates.
         LaunchError: when the launcher is gone.
+        ReplicaMismatchError: on all ranks, when they have synchronised their states and these are not equal.
     """
     @functools.wraps(func)
     def wrapper(state: ElasticState, *args: Any, **kwargs: Any) -> Any:
@@ -131,6 +133,8 @@ class _Training:
 
         A framework may wrap the error of a collective in its own, so any exception counts when the runtime has failed.
         """
+        if isinstance(error, ReplicaMismatchError):  # a new world would bring it again
+            return False
         current = self._worlds.runtime
         if current is not None and current.failure is not None:
             return True

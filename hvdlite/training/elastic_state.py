@@ -6,16 +6,22 @@ copy that fails (no memory, an object that cannot be copied) leaves the last com
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hvdlite import api
-from hvdlite.core.errors import HostsUpdatedInterrupt, UnsupportedError
+from hvdlite.core.array import Array
+from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt, ReplicaMismatchError, UnsupportedError
 from hvdlite.training import objects
+from hvdlite.training.replicas import check_replicas, named_parts
+
+_UNEQUAL = ("The ranks have just synchronised their states, so a class of the script changes what it is sent by its rank, "
+            "or memory is corrupt. Keep what differs between ranks in an attribute whose name begins with an underscore")
 
 _SHARED = (bool, int, float, complex, str, bytes, type(None))
 """Types of values that need no copy."""
@@ -157,10 +163,12 @@ class ObjectState(State):
         Raises:
             UnsupportedError: on all ranks, when one of rank 0's attributes cannot be pickled.
             ValueError: when rank 0's state was made of other parts than this rank's.
+            ReplicaMismatchError: on all ranks, when the states are not equal afterwards.
         """
         self._check_parts()
         self._receive_attributes(self._bcast_object((self._commits, *self._pickled_attributes())))
         ObjectState.save(self)
+        self._check_replicas()
 
     def _pickled_attributes(self) -> tuple[dict[str, bytes], str]:
         """Return the attributes as bytes, and "" or the reason why they cannot be sent."""
@@ -198,6 +206,23 @@ class ObjectState(State):
         return {name: value for name, value in vars(self).items()
                 if name in self._tracked
                 or (name[:1] != "_" and name not in self._not_state and self._is_plain(value))}
+
+    def _check_replicas(self) -> None:
+        """Compare what `sync` has made equal over all ranks (docs/protocol.md#equal-replicas)."""
+        runtime = api.runtime() if api.is_initialized() and not api.is_provisional() else None
+        if runtime is None or runtime.world.size == 1:
+            return
+        try:
+            named = sorted(self._replicated(), key=lambda part: part[0])
+            check_replicas(runtime, named, "elastic.replicas", advice=_UNEQUAL)
+        except ReplicaMismatchError:
+            with contextlib.suppress(HorovodInternalError):
+                runtime.barrier("elastic.replicas.known").wait()  # this rank may end: the others must know why before that
+            raise
+
+    def _replicated(self) -> Iterator[tuple[str, Array]]:
+        """Yield what `sync` makes equal on all ranks, as arrays with names."""
+        return named_parts("state", self._attributes(), lambda name, value: None)
 
     def _is_plain(self, value: Any) -> bool:
         if isinstance(value, dict):

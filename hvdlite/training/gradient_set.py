@@ -6,6 +6,7 @@ from typing import Generic
 
 from hvdlite.core.types import ReduceOp
 from hvdlite.negotiation.layouts import first_round
+from hvdlite.negotiation.messages import Layout
 from hvdlite.runtime.gradient_sets import Moment
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.framework import Framework, Parameter
@@ -49,6 +50,11 @@ class GradientSet(Generic[Parameter]):
     def size(self) -> int:
         """How many ranks take part."""
         return len(self.runtime.members(self.process_set_id))
+
+    def has_factors_of(self, layout: Layout) -> bool:
+        """Return whether a layout's buckets are reduced as this set is; one of an earlier world may not be."""
+        return all((bucket.response.op, bucket.response.prescale, bucket.response.postscale)
+                   == (self.op, self.prescale, self.postscale) for bucket in layout.buckets)
 
     def next_round(self) -> int:
         """Begin a round; return its id."""

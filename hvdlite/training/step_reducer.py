@@ -20,6 +20,8 @@ from hvdlite import api
 from hvdlite.core.errors import MismatchError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
+from hvdlite.runtime.followers import Learner
+from hvdlite.runtime.names import Names
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import check_compression, factors
 from hvdlite.training.array_gradients import ArrayReducer, Gradient, Rows, scaled
@@ -47,7 +49,7 @@ def current_samples() -> Any:
     return _samples.get()
 
 
-class StepReducer:
+class StepReducer(Learner):
     """Reduces lists of gradients of the same variables, step after step, in one world after the other.
 
     Compiled functions of the script keep their step reducer. So this outlives a world: it leaves one that has ended, and
@@ -116,10 +118,14 @@ class StepReducer:
 
     def _attach(self, runtime: Runtime) -> None:
         self._process_set_id = api.set_id(self._process_set)
-        self._label = runtime.label(self._frontend, self._process_set_id)
+        self._label = self.gradient_label = runtime.label(self._frontend, self._process_set_id)
         self._reference_samples = None
         self.world += 1
         self._runtime = runtime
+
+    def next_label(self, names: Names) -> str:
+        """Return the label of its gradient set in the next world, if these sets come in the same order there."""
+        return self.gradient_label if self._process_set is global_process_set else ""
 
     @property
     def is_current(self) -> bool:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 
+from hvdlite.core.array import Array
 from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.training.elastic import run
 from hvdlite.training.elastic_state import ObjectState, State
-from hvdlite_tf.keras.broadcast import broadcast_variables
+from hvdlite_tf.keras.broadcast import array_of, broadcast_variables
 from hvdlite_tf.keras.elastic_callbacks import (
     CommitStateCallback,
     UpdateBatchStateCallback,
     UpdateEpochStateCallback,
 )
+from hvdlite_tf.random_states import is_random_state
 
 __all__ = ["CommitStateCallback", "HorovodInternalError", "HostsUpdatedInterrupt", "KerasState", "ObjectState", "State",
            "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
@@ -80,6 +82,10 @@ class KerasState(ObjectState):
         count = len(self.model.variables)
         return [*super()._parts(), f"a model with {count} variables", f"an optimizer with {len(self._variables()) - count}"]
 
+    def _replicated(self) -> Iterator[tuple[str, Array]]:
+        yield from super()._replicated()
+        yield from named_values(self._variables())
+
     def _variables(self) -> list[Any]:
         own = getattr(self.optimizer, "variables", [])
         return [*self.model.variables, *(own() if callable(own) else own)]
@@ -103,3 +109,10 @@ def assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
     """Assign copies of values to variables, which may change them in place."""
     for variable, value in zip(variables, values, strict=True):
         variable.assign(keras.ops.copy(value))
+
+
+def named_values(variables: Sequence[Any]) -> Iterator[tuple[str, Array]]:
+    """Yield the names and values of variables, but for random states, which differ between ranks."""
+    for index, variable in enumerate(variables):
+        if not is_random_state(variable):
+            yield f"variables.{index} {getattr(variable, 'path', variable.name)}", array_of(variable)

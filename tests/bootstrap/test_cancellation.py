@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -45,6 +46,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Address:
 
 
 def test_a_rendezvous_ends_wherever_it_blocks(address: Address) -> None:
+    gc.collect()  # what earlier tests have left
     before = len(os.listdir("/proc/self/fd"))
     with listen(address) as listener:
         if not address.path:
@@ -59,7 +61,7 @@ def test_a_rendezvous_ends_wherever_it_blocks(address: Address) -> None:
                                                   cancellation=cancellation))
     give_up(lambda cancellation: connect_to_rank_0(address, rank_info(1), timeout=30, frame_limit=LIMIT,
                                                    cancellation=cancellation))  # nobody listens yet
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_passing_descriptors_ends_wherever_it_blocks(tmp_path: Path) -> None:

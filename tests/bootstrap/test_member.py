@@ -15,7 +15,9 @@ from hvdlite.bootstrap.member import Member
 from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostError
 from hvdlite.core.launch_contract import MEMBER_SOCKET
 from hvdlite.membership.messages import (
+    Alive,
     AllFinished,
+    AskAlive,
     BoundaryTold,
     CoordinatorAt,
     Dismissed,
@@ -118,6 +120,17 @@ def test_a_death_replaces_a_stop_that_is_being_agreed_on(launcher: Launcher) -> 
     with pytest.raises(PeerLostError, match="rank 1 was lost"):
         waiting()
     assert not launcher.member.is_at_rest
+
+
+def test_the_links_thread_says_whether_the_training_thread_computes(launcher: Launcher) -> None:
+    launcher.order(AskAlive(1))
+    assert launcher.heard() == Alive(1, in_user_code=False)
+    launcher.member.attach(1, lambda reason: None, lambda: True)
+    launcher.order(StopNow(1, "rank 1 was lost"), AskAlive(1))
+    assert launcher.heard() == Alive(1, in_user_code=True)
+    launcher.member.detach()
+    launcher.order(AskAlive(1))
+    assert launcher.heard() == Alive(1, in_user_code=False), "it ends its world"
 
 
 def test_a_world_that_was_stopped_before_it_was_attached_is_stopped_at_once(launcher: Launcher) -> None:

@@ -66,7 +66,7 @@ def test_reports_go_up_and_are_no_events(host: Host) -> None:
 
 
 def test_direct_messages_go_to_their_ranks_only_and_before_what_follows(host: Host) -> None:
-    mine, theirs = (DirectMessage(rank=rank, oob_messages=(OobMessage("x", 0, b"%d" % rank),)) for rank in (2, 3))
+    mine, theirs = (DirectMessage(epoch=0, rank=rank, oob_messages=(OobMessage("x", 0, b"%d" % rank),)) for rank in (2, 3))
     host.rank_0.send(DirectMessages((mine, theirs)))
     host.rank_0.send(Decision(epoch=0, sequence=1))
     events = host.control.wait(5.0)

@@ -131,8 +131,9 @@ def test_a_decision_is_encoded_once_for_all_peers(monkeypatch: pytest.MonkeyPatc
 
 def test_a_letter_goes_to_its_rank_or_the_leader_of_its_host() -> None:
     control, far = hub({2: (2, 3)}, [1, 2])
-    messages = {rank: DirectMessage(rank=rank, oob_messages=(OobMessage("x", 0, b"%d" % rank),)) for rank in (1, 2, 3)}
-    control.send_direct_messages([DirectMessage(rank=0), *messages.values()])
+    messages = {rank: DirectMessage(epoch=0, rank=rank, oob_messages=(OobMessage("x", 0, b"%d" % rank),))
+                for rank in (1, 2, 3)}
+    control.send_direct_messages([DirectMessage(epoch=0, rank=0), *messages.values()])
     for connection in far.values():
         connection.start()
     assert far[1].receive() == [DirectMessages((messages[1],))]

@@ -21,6 +21,8 @@ from hvdlite.membership.events import (
 )
 from hvdlite.membership.limits import Limits
 from hvdlite.membership.messages import (
+    Alive,
+    AskAlive,
     BoundaryTold,
     Dismissed,
     MeetingFailed,
@@ -76,6 +78,9 @@ class Talk:
              reason: str = "a peer was lost") -> Talk:
         return self._each(members, MemberIdle(
             self.epoch, Standing(has_state=has_state, commits=commits, at_rest=at_rest), reason))
+
+    def alive(self, *members: int, in_user_code: bool = True) -> Talk:
+        return self._each(members, Alive(self.epoch, in_user_code))
 
     def boundary(self, **told: int) -> Talk:
         """Answer the last `PrepareStop`: `boundary(m0=3, m1=4)`."""
@@ -137,6 +142,9 @@ class Talk:
 
     def dismissed(self) -> list[int]:
         return list(self.told(Dismissed))
+
+    def asked(self) -> list[int]:
+        return list(self.told(AskAlive))
 
     def stop_at(self) -> set[int]:
         return {order.boundary for order in self.told(StopAt).values()}

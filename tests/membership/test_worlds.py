@@ -52,6 +52,36 @@ def test_rule_3_a_member_that_does_not_stop_is_killed_and_seen_dead_before_the_n
     assert "rank 2 on a: it did not stop within 10 s (killed by signal 9 (SIGKILL))" in talk.notes
 
 
+def test_a_member_that_computes_is_waited_for_and_one_that_does_not_answer_is_killed() -> None:
+    talk = founded(3, elastic_timeout=100)
+    talk.gone(0)
+    assert talk.wait(5).asked() == [1, 2]
+    assert talk.notes[-2:] == [f"rank {rank} on a has not stopped; the others wait for it, at most 10 s if it does not "
+                               "answer, else 100 s" for rank in (1, 2)]
+    talk.alive(1)
+    assert talk.wait(5).killed() == [2] and talk.asked() == [1], "it is stopped: no thread of it answers"
+    talk.gone(2)
+    for _ in range(17):
+        assert talk.alive(1).wait(5).killed() == []
+    assert talk.alive(1).wait(5).killed() == [1], "not for ever"
+    assert len([note for note in talk.notes if "has not stopped" in note]) == 2
+
+
+def test_a_member_that_hangs_in_the_end_of_its_world_is_killed_though_it_answers() -> None:
+    talk = founded(2)
+    talk.gone(0).wait(5)
+    assert talk.alive(1, in_user_code=False).wait(5).killed() == [1]
+
+
+def test_a_member_that_computes_and_stops_goes_on() -> None:
+    talk = founded(2)
+    talk.gone(0).wait(5)
+    talk.alive(1).wait(5)
+    talk.alive(1)
+    assert talk.idle(1, commits=3).order().members == (1,)
+    assert talk.met().wait(1000).commands == []
+
+
 def test_rule_4_a_death_in_the_middle_of_a_meeting_replaces_the_world() -> None:
     talk = founded(4)
     talk.gone(0)
@@ -146,8 +176,10 @@ def test_a_stopped_process_for_which_others_wait_at_a_boundary_is_killed() -> No
     assert talk.boundary(m0=7, m1=8).told(AskAlive) == {}
     assert talk.idle(0, at_rest=True).told(AskAlive) == {}
     assert talk.wait(10).told(AskAlive).keys() == {1}
+    assert talk.notes == ["rank 1 on a has not reached the boundary at which all ranks stop; the others wait for it, at "
+                          "most 10 s if it does not answer, else as long as it computes"]
     for _ in range(3):
-        talk.handle(MemberSaid(1, Alive()))
+        talk.handle(MemberSaid(1, Alive(1, in_user_code=False)))
         assert talk.wait(20).told(AskAlive).keys() == {1} and talk.killed() == []
     assert talk.wait(10).killed() == [1]
     assert talk.gone(1).order().members == (0, 2)
@@ -156,7 +188,7 @@ def test_a_stopped_process_for_which_others_wait_at_a_boundary_is_killed() -> No
 def test_a_stopped_process_for_which_others_wait_when_training_ends_is_killed() -> None:
     talk = founded(3)
     assert talk.finished(0).wait(10).told(AskAlive).keys() == {1, 2}
-    talk.handle(MemberSaid(1, Alive()))
+    talk.handle(MemberSaid(1, Alive(1, in_user_code=False)))
     assert talk.wait(10).killed() == [2]
     talk.gone(2)
     assert talk.idle(0, 1, commits=1).order().members == (0, 1)
@@ -290,6 +322,24 @@ def test_a_failure_after_the_end_of_training_is_the_jobs_code() -> None:
     talk.gone(1, 3, "OSError: no space is left")
     end = talk.gone(0, 0).end()
     assert end.code == 3 and end.reason == "rank 1 on a: OSError: no space is left (exit code 3)"
+
+
+def test_a_rank_that_is_killed_after_the_end_of_training_is_named_and_the_job_succeeds() -> None:
+    talk = founded(3)
+    talk.finished(0, 1, 2)
+    talk.gone(1)
+    assert talk.notes[-1] == "rank 1 on a: killed by signal 9 (SIGKILL); training had finished"
+    talk.gone(2, 0)
+    assert talk.gone(0, 0).end().code == 0
+    talk = founded(2)
+    talk.finished(0, 1)
+    talk.gone(0)
+    assert talk.gone(1, 0).end().code == 137, "rank 0 saves the result"
+    talk = founded(2)
+    talk.finished(0, 1)
+    talk.gone(1)
+    end = talk.gone(0, 1, "PeerLostError: rank 1 was lost", is_consequence=True).end()
+    assert end.code == 137 and end.reason == "rank 1 on a: killed by signal 9 (SIGKILL)", "rank 0 still needed it"
 
 
 def test_hosts_that_vanish_while_nobody_can_take_over_are_used_on() -> None:

@@ -85,8 +85,12 @@ class Simulation:
         return False
 
     def decide(self) -> None:
+        had_news = self.coordinator.has_news
         decision = self.coordinator.decide()
-        for message in self.coordinator.take_direct_messages():
+        messages = self.coordinator.take_direct_messages()
+        assert had_news or not (decision or messages), "the engine would not have asked for this decision"
+        assert not self.coordinator.has_news
+        for message in messages:
             self.messages[message.rank].append(msgspec.msgpack.decode(_encode(message), type=DirectMessage))
         if decision is not None:
             decision = msgspec.msgpack.decode(_encode(decision), type=Decision)

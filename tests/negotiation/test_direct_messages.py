@@ -43,9 +43,9 @@ def test_each_rank_is_told_its_own_column_of_an_alltoall() -> None:
     (response,) = decided(coordinator).responses
     assert response.rows == (12, 11) and response.row_elements == 2
     assert coordinator.take_direct_messages() == (
-        DirectMessage(rank=0, receive_splits=(ReceiveSplits(0, "x", (1, 0, 4), (0, 0, 0)),)),
-        DirectMessage(rank=1, receive_splits=(ReceiveSplits(0, "x", (2, 5, 4), (1, 0, 4)),)),
-        DirectMessage(rank=2, receive_splits=(ReceiveSplits(0, "x", (3, 0, 4), (3, 5, 8)),)))
+        DirectMessage(epoch=0, rank=0, receive_splits=(ReceiveSplits(0, "x", (1, 0, 4), (0, 0, 0)),)),
+        DirectMessage(epoch=0, rank=1, receive_splits=(ReceiveSplits(0, "x", (2, 5, 4), (1, 0, 4)),)),
+        DirectMessage(epoch=0, rank=2, receive_splits=(ReceiveSplits(0, "x", (3, 0, 4), (3, 5, 8)),)))
     assert coordinator.take_direct_messages() == ()
 
 
@@ -56,8 +56,8 @@ def test_a_rank_that_has_joined_sends_nothing_and_is_told_what_it_gets() -> None
     (response,) = decided(coordinator).responses
     assert response.contributors == (0,) and response.rows == (5, 3)
     assert coordinator.take_direct_messages() == (
-        DirectMessage(rank=0, receive_splits=(ReceiveSplits(0, "x", (2, 0), (0, 0)),)),
-        DirectMessage(rank=1, receive_splits=(ReceiveSplits(0, "x", (3, 0), (2, 0)),)))
+        DirectMessage(epoch=0, rank=0, receive_splits=(ReceiveSplits(0, "x", (2, 0), (0, 0)),)),
+        DirectMessage(epoch=0, rank=1, receive_splits=(ReceiveSplits(0, "x", (3, 0), (2, 0)),)))
 
 
 # docs/protocol.md#direct-messages
@@ -100,22 +100,23 @@ def tell(store: OobStore, rank: int, side_message: SideMessage) -> tuple[DirectM
 
 @pytest.mark.parametrize("fetched_first", [True, False])
 def test_a_published_message_goes_to_ranks_that_fetch_it_before_or_after(fetched_first: bool) -> None:
-    store = OobStore()
+    store = OobStore(0)
     message, key = OobMessage("gloo.0", 1, b"text"), OobKey("gloo.0", 1)
     if fetched_first:
         assert tell(store, 3, SideMessage(oob_requests=(key,))) == ()
-        assert tell(store, 1, SideMessage(oob_messages=(message,))) == (DirectMessage(rank=3, oob_messages=(message,)),)
+        assert tell(store, 1, SideMessage(oob_messages=(message,))) == (
+            DirectMessage(epoch=0, rank=3, oob_messages=(message,)),)
     else:
         assert tell(store, 1, SideMessage(oob_messages=(message,))) == ()
-        assert tell(store, 3, SideMessage(oob_requests=(key,))) == (DirectMessage(rank=3, oob_messages=(message,)),)
-    assert tell(store, 2, SideMessage(oob_requests=(key,))) == (DirectMessage(rank=2, oob_messages=(message,)),)
+        assert tell(store, 3, SideMessage(oob_requests=(key,))) == (DirectMessage(epoch=0, rank=3, oob_messages=(message,)),)
+    assert tell(store, 2, SideMessage(oob_requests=(key,))) == (DirectMessage(epoch=0, rank=2, oob_messages=(message,)),)
     assert tell(store, 1, SideMessage(oob_withdrawn=("gloo.0",))) == ()
     assert tell(store, 0, SideMessage(oob_requests=(key,))) == ()
 
 
 def test_an_addressed_message_goes_to_those_ranks_only() -> None:
-    store = OobStore()
+    store = OobStore(0)
     message = OobMessage("nccl.0", 2, b"text", (0, 3))
     sent = OobMessage("nccl.0", 2, b"text")
     assert tell(store, 2, SideMessage(oob_messages=(message,))) == (
-        DirectMessage(rank=0, oob_messages=(sent,)), DirectMessage(rank=3, oob_messages=(sent,)))
+        DirectMessage(epoch=0, rank=0, oob_messages=(sent,)), DirectMessage(epoch=0, rank=3, oob_messages=(sent,)))

@@ -292,7 +292,7 @@ def test_no_memory_on_one_rank_means_no_buckets_on_all(caplog: pytest.LogCapture
 
     made = worlds.assemble_threads
     try:
-        worlds.assemble_threads = lambda size, config: assemble_threads(  # type: ignore[assignment]
+        worlds.assemble_threads = lambda size, config, **learned: assemble_threads(  # type: ignore[assignment]
             size, config, lambda rank, plane: Poor(plane) if rank == 1 else plane)
         first, second = threads(2, step)
     finally:

@@ -12,8 +12,9 @@ torch = pytest.importorskip("torch")
 
 import hvdlite_torch as hvd  # noqa: E402
 from hvdlite import api  # noqa: E402
-from hvdlite.core.errors import UnsupportedError  # noqa: E402
+from hvdlite.core.errors import ReplicaMismatchError, UnsupportedError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite.training.elastic_state import ObjectState  # noqa: E402
 from hvdlite_torch import elastic_state  # noqa: E402
 from hvdlite_torch.elastic import StateHandler, TorchState, get_handler_registry, set_handler_registry  # noqa: E402
 from tests.torch.test_state import WideMoments  # noqa: E402
@@ -259,6 +260,7 @@ def as_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any
     own = threading.local()
     monkeypatch.setattr(api, "runtime", lambda: own.runtime)
     monkeypatch.setattr(api, "is_initialized", lambda: True)
+    monkeypatch.setattr(api, "is_provisional", lambda: False)
     monkeypatch.setattr(api, "rank", lambda: own.runtime.world.rank)
     monkeypatch.setattr(api, "size", lambda: own.runtime.world.size)
 
@@ -325,6 +327,25 @@ def test_states_that_differ_are_an_error(as_ranks: Callable[..., list[Any]]) -> 
 
     with pytest.raises(ValueError, match=r"rank 0's elastic state has model, optimizer, schedule, step, and rank 1"):
         as_ranks(step)
+
+
+@pytest.mark.parametrize(("corrupt", "name"), [
+    (lambda own: own.model[0].weight.data[0, 0].add_(1), "state.model.0.weight"),
+    (lambda own: own.optimizer.state[own.model[0].bias]["momentum_buffer"][0].add_(1),
+     "state.optimizer.state.1.momentum_buffer"),
+    (lambda own: own.optimizer.param_groups[0].update(lr=0.2), "state.optimizer.param_groups.0.lr")])
+def test_replicas_that_differ_after_sync_are_an_error(as_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch,
+                                                      corrupt: Callable[[Training], Any], name: str) -> None:
+    """See docs/protocol.md#equal-replicas."""
+    saved = ObjectState.save
+    monkeypatch.setattr(ObjectState, "save", lambda state: (saved(state), corrupt(state) if api.rank() == 1 else None))
+
+    def step(rank: int) -> None:
+        training = Training("sgd", seed=rank)
+        training.train(0, 2)
+        with pytest.raises(ReplicaMismatchError, match=f"replicas differ in '{name}': rank 0: .*; rank 1: "):
+            training.state().sync()
+    as_ranks(step)
 
 
 def test_a_sampler_and_handlers_by_themselves(as_ranks: Callable[..., list[Any]]) -> None:

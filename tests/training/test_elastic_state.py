@@ -12,6 +12,7 @@ from hvdlite import api
 from hvdlite.core.errors import HostsUpdatedInterrupt, UnsupportedError
 from hvdlite.training import elastic
 from hvdlite.training.elastic_state import ObjectState, State
+from hvdlite.training.replicas import named_parts
 
 
 class Wire:
@@ -215,3 +216,19 @@ def test_a_state_of_ones_own() -> None:
     assert (own.value, own._commits) == (1, 1)
     with pytest.raises(NotImplementedError, match="State does not define restore"):
         State().restore()
+
+
+def test_plain_data_and_arrays_are_compared_whatever_their_order_in_memory() -> None:
+    """See docs/protocol.md#equal-replicas."""
+    def parts(**attributes: Any) -> dict[str, bytes]:
+        return {name: part.tobytes() for name, part in named_parts("state", attributes, lambda name, value: None)}
+
+    words = [f"word {number}" for number in range(100)]
+    one = parts(words=set(words), table={"a": [1, None, True], 2: (np.arange(6).reshape(2, 3).T, "x")})
+    other = parts(table={2: (np.arange(6).reshape(2, 3).T.copy(), "x"), "a": [1, None, True]}, words=set(reversed(words)))
+    assert one == other
+    assert sorted(one) == ["state.table.2.0", "state.table.2.1", "state.table.a", "state.words"]
+    assert parts(zero=0.0) != parts(zero=-0.0) and parts(number=1) != parts(number=True)
+    loop: list[Any] = [object(), np.array([object()])]
+    loop.append(loop)
+    assert parts(loop=loop) == {}, "what cannot be compared is left out"

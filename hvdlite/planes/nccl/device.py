@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -72,6 +73,12 @@ class Device(Protocol):
 
     def make_event(self) -> int:
         """Return a new event."""
+
+    def destroy_event(self, event: int) -> None:
+        """Destroy an event; waits that are launched keep their meaning."""
+
+    def close(self) -> None:
+        """Destroy the plane's stream; work in progress on it goes on."""
 
     def record(self, event: int, stream: int) -> None:
         """Record an event: it covers all work launched on a stream so far."""
@@ -160,6 +167,12 @@ class CupyDevice:
     def make_event(self) -> int:
         with self._here():
             return int(self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming))
+
+    def destroy_event(self, event: int) -> None:
+        self._runtime.eventDestroy(event)
+
+    def close(self) -> None:
+        self._runtime.streamDestroy(self.stream)
 
     def record(self, event: int, stream: int) -> None:
         if self._runtime.getDevice() == self.index:
@@ -303,30 +316,57 @@ def check_not_captured(device: Device, stream: int) -> None:
 
 
 class EventPool:
-    """A pool of events: creating an event costs more than recording it. Thread-safe."""
+    """A pool of events: creating an event costs more than recording it. Thread-safe.
+
+    Attributes:
+        free: the events that nobody refers to.
+        closed: whether free events are destroyed.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._free: deque[int] = deque()
+        self.free: deque[int] = deque()
+        self.closed = False
+        self._pid = os.getpid()
 
     def record(self, stream: int) -> PooledEvent:
         """Return an event that covers all work launched on `stream` so far."""
         try:
-            handle = self._free.pop()
+            handle = self.free.pop()
         except IndexError:
             handle = self._device.make_event()
-        event = PooledEvent(handle, self._free)
+        event = PooledEvent(handle, self)
         self._device.record(handle, stream)
         return event
+
+    def close(self) -> None:
+        """Destroy the free events now, and each other one when nobody refers to it any more."""
+        self.closed = True
+        self.destroy_free()
+
+    def destroy_free(self) -> None:
+        """Destroy the free events, but not in a forked child, which must not call CUDA."""
+        while self._pid == os.getpid():
+            try:
+                event = self.free.pop()
+            except IndexError:
+                return
+            try:
+                self._device.destroy_event(event)
+            except self._device.failure:
+                return
 
 
 class PooledEvent:
     """An event of the pool; returns to it when there are no more references. Launched waits keep their meaning."""
 
-    __slots__ = ("_free", "handle")
+    __slots__ = ("_pool", "handle")
 
-    def __init__(self, handle: int, free: deque[int]) -> None:
-        self.handle, self._free = handle, free
+    def __init__(self, handle: int, pool: EventPool) -> None:
+        self.handle, self._pool = handle, pool
 
     def __del__(self) -> None:
-        self._free.append(self.handle)
+        pool = self._pool
+        pool.free.append(self.handle)
+        if pool.closed:
+            pool.destroy_free()

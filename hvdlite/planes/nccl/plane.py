@@ -48,6 +48,9 @@ ABORT_SECONDS: Final = 10.0
 """Time that `close` waits for aborts of communicators to return."""
 EXIT_SECONDS: Final = 2.0
 """Time that `close` waits for the final all-reduce; it times out on a rank that leaves long before or after the others."""
+FREED_SECONDS: Final = 1.0
+"""Time that `close` waits, after a failure, for the launch thread. One that makes a communicator, which no abort reaches, is
+left behind, with its stream; it ends when NCCL gives up."""
 LINGER_SECONDS: Final = 0.1
 """Time for the other GPUs to leave the final all-reduce."""
 _PEER_INFO: Final = msgspec.msgpack.Decoder(PeerInfo)
@@ -86,6 +89,7 @@ class NcclPlane:
         self._sets: dict[int, tuple[int, ...]] = {}
         self._communicator_refs: dict[int, CommunicatorRef] = {}  # by process set
         self._reason: str | None = None  # why there is no GPU, once it is known
+        self._closing = False
         self._pid = os.getpid()
 
     # --- for adapters ----------------------------------------------------------------------------------------------
@@ -180,15 +184,25 @@ class NcclPlane:
                          device.index, DRAIN_SECONDS)
         elif failure is None and self._exit_timeout:
             self._final_allreduce(device, [ref for ref in refs if len(ref.ranks) > 1])
-        self._communicator_refs = {}
+        self._communicator_refs, self._closing = {}, True
         self._watcher.end(failure)
         self._watcher.wait_for_poll()
-        if failure is None:
-            self._thread.end(DRAIN_SECONDS)
+        has_ended = failure is None and self._thread.end(DRAIN_SECONDS)
         stuck = abort(refs, device, ABORT_SECONDS)
         if stuck:
             _log.error("rank %d: %d NCCL communicators did not end within %.0f s; leave this process to free GPU %d",
                        self._rank, stuck, ABORT_SECONDS, device.index)
+        elif has_ended or self._thread.end(FREED_SECONDS):  # by now an abort has ended what it was blocked in
+            self._release(device)
+
+    def _release(self, device: Device) -> None:
+        """Destroy streams and events: a process of an elastic job makes new ones in each world."""
+        assert self._events is not None
+        try:
+            self._events.close()
+            device.close()
+        except device.failure as error:
+            _log.info("rank %d: GPU %d has failed: %s", self._rank, device.index, error)
 
     def _final_allreduce(self, device: Device, refs: Sequence[CommunicatorRef]) -> None:
         """Wait until the GPUs of all ranks have finished their work, or until the timeout."""
@@ -261,6 +275,9 @@ class NcclPlane:
         what = f"making a communicator of ranks {list(ranks)}"
         try:
             ref = CommunicatorRef(device.communicator(len(ranks), unique_id, ranks.index(self._rank)), ranks)
+            if self._closing:  # the world was lost meanwhile, and nobody else will end this
+                ref.end()
+                raise HorovodInternalError(f"{what} was given up")
             # The first call connects the ranks, which blocks; better here than in a training step.
             warm = self._staging.get(4096)
             ref.communicator.allReduce(warm, warm, 1024, DTYPES["float32"], collectives.SUM, device.stream)
@@ -270,6 +287,8 @@ class NcclPlane:
         return ref
 
     def _launch(self, device: Device, plan: Plan) -> LaunchedWork:
+        if self._closing:
+            raise HorovodInternalError("the plane for GPUs is closed")
         communicator = self._communicator_refs[plan.response.process_set_id].communicator
         try:
             for event in _ready_events(plan):

@@ -31,8 +31,8 @@ def stuck(rank: int, seconds: float) -> None:
     hvd.init()
 
     def stuck() -> None:
-        until = time.monotonic() + seconds  # in C: it holds the GIL, and no signal disturbs it
-        collections.deque(itertools.takewhile(until.__gt__, iter(time.monotonic, None)), maxlen=0)
+        until = time.process_time() + seconds  # in C: it holds the GIL, and no signal disturbs it
+        collections.deque(itertools.takewhile(until.__gt__, iter(time.process_time, None)), maxlen=0)
 
     print("ready", flush=True)
     if hvd.rank() == rank:

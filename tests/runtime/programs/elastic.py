@@ -161,6 +161,46 @@ def _nested(state: Any) -> str:
     return str(outer(state))
 
 
+def compute(gate: str) -> int:
+    """Compute in the last rank without a collective, until the file `gate` exists; return the process."""
+    api.init()
+
+    @run
+    def loop(state: Any) -> None:
+        ops.allreduce(np.ones(1))
+        print(f"world of {api.size()}", flush=True)
+        while not os.path.exists(gate) and (api.rank() == api.size() - 1 > 0):
+            sum(range(1000))
+        ops.barrier()
+
+    loop(ObjectState(step=0))
+    api.shutdown()
+    return os.getpid()
+
+
+class CorruptState(ObjectState):
+    """A state whose weights rank 1 changes when it receives them in world 2, as faulty memory would."""
+
+    def _receive_attributes(self, sent: Any) -> None:
+        super()._receive_attributes(sent)
+        if (api.rank(), api.worlds().coordinates.epoch) == (1, 2):
+            self.weights[3] += 1
+
+
+def with_a_corrupt_replica() -> None:
+    """Train until the states of the ranks differ."""
+    api.init()
+
+    @run
+    def loop(state: Any) -> None:
+        while True:
+            ops.allreduce(np.ones(1))
+            print(f"world of {api.size()}", flush=True)
+            state.commit()
+
+    loop(CorruptState(weights=np.zeros(100), step=0))
+
+
 def with_process_sets(gate: str) -> list[Any]:
     """Use process sets that outlive a world; return their ranks in each world, and sums over them."""
     api.init()

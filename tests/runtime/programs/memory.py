@@ -88,7 +88,8 @@ def jobs_one_after_the_other_leave_nothing(collects: bool) -> None:
     first = job()
     before = shared()
     for _ in range(8):
-        assert job() == first
+        descriptors, threads = job()
+        assert descriptors <= first[0] and threads <= first[1]
         gc.collect()
         assert shared() <= before + (1 << 20)
 

@@ -1,0 +1,81 @@
+"""Latency of one blocking allreduce of a small private float32 tensor, call by call: hvdlite and torch.distributed (Gloo).
+
+Every call is timed. The contenders take turns after a few calls each, so that both meet the same moments of a noisy machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+import hvdlite_torch as hvd
+from benchmarks.harness import Bench, say
+
+SIZES = [4, 64, 1 << 10, 8 << 10, 64 << 10]
+SHORT = [4, 64 << 10]
+CALLS = 25
+"""How many calls a contender makes in a turn; the first, which may find the other's traces, is not counted."""
+
+HOG = "while True: pass"
+
+
+@contextlib.contextmanager
+def hog(wanted: bool) -> Iterator[None]:
+    """Let a process that always computes run beside the ranks."""
+    process = subprocess.Popen([sys.executable, "-c", HOG]) if wanted and hvd.local_rank() == 0 else None
+    try:
+        yield
+    finally:
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+def contenders(nbytes: int) -> dict[str, Callable[[], object]]:
+    """Return what competes; each works on its own tensor."""
+    ours, theirs = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4)
+    return {"hvdlite": lambda: hvd.allreduce_(ours, op=hvd.Sum, name="x"), "gloo": lambda: dist.all_reduce(theirs)}
+
+
+def calls(bench: Bench, found: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Return the seconds of every call on this rank."""
+    seconds: dict[str, list[float]] = {name: [] for name in found}
+    names, clock = list(found), time.perf_counter
+    for turn in range(bench.arguments.rounds * 4):
+        for name in names if turn % 2 else reversed(names):
+            work = found[name]
+            bench.barrier()
+            work()
+            for _ in range(CALLS):
+                begun = clock()
+                work()
+                seconds[name].append(clock() - begun)
+    return seconds
+
+
+def main() -> None:
+    bench = Bench.start(__doc__, pin=False)
+    rows = []
+    for busy in (False, True):
+        with hog(busy):
+            for nbytes in SHORT if bench.arguments.short else SIZES:
+                found = calls(bench, contenders(nbytes))
+                figures = {name: {"median": statistics.median(values), "p99": statistics.quantiles(values, n=100)[98],
+                                  "mean": statistics.fmean(values)} for name, values in found.items()}
+                rows.append({"bytes": nbytes, "busy": busy, "seconds": figures})
+                ours, theirs = figures["hvdlite"], figures["gloo"]
+                say(f"{'busy ' if busy else 'quiet'} {nbytes:>6} B" + "".join(
+                    f"   {kind} {ours[kind] * 1e6:7.0f} / {theirs[kind] * 1e6:7.0f} us = {ours[kind] / theirs[kind]:4.2f}"
+                    for kind in ("median", "mean", "p99")))
+    bench.finish(rows)
+
+
+if __name__ == "__main__":
+    main()
