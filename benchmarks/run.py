@@ -2,6 +2,7 @@
 
     python -m benchmarks.run            everything, on 2 and 4 ranks
     python -m benchmarks.run --short    a few minutes
+    python -m benchmarks.run --hogs 2   collectives alone, quiet and beside that many CPU hogs
 
 Ranks are started with MPI's `mpiexec` when mpi4py and one are installed, so that MPI competes; else with hvdrun.
 """
@@ -109,11 +110,18 @@ def run(script: str, ranks: int, *options: str, record: Path,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="2 ranks, fewer points, fewer rounds")
+    parser.add_argument("--hogs", type=int, default=0, help="only collectives: quiet, and beside so many CPU hogs")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
     arguments.results.mkdir(parents=True, exist_ok=True)
     short = ["--short"] if arguments.short else []
     rounds = ["--rounds", "5" if arguments.short else "11"]
+    if arguments.hogs:
+        for ranks in (2, 4):
+            for hogs in (0, arguments.hogs):
+                run("collectives", ranks, *rounds, *short, "--hogs", str(hogs),
+                    record=arguments.results / f"busy-{ranks}-{hogs}.json")
+        return
     long_rounds = [*rounds, "--seconds", "0.5" if arguments.short else "1"]
     plan: list[tuple[str, int, list[str]]] = [
         ("gradients", 2, rounds),

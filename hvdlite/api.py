@@ -179,10 +179,10 @@ def stop_timeline() -> None:
     runtime().stop_timeline()
 
 
-def offer_casts(widen: Callable[[Array, Array], object], narrow: Callable[[Array, Array], object]) -> None:
-    """Let reductions of 16-bit floats use a framework's vectorised conversions; see `planes.arithmetic.Casts`."""
-    _worlds.casts.widen, _worlds.casts.narrow = widen, narrow
-
+def offer_casts(widen: Callable[[Array, Array], object], narrow: Callable[[Array, Array], object],
+                reduce_pair: Callable[[Array, Array, int, Array], bool]) -> None:
+    """Let reductions of 16-bit floats use a framework's vectorised kernels; see `planes.arithmetic.Casts`."""
+    _worlds.casts.widen, _worlds.casts.narrow, _worlds.casts.reduce_pair = widen, narrow, reduce_pair
 
 
 def is_initialized() -> bool:

@@ -3,11 +3,10 @@
 from hvdlite import api as _api
 from hvdlite import frontend, join
 from hvdlite.frontend import *
+from hvdlite_torch import casts as _casts
 from hvdlite_torch import comm_hooks, elastic
 from hvdlite_torch.buffers import broadcast_buffers
 from hvdlite_torch.compression import Compression
-from hvdlite_torch.framework import narrow as _narrow
-from hvdlite_torch.framework import widen as _widen
 from hvdlite_torch.metrics import gather_all_tensors, synchronize_metrics
 from hvdlite_torch.mirrored import MirroredStrategy
 from hvdlite_torch.ops import (
@@ -54,7 +53,7 @@ from hvdlite_torch.state import (
 )
 from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 
-_api.offer_casts(_widen, _narrow)
+_api.offer_casts(_casts.widen, _casts.narrow, _casts.reduce_pair)
 
 __all__ = [
     "Compression", "DistributedOptimizer", "MirroredStrategy", "SyncBatchNorm", "allgather", "allgather_async",

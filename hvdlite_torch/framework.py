@@ -73,20 +73,6 @@ def as_array(tensor: torch.Tensor, name: str) -> Array:
         raise UnsupportedError(f"'{name}': dtype {tensor.dtype} is not supported") from None
 
 
-def widen(source: Array, out: Array) -> None:
-    """Convert a flat 16-bit float array to float32: five times as fast as NumPy for float16."""
-    torch.from_numpy(out).copy_(_sixteen_bits(source if source.flags.writeable else source.copy()))  # torch warns otherwise
-
-
-def narrow(source: Array, out: Array) -> None:
-    """Convert a flat float32 array to 16-bit floats, rounding to nearest even."""
-    _sixteen_bits(out).copy_(torch.from_numpy(source))
-
-
-def _sixteen_bits(array: Array) -> torch.Tensor:
-    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16 if array.dtype == BFLOAT16 else torch.float16)
-
-
 FEW = 64
 """Elements; so many of a gradient tell most of the time that it is not all zeros."""
 MANY_KEPT = 4

@@ -8,11 +8,15 @@ bits. Therefore each value x is split into quotient and remainder, x = q n + r w
 bits; the mean, rounded down, is sum(q) + sum(r) // n. The sum of the quotients may exceed the range by up to n: it wraps
 around and back. Sum and Product wrap around like NumPy's. Factors are applied in float64 to each value and to the result,
 which are then truncated toward zero; a value that does not fit into the dtype is undefined, as in C.
+
+16-bit floats. Their sums are float32, rounded once. A framework may offer a kernel for the sum or the mean of two arrays in
+one pass (`Casts.reduce_pair`); it has to return the same bits.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -35,10 +39,13 @@ class Casts:
     Attributes:
         widen: convert a flat float16 or bfloat16 array to a float32 array of the same length.
         narrow: convert back, rounding to nearest even; may overwrite the float32 array.
+        reduce_pair: write the sum of two 16-bit arrays, divided by 1 or 2, to an array that shares no memory with them.
+            Return False if the bits may differ from those of `widen`, an addition, a division and `narrow`. Optional.
     """
 
     widen: Callable[[Array, Array], object]
     narrow: Callable[[Array, Array], object]
+    reduce_pair: Callable[[Array, Array, int, Array], bool] | None = None
 
     @classmethod
     def of_numpy(cls) -> Casts:
@@ -70,7 +77,14 @@ class Reduction:
             self._widen, self._narrow = self._split_quotients, self._merge_quotients
         self._wide = self._split or self._accumulator != dtype
         rows = (2, self.chunk) if self._split else (self.chunk,)
-        self._scratch = np.empty((2, *rows), self._accumulator) if self._wide else None
+        self._scratch_shape = (2, *rows)
+        is_plain_sum = self._combine is np.add and self._divisor <= 2 and self._postscale == 1.0
+        self._reduce_pair = casts.reduce_pair if is_plain_sum and self._wide and not self._split else None
+
+    @functools.cached_property
+    def _scratch(self) -> Array:
+        """An accumulator and a term of a chunk."""
+        return np.empty(self._scratch_shape, self._accumulator)
 
     def copy_prescaled(self, source: Array, out: Array) -> None:
         """Copy `source` to `out` (flat, same length, possibly the same memory), multiplied by the prescale factor."""
@@ -96,9 +110,11 @@ class Reduction:
         with np.errstate(all="ignore"):  # overflow and nan are values here, as in the framework's own arithmetic
             for start in range(0, out.size, self.chunk):
                 piece = slice(start, min(start + self.chunk, out.size))
-                part = out[piece]
-                total = part if self._scratch is None else self._scratch[0][..., :part.size]
-                self._sum([source[piece] for source in sources], total)
+                part, terms = out[piece], [source[piece] for source in sources]
+                if self._reduce_pair is not None and len(terms) == 2 and self._combine_pair(terms[0], terms[1], part):
+                    continue
+                total = self._scratch[0][..., :part.size] if self._wide else part
+                self._sum(terms, total)
                 self.finish(total, part)
 
     def accumulator(self, out: Array, *, in_place: bool) -> Array:
@@ -159,12 +175,22 @@ class Reduction:
             for source in sources[2:]:
                 self._combine(total, source, out=total)
             return
-        assert self._scratch is not None
         term = self._scratch[1][..., :total.shape[-1]]
         self._widen(sources[0], total)
         for source in sources[1:]:
             self._widen(source, term)
             self._combine(total, term, out=total)
+
+    def _combine_pair(self, one: Array, other: Array, out: Array) -> bool:
+        """Reduce two 16-bit arrays in one pass; return False, and change nothing that they share, if that is not exact."""
+        assert self._reduce_pair is not None
+        is_shared = np.may_share_memory(out, one) or np.may_share_memory(out, other)
+        result = self._scratch[1].view(self.dtype)[:out.size] if is_shared else out
+        if not self._reduce_pair(one, other, self._divisor, result):
+            return False
+        if is_shared:
+            np.copyto(out, result)
+        return True
 
     def _split_quotients(self, source: Array, out: Array) -> None:
         """Write the quotients of integers by the divisor, rounded down, to `out[0]`, and the remainders to `out[1]`."""

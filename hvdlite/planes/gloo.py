@@ -41,6 +41,10 @@ _SUMMED_AS = {np.dtype(name): np.dtype(other) for name, other in {
     "int8": "int8", "uint8": "uint8", "int32": "int32", "uint32": "int32", "int64": "int64", "uint64": "int64",
     "float32": "float32", "float64": "float64", "complex64": "float32", "complex128": "float64"}.items()}
 """Dtypes that Gloo sums, and the dtype to use: integers of one width wrap alike, complex numbers are two floats."""
+EXCHANGED_BYTES = 256 << 10
+"""Bytes that two ranks send each other at a time. With 1 Gbit/s between them, 4 MiB each way take 67 ms at once, and 38 ms
+in pieces.
+"""
 _COMPARED = frozenset(map(np.dtype, ("int8", "uint8", "int32", "int64")))
 
 
@@ -186,6 +190,10 @@ class GlooProcessGroup:
         parts = [out[begin:end] for begin, end in itertools.pairwise(bounds)]
         if own.size and own.ctypes.data != parts[self._index].ctypes.data:
             np.copyto(parts[self._index], own)
+        mine, *others = parts[self._index], *parts[:self._index], *parts[self._index + 1:]
+        if self._exchanges_in_pieces(mine, *others):
+            self._exchange(mine, others[0], wait_until)
+            return
         begun = [self._broadcast(self._tensor(part.view(np.uint8)), root) for root, part in enumerate(parts) if part.size]
         self._wait(begun, wait_until)
 
@@ -205,12 +213,33 @@ class GlooProcessGroup:
                  wait_until: WaitUntil) -> None:
         unit = out.itemsize
         sent, received = (np.diff(each).tolist() for each in (bounds, out_bounds))
-        begin = bounds[0]
+        begin, own = bounds[0], self._index
+        given, taken = ([each[first:last] for first, last in itertools.pairwise(limits)]
+                        for each, limits in ((values, bounds), (out, out_bounds)))
+        if self._exchanges_in_pieces(given[own - 1], taken[own - 1]):
+            np.copyto(taken[own], given[own])
+            self._exchange(given[own - 1], taken[own - 1], wait_until)
+            return
         sending = values[begin:bounds[-1]].view(np.uint8)
         work = self._group.alltoall_base(self._tensor(out[:out_bounds[-1]].view(np.uint8)), self._tensor(sending),
                                          [count * unit for count in received], [count * unit for count in sent],
                                          self._distributed.AllToAllOptions())
         self._wait([work], wait_until)
+
+    def _exchanges_in_pieces(self, *parts: Array) -> bool:
+        """Return whether `_exchange` is used for what two ranks give and take; both ranks make the same choice."""
+        return self._size == 2 and max(part.nbytes for part in parts) > EXCHANGED_BYTES
+
+    def _exchange(self, given: Array, taken: Array, wait_until: WaitUntil) -> None:
+        """Exchange data with the only other rank in pieces: Gloo sends and receives a large tensor one after the other."""
+        sending, receiving = given.view(np.uint8), taken.view(np.uint8)
+        begun = []
+        for begin in range(0, max(sending.size, receiving.size), EXCHANGED_BYTES):
+            source, target = (each[begin:begin + EXCHANGED_BYTES] for each in (sending, receiving))
+            splits = [[part.size * (rank != self._index) for rank in range(2)] for part in (target, source)]
+            begun.append(self._group.alltoall_base(self._tensor(target), self._tensor(source), *splits,
+                                                   self._distributed.AllToAllOptions()))
+        self._wait(begun, wait_until)
 
     def close(self) -> None:
         if self._pid != os.getpid():

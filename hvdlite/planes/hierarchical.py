@@ -11,8 +11,9 @@ the same ways; a small allgather crosses once a host, between the first ranks of
 goes through the cross plane between all ranks; a process set within one host, through shared memory alone.
 
 Rules (docs/protocol.md#same-bits, #hierarchy)
-- Average divides once, after the sum across hosts; 16-bit floats cross as float32, averages of integers as `Reduction`
-  accumulates them.
+- Average divides once, after the sum across hosts; averages of integers cross as `Reduction` accumulates them.
+- 16-bit floats cross as float32 until they are summed, and the sums as 16-bit floats. With one rank a host they need no
+  float32, for the cross plane accumulates in it.
 - Staging slots are used as in `planes/shm.py`: regions are used in turn, and barriers of the host lie between two uses.
 """
 
@@ -24,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from hvdlite.core.array import SUPPORTED_DTYPES, Array, dtype_name
+from hvdlite.core.array import SUPPORTED_DTYPES, Array, accumulator_dtype, dtype_name, identity
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import Hosts
 from hvdlite.negotiation.messages import Response
@@ -190,9 +191,25 @@ class HierarchicalPlane:
     def _sum(self, levels: _TwoLevelSet, reduction: Reduction, response: Response, terms: Sequence[Array], out: Array,
              in_place: bool, wait_until: WaitUntil) -> None:
         """Reduce a slice over this host's terms, then over the hosts: in `out` itself, if its memory is no later term."""
+        is_16_bit_float = accumulator_dtype(reduction.dtype) != reduction.dtype
+        if is_16_bit_float and max(map(len, levels.members)) == 1:
+            if not terms:
+                out[...] = identity(response.op, out.dtype)
+            elif terms[0] is not out:
+                np.copyto(out, terms[0])
+            divisor = response.divisor or len(levels.ranks)
+            plan = levels.plan(Collective.ALLREDUCE, out, op=response.op, divisor=divisor, postscale=response.postscale)
+            self._cross_plane.execute(plan, wait_until)
+            return
         total = reduction.accumulator(out, in_place=in_place)
         reduction.accumulate(terms, total)
         op = ReduceOp.SUM if response.op is ReduceOp.AVERAGE else response.op
+        if is_16_bit_float:
+            scatter, part, gather = levels.scattering(total, out, op)
+            self._cross_plane.execute(scatter, wait_until)
+            reduction.finish(scatter.outputs[0], part)
+            self._cross_plane.execute(gather, wait_until)
+            return
         self._cross_plane.execute(levels.plan(Collective.ALLREDUCE, total, op=op), wait_until)
         reduction.finish(total, out)
 
@@ -279,7 +296,7 @@ class _TwoLevelSet:
     """
 
     def __init__(self, process_set_id: int, rank: int, ranks: tuple[int, ...], hosts: Hosts, area: StagingArea) -> None:
-        self.ranks, self.area = ranks, area
+        self._rank, self.ranks, self.area = rank, ranks, area
         self.members = sorted(hosts.ranks_by_host)
         self.slices = min(map(len, hosts.ranks_by_host))
         self._hosts = hosts
@@ -305,11 +322,29 @@ class _TwoLevelSet:
                             process_set_id=self.cross_set_id, rows=tuple(rows), row_elements=1, contributors=self._peers)
         return Plan(0, self._peers, response, [own], [whole])
 
-    def plan(self, collective: Collective, values: Array, *, op: ReduceOp = ReduceOp.SUM, root_rank: int = -1) -> Plan:
+    def scattering(self, total: Array, out: Array, op: ReduceOp) -> tuple[Plan, Array, Plan]:
+        """Return an allreduce as two plans of the cross plane, between which this rank finishes its part of the sum.
+
+        Returns:
+            The plan that reduces this rank's part of `total`; memory for the finished part; the plan that gathers all
+            finished parts in `out`.
+        """
+        bounds = slice_bounds(0, total.size, len(self._peers), out.dtype)
+        rows = [end - begin for begin, end in itertools.pairwise(bounds)]
+        mine = rows[self._peers.index(self._rank)]
+        response = Response(names=("slice",), collective=Collective.REDUCESCATTER, dtype=dtype_name(total.dtype), op=op,
+                            process_set_id=self.cross_set_id, rows=tuple(rows), row_elements=1, elements=total.size,
+                            contributors=self._peers)
+        part = np.empty(mine, out.dtype)
+        return (Plan(0, self._peers, response, [total], [np.empty(mine, total.dtype)]), part,
+                self.gathering(part, out, rows))
+
+    def plan(self, collective: Collective, values: Array, *, op: ReduceOp = ReduceOp.SUM, root_rank: int = -1,
+             divisor: int = 0, postscale: float = 1.0) -> Plan:
         """Return the cross plane's plan for a slice, in place."""
         response = Response(names=("slice",), collective=collective, dtype=dtype_name(values.dtype), op=op,
                             root_rank=root_rank, process_set_id=self.cross_set_id, elements=values.size,
-                            contributors=self._peers)
+                            contributors=self._peers, divisor=divisor, postscale=postscale)
         memory = [values]
         return Plan(0, self._peers, response, memory, memory)
 

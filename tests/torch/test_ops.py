@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
-from hvdlite.core.array import BFLOAT16
-from hvdlite.planes import arithmetic
-from hvdlite_torch import framework
 from tests.torch.programs import ops as programs
 from tests.worlds import TORCH, processes
 
@@ -35,20 +31,6 @@ def test_gradients_of_collectives_are_those_that_can_be_written_down(size: int) 
 
 def test_state_travels() -> None:
     processes(2, programs.state_travels, imported=TORCH)
-
-
-def test_torch_and_numpy_convert_16_bit_floats_to_the_same_bits() -> None:
-    values = np.concatenate([np.linspace(-7e4, 7e4, 4001), [0.0, -0.0, np.inf, -np.inf, 1e-8, 6e-8, 65519.9, 1 + 2**-9]])
-    values = np.concatenate([values, np.random.default_rng(1).standard_normal(5000)]).astype(np.float32)
-    for dtype in (np.dtype(np.float16), BFLOAT16):
-        results = []
-        for casts in ((arithmetic.widen, arithmetic.narrow), (framework.widen, framework.narrow)):
-            short, wide = np.empty(values.size, dtype), np.empty(values.size, np.float32)
-            with np.errstate(all="ignore"):
-                casts[1](values.copy(), short)
-                casts[0](short, wide)
-            results.append((short.view(np.uint16), wide.view(np.uint32)))
-        assert np.array_equal(results[0][0], results[1][0]) and np.array_equal(results[0][1], results[1][1])
 
 
 def test_reducescatter_alltoall_and_roots() -> None:
