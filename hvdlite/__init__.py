@@ -24,4 +24,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__getattr__("__all__")]
+    return sorted({*globals(), *__getattr__("__all__")})

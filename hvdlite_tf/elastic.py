@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from hvdlite.core.array import Array
@@ -72,8 +72,8 @@ class TensorFlowState(ObjectState):
         assign(self.variables, self._values)
         super().restore()
 
-    def _replicated(self) -> Iterator[tuple[str, Array]]:
-        yield from super()._replicated()
+    def _replicated(self, sent: Collection[str]) -> Iterator[tuple[str, Array]]:
+        yield from super()._replicated(sent)
         yield from named_values(self.variables)
 
     def sync(self) -> None:

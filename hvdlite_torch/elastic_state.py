@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from hvdlite_torch.elastic_sampler import ElasticSampler
 from hvdlite_torch.framework import on_host
 from hvdlite_torch.state import broadcast_tensors
 
-_ALIKE = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, ElasticSampler)
-"""Types whose state dicts are equal on all ranks after `sync`; those of others may tell the rank, say."""
+_ALIKE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, ElasticSampler)
+"""Types whose state dicts are equal on all ranks after `sync`, if scripts do not change how they are loaded."""
 
 
 class TorchState(ObjectState):
@@ -110,7 +110,7 @@ class TorchState(ObjectState):
             self._assign(values)
             self._commits = commits
         ObjectState.save(self)
-        self._check_replicas()
+        self._check_replicas(attributes)
 
     def reset(self) -> None:
         """Divide what samplers have left among the ranks of the new world."""
@@ -128,10 +128,9 @@ class TorchState(ObjectState):
             return self._commits, {}, {}, f"rank {api.rank()}: {error}"
         return self._commits, states, attributes, ""
 
-    def _replicated(self) -> Iterator[tuple[str, Array]]:
-        states = {name: handler.value.state_dict() for name, handler in self._built_in().items()
-                  if isinstance(handler.value, _ALIKE)}
-        return named_parts("state", {**states, **self._attributes()}, _array_of)
+    def _replicated(self, sent: Collection[str]) -> Iterator[tuple[str, Array]]:
+        states = {name: _equal_part(handler.value) for name, handler in self._built_in().items()}
+        return named_parts("state", {**states, **{name: getattr(self, name) for name in sent}}, _array_of)
 
     def _built_in(self) -> dict[str, StateDictHandler]:
         """Return the handlers whose copies are made and sent together with those of others."""
@@ -188,6 +187,16 @@ class TorchState(ObjectState):
 
     def _attributes(self) -> dict[str, Any]:
         return {name: value for name, value in super()._attributes().items() if name not in self._handlers}
+
+
+def _equal_part(value: Any) -> Any:
+    """Return what is equal on all ranks after `sync` in an object's state dict; the rest may tell the rank, say."""
+    state = value.state_dict() if isinstance(value, (torch.nn.Module, *_ALIKE)) else None
+    if isinstance(value, torch.nn.Module):  # a script defines its own extra state, and may add what is no tensor
+        return {name: each for name, each in state.items()
+                if isinstance(each, torch.Tensor) and not name.endswith("_extra_state")}
+    loads = getattr(type(value), "load_state_dict", None)
+    return state if getattr(loads, "__module__", "").partition(".")[0] in ("torch", "hvdlite_torch") else None
 
 
 def _array_of(name: str, value: Any) -> Array | None:

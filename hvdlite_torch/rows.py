@@ -65,7 +65,8 @@ def mapped(value: Any, change: Callable[[Any], Any], whole: Callable[[Any], Any]
         if not isinstance(value, MutableMapping):
             return type(value)(changed)  # type: ignore[call-arg]
         result = copy.copy(value)  # with what else there is, such as a factory of defaults
-        result.update(changed)
+        for key, item in changed.items():  # not `update`, which adds the counts of a Counter
+            result[key] = item
         return result
     if isinstance(value, (list, tuple)):
         instead = whole(value)

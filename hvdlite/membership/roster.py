@@ -109,9 +109,13 @@ class Roster:
     def is_alive(self, member: Member, *, in_user_code: bool) -> None:
         """A member has answered `ask`: if it was told to stop and computes, wait for it longer."""
         member.answer_by = math.inf
-        if member.deadline < math.inf and in_user_code and member.is_ready:  # others cannot go on in another world
+        if member.deadline == math.inf or not member.is_ready:  # others cannot go on in another world
+            return
+        if in_user_code:
             member.deadline = min(self.now + self._limits.quiesce_timeout, member.give_up_at)
             member.ask_at = self.now + self._limits.quiesce_timeout / 2
+        else:  # its background thread may be slow to end, while the script computes
+            member.ask_at = self.now + self._limits.quiesce_timeout / 8
 
     def dismiss(self, members: Iterable[Member], reason: str) -> None:
         """End members that are in no world: those that listen are told, the others are killed."""

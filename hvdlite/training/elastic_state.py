@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -166,9 +166,10 @@ class ObjectState(State):
             ReplicaMismatchError: on all ranks, when the states are not equal afterwards.
         """
         self._check_parts()
-        self._receive_attributes(self._bcast_object((self._commits, *self._pickled_attributes())))
+        sent = self._bcast_object((self._commits, *self._pickled_attributes()))
+        self._receive_attributes(sent)
         ObjectState.save(self)
-        self._check_replicas()
+        self._check_replicas(sent[1])
 
     def _pickled_attributes(self) -> tuple[dict[str, bytes], str]:
         """Return the attributes as bytes, and "" or the reason why they cannot be sent."""
@@ -207,22 +208,26 @@ class ObjectState(State):
                 if name in self._tracked
                 or (name[:1] != "_" and name not in self._not_state and self._is_plain(value))}
 
-    def _check_replicas(self) -> None:
-        """Compare what `sync` has made equal over all ranks (docs/protocol.md#equal-replicas)."""
+    def _check_replicas(self, sent: Collection[str]) -> None:
+        """Compare what `sync` has made equal over all ranks (docs/protocol.md#equal-replicas).
+
+        Args:
+            sent: the attributes that rank 0 has sent; other ranks may have more.
+        """
         runtime = api.runtime() if api.is_initialized() and not api.is_provisional() else None
         if runtime is None or runtime.world.size == 1:
             return
         try:
-            named = sorted(self._replicated(), key=lambda part: part[0])
+            named = sorted(self._replicated(sent), key=lambda part: part[0])
             check_replicas(runtime, named, "elastic.replicas", advice=_UNEQUAL)
         except ReplicaMismatchError:
             with contextlib.suppress(HorovodInternalError):
                 runtime.barrier("elastic.replicas.known").wait()  # this rank may end: the others must know why before that
             raise
 
-    def _replicated(self) -> Iterator[tuple[str, Array]]:
+    def _replicated(self, sent: Collection[str]) -> Iterator[tuple[str, Array]]:
         """Yield what `sync` makes equal on all ranks, as arrays with names."""
-        return named_parts("state", self._attributes(), lambda name, value: None)
+        return named_parts("state", {name: getattr(self, name) for name in sent}, lambda name, value: None)
 
     def _is_plain(self, value: Any) -> bool:
         if isinstance(value, dict):

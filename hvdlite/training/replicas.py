@@ -73,8 +73,9 @@ def named_parts(name: str, value: Any, array_of: Callable[[str, Any], Array | No
 def _parts(name: str, value: Any, array_of: Callable[[str, Any], Array | None],
            inside: tuple[int, ...]) -> Iterator[tuple[str, Array]]:
     array = array_of(name, value)
-    if array is None and isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
-        array = np.asarray(value, order="C")
+    if array is None and isinstance(value, (np.ndarray, np.generic)):
+        has_padding = value.dtype.fields is not None or value.dtype.char in "gG"  # whose bytes mean nothing
+        array = None if has_padding or value.dtype.hasobject else np.asarray(value, order="C")
     if array is not None:
         yield name, array
     elif type(value) in _PLAIN:
@@ -89,7 +90,11 @@ def _parts(name: str, value: Any, array_of: Callable[[str, Any], Array | None],
 
 
 def _described(value: object) -> Array:
-    return np.frombuffer(repr(value).encode(), np.uint8)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        text = "a long integer"
+    return np.frombuffer(text.encode(), np.uint8)
 
 
 def _digest(array: Array) -> int:

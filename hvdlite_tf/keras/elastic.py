@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -82,8 +82,8 @@ class KerasState(ObjectState):
         count = len(self.model.variables)
         return [*super()._parts(), f"a model with {count} variables", f"an optimizer with {len(self._variables()) - count}"]
 
-    def _replicated(self) -> Iterator[tuple[str, Array]]:
-        yield from super()._replicated()
+    def _replicated(self, sent: Collection[str]) -> Iterator[tuple[str, Array]]:
+        yield from super()._replicated(sent)
         yield from named_values(self._variables())
 
     def _variables(self) -> list[Any]:

@@ -73,6 +73,14 @@ def test_a_member_that_hangs_in_the_end_of_its_world_is_killed_though_it_answers
     assert talk.alive(1, in_user_code=False).wait(5).killed() == [1]
 
 
+def test_a_member_whose_background_thread_ends_late_is_asked_again() -> None:
+    talk = founded(2)
+    talk.gone(0).wait(5)
+    assert talk.alive(1, in_user_code=False).wait(2).asked() == [1]
+    talk.alive(1, in_user_code=True)
+    assert talk.wait(6).killed() == [] and talk.idle(1).order().members == (1,)
+
+
 def test_a_member_that_computes_and_stops_goes_on() -> None:
     talk = founded(2)
     talk.gone(0).wait(5)

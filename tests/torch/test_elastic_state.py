@@ -348,6 +348,59 @@ def test_replicas_that_differ_after_sync_are_an_error(as_ranks: Callable[..., li
     as_ranks(step)
 
 
+class OfItsRank(torch.nn.Linear):
+    """Tells the rank in its state dict."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.number = api.rank()
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor([self.number])
+
+    def set_extra_state(self, state: Any) -> None:
+        """Keep its own."""
+
+
+class Schedule(torch.optim.lr_scheduler.StepLR):
+    """Likewise."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.number = api.rank()
+        super().__init__(optimizer, 1)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_epoch = state_dict["last_epoch"]
+
+
+def test_what_ranks_may_have_for_themselves_is_not_compared(as_ranks: Callable[..., list[Any]]) -> None:
+    """A false alarm would end the job."""
+    def step(rank: int) -> None:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        state = TorchState(OfItsRank(), optimizer, schedule=Schedule(optimizer), epoch=0)
+        state.writer = object() if rank == 0 else None
+        if rank == 1:
+            state.best, state.local = torch.ones(3), 5
+        state.sync()
+        assert state.model.number == state.schedule.number == rank
+    as_ranks(step)
+
+
+def test_copies_of_milestones_have_the_same_counts(as_ranks: Callable[..., list[Any]]) -> None:
+    """`MultiStepLR` keeps them in a Counter, which adds what it is updated with."""
+    def step(rank: int) -> None:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1])
+        state = TorchState(optimizer=optimizer, schedule=schedule)
+        state.sync()
+        state.commit()
+        state.restore()
+        optimizer.step()
+        schedule.step()
+        assert optimizer.param_groups[0]["lr"] == 0.1
+    as_ranks(step)
+
+
 def test_a_sampler_and_handlers_by_themselves(as_ranks: Callable[..., list[Any]]) -> None:
     def step(rank: int) -> Any:
         sampler = hvd.elastic.ElasticSampler(range(20))

@@ -229,6 +229,7 @@ def test_plain_data_and_arrays_are_compared_whatever_their_order_in_memory() -> 
     assert one == other
     assert sorted(one) == ["state.table.2.0", "state.table.2.1", "state.table.a", "state.words"]
     assert parts(zero=0.0) != parts(zero=-0.0) and parts(number=1) != parts(number=True)
-    loop: list[Any] = [object(), np.array([object()])]
+    loop: list[Any] = [object(), np.array([object()]), np.longdouble(1), np.zeros(2, np.dtype("i1,f8", align=True))]
     loop.append(loop)
     assert parts(loop=loop) == {}, "what cannot be compared is left out"
+    assert parts(long=10**9999)
