@@ -9,19 +9,18 @@ Names are loaded when the first one is used: launchers need a few modules only, 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hvdlite.frontend import *
     from hvdlite.frontend.arrays import *
+else:
+    def __getattr__(name: str) -> Any:
+        from hvdlite.frontend import arrays
 
+        if name in globals():  # a module of this package, which was imported just now
+            return globals()[name]
+        if name == "__all__" or name in arrays.__all__:
+            value = globals()[name] = getattr(arrays, name)
+            return value
+        raise AttributeError(f"module 'hvdlite' has no attribute '{name}'")
 
-def __getattr__(name: str) -> Any:
-    from hvdlite.frontend import arrays
-
-    if name in globals():  # a module of this package, which was imported just now
-        return globals()[name]
-    if name == "__all__" or name in arrays.__all__:
-        value = globals()[name] = getattr(arrays, name)
-        return value
-    raise AttributeError(f"module 'hvdlite' has no attribute '{name}'")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__getattr__("__all__")})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})
