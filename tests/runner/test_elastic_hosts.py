@@ -62,6 +62,7 @@ def test_a_host_joins_and_is_lost(folder: Path) -> None:
         os.kill(int(agent[1]), signal.SIGKILL)
         assert "host b was lost" in running.wait_for("host b was lost")
         running.wait_for("1 rank,")
+        running.wait_for_directories(1)
         assert finish(running, 0) == 0
 
 
