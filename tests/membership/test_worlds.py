@@ -5,7 +5,7 @@ from __future__ import annotations
 from hvdlite.membership.authority import Authority
 from hvdlite.membership.events import HostsSeen, MemberSaid, StartMember, WorldBegun
 from hvdlite.membership.limits import Limits
-from hvdlite.membership.messages import Alive, AllFinished, AskAlive, CoordinatorAt, Dismissed, Listening, PrepareStop
+from hvdlite.membership.messages import AllFinished, CoordinatorAt, Dismissed, Listening, PrepareStop
 from hvdlite.membership.worlds import TOO_FEW
 from tests.membership.talk import Talk, founded
 
@@ -50,44 +50,6 @@ def test_rule_3_a_member_that_does_not_stop_is_killed_and_seen_dead_before_the_n
     assert talk.idle(2).commands == [], "it woke up after it had been given up"
     assert talk.gone(2).order().members == (1,)
     assert "rank 2 on a: it did not stop within 10 s (killed by signal 9 (SIGKILL))" in talk.notes
-
-
-def test_a_member_that_computes_is_waited_for_and_one_that_does_not_answer_is_killed() -> None:
-    talk = founded(3, elastic_timeout=100)
-    talk.gone(0)
-    assert talk.wait(5).asked() == [1, 2]
-    assert talk.notes[-2:] == [f"rank {rank} on a has not stopped; the others wait for it, at most 10 s if it does not "
-                               "answer, else 100 s" for rank in (1, 2)]
-    talk.alive(1)
-    assert talk.wait(5).killed() == [2] and talk.asked() == [1], "it is stopped: no thread of it answers"
-    talk.gone(2)
-    for _ in range(17):
-        assert talk.alive(1).wait(5).killed() == []
-    assert talk.alive(1).wait(5).killed() == [1], "not for ever"
-    assert len([note for note in talk.notes if "has not stopped" in note]) == 2
-
-
-def test_a_member_that_hangs_in_the_end_of_its_world_is_killed_though_it_answers() -> None:
-    talk = founded(2)
-    talk.gone(0).wait(5)
-    assert talk.alive(1, in_user_code=False).wait(5).killed() == [1]
-
-
-def test_a_member_whose_background_thread_ends_late_is_asked_again() -> None:
-    talk = founded(2)
-    talk.gone(0).wait(5)
-    assert talk.alive(1, in_user_code=False).wait(2).asked() == [1]
-    talk.alive(1, in_user_code=True)
-    assert talk.wait(6).killed() == [] and talk.idle(1).order().members == (1,)
-
-
-def test_a_member_that_computes_and_stops_goes_on() -> None:
-    talk = founded(2)
-    talk.gone(0).wait(5)
-    talk.alive(1).wait(5)
-    talk.alive(1)
-    assert talk.idle(1, commits=3).order().members == (1,)
-    assert talk.met().wait(1000).commands == []
 
 
 def test_rule_4_a_death_in_the_middle_of_a_meeting_replaces_the_world() -> None:
@@ -177,31 +139,6 @@ def test_names_of_one_machine_are_apart_for_discovery_and_together_for_planes() 
     assert talk.hosts(localhost=1, c=1).told(PrepareStop).keys() == {0, 1, 2}, "one of the two names has vanished"
 
 
-def test_a_stopped_process_for_which_others_wait_at_a_boundary_is_killed() -> None:
-    """It is in no collective with them, so nobody else misses it; one that only takes long answers, and lives."""
-    talk = founded(2, slots={"a": 3})
-    talk.ready(2)
-    assert talk.boundary(m0=7, m1=8).told(AskAlive) == {}
-    assert talk.idle(0, at_rest=True).told(AskAlive) == {}
-    assert talk.wait(10).told(AskAlive).keys() == {1}
-    assert talk.notes == ["rank 1 on a has not reached the boundary at which all ranks stop; the others wait for it, at "
-                          "most 10 s if it does not answer, else as long as it computes"]
-    for _ in range(3):
-        talk.handle(MemberSaid(1, Alive(1, in_user_code=False)))
-        assert talk.wait(20).told(AskAlive).keys() == {1} and talk.killed() == []
-    assert talk.wait(10).killed() == [1]
-    assert talk.gone(1).order().members == (0, 2)
-
-
-def test_a_stopped_process_for_which_others_wait_when_training_ends_is_killed() -> None:
-    talk = founded(3)
-    assert talk.finished(0).wait(10).told(AskAlive).keys() == {1, 2}
-    talk.handle(MemberSaid(1, Alive(1, in_user_code=False)))
-    assert talk.wait(10).killed() == [2]
-    talk.gone(2)
-    assert talk.idle(0, 1, commits=1).order().members == (0, 1)
-
-
 def test_rule_28_all_stop_at_the_same_boundary() -> None:
     """docs/protocol.md#boundaries"""
     talk = founded(3, slots={"a": 2, "b": 1})
@@ -221,15 +158,6 @@ def test_rule_28_a_death_in_between_replaces_the_change() -> None:
     assert talk.gone(2).stopped() == [0, 1]
     assert not talk.boundary(m1=5).commands
     assert talk.idle(0, 1).order().restore
-
-
-def test_a_member_that_does_not_tell_its_boundary_is_killed() -> None:
-    talk = founded(3, slots={"a": 2, "b": 1})
-    talk.hosts(a=2)
-    talk.boundary(m0=4, m2=4)
-    assert talk.wait(9.9).killed() == [] and talk.wait(0.1).killed() == [1]
-    assert talk.gone(1).stopped() == [0, 2]
-    assert talk.idle(0, 2).order().members == (0,)
 
 
 def test_a_member_that_fails_before_the_boundary_stops_all() -> None:
@@ -367,14 +295,6 @@ def test_a_single_rank_cannot_pass_its_state_on() -> None:
     talk = founded(1, max_np=1)
     assert talk.hosts(b=1).commands == []
     assert talk.hosts(a=1, b=1).commands == []
-
-
-def test_a_dismissed_member_that_does_not_exit_is_killed() -> None:
-    talk = founded(2, slots={"a": 1, "b": 1})
-    talk.hosts(a=1)
-    talk.boundary(m0=1, m1=1)
-    talk.idle(0, 1, at_rest=True)
-    assert talk.met().wait(10).killed() == [1] and talk.gone(1).commands == []
 
 
 def test_joiners_on_a_host_that_vanishes_are_ended() -> None:
