@@ -140,6 +140,11 @@ def main() -> None:
                          "step": statistics.median(step for _, step in found), "seconds": times})
             print(f"{kind}: {len(times)} deaths, median {statistics.median(times):.2f} s, longest {times[-1]:.2f} s "
                   f"(a step takes {statistics.median(step for _, step in found) * 1000:.0f} ms)", flush=True)
+            _record(options, rows)  # now, because torchrun's jobs may not come back
+    _record(options, rows)
+
+
+def _record(options: argparse.Namespace, rows: list[dict[str, object]]) -> None:
     if options.record:
         options.record.write_text(json.dumps({"ranks": options.ranks, "megabytes": options.megabytes, "rows": rows},
                                              indent=1), encoding="utf-8")
