@@ -220,11 +220,11 @@ class TorchState(ObjectState):
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep the memory that each step frees: it raises its limits when a block of at most 32 MB is freed.
+    """Let glibc keep the memory that each step frees: freeing a block of up to 32 MB raises its limits.
 
-    Source: mallopt(3), M_MMAP_THRESHOLD. The copies of commits fill the gaps of the heap, so temporary tensors come to lie at
-    its end, which is given back to the system when more than 2 MB are free there. With 40 MB of copies each step of 14 ms then
-    paid for 800 new pages, 1.2 to 2 ms. Elsewhere this has no effect.
+    Source: mallopt(3), M_MMAP_THRESHOLD. The copies of commits fill the gaps of the heap, so temporary tensors come to lie
+    at its end, which is given back to the system when more than 2 MB are free there. With 40 MB of copies each step of 14 ms
+    then paid for 800 new pages, 1.2 to 2 ms. Elsewhere this has no effect.
     """
     torch.empty((32 << 20) - (64 << 10), dtype=torch.uint8)
 
