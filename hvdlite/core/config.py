@@ -146,7 +146,7 @@ class Config:
         80, _at_least(0), "microseconds for which the background thread polls before it sleeps, while the script is "
         "blocked in a wait; 0 turns polling off")
     shm_slot: int = knob(
-        4 * MIB, _size, "size of one staging slot in the shm plane, in bytes; a rank has two", must_match=True)
+        4 * MIB, _size, "size of one staging slot in the shm plane, in bytes; a rank has three", must_match=True)
     shm_chunk: int = knob(
         512 * KIB, _size, "bytes reduced per NumPy call; each call releases the GIL once",
         tunable=(64 * KIB, 4 * MIB))
