@@ -214,6 +214,8 @@ class Config:
         "TCP; 0 is never")
     frame_limit: int = knob(64 * MIB, _size, "longest control message that is accepted, in bytes")
     log_level: str = knob("WARNING", _level, "lowest level of messages that are logged", LOG_LEVEL=_same)
+    full_tracebacks: bool = knob(
+        False, _flag, "print hvdlite's own frames in tracebacks, and the traceback of every rank; hvdrun --verbose sets it")
     log_hide_time: bool = knob(False, _flag, "leave the time out of logged lines", LOG_HIDE_TIME=_same)
     config_file: str = knob("", _file, "YAML file with knobs by name, or in the sections of Horovod's config file")
 
