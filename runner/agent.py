@@ -5,7 +5,8 @@ Rules
                                                                           for `SILENCE` seconds) and
   on a `Stop` order: all its processes are killed and its directory is removed. If the agent itself is killed, its reaper
   does this.
-- The agent never blocks on the link: while the launcher does not read, the ranks' output stays in their pipes.
+- The agent never blocks on the link: while the launcher does not read, or says that its own reader is slow, the ranks' output
+  stays in their pipes.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from hvdlite_runner.messages import (
     HostInfoReply,
     HostInfoRequest,
     KillMember,
+    Pause,
     Ping,
     Pong,
     ProbeReply,
@@ -78,6 +80,7 @@ class Agent:
         self._unsent = bytearray(MAGIC)
         self._last_heard = time.monotonic()
         self._ending = False
+        self._launcher_pauses = False
         self._probe_server: host_probe.ProbeServer | None = None
 
     def run(self) -> None:
@@ -136,6 +139,9 @@ class Agent:
             self._workers.obey(order)
         elif isinstance(order, Signal):
             self._workers.signal(order.signum)
+        elif isinstance(order, Pause):
+            self._launcher_pauses = order.paused
+            self._push()
         elif isinstance(order, Stop):
             self._ending = True
         elif isinstance(order, Ping):
@@ -190,9 +196,9 @@ class Agent:
             self._selector.register(self._out, selectors.EVENT_WRITE, self._push)
         elif waiting and not self._unsent:
             self._selector.unregister(self._out)
-        if len(self._unsent) > _FULL:
+        if len(self._unsent) > _FULL or self._launcher_pauses:
             self._workers.pause(True)
-        elif len(self._unsent) < _EMPTY and not self._ending:
+        elif len(self._unsent) < _EMPTY:
             self._workers.pause(False)
 
 

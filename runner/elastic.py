@@ -66,15 +66,14 @@ def run_elastic_job(settings: JobSettings, elastic: ElasticSettings, inherited: 
         CommandError: when a system refuses to start the command.
     """
     job = _ElasticJob(settings, elastic, inherited, observer, {} if rank_hosts is None else rank_hosts)
+    code = 1
     with job.workers.handles_signals():
         try:
-            job.begin()
-            job.loop()
-        except Stopped:
-            pass
+            job.run()
+            code = job.report()
         finally:
-            job.end()
-        return job.report()
+            code = job.close(code)
+    return code
 
 
 class _ElasticJob:
@@ -107,8 +106,19 @@ class _ElasticJob:
         self._end: EndJob | None = None
         self._listening: dict[str, tuple[int, members.Listening]] = {}  # rank 0, while its machine's addresses are asked for
 
+    def run(self) -> None:
+        """Run the job to its end, and clean up."""
+        try:
+            self.begin()
+            self.loop()
+        except Stopped:
+            pass
+        finally:
+            self.end()
+
     def begin(self) -> None:
         """Prepare this host, and tell the user what follows from the options."""
+        self._output.watch(self.workers.selector, self.workers.pause)
         self.workers.local.prepare()
         self._task.watch_caller(self.workers.selector, lambda: self.workers.termination.interrupt(signal.SIGTERM))
         for line in self._settings.notice.splitlines():
@@ -134,11 +144,17 @@ class _ElasticJob:
         self._discovery.close()
         self.workers.end()
         self._hosts.close()
-        self._output.close()
-        self.workers.close()
+        self._output.finish()
         if self._observer is not None:
             self._observer.finish()
         self._task.remove_abandoned()
+
+    def close(self, code: int) -> int:
+        """Wait for the readers of the output, and return hvdrun's exit code."""
+        termination = self.workers.termination
+        code = self._output.close(code, lambda: termination.user_signal or termination.late_signal)
+        self.workers.close()
+        return code
 
     def report(self) -> int:
         """Print the summary and the first failure; return the exit code."""

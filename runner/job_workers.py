@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from hvdlite.core.addresses import routes_to
 from hvdlite_runner import commands, monitor
 from hvdlite_runner.agents import Agents, rendezvous_address
-from hvdlite_runner.messages import Event, ProgressReply, ProgressRequest, Signal, Stop
+from hvdlite_runner.messages import Event, Pause, ProgressReply, ProgressRequest, Signal, Stop
 from hvdlite_runner.placement import LOCAL, Host
 from hvdlite_runner.remote_agent import RemoteAgent
 from hvdlite_runner.termination import GRACE, Termination
@@ -45,6 +45,7 @@ class JobWorkers:
                              self.user_has_ended_job, unreached)
         self._lost, self._observer = lost, observer
         self._last_check = 0.0
+        self._paused = False
 
     def handles_signals(self) -> AbstractContextManager[None]:
         """Return a context in which the user's signals end the job."""
@@ -95,6 +96,13 @@ class JobWorkers:
                 remote.send(Signal(signum))
         self._check()
 
+    def pause(self, paused: bool) -> None:
+        """Stop reading the processes' output on all hosts, or go on."""
+        self._paused = paused
+        self.local.pause(paused)
+        for remote in self.agents.remotes:
+            remote.send(Pause(paused))
+
     def end(self) -> None:
         """End all processes of the job on all hosts."""
         self.termination.is_over = True
@@ -122,7 +130,10 @@ class JobWorkers:
             if remote.timed_out(now):
                 remote.mark_lost("was lost: nothing has been heard of it for some seconds")
                 self._on_lost(remote)
-            elif self._observer is not None:
+                continue
+            if self._paused:
+                remote.send(Pause(True))  # it may be new
+            if self._observer is not None:
                 remote.send(ProgressRequest())
         if self._observer is not None:
             self._observer(LOCAL, ProgressReply(*monitor.sample(self.local)))

@@ -74,6 +74,12 @@ class Stop(Message, frozen=True):
     """Kill the remaining processes, clean up, and reply `AgentDone`."""
 
 
+class Pause(Message, frozen=True):
+    """Stop reading the ranks' output, or go on: the reader of hvdrun's output is slow."""
+
+    paused: bool
+
+
 class Ping(Message, frozen=True):
     """The launcher is alive."""
 
@@ -216,7 +222,7 @@ class ProgressReply(Message, frozen=True):
     waits: str = ""  # which ranks wait for which, from rank 0's host
 
 
-Order = (Start | StartMember | KillMember | ToMember | Signal | Stop | Ping | RouteRequest | ProbeRequest
+Order = (Start | StartMember | KillMember | ToMember | Signal | Stop | Pause | Ping | RouteRequest | ProbeRequest
          | HostInfoRequest | SpeedRequest | ProgressRequest)
 Event = (AgentReady | Pong | Started | StartRefused | Output | Exited | FromMember | Result | AgentDone | RouteReply
          | ProbeReply | HostInfoReply | SpeedReply | ProgressReply)

@@ -41,6 +41,7 @@ from hvdlite_runner.processes import RankProcess, Reaper, kill, kill_descendants
 
 KILL_SECONDS: Final = 5.0
 """Seconds to go on killing remaining processes."""
+_DRAIN_READS: Final = 64  # of a pipe that a stray process keeps filling
 DRAIN: Final = 1.0
 """Seconds to read the last output of ended ranks when a stray process has their pipes open."""
 POLL_WITHOUT_PIDFD: Final = 0.05
@@ -159,7 +160,8 @@ class WorkerGroup:
         self._processes[process.rank] = self.running[process.rank] = process
         for name, stream in process.streams.items():
             self._open[process.rank, name] = stream.fileno()
-            self._listen(process.rank, name)
+            if not self._paused:
+                self._listen(process.rank, name)
         if process.pidfd >= 0:
             self._selector.register(process.pidfd, selectors.EVENT_READ, self.notice)
         self._tell(Started(process.rank, process.pid))
@@ -218,8 +220,8 @@ class WorkerGroup:
         self._reaper.forget(process.pid)
 
     def pause(self, paused: bool) -> None:
-        """Stop reading from the ranks, whose writes then block, or resume."""
-        if paused == self._paused:
+        """Stop reading from the ranks, whose writes then block, or resume; at the end, everything is read."""
+        if paused == self._paused or self._reaper is None:
             return
         self._paused = paused
         for rank, name in self._open:
@@ -230,10 +232,10 @@ class WorkerGroup:
 
     def end(self) -> None:
         """Kill all processes of the job, report the last events, and remove the directory. May be called again."""
+        self.pause(True)
         reaper, self._reaper = self._reaper, None
         if reaper is None:
             return
-        self.pause(True)
         if self._members is not None:
             self._members.close()
             self._members = None
@@ -269,7 +271,11 @@ class WorkerGroup:
         return bool(content)
 
     def _drain(self) -> None:
-        """Read the rest of the pipes."""
+        """Read the rest of the pipes: all that is there now, and then what still comes from stray processes, for a while."""
+        for key in list(self._open):
+            for _ in range(_DRAIN_READS):
+                if not self._read(*key):
+                    break
         until = time.monotonic() + DRAIN
         with selectors.DefaultSelector() as waiting:
             for key, descriptor in self._open.items():
