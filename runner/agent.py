@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import platform
+import select
 import selectors
 import signal
 import socket
@@ -42,6 +43,7 @@ from hvdlite_runner.messages import (
     ProbeRequest,
     ProgressReply,
     ProgressRequest,
+    Result,
     RouteReply,
     RouteRequest,
     Signal,
@@ -50,6 +52,7 @@ from hvdlite_runner.messages import (
     Start,
     StartMember,
     Stop,
+    TaskPiece,
     ToMember,
     frame,
 )
@@ -99,10 +102,7 @@ class Agent:
         finally:
             self._workers.end()
         self._tell(AgentDone())
-        until = time.monotonic() + SILENCE
-        while self._unsent and time.monotonic() < until:
-            self._selector.select(0.1)
-            self._push()
+        self._wait_for_launcher(0)
 
     def _wake_for_signals(self) -> None:
         """Install handlers: SIGCHLD wakes the loop for adopted orphans; signals to end count as the launcher's end."""
@@ -134,6 +134,8 @@ class Agent:
         if isinstance(order, Start):
             self._free_port()
             self._workers.start(order)
+        elif isinstance(order, TaskPiece):
+            self._workers.add_task(order)
         elif isinstance(order, (StartMember, KillMember, ToMember)):
             self._free_port()
             self._workers.obey(order)
@@ -179,6 +181,17 @@ class Agent:
     def _tell(self, event: Event) -> None:
         self._unsent += frame(event)
         self._push()
+        if isinstance(event, Result):
+            self._wait_for_launcher(_FULL)  # a result may be larger than the memory for it
+
+    def _wait_for_launcher(self, allowed: int) -> None:
+        """Wait until at most so many bytes are unsent, as long as the launcher takes any."""
+        left, until = len(self._unsent), time.monotonic() + SILENCE
+        while len(self._unsent) > allowed and time.monotonic() < until:
+            select.select([], [self._out], [], _CHECK_SECONDS)
+            self._push()
+            if len(self._unsent) < left:
+                left, until = len(self._unsent), time.monotonic() + SILENCE
 
     def _push(self) -> None:
         """Write events while the launcher reads; while it does not, stop reading from the ranks."""

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
+from hvdlite.core import launch_contract
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import FailureRecord
 from hvdlite.membership import messages as members
@@ -168,6 +169,9 @@ class _ElasticJob:
             return 128 + user_signal
         assert self._end is not None
         self._task.write_members(self._authority.members)
+        if self._end.code == 0 and self._task.problem:
+            self._output.note(self._task.problem)
+            return launch_contract.RESULTS_LOST
         if self._end.code == 0:
             return 0
         cause = failures.root_cause(self._to_blame() if went_on else self._exits, self._records)
@@ -249,8 +253,9 @@ class _ElasticJob:
                 if not each.is_joiner:
                     raise
                 self._output.note(str(error))
-        for machine, order in self._starts.orders(starting, self._task.payload()):
+        for machine, order in self._starts.orders(starting):
             self._running[order.member] = machine
+            self.workers.give_task(machine, self._task)
             self._send(order.member, order)
         if self._starts.notice:
             self._output.note(self._starts.notice)
@@ -291,7 +296,7 @@ class _ElasticJob:
         elif isinstance(event, orders.RouteReply):
             self._take_route(machine, event)
         elif isinstance(event, Result):
-            self._task.write_result(event.rank, event.content)
+            self._task.write_result(event)
         elif isinstance(event, StartRefused):
             self._take_refusal(machine, event)
         elif isinstance(event, ProgressReply):

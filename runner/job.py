@@ -153,8 +153,8 @@ class _Job:
             given = {"OMP_NUM_THREADS": str(threads[host_ranks.host.name])} if self._settings.share_cores else {}
             order = Start([dataclasses.astuple(world) for world in host_ranks.worlds], list(self._settings.command),
                           {**given, **self._settings.environment, **rendezvous,
-                           launch_contract.HOSTNAME: host_ranks.host.name}, self._settings.bind,
-                          self._task.payload())
+                           launch_contract.HOSTNAME: host_ranks.host.name}, self._settings.bind)
+            self._workers.give_task(host_ranks.host.name, self._task)
             remote = self._workers.remote(host_ranks.host.name)
             if remote is None:
                 self._workers.local.start(order, stop=self._workers.user_has_ended_job)
@@ -201,6 +201,10 @@ class _Job:
                 self._output.note(f"ranks {ranks} ended as a consequence")
             return 1
         if cause is None:
+            self._task.write_members(self._settings.ranks)
+            if self._task.problem:
+                self._output.note(self._task.problem)
+                return launch_contract.RESULTS_LOST
             return 0
         self._output.console.reveal(cause.exit.rank)
         several = len(self._settings.hosts) > 1
@@ -234,7 +238,7 @@ class _Job:
         elif isinstance(event, Exited):
             self._take_exit(event)
         elif isinstance(event, Result):
-            self._task.write_result(event.rank, event.content)
+            self._task.write_result(event)
         elif isinstance(event, StartRefused) and self._refused is None:
             where = "" if host == LOCAL else f"host {host}: "
             self._refused = commands.CommandError(where + event.reason, event.code)

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.launch_contract import OUTPUT_LOST
 from hvdlite_runner.messages import Output
 from hvdlite_runner.monitor import ProgressObserver
 from hvdlite_runner.output import Console, format_ranks
 from hvdlite_runner.streams import Streams, Target
 
-OUTPUT_LOST: Final = 74
-"""hvdrun's exit code when the job has succeeded, and some of its output could not be written (EX_IOERR)."""
 READER_SECONDS: Final = 300.0
 """Seconds to wait at the end for a reader that takes nothing."""
 READER_SECONDS_AFTER_SIGNAL: Final = 1.0

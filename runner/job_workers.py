@@ -15,9 +15,10 @@ from contextlib import AbstractContextManager
 from hvdlite.core.addresses import routes_to
 from hvdlite_runner import commands, monitor
 from hvdlite_runner.agents import Agents, rendezvous_address
-from hvdlite_runner.messages import Event, Pause, ProgressReply, ProgressRequest, Signal, Stop
+from hvdlite_runner.messages import Event, Pause, ProgressReply, ProgressRequest, Signal, Stop, TaskPiece
 from hvdlite_runner.placement import LOCAL, Host
 from hvdlite_runner.remote_agent import RemoteAgent
+from hvdlite_runner.task_files import TaskFiles
 from hvdlite_runner.termination import GRACE, Termination
 from hvdlite_runner.worker_group import KILL_SECONDS, POLL_WITHOUT_PIDFD, WorkerGroup
 
@@ -46,6 +47,7 @@ class JobWorkers:
         self._lost, self._observer = lost, observer
         self._last_check = 0.0
         self._paused = False
+        self._with_task: set[RemoteAgent | None] = set()  # None: this host
 
     def handles_signals(self) -> AbstractContextManager[None]:
         """Return a context in which the user's signals end the job."""
@@ -80,6 +82,18 @@ class JobWorkers:
     def address_for(remote: RemoteAgent) -> str:
         """Return the address of this host towards another one; "" when only the remote shell knows its name."""
         return next(iter(routes_to([remote.host.address])), "")
+
+    def give_task(self, machine: str, task: TaskFiles) -> None:
+        """Send the function that the ranks are to call, if there is one and the machine does not have it yet."""
+        remote = self.remote(machine)
+        if remote in self._with_task:
+            return
+        self._with_task.add(remote)
+        for content in task.pieces():
+            if remote is None:
+                self.local.add_task(TaskPiece(content))
+            else:
+                remote.send(TaskPiece(content))
 
     def turn(self, waits: Iterable[float | None]) -> None:
         """Wait for events at most for the shortest of these times, and handle them; send signals that are due."""

@@ -19,11 +19,12 @@ from typing import Final
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS, reserve_descriptors
-from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FILE, FailureRecord, write_private_file
+from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FILE, FailureRecord
 from hvdlite.core.world import World
 from hvdlite_runner import commands, monitor
 from hvdlite_runner.member_server import MemberServer
 from hvdlite_runner.messages import (
+    PIECE_BYTES,
     Event,
     Exited,
     FromMember,
@@ -34,10 +35,12 @@ from hvdlite_runner.messages import (
     Started,
     StartMember,
     StartRefused,
+    TaskPiece,
     ToMember,
 )
 from hvdlite_runner.placement import cores_for
 from hvdlite_runner.processes import RankProcess, Reaper, kill, kill_descendants
+from hvdlite_runner.task_files import append_private_file, pieces_of
 
 KILL_SECONDS: Final = 5.0
 """Seconds to go on killing remaining processes."""
@@ -91,11 +94,13 @@ class WorkerGroup:
         if self._reaper is not None:
             self._reaper.forget(pid)
 
+    def add_task(self, order: TaskPiece) -> None:
+        """Write a piece of the function that the ranks are to call."""
+        append_private_file(Path(self.directory) / TASK_FILE, order.content)
+
     def start(self, order: Start, stop: Callable[[], bool] = lambda: False) -> None:
         """Start ranks, or report why they cannot be started; `stop` is called before each one."""
         worlds = [World(*each) for each in order.worlds]
-        if order.task_payload:
-            write_private_file(Path(self.directory) / TASK_FILE, order.task_payload)
         cores = sorted(os.sched_getaffinity(0)) if order.bind and hasattr(os, "sched_getaffinity") else []
         try:
             with reserve_descriptors(_DESCRIPTORS * len(worlds), f"starting {len(worlds)} ranks on one host"):
@@ -125,9 +130,6 @@ class WorkerGroup:
             self.running[order.member].send(signal.SIGKILL)
 
     def _start_member(self, order: StartMember) -> None:
-        path = Path(self.directory) / TASK_FILE
-        if order.task_payload and not path.exists():
-            write_private_file(path, order.task_payload)
         cores: list[int] = []
         if order.core_share is not None and hasattr(os, "sched_getaffinity"):
             cores = cores_for(*order.core_share, sorted(os.sched_getaffinity(0)))
@@ -293,6 +295,8 @@ class WorkerGroup:
                 pass
 
     def _send_result(self, rank: int) -> None:
+        """Report the result of a rank, if it has written one, in pieces."""
         path = Path(self.directory) / f"{RESULT_FILE}.{rank}"
         if path.exists():
-            self._tell(Result(rank, path.read_bytes()))
+            for content, is_last in pieces_of(path, PIECE_BYTES):
+                self._tell(Result(rank, content, is_last))

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from hvdlite.core.errors import LaunchError
-from hvdlite_runner.job_output import OUTPUT_LOST, JobOutput
+from hvdlite.core.launch_contract import OUTPUT_LOST
+from hvdlite_runner.job_output import JobOutput
 from hvdlite_runner.messages import Output
 from hvdlite_runner.streams import FULL, Streams, Target
 from tests.worlds import HANGS_SECONDS
