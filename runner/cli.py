@@ -27,10 +27,12 @@ from hvdlite_runner.options import HOROVOD_FLAGS, MEANINGLESS_FLAGS, USAGE_ERROR
 from hvdlite_runner.placement import LOCAL, Host
 from hvdlite_runner.report import show_report
 from hvdlite_runner.shells import Shell
+from hvdlite_runner.streams import prepare_standard_streams
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
+    prepare_standard_streams()
     options = parser().parse_args(arguments)
     try:
         return _run(options, os.environ)

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.core.errors import ProtocolError
-from hvdlite_runner.messages import MAGIC, AgentReady, Exited, Frames, Output, Ping, Signal, Start, Stop, frame
+from hvdlite_runner.messages import MAGIC, AgentReady, Exited, Frames, Output, Ping, Signal, Start, Stop, TaskPiece, frame
 from hvdlite_runner.reaper import marked_processes
 from tests.worlds import HANGS_SECONDS, HVDRUN, clean_environment
 
-ORDERS = [Ping(), Signal(15), Stop(), Start([(0, 2, 0, 1, 0, 2)], ["python", "é"], {"A": "b"}, True, b"\0parcel")]
+ORDERS = [Ping(), Signal(15), Stop(), Start([(0, 2, 0, 1, 0, 2)], ["python", "é"], {"A": "b"}, True), TaskPiece(b"\0parcel")]
 EVENTS = [AgentReady("3.11.2", "0.1.0", "a", 8, 77), Output(3, "stderr", b"\xff\n"), Exited(3, -9, False, {"rank": 3}, {})]
 
 
