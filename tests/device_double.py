@@ -92,8 +92,9 @@ class GpuDouble:
 
     Attributes:
         launches: the names of what was launched, in order.
+        reductions: NCCL's ops of the reductions that were called, in order.
         graph: whether the framework's stream is being captured.
-        has_kernels: whether `move` works.
+        kernels: whether kernels work.
         memory: how many bytes can be allocated at once; None is any number.
     """
 
@@ -102,8 +103,9 @@ class GpuDouble:
         self.failure = (NcclErrorDouble, MemoryError, KeyError)
         self.gpu = gpu or f"gpu-{random.random()}"
         self.launches: list[str] = []
+        self.reductions: list[int] = []
         self.graph = False
-        self.has_kernels = True
+        self.kernels = True
         self.memory: int | None = None
         self.error: Exception | None = None
         self._meetings = meetings or Meetings()
@@ -213,7 +215,7 @@ class GpuDouble:
 
     def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, scaling: Scaling = NO_SCALING,
                      fill_value: int = 0) -> bool:
-        if not self.has_kernels:
+        if not self.kernels:
             return False
         copies = list(copies)
 
@@ -227,6 +229,9 @@ class GpuDouble:
                     out[...] = calculated(view(origin, count, SUPPORTED_DTYPES[source]).copy(), scaling, out.dtype)
         self.launch(stream, "move", work)
         return True
+
+    def has_kernels(self) -> bool:
+        return self.kernels
 
     def unique_id(self) -> bytes:
         return self._meetings.new_id()
@@ -364,18 +369,21 @@ class CommunicatorDouble:
     def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
         def take(values: list[Any]) -> None:
             view(target, count, _dtype(dtype))[...] = _reduced(values, op)
+        self._gpu.reductions.append(op)
         self._collective("allReduce", stream, (count, dtype, op), (source, count, dtype), take)
 
     def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
         def take(values: list[Any]) -> None:
             if self._rank == root:
                 view(target, count, _dtype(dtype))[...] = _reduced(values, op)
+        self._gpu.reductions.append(op)
         self._collective("reduce", stream, (count, dtype, op, root), (source, count, dtype), take)
 
     def reduceScatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
         def take(values: list[Any]) -> None:
             mine = slice(self._rank * count, (self._rank + 1) * count)
             view(target, count, _dtype(dtype))[...] = _reduced([each[mine] for each in values], op)
+        self._gpu.reductions.append(op)
         self._collective("reduceScatter", stream, (count, dtype, op), (source, count * self._meeting.size, dtype), take)
 
     def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:

@@ -70,6 +70,7 @@ class Launch:
 
     Attributes:
         rank: this rank's index in the process set, which is NCCL's rank.
+        has_kernels: whether kernels work on all ranks of the communicator.
     """
 
     device: Device
@@ -77,6 +78,7 @@ class Launch:
     staging: StagingBuffer
     plan: Plan
     rank: int
+    has_kernels: bool = True
 
     @property
     def response(self) -> Response:
@@ -106,7 +108,12 @@ class Launch:
 
 
 class NcclReduction:
-    """The arithmetic of one reduction: NCCL's op, and the kernels before and after it."""
+    """The arithmetic of one reduction: NCCL's op, and the kernels before and after it.
+
+    An average is a sum of contributions that are divided before. NVLS, NCCL's reduction in the switches of NVLink, computes
+    sums, minima and maxima only, and so do the kernels for symmetric memory; ncclAvg switches both off. ncclAvg remains for
+    communicators in which a rank has no kernels.
+    """
 
     def __init__(self, launch: Launch) -> None:
         response = launch.response
@@ -115,11 +122,12 @@ class NcclReduction:
         self.parts = 2 if response.dtype.startswith("complex") else 1  # elements of `dtype` per element of the tensor
         self.width = SUPPORTED_DTYPES[self.dtype].itemsize
         self.code = DTYPES[self.dtype]
-        mean = response.op is ReduceOp.AVERAGE
-        partial = mean and response.divisor not in (0, len(launch.plan.ranks))
-        self.op = _OPS[response.op] if not mean else SUM if partial else MEAN
-        self.prescale = Scaling(response.prescale)
-        self.postscale = Scaling(response.postscale, response.divisor if partial else 1)
+        size = len(launch.plan.ranks)
+        divisor = (response.divisor or size) if response.op is ReduceOp.AVERAGE else 1
+        self.op = SUM if response.op is ReduceOp.AVERAGE else _OPS[response.op]
+        if divisor == size > 1 and not launch.has_kernels:
+            self.op, divisor = MEAN, 1
+        self.prescale, self.postscale = Scaling(response.prescale, divisor), Scaling(response.postscale)
         self._fill_value = bits(identity(response.op, SUPPORTED_DTYPES[response.dtype]), SUPPORTED_DTYPES[self.dtype]) \
             if self.parts == 1 else bits(-0.0, SUPPORTED_DTYPES[self.dtype])
 

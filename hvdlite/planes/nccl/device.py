@@ -116,6 +116,9 @@ class Device(Protocol):
                      fill_value: int = 0) -> bool:
         """Copy, cast, scale and fill many arrays with as few kernels as possible; False if there are none."""
 
+    def has_kernels(self) -> bool:
+        """Return whether kernels can be compiled."""
+
     def unique_id(self) -> bytes:
         """Return the id of a new communicator; called by one of its ranks."""
 
@@ -239,6 +242,9 @@ class CupyDevice:
             entry = table[0]
             self._start(kernel, int(entry["first"][entry["entries"]]), table, stream)
         return True
+
+    def has_kernels(self) -> bool:
+        return self._kernel(("float32", "float32", True), lambda: kernels.source_code("float32", "float32", True)) is not None
 
     def unique_id(self) -> bytes:
         return bytes(self._nccl.get_unique_id())

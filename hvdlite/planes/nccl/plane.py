@@ -54,7 +54,7 @@ left behind, with its stream; it ends when NCCL gives up."""
 LINGER_SECONDS: Final = 0.1
 """Time for the other GPUs to leave the final all-reduce."""
 _PEER_INFO: Final = msgspec.msgpack.Decoder(PeerInfo)
-_ANSWER: Final = msgspec.msgpack.Decoder(tuple[bytes, str])
+_ANSWER: Final = msgspec.msgpack.Decoder(tuple[bytes, bool, str])
 
 MakeDevice = Callable[[int | None], Device]
 """Opens the GPU with the given index; None chooses it by the local rank."""
@@ -253,28 +253,34 @@ class NcclPlane:
         """Create the communicator of a process set, together with all its ranks."""
         device, mine = self._opened(None), ranks.index(self._rank)
         unique_id = self._thread.run(device.unique_id, wait_until) if mine == 0 else b""
-        info = PeerInfo(self._host, device.bus_id(), device.version, unique_id)
+        has_kernels = self._thread.run(device.has_kernels, wait_until)
+        info = PeerInfo(self._host, device.bus_id(), device.version, has_kernels, unique_id)
         text = msgspec.msgpack.encode(info)
         answer = self._oob.gather_and_broadcast(f"nccl.{process_set_id}", ranks, text,
                                                 functools.partial(self._check_peers, ranks), wait_until)
-        unique_id, problem = _ANSWER.decode(answer)
+        unique_id, has_kernels, problem = _ANSWER.decode(answer)
         if problem:
             raise HorovodInternalError(problem)
-        self._communicator_refs[process_set_id] = self._thread.run(lambda: self._make(device, ranks, unique_id), wait_until)
+        self._communicator_refs[process_set_id] = self._thread.run(
+            lambda: self._make(device, ranks, unique_id, has_kernels=has_kernels), wait_until)
 
     def _check_peers(self, ranks: tuple[int, ...], texts: Sequence[bytes]) -> bytes:
-        """Return a communicator's id, or the problem with its ranks' GPUs; called on its first rank."""
+        """Return a communicator's id and whether all its ranks have kernels, or the problem with their GPUs.
+
+        Called on its first rank.
+        """
         peers = {rank: _PEER_INFO.decode(text) for rank, text in zip(ranks, texts, strict=True)}
         try:
             check_peers(peers, shared=self._shared_gpu)
         except HorovodInternalError as error:
-            return msgspec.msgpack.encode((b"", str(error)))
-        return msgspec.msgpack.encode((peers[ranks[0]].unique_id, ""))
+            return msgspec.msgpack.encode((b"", False, str(error)))
+        return msgspec.msgpack.encode((peers[ranks[0]].unique_id, all(each.has_kernels for each in peers.values()), ""))
 
-    def _make(self, device: Device, ranks: tuple[int, ...], unique_id: bytes) -> CommunicatorRef:
+    def _make(self, device: Device, ranks: tuple[int, ...], unique_id: bytes, *, has_kernels: bool) -> CommunicatorRef:
         what = f"making a communicator of ranks {list(ranks)}"
         try:
-            ref = CommunicatorRef(device.communicator(len(ranks), unique_id, ranks.index(self._rank)), ranks)
+            ref = CommunicatorRef(device.communicator(len(ranks), unique_id, ranks.index(self._rank)), ranks,
+                                  has_kernels=has_kernels)
             if self._closing:  # the world was lost meanwhile, and nobody else will end this
                 ref.end()
                 raise HorovodInternalError(f"{what} was given up")
@@ -289,11 +295,13 @@ class NcclPlane:
     def _launch(self, device: Device, plan: Plan) -> LaunchedWork:
         if self._closing:
             raise HorovodInternalError("the plane for GPUs is closed")
-        communicator = self._communicator_refs[plan.response.process_set_id].communicator
+        ref = self._communicator_refs[plan.response.process_set_id]
+        communicator = ref.communicator
         try:
             for event in _ready_events(plan):
                 device.wait(device.stream, event)
-            collectives.launch(Launch(device, communicator, self._staging, plan, plan.ranks.index(self._rank)))
+            collectives.launch(Launch(device, communicator, self._staging, plan, plan.ranks.index(self._rank),
+                                      ref.has_kernels))
             assert self._events is not None
             return LaunchedWork(device, self._events.record(device.stream), self._watcher)
         except device.failure as error:
