@@ -38,6 +38,10 @@ class NcclErrorDouble(RuntimeError):
     """Stands for `cupy.cuda.nccl.NcclError`."""
 
 
+class CudaErrorDouble(RuntimeError):
+    """Stands for CuPy's `CUDARuntimeError`."""
+
+
 class _AbortedError(Exception):
     """Ends what was launched on an aborted communicator."""
 
@@ -96,17 +100,24 @@ class GpuDouble:
         graph: whether the framework's stream is being captured.
         kernels: whether kernels work.
         memory: how many bytes can be allocated at once; None is any number.
+        cached: how many more bytes could be allocated if the framework gave back what it does not use; see `reclaim`.
+        reclaimed: how often it has.
+        allocations: the sizes of the successful ones, in order.
+        fault: raised by allocations, like an error of CUDA that came before.
     """
 
     def __init__(self, index: int = 0, meetings: Meetings | None = None, version: int = 22809, gpu: str = "") -> None:
         self.index, self.version = index, version
-        self.failure = (NcclErrorDouble, MemoryError, KeyError)
+        self.failure = (NcclErrorDouble, CudaErrorDouble, MemoryError, KeyError)
         self.gpu = gpu or f"gpu-{random.random()}"
         self.launches: list[str] = []
         self.reductions: list[int] = []
         self.graph = False
         self.kernels = True
         self.memory: int | None = None
+        self.cached = self.reclaimed = 0
+        self.allocations: list[int] = []
+        self.fault: Exception | None = None
         self.error: Exception | None = None
         self._meetings = meetings or Meetings()
         self.events: set[int] = set()
@@ -190,13 +201,22 @@ class GpuDouble:
         return self.graph
 
     def allocate(self, nbytes: int) -> DeviceArray:
+        if self.fault is not None:
+            raise self.fault
         if self.memory is not None and nbytes > self.memory:
             raise MemoryError(f"{nbytes} bytes on GPU {self.index}: there are {self.memory}")
+        self.allocations.append(nbytes)
         room = np.full(nbytes + 512, 0xA5, np.uint8)
         begin = -room.ctypes.data % 256
         self._rooms.append(room)  # cudaFree waits until nobody uses the memory any more; here it is kept
         self.memory_owners.add(owner := _Memory(nbytes))
         return DeviceArray(room.ctypes.data + begin, (nbytes,), np.dtype(np.uint8), self.index, owner)
+
+    def reclaim(self) -> None:
+        """What a framework does to give back memory."""
+        self.reclaimed += 1
+        if self.memory is not None:
+            self.memory, self.cached = self.memory + self.cached, 0
 
     def zero(self, array: DeviceArray) -> None:
         view(array.pointer, array.nbytes, np.dtype(np.uint8))[...] = 0
@@ -480,4 +500,5 @@ class Gpus:
         """Let a NumPy array pass for a rank's GPU memory."""
         def empty(shape: tuple[int, ...]) -> DeviceArray:
             return self.wrap(runtime, np.empty(shape, array.dtype), stream)
-        return runtime.devices.wrap(array.ctypes.data, array.shape, array.dtype, 0, stream=stream, owner=array, empty=empty)
+        return runtime.devices.wrap(array.ctypes.data, array.shape, array.dtype, 0, stream=stream, owner=array, empty=empty,
+                                    reclaim=self.made[runtime.world.rank].reclaim)

@@ -155,6 +155,22 @@ def test_without_kernels_torch_copies(gpus: Gpus) -> None:
     threads(2, step)
 
 
+def test_buckets_take_the_place_of_what_torch_keeps_unused(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: [gpu.reclaim() for gpu in gpus.made])
+
+    def step(runtime: Runtime) -> None:
+        gpu = gpus.made[runtime.world.rank]
+        gpu.memory, gpu.cached = 1 << 14, 1 << 20  # the first is enough to make a communicator
+        model = torch.nn.Linear(100, 100)
+        optimizer = wrapped(runtime, model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 100)).sum().backward()
+            optimizer.step()
+        assert by_bucket(optimizer) and gpu.reclaimed
+    threads(2, step)
+
+
 def test_a_capture_is_refused_where_it_is_made(gpus: Gpus) -> None:
     settled = threading.Barrier(2)
 

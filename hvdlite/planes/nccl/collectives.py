@@ -50,17 +50,32 @@ def supports(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
 
 
 class StagingBuffer:
-    """Memory between tensors and NCCL; it grows on demand, and all launches on the stream share it."""
+    """Memory between tensors and NCCL; it grows on demand, and all launches on the stream share it.
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    Args:
+        allocate: like `Device.allocate`, after the framework has given back what it does not use, if need be.
+    """
+
+    def __init__(self, device: Device, allocate: Callable[[int], DeviceArray]) -> None:
+        self._device, self._allocate = device, allocate
         self._memory: DeviceArray | None = None
 
     def get(self, nbytes: int) -> int:
-        """Return the address of at least `nbytes` bytes."""
-        if self._memory is None or self._memory.nbytes < nbytes:
+        """Return the address of at least `nbytes` bytes.
+
+        Raises:
+            MemoryError: if there is not enough memory.
+        """
+        size = 0 if self._memory is None else self._memory.nbytes
+        if self._memory is None or size < nbytes:
             self._memory = None  # free the smaller one first: CUDA waits until it is unused
-            self._memory = self._device.allocate(nbytes)
+            if 2 * size > nbytes:  # to allocate synchronizes the GPU: do it seldom
+                try:
+                    self._memory = self._device.allocate(2 * size)
+                except MemoryError:
+                    self._memory = self._allocate(nbytes)
+            else:
+                self._memory = self._allocate(nbytes)
         return self._memory.pointer
 
 

@@ -29,6 +29,8 @@ _RELAXED: Final = 2
 
 _HIGHEST_PRIORITY: Final = -5
 """CUDA clamps priorities to its range."""
+_OUT_OF_MEMORY: Final = 2
+"""cudaErrorMemoryAllocation."""
 _NOT_READY: Final = 600
 """cudaErrorNotReady."""
 _CAPTURE_FAULTS: Final = range(900, 909)
@@ -57,7 +59,7 @@ class Device(Protocol):
     Attributes:
         stream: the plane's stream: non-blocking, of the highest priority.
         version: the code of the NCCL version.
-        failure: the exception types of CUDA, NCCL and memory errors.
+        failure: the exception types of NCCL (the first), CUDA and memory errors.
     """
 
     index: int
@@ -213,6 +215,8 @@ class CupyDevice:
             try:  # not from CuPy's pool, whose memory is reused in the order of one stream: this is used on several
                 memory = self._cupy.cuda.memory.Memory(rounded)
             except (self._cupy.cuda.memory.OutOfMemoryError, self._runtime.CUDARuntimeError) as error:
+                if getattr(error, "status", _OUT_OF_MEMORY) != _OUT_OF_MEMORY:
+                    raise  # an earlier error, of a kernel for example
                 raise MemoryError(f"{nbytes} bytes on GPU {self.index}: {error}") from None
         return DeviceArray(int(memory.ptr), (nbytes,), np.dtype(np.uint8), self.index, memory)
 

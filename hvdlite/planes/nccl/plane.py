@@ -90,6 +90,7 @@ class NcclPlane:
         self._communicator_refs: dict[int, CommunicatorRef] = {}  # by process set
         self._reason: str | None = None  # why there is no GPU, once it is known
         self._closing = False
+        self._reclaim: Callable[[], None] | None = None  # see `DeviceAccess.wrap`
         self._pid = os.getpid()
 
     # --- for adapters ----------------------------------------------------------------------------------------------
@@ -103,8 +104,10 @@ class NcclPlane:
         return collectives.supports(Collective(collective), None if op is None else ReduceOp(op), dtype)
 
     def wrap(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, *, stream: int, owner: object,
-             empty: Callable[[tuple[int, ...]], DeviceArray] | None = None) -> DeviceArray:
+             empty: Callable[[tuple[int, ...]], DeviceArray] | None = None,
+             reclaim: Callable[[], None] | None = None) -> DeviceArray:
         used = self._opened(device)
+        self._reclaim = reclaim or self._reclaim
         if used.index != device:
             raise UnsupportedError(f"rank {self._rank} uses GPU {used.index} and cannot also use GPU {device}: a rank has "
                                    "one GPU")
@@ -157,13 +160,18 @@ class NcclPlane:
         if self._rank not in ranks:
             return None
         device = self._opened(None)
-        return FusionBuffer(self._thread.run(lambda: _cleared(device, nbytes), wait_until))
+        try:
+            return FusionBuffer(self._thread.run(lambda: self._cleared(device, nbytes), wait_until))
+        except MemoryError:
+            raise
+        except device.failure as error:
+            raise self._error(device, None, f"allocating {nbytes} bytes", error) from error
 
     def row_major(self, array: DeviceArray) -> DeviceArray:
         """See `DevicePlane.row_major`."""
         device = self._opened(None)
         copied = DeviceArray(0, array.shape, array.dtype, array.device)
-        copied = device.allocate(copied.nbytes).part(0, copied.size, array.dtype)
+        copied = self._allocate(device, copied.nbytes).part(0, copied.size, array.dtype)
         copied.shape = array.shape
         if array.ready is not None:
             device.wait(device.stream, array.ready.handle)
@@ -244,10 +252,28 @@ class NcclPlane:
                     raise UnsupportedError(f"there is no data plane for GPUs here: {reason}")
                 device = self._make_device(index)
                 self._events = EventPool(device)
-                self._staging = StagingBuffer(device)
+                self._staging = StagingBuffer(device, functools.partial(self._allocate, device))
                 self._watcher = Watcher(device, self._check, lambda error: self._report(error))
                 self._device = device
         return self._device
+
+    def _allocate(self, device: Device, nbytes: int) -> DeviceArray:
+        """Return new memory, if need be after the framework has given back what it keeps unused."""
+        try:
+            return device.allocate(nbytes)
+        except MemoryError:
+            if self._reclaim is None:
+                raise
+        _log.info("rank %d: GPU %d has no %d bytes left; the framework gives back what it does not use", self._rank,
+                  device.index, nbytes)
+        self._reclaim()
+        return device.allocate(nbytes)
+
+    def _cleared(self, device: Device, nbytes: int) -> DeviceArray:
+        """Return zeroed memory: the gaps between a bucket's tensors are never written, but reduced with them."""
+        memory = self._allocate(device, nbytes)
+        device.zero(memory)
+        return memory
 
     def _create_communicator(self, process_set_id: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> None:
         """Create the communicator of a process set, together with all its ranks."""
@@ -324,15 +350,10 @@ class NcclPlane:
     def _error(self, device: Device, communicator: Any, what: str, error: Exception) -> HorovodInternalError:
         if isinstance(error, MemoryError):
             return HorovodInternalError(f"rank {self._rank}: out of memory in {what}: {error}")
+        if not isinstance(error, (device.failure[0], KeyError)):
+            return HorovodInternalError(f"rank {self._rank}: CUDA failed in {what} on GPU {device.index}: {error}")
         return HorovodInternalError(f"rank {self._rank}: NCCL failed in {what} on GPU {device.index}: "
                                     f"{device.explain(communicator, error)}; NCCL_DEBUG=INFO tells more")
-
-
-def _cleared(device: Device, nbytes: int) -> DeviceArray:
-    """Return zeroed memory: the gaps between a bucket's tensors are never written, but reduced with them."""
-    memory = device.allocate(nbytes)
-    device.zero(memory)
-    return memory
 
 
 def _ready_events(plan: Plan) -> set[int]:
