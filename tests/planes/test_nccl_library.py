@@ -113,7 +113,7 @@ def test_the_real_library_without_a_gpu() -> None:
     for call in (lambda: device.make_event(), lambda: device._runtime.eventRecord(1, 0), lambda: device.is_event_done(1),
                  lambda: runtime.streamWaitEvent(0, 1), lambda: device.is_capturing(0), lambda: device.copy(1, 2, 3, 0),
                  lambda: runtime.memsetAsync(1, 0, 1, 0), lambda: runtime.deviceGetPCIBusId(0),
-                 lambda: runtime.eventCreateWithFlags(runtime.eventDisableTiming), lambda: cupy.cuda.memory.Memory(256),
+                 lambda: runtime.eventCreateWithFlags(runtime.eventDisableTiming), lambda: runtime.malloc(256),
                  lambda: runtime.streamCreateWithPriority(runtime.streamNonBlocking, -5)):
         device.index = 0
         with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import types
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,12 @@ import pytest
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.types import ReduceOp
 from hvdlite.planes.nccl.collectives import StagingBuffer
-from hvdlite.planes.nccl.device import CupyDevice
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
 from tests.device_double import CudaErrorDouble, GpuDouble, Gpus
 from tests.gpu_worlds import begun
 from tests.gpu_worlds import gpus as gpus
+from tests.planes.cuda_double import CudaDouble
 
 SUM = ReduceOp.SUM
 
@@ -73,20 +72,11 @@ def test_staging_memory_is_allocated_seldom() -> None:
 
 
 @pytest.mark.parametrize(("status", "expected"), [(2, MemoryError), (700, RuntimeError)])
-def test_only_cudas_own_status_is_out_of_memory(status: int, expected: type[Exception]) -> None:
-    class CudaError(RuntimeError):
-        def __init__(self) -> None:
-            super().__init__(f"status {status}")
-            self.status = status
-
-    def refuse(nbytes: int) -> None:
-        raise CudaError
-
-    class OutOfMemoryError(MemoryError): ...
-    device: Any = object.__new__(CupyDevice)
-    device.index, device._runtime = 0, types.SimpleNamespace(CUDARuntimeError=CudaError, getDevice=lambda: 0)
-    memory = types.SimpleNamespace(Memory=refuse, OutOfMemoryError=OutOfMemoryError)
-    device._cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(memory=memory))
+def test_only_cudas_own_status_is_out_of_memory(status: int, expected: type[Exception],
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = CudaDouble()
+    device = cuda.device(monkeypatch, 0)
+    cuda.malloc_status = status
     with pytest.raises(expected, match=f"status {status}") as caught:
         device.allocate(100)
     assert isinstance(caught.value, MemoryError) == (status == 2)

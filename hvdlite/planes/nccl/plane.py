@@ -90,6 +90,7 @@ class NcclPlane:
         self._communicator_refs: dict[int, CommunicatorRef] = {}  # by process set
         self._reason: str | None = None  # why there is no GPU, once it is known
         self._closing = False
+        self._has_entered = False  # the background thread
         self._reclaim: Callable[[], None] | None = None  # see `DeviceAccess.wrap`
         self._pid = os.getpid()
 
@@ -132,8 +133,14 @@ class NcclPlane:
     def set_error_handler(self, report: Callable[[Exception], None]) -> None:
         self._report = report
 
+    def enter_thread(self) -> None:
+        if not self._has_entered:
+            self._opened(None).make_current()
+            self._has_entered = True
+
     def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
         device = self._opened(None)
+        self.enter_thread()
         process_set_id = plan.response.process_set_id
         if process_set_id not in self._communicator_refs:
             self._create_communicator(process_set_id, plan.ranks, wait_until)
