@@ -31,6 +31,7 @@ class CudaDouble:
         contexts: the GPUs with a context. To set a device makes one, and so does every call but `getDevice`.
         allocated: addresses.
         malloc_status: what `malloc` answers.
+        driver_status, runtime_status: what the driver and the runtime answer about events.
     """
 
     streamNonBlocking, eventDisableTiming, memcpyDeviceToDevice = 1, 2, 3
@@ -39,7 +40,8 @@ class CudaDouble:
     def __init__(self, count: int = 4) -> None:
         self.contexts: set[int] = set()
         self.allocated: set[int] = set()
-        self.malloc_status = 0
+        self.malloc_status = self.runtime_status = 0
+        self.driver_status: int | None = None
         self._count = count
         self._local = threading.local()
         self._numbers = itertools.count(1)
@@ -82,6 +84,9 @@ class CudaDouble:
     def streamWaitEvent(self, *_: int) -> None:
         self._used()
 
+    def eventQuery(self, event: int) -> int:
+        return self.runtime_status
+
     def memsetAsync(self, *_: int) -> None:
         self._used()
 
@@ -101,6 +106,9 @@ class CudaDouble:
     # --- the driver
 
     def relax_captures(self) -> None: ...
+
+    def event_status(self, event: int) -> int | None:
+        return self.driver_status
 
     def has_context(self, index: int) -> bool:
         return index in self.contexts

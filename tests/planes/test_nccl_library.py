@@ -82,6 +82,7 @@ def test_the_real_library_without_a_gpu() -> None:
     """CuPy and NCCL load, ids are made, and errors come with NCCL's text, on any machine that has them installed."""
     pytest.importorskip("cupy", reason="needs CuPy")
     from hvdlite.planes.nccl.device import CupyDevice
+    from hvdlite.planes.nccl.driver import Driver
     cupy = library.load({})
     if not cupy.cuda.nccl.available:
         pytest.skip("needs NCCL")
@@ -94,7 +95,7 @@ def test_the_real_library_without_a_gpu() -> None:
     if count:
         pytest.skip("there is a GPU: tests/gpu")
     device = object.__new__(CupyDevice)
-    device._cupy, device._nccl, device._runtime = cupy, cupy.cuda.nccl, cupy.cuda.runtime
+    device._cupy, device._nccl, device._runtime, device._driver = cupy, cupy.cuda.nccl, cupy.cuda.runtime, Driver()
     first, second = device.unique_id(), device.unique_id()
     assert len(first) == 128 and first != second
     with device.group():

@@ -192,10 +192,12 @@ class CupyDevice:
             self._runtime.streamWaitEvent(stream, event)
 
     def is_event_done(self, event: int) -> bool:
-        status = self._runtime.eventQuery(event)
-        if status not in (0, _NOT_READY):
-            raise self._runtime.CUDARuntimeError(status)
-        return bool(status == 0)
+        status = self._driver.event_status(event)
+        if status not in (0, _NOT_READY):  # without a driver, or an error: CuPy keeps the GIL, but knows errors' names
+            status = self._runtime.eventQuery(event)
+            if status not in (0, _NOT_READY):
+                raise self._runtime.CUDARuntimeError(status)
+        return status == 0
 
     def is_capturing(self, stream: int) -> bool:
         try:
