@@ -196,6 +196,8 @@ class Execution:
                 self._release(entry).fail(self._refusal(response))
             return
         splits = self._splits_of(response, entries[0].request.splits)
+        if response.device != CPU and self._devices is not None:
+            self._devices.enter_thread()  # before results are allocated
         for entry in entries:
             entry.prepare(response, self._rank, self._process_sets[response.process_set_id], splits)
         completion = None

@@ -243,7 +243,7 @@ def test_a_graph_capture_and_a_second_gpu_are_refused_at_the_call(gpus: Gpus) ->
 def test_without_kernels_copies_still_work_and_factors_say_what_is_missing(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
         runtime.devices.record_event(0)
-        gpus.made[runtime.world.rank].has_kernels = False
+        gpus.made[runtime.world.rank].kernels = False
         values = [np.full(n, runtime.world.rank + 1.0) for n in (2, 9)]
         arrays = [gpus.wrap(runtime, each) for each in values]
         handle = runtime.grouped_allreduce("g", arrays, arrays, SUM)

@@ -82,6 +82,7 @@ def test_the_real_library_without_a_gpu() -> None:
     """CuPy and NCCL load, ids are made, and errors come with NCCL's text, on any machine that has them installed."""
     pytest.importorskip("cupy", reason="needs CuPy")
     from hvdlite.planes.nccl.device import CupyDevice
+    from hvdlite.planes.nccl.driver import Driver
     cupy = library.load({})
     if not cupy.cuda.nccl.available:
         pytest.skip("needs NCCL")
@@ -94,7 +95,7 @@ def test_the_real_library_without_a_gpu() -> None:
     if count:
         pytest.skip("there is a GPU: tests/gpu")
     device = object.__new__(CupyDevice)
-    device._cupy, device._nccl, device._runtime = cupy, cupy.cuda.nccl, cupy.cuda.runtime
+    device._cupy, device._nccl, device._runtime, device._driver = cupy, cupy.cuda.nccl, cupy.cuda.runtime, Driver()
     first, second = device.unique_id(), device.unique_id()
     assert len(first) == 128 and first != second
     with device.group():
@@ -113,7 +114,7 @@ def test_the_real_library_without_a_gpu() -> None:
     for call in (lambda: device.make_event(), lambda: device._runtime.eventRecord(1, 0), lambda: device.is_event_done(1),
                  lambda: runtime.streamWaitEvent(0, 1), lambda: device.is_capturing(0), lambda: device.copy(1, 2, 3, 0),
                  lambda: runtime.memsetAsync(1, 0, 1, 0), lambda: runtime.deviceGetPCIBusId(0),
-                 lambda: runtime.eventCreateWithFlags(runtime.eventDisableTiming), lambda: cupy.cuda.memory.Memory(256),
+                 lambda: runtime.eventCreateWithFlags(runtime.eventDisableTiming), lambda: runtime.malloc(256),
                  lambda: runtime.streamCreateWithPriority(runtime.streamNonBlocking, -5)):
         device.index = 0
         with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):

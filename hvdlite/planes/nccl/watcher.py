@@ -149,10 +149,11 @@ class CommunicatorRef:
 
     Args:
         ranks: the ranks of the communicator.
+        has_kernels: whether kernels work on all of them.
     """
 
-    def __init__(self, communicator: Communicator, ranks: tuple[int, ...] = ()) -> None:
-        self.communicator, self.ranks = communicator, ranks
+    def __init__(self, communicator: Communicator, ranks: tuple[int, ...] = (), *, has_kernels: bool = True) -> None:
+        self.communicator, self.ranks, self.has_kernels = communicator, ranks, has_kernels
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
 
     def end(self) -> None:
