@@ -13,6 +13,7 @@ from pathlib import Path
 from hvdlite.core import launch_contract
 from hvdlite_runner.messages import PIECE_BYTES, Result
 
+
 class TaskFiles:
     """The folder of a task, which the caller has made; without a folder nothing is read or written.
 

@@ -109,6 +109,7 @@ def test_a_rank_that_raises_on_another_host_is_told_with_its_traceback(shell: Pa
     ("echo oops >&2; exit 3", r"host b cannot be reached by rsh \(exit code 3\): oops"),
     (r"printf '\0hvdlite agent\0\377\377\377\377'; sleep 100", "host b sent something that is no message"),
     ("sleep 100", "host b did not start its agent within 2 s"),
+    ("exec >&-; echo bye >&2; sleep 1000", "host b: rsh closed its output and did not end: bye"),
 ])
 def test_a_remote_shell_that_does_something_else(shell: Path, script: str, told: str) -> None:
     shell.write_text(f"#!/bin/sh\n{script}\n")

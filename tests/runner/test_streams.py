@@ -214,16 +214,16 @@ def test_links_of_other_people_are_not_followed_and_pipes_do_not_block(tmp_path:
     (tmp_path / "rank.0").mkdir()
     (tmp_path / "rank.0/stdout").symlink_to(tmp_path / "precious")
     output = job_output(tmp_path, 1, 2)
-    with pytest.raises(LaunchError, match="rank.0/stdout is a symbolic link"):
+    with pytest.raises(LaunchError, match=r"rank\.0/stdout is a symbolic link"):
         output.open_files(0, "rank.0")
     assert not (tmp_path / "precious").exists()
     (tmp_path / "rank.1").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").mkdir()
-    with pytest.raises(LaunchError, match="rank.1 is a symbolic link"):
+    with pytest.raises(LaunchError, match=r"rank\.1 is a symbolic link"):
         output.open_files(1, "rank.1")
     (tmp_path / "rank.2").mkdir()
     os.mkfifo(tmp_path / "rank.2/stdout")
-    with pytest.raises(LaunchError, match="rank.2/stdout: No such device"):
+    with pytest.raises(LaunchError, match=r"rank\.2/stdout: No such device"):
         output.open_files(2, "rank.2")
 
 
