@@ -35,6 +35,9 @@ _CLIENTS: Final = 64
 _ROUND_TRIPS: Final = 200
 _STREAM_SECONDS: Final = 0.5
 _CHUNK: Final = bytes(1 << 18)
+_DIAGNOSE: Final = ("import sys; sys.path[:] = [path for path in sys.path if path]; "
+                    "from hvdlite.diagnose import main; sys.exit(main())")
+"""Unlike `python -m hvdlite.diagnose`, this imports nothing from the working directory."""
 _SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
 _PROBE, _ECHO, _SINK = b"?", b"e", b"s"
 
@@ -197,7 +200,7 @@ def host_info(environ: Mapping[str, str]) -> dict[str, Any]:
         "launchers": {name: path for name in ("srun", "mpirun", "mpiexec", "jsrun", "torchrun")
                       if (path := shutil.which(name))},
     }
-    asked = subprocess.run([sys.executable, "-m", "hvdlite.diagnose", "--json"], capture_output=True, text=True, check=False,
+    asked = subprocess.run([sys.executable, "-c", _DIAGNOSE, "--json"], capture_output=True, text=True, check=False,
                            env=dict(environ))
     found["build"] = json.loads(asked.stdout) if asked.returncode == 0 else {}
     found["build_problem"] = "" if asked.returncode == 0 else (asked.stderr.strip().splitlines() or ["it failed"])[-1]

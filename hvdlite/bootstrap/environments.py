@@ -31,6 +31,7 @@ from hvdlite.core.world import World
 
 PORTS: Final = range(20_000, 32_000)
 """Ports on which rank 0 listens by default; they lie below the system's ephemeral ports."""
+LEAST_KEY_BYTES: Final = 16
 MAKE_A_KEY: Final = "make one with: python -c 'import secrets; print(secrets.token_hex())'"
 
 
@@ -202,14 +203,19 @@ def _key(environ: Mapping[str, str]) -> bytes:
         source = f"{contract.SECRET_FILE}={path}"
         try:
             if os.stat(path).st_mode & 0o077:
-                raise LaunchError(f"{source}: other users can read it; chmod 600 {path}")
+                raise LaunchError(f"{source}: other users can read it; chmod 600 {path} (a secret that Kubernetes mounts has "
+                                  "mode 0644: set 'defaultMode: 0400' in the volume's 'secret', and leave 'fsGroup' out)")
             secret = Path(path).read_text(encoding="ascii").strip()
         except OSError as error:
             raise LaunchError(f"{source}: {error.strerror}") from None
     try:
-        return bytes.fromhex(secret)
+        key = bytes.fromhex(secret)
     except ValueError:
         raise LaunchError(f"{source} is not a hexadecimal number; {MAKE_A_KEY}") from None
+    if secret and len(key) < LEAST_KEY_BYTES:
+        raise LaunchError(f"{source} has {len(key)} bytes, and could be guessed: at least {LEAST_KEY_BYTES} are needed; "
+                          f"{MAKE_A_KEY}")
+    return key
 
 
 def _host_and_port(text: str) -> tuple[str, int]:
