@@ -203,8 +203,8 @@ def _key(environ: Mapping[str, str]) -> bytes:
         source = f"{contract.SECRET_FILE}={path}"
         try:
             if os.stat(path).st_mode & 0o077:
-                raise LaunchError(f"{source}: other users can read it; chmod 600 {path} (a secret that Kubernetes mounts has "
-                                  "mode 0644: set 'defaultMode: 0400' in the volume's 'secret', and leave 'fsGroup' out)")
+                raise LaunchError(f"{source}: other users can read it; chmod 600 {path} (a secret that Kubernetes mounts "
+                                  "has mode 0644: set 'defaultMode: 0400' in the volume's 'secret', without an 'fsGroup')")
             secret = Path(path).read_text(encoding="ascii").strip()
         except OSError as error:
             raise LaunchError(f"{source}: {error.strerror}") from None
