@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import types
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.planes import selection
 from hvdlite.planes.nccl import kernels, library
 from hvdlite.planes.nccl.plane import NcclPlane
 from tests.device_double import GpuDouble, plane
@@ -51,6 +53,40 @@ def test_cuda_of_torch(version: str, requires: list[str], expected: int | None, 
     monkeypatch.setattr(library.importlib.metadata, "version", lambda name: version)
     monkeypatch.setattr(library.importlib.metadata, "requires", lambda name: requires)
     assert library.cuda_of_torch() == expected
+
+
+@pytest.mark.parametrize(("cupy", "torch", "told"), [
+    ({12}, 12, None), ({12}, None, None), (set(), 13, None), ({12}, 13, "CuPy is for CUDA 12, torch for CUDA 13"),
+    ({12, 13}, 13, "pip uninstall cupy-cuda12x, then pip install --force-reinstall 'hvdlite.nccl-cuda13.'")])
+def test_cuda_versions_that_do_not_fit_are_told(cupy: set[int], torch: int | None, told: str | None,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name not in {f"cupy-cuda{major}x" for major in cupy}:
+            raise library.importlib.metadata.PackageNotFoundError(name)
+        return "14.2.0"
+    monkeypatch.setattr(library.importlib.metadata, "version", version)
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(library, "cuda_of_torch", lambda: torch)
+    (nccl,) = [plane for plane in selection.PLANES if plane.name == "nccl"]
+    problem = nccl.unavailable_reason()  # as --check-build and --doctor show it
+    assert re.search(told, problem) if told else problem == "", problem
+
+
+@pytest.mark.parametrize("torch", [12, 13, None])
+def test_cupy_for_another_cuda_than_torch_is_refused_at_the_first_tensor(torch: int | None,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = types.SimpleNamespace(runtimeGetVersion=lambda: 12090)
+    modules = {"cupy": types.SimpleNamespace(__version__="14.2.0", cuda=types.SimpleNamespace(runtime=runtime)),
+               "cupy.cuda.nccl": types.SimpleNamespace(available=True, get_version=lambda: 22809)}
+    monkeypatch.setattr(library.importlib, "import_module", modules.__getitem__)
+    monkeypatch.setattr(library, "cuda_of_torch", lambda: torch)
+    monkeypatch.setattr(library, "copies", set)
+    monkeypatch.setitem(library.sys.modules, "torch", types.SimpleNamespace())
+    if torch == 13:
+        with pytest.raises(HorovodInternalError, match="CuPy is for CUDA 12, torch for CUDA 13"):
+            library.load({})
+    else:
+        assert library.load({}) is modules["cupy"]
 
 
 def test_one_copy_of_nccl_new_enough(tmp_path: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from hvdlite.planes.nccl.collectives import StagingBuffer
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
 from tests.device_double import CudaErrorDouble, GpuDouble, Gpus
-from tests.gpu_worlds import begun
+from tests.gpu_worlds import allreduce, begun, spin
 from tests.gpu_worlds import gpus as gpus
 from tests.planes.cuda_double import CudaDouble
 
@@ -80,3 +82,55 @@ def test_only_cudas_own_status_is_out_of_memory(status: int, expected: type[Exce
     with pytest.raises(expected, match=f"status {status}") as caught:
         device.allocate(100)
     assert isinstance(caught.value, MemoryError) == (status == 2)
+
+
+# --- memory of the framework's, which it reuses in the order of a stream ---------------------------------------------------
+
+
+class _Watched(np.ndarray):
+    """An array that can be referred to weakly."""
+
+
+@pytest.mark.parametrize(("waits", "is_free"), [([], False), (["lender"], True), (["other"], False),
+                                                (["other", "lender"], True)])
+def test_memory_is_held_until_its_own_stream_follows_or_the_work_is_done(gpus: Gpus, waits: list[str], is_free: bool) -> None:
+    def step(runtime: Runtime) -> None:
+        gpu = begun(gpus, runtime)
+        streams = {"lender": gpu.make_stream(), "other": gpu.make_stream()}
+        gpu.hold(gpu.stream)
+        watched = np.ndarray.__new__(_Watched, (10,))
+        handle, alive = allreduce(gpus, runtime, "x", watched, stream=streams["lender"]), weakref.ref(watched)
+        del watched
+        handle.wait()
+        assert alive() is not None
+        for name in waits:
+            handle.completion.block_stream(streams[name])
+        del handle
+        gc.collect()
+        assert (alive() is None) == is_free, "a framework reuses freed memory on the stream for which it was allocated"
+        gpu.release(gpu.stream)
+        spin(lambda: gc.collect() >= 0 and alive() is None)
+    worlds.threads(1, step)
+
+
+def test_memory_of_two_streams_is_held_until_the_work_is_done(gpus: Gpus) -> None:
+    def step(runtime: Runtime) -> None:
+        gpu = begun(gpus, runtime)
+        streams = [gpu.make_stream(), gpu.make_stream()]
+        gpu.hold(gpu.stream)
+        watched = [np.ndarray.__new__(_Watched, (10,)) for _ in streams]
+        arrays = [gpus.wrap(runtime, each, stream) for each, stream in zip(watched, streams, strict=True)]
+        alive = [weakref.ref(each) for each in watched]
+        handle = runtime.grouped_allreduce("x", arrays, arrays, SUM)
+        del watched, arrays
+        handle.wait()
+        completions = handle.completions()
+        del handle
+        for stream in streams:
+            for completion in completions:
+                completion.block_stream(stream)
+        gc.collect()
+        assert all(each() is not None for each in alive)
+        gpu.release(gpu.stream)
+        spin(lambda: gc.collect() >= 0 and not any(each() is not None for each in alive))
+    worlds.threads(1, step)

@@ -372,7 +372,7 @@ class EventPool:
             handle = self.free.pop()
         except IndexError:
             handle = self._device.make_event()
-        event = PooledEvent(handle, self)
+        event = PooledEvent(handle, stream, self)
         self._device.record(handle, stream)
         return event
 
@@ -397,10 +397,10 @@ class EventPool:
 class PooledEvent:
     """An event of the pool; returns to it when there are no more references. Launched waits keep their meaning."""
 
-    __slots__ = ("_pool", "handle")
+    __slots__ = ("_pool", "handle", "stream")
 
-    def __init__(self, handle: int, pool: EventPool) -> None:
-        self.handle, self._pool = handle, pool
+    def __init__(self, handle: int, stream: int, pool: EventPool) -> None:
+        self.handle, self.stream, self._pool = handle, stream, pool
 
     def __del__(self) -> None:
         pool = self._pool
