@@ -5,8 +5,8 @@ Rules
                                                                           for `SILENCE` seconds) and
   on a `Stop` order: all its processes are killed and its directory is removed. If the agent itself is killed, its reaper
   does this.
-- The agent never blocks on the link: while the launcher does not read, or says that its own reader is slow, the ranks' output
-  stays in their pipes.
+- The agent never blocks on the link: while the launcher does not read, or says that its own reader is slow, the ranks'
+  output stays in their pipes.
 """
 
 from __future__ import annotations

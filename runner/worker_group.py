@@ -144,7 +144,10 @@ class WorkerGroup:
         environment = commands.rank_environment(world, self.directory, self._inherited, order.environment)
         try:
             command = commands.resolve_command(order.command, environment.get("PATH"))
-            self._adopt(RankProcess(key, command, environment, cores))
+            assert self._reaper is not None
+            with self._reaper.marks():
+                process = RankProcess(key, command, environment, cores)
+            self._adopt(process)
         except OSError as error:
             if error.errno in OUT_OF_DESCRIPTORS:
                 raise

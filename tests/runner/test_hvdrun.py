@@ -263,7 +263,7 @@ def _assert_gone(argument: str) -> None:
 
 
 def test_an_orphan_without_environment_ends_with_the_job(tmp_path: Path) -> None:
-    """Nothing marks it any more: neither parent, nor session, nor environment; but the launcher adopts orphans."""
+    """Neither parent, nor session, nor environment tell that it is of the job; but its limit does."""
     assert hvdrun("-np", "1", PYTHON, BARE, str(tmp_path)).returncode == 0
     _assert_gone(str(tmp_path))
 
