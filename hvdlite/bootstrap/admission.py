@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from hvdlite.bootstrap.cancellation import Cancellation
-from hvdlite.bootstrap.refused_connections import RefusedConnections
 from hvdlite.control.codec import RankInfo, Welcome
 from hvdlite.control.handshake import Greeting, ServerHandshake
 from hvdlite.control.wire import Connection
 from hvdlite.core.config import poll_timeout
 from hvdlite.core.errors import HvdliteError, LaunchError, ProtocolError
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
+from hvdlite.core.refused_connections import RefusedConnections
 from hvdlite.core.socket_paths import check_same_user
 
 HALF_OPEN_LIMIT: Final = 64
