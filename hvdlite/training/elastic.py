@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from hvdlite import api
+from hvdlite.bootstrap.admission import MissingRanks
 from hvdlite.bootstrap.member import Member
-from hvdlite.bootstrap.rendezvous import MissingRanks
 from hvdlite.core.errors import (
     ForkedProcessError,
     HorovodInternalError,
