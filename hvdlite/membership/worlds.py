@@ -67,6 +67,7 @@ class Worlds:
         self._has_met = False
         self._awaited = Awaited(limits, roster)
         self._runs_finished = 0  # how often elastic.run has returned on all members
+        self._is_noted = False  # whether the user has been told that nobody can join any more
         self._end_reason = ""  # why this world is lost, if it is
 
     def settle(self) -> None:
@@ -168,8 +169,13 @@ class Worlds:
         room = len(joiners) + len(free)
         if self._limits.max_np is not None:
             room = min(room, max(0, self._limits.max_np - len(staying)))
-        if not self._has_resets() or (not staying and self._limits.max_np == 1) or self._runs_finished:
-            room = 0  # there is no other world, or none in which a joiner could get the state of the same elastic.run
+        if not self._has_resets() or (not staying and self._limits.max_np == 1):
+            room = 0  # there is no other world
+        elif self._runs_finished:  # a joiner would begin with the script's first elastic.run
+            if room and not self._is_noted:
+                self._is_noted = True
+                self.note(f"slots that stay free: {room}; ranks can join in the script's first hvd.elastic.run only")
+            room = 0
         self._roster.dismiss(joiners[room:], "there are enough ranks without it")
         may_start = any(each.is_ready for each in living) and not any(each.phase is Phase.FINISHED for each in living)
         if may_start and room > len(joiners):

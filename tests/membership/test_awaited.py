@@ -77,8 +77,8 @@ def test_a_stopped_process_for_which_others_wait_to_run_again_is_killed() -> Non
     talk.ready(0)
     talk.idle(0, commits=1)
     assert talk.wait(10).asked() == [1]
-    assert talk.notes[-1] == ("rank 1 on a has not called elastic.run again; the others wait for it, at most 10 s if it does "
-                              "not answer, else as long as it computes")
+    assert talk.notes[-1] == ("rank 1 on a has not called elastic.run again; the others wait for it, at most 10 s if it "
+                              "does not answer, else as long as it computes")
     assert talk.alive(1).wait(19).commands == [] and talk.wait(1).asked() == [1], "it computes"
     assert talk.wait(10).killed() == [1]
     assert talk.gone(1).order().members == (0,)
