@@ -124,7 +124,8 @@ class GradientReducer(Generic[Parameter]):
     @property
     def bucket_views(self) -> BucketViews[Parameter] | None:
         """The places of gradients in learned buckets; None when there are none."""
-        return self.sequence.rounds.bucket_views
+        views = self.sequence.rounds.bucket_views
+        return None if views is None else views[0]
 
     def change_framework(self, framework: Framework[Parameter]) -> None:
         """Between rounds: access gradients in another way, because they are in another memory now."""
