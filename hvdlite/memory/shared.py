@@ -29,6 +29,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdlite.core.array import Array
+from hvdlite.core.errors import LaunchError
 from hvdlite.memory.fence import Fence, fence_file
 
 COUNTER_STRIDE = 64
@@ -53,9 +54,11 @@ def anonymous_file() -> int:
         try:
             os.ftruncate(descriptor, span)
             return descriptor
-        except OSError:  # 32 bits, another file system, or `ulimit -f`
+        except OSError as error:  # 32 bits, another file system, or `ulimit -f`
             if span <= LEAST_SPAN:
-                raise
+                os.close(descriptor)
+                raise LaunchError(f"cannot make shared memory of {LEAST_SPAN >> 30} GiB (only used pages take memory): "
+                                  f"{error.strerror}; `ulimit -f` must allow as much") from None
             span >>= 1
 
 

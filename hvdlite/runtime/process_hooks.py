@@ -13,6 +13,7 @@ from types import FrameType
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
 from hvdlite.core.errors import PeerLostError
+from hvdlite.core.texts import LONGEST_TRACEBACK, shortened, text_of
 from hvdlite.runtime.runtime import Runtime
 
 _log = logging.getLogger("hvdlite")
@@ -63,7 +64,8 @@ def tell_failure(runtime: Runtime, error: BaseException) -> tuple[int, str]:
     suffered = [known.rank for known in (*_causes(error), runtime.failure)
                 if isinstance(known, PeerLostError) and known.rank >= 0]
     origin = suffered[0] if suffered else runtime.world.rank
-    runtime.fail(type(error).__name__, str(error), text, origin)
+    text = shortened(text, LONGEST_TRACEBACK)
+    runtime.fail(type(error).__name__, text_of(error), text, origin)
     return origin, text
 
 
@@ -76,7 +78,7 @@ def record_failure(directory: str, error: BaseException, process: int, origin: i
         origin: that of the process where it began.
         text: the traceback.
     """
-    launch_contract.FailureRecord(process, origin, time.time(), type(error).__name__, str(error), text).write(directory)
+    launch_contract.FailureRecord(process, origin, time.time(), type(error).__name__, text_of(error), text).write(directory)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
