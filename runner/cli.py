@@ -247,6 +247,8 @@ def knob_environment(options: argparse.Namespace) -> dict[str, str]:
         value = getattr(options, f"horovod_{knob}")
         if value is not None and given[knob] is None:
             given[knob] = f"{value}M" if metavar == "MB" else value
+    if options.verbose and given["full_tracebacks"] is None:
+        given["full_tracebacks"] = "1"
     for name in file_knobs():  # the ranks may be on other hosts
         if given[name]:
             given[name] = os.path.normpath(os.path.join(current_directory(), given[name]))

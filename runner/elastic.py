@@ -184,7 +184,7 @@ class _ElasticJob:
             return self._end.code
         if went_on:
             cause = dataclasses.replace(cause, consequences=())  # of other worlds, too, whose ranks were others
-        lines = cause.describe(self._authority.host_of(cause.exit.rank), self._who(cause.exit.rank))
+        lines = cause.describe(self._authority.host_of(cause.exit.rank), self._who(cause.exit.rank), repeats=True)
         for line in lines:
             self._output.note(line)
         self._task.write_cause(cause.exit.rank, lines[0])

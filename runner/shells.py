@@ -14,8 +14,12 @@ from pathlib import Path, PurePath
 from typing import Final
 
 CONNECT_SECONDS: Final = 10
-BOOTSTRAP: Final = "import sys; exec(eval(sys.stdin.buffer.raw.readline()))"
-"""A program that reads one line, unbuffered, which contains another program as a Python string."""
+BOOTSTRAP: Final = ("import sys; sys.path[:] = [path for path in sys.path if path]; "
+                    "exec(eval(sys.stdin.buffer.raw.readline()))")
+"""A program that reads one line, unbuffered, which contains another program as a Python string.
+
+Nothing is imported from the working directory, which `python -c` puts first ("") and to which others may be able to write.
+"""
 PROBLEM_CODE: Final = 96
 """The exit code of an agent bootstrap that has reported a problem."""
 SSH_DEFAULTS: Final = str(Path(__file__).with_name("ssh_config"))
@@ -23,7 +27,7 @@ SSH_DEFAULTS: Final = str(Path(__file__).with_name("ssh_config"))
 
 _NOT_FORWARDED: Final = re.compile(
     r"HOME|USER|LOGNAME|SHELL|HOSTNAME|PWD|OLDPWD|SHLVL|_|TERM|COLUMNS|LINES|DISPLAY|XAUTHORITY|LS_COLORS|MAIL|TMPDIR"
-    r"|(SSH|XDG|DBUS|GPG|SLURM|SLURMD|PMI|PMIX|OMPI|PRTE|GNOME|TMUX|STY|KUBERNETES|BASH_FUNC)_?.*"
+    r"|(SSH|XDG|DBUS|GPG|SLURM|SLURMD|PMI|PMIX|OMPI|PRTE|GNOME|TMUX|STY|KUBERNETES|BASH_FUNC)(_.*)?"
     r"|.*CUDA_VISIBLE_DEVICES")
 """Variables that describe the launcher's host, session or task, and would be wrong elsewhere."""
 

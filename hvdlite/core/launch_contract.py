@@ -106,6 +106,7 @@ class FailureRecord:
     kind: str  # the exception's type
     message: str
     traceback: str
+    shown: bool = False  # whether the process has printed the traceback to its standard error
 
     @staticmethod
     def path(job_directory: str, rank: int) -> Path:

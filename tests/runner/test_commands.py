@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,8 @@ from hvdlite.core.errors import LaunchError
 from hvdlite_runner.allocations import Allocation, expand_nodes, find_allocation, repeat_counts
 from hvdlite_runner.mpirun import INTEL, MPICH, OPEN_MPI, mpirun_command
 from hvdlite_runner.placement import Host
-from hvdlite_runner.shells import SSH_DEFAULTS, Shell, explain, forwarded
+from hvdlite_runner.shells import BOOTSTRAP, SSH_DEFAULTS, Shell, explain, forwarded
 
-BOOTSTRAP = "import sys; exec(eval(sys.stdin.buffer.raw.readline()))"
 OPTIONS = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "LogLevel=ERROR", "-o", "ServerAliveInterval=2", "-o",
            "ServerAliveCountMax=2"]
 
@@ -91,8 +91,17 @@ def test_values_never_stand_on_a_command_line() -> None:
 
 def test_what_belongs_to_this_host_is_not_forwarded() -> None:
     assert forwarded(ENVIRON) == {"PATH": "/bin", "LANG": "C", "HVDLITE_LOG_LEVEL": "info", "AWS_SECRET": "hidden"}
-    assert forwarded({"TERMINAL": "x", "SLURM_PROCID": "0", "BASH_FUNC_f%%": "() {}", "SHELLCHECK": "1"}) == {
-        "TERMINAL": "x", "SHELLCHECK": "1"}
+    kept = {"TERMINAL": "x", "SHELLCHECK": "1", "STYLEGAN_DIR": "/x", "GPGPU_ARCH": "sm_90", "OMPIRE": "1", "SSHD": "1"}
+    gone = ["SLURM_PROCID", "SLURMD_NODENAME", "BASH_FUNC_f%%", "STY", "TMUX", "TMUX_PANE", "SSH_AUTH_SOCK", "OMPI_MCA_btl"]
+    assert forwarded({**kept, **dict.fromkeys(gone, "x")}) == kept
+
+
+def test_the_agent_imports_nothing_from_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('imported')")
+    source = "import json, sys; print('' in sys.path, json.dumps(1))"
+    ended = subprocess.run([sys.executable, "-c", BOOTSTRAP], input=repr(source).encode() + b"\n", cwd=tmp_path,
+                           capture_output=True, check=False)
+    assert ended.stdout == b"False 1\n", ended.stderr
 
 
 @pytest.mark.parametrize(("errors", "told"), [
