@@ -53,6 +53,14 @@ def test_hosts_that_do_not() -> None:
     assert "PyTorch differs: 2.13.0 on a, 2.9.0 on b, none on c" in told
 
 
+def test_gpus_that_are_not_used() -> None:
+    (told,) = problems(found(a={**HOST, "gpus": ["0, H200"]}))
+    assert told == "host a does not use its GPUs: needs cupy: pip install 'hvdlite[nccl-cuda12]'"
+    without_torch = copy.deepcopy(HOST)
+    without_torch["build"]["installed"] = {}
+    assert not list(problems(found(a={**without_torch, "gpus": ["0, H200"]})))
+
+
 def test_small_limits_where_they_matter() -> None:
     small = {**HOST, "limits": {"memlock": 1 << 16, "files": 256, "shm": 64 << 20}}
     assert [hint.split()[0] for hint in hints(small)] == ["files"]
