@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from hvdlite.core.config import Config
+from hvdlite.runtime.assemble import assemble_threads
 from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch import DistributedOptimizer
 from tests import worlds
@@ -45,7 +47,7 @@ def values(tensor: Any) -> Any:
 
 
 def checkpoints(gpus: Any) -> None:
-    """Gradients are those of one process; there is one round a step, by buckets after the first ones; and two passes a step."""
+    """Gradients are those of one process; after the first steps, each backward pass makes one round, by buckets."""
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
         for title, call in CALLS.items():
@@ -67,7 +69,7 @@ def checkpoints(gpus: Any) -> None:
                     launched = gpus.made[rank].launches.count("allReduce") - before
                     assert turn < 4 or launched == 1, f"{title}: {launched} launches in turn {turn}"
                 for own, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-                    torch.testing.assert_close(values(own.grad), wanted.grad, msg=lambda text: f"{title}, turn {turn}, rank {rank}: {text}")
+                    torch.testing.assert_close(values(own.grad), wanted.grad, msg=f"{title}, turn {turn}")
                 for each in (optimizer, reference):
                     each.step()
             assert rank != 0 or (hooked and all(hooked)), "hooks run on torch's thread"
@@ -76,7 +78,8 @@ def checkpoints(gpus: Any) -> None:
 
 def interrupt(gpus: Any) -> None:
     """Ctrl-C ends a backward pass whose gradients wait for another rank; they are final when they are read."""
-    runtimes = worlds.assemble_threads(2, worlds.Config.from_environment({}, shutdown_timeout=20.0))
+    settings = Config.from_environment({}, shutdown_timeout=20.0)
+    runtimes = assemble_threads(2, settings, devices=gpus.plane)
     computed, interrupted = threading.Event(), threading.Event()
 
     def train(runtime: Runtime) -> Any:
