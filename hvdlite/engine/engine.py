@@ -34,7 +34,15 @@ from hvdlite.handoff.handle import BlockedWaiters
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.inbox import Item, Task
 from hvdlite.negotiation.controller import Controller
-from hvdlite.negotiation.messages import FailureNotice, LayoutStale, RankStatus, Retired, RoundDone, SideMessage
+from hvdlite.negotiation.messages import (
+    FailureNotice,
+    LayoutStale,
+    OverdueWork,
+    RankStatus,
+    Retired,
+    RoundDone,
+    SideMessage,
+)
 
 _log = logging.getLogger("hvdlite")
 
@@ -117,6 +125,10 @@ class Engine:
     def request_report(self) -> None:
         """Let rank 0 report which tensors wait for which ranks."""
         self._controller.send_side_message(SideMessage(requests_report=True))
+
+    def report_overdue(self, work: OverdueWork) -> None:
+        """Tell rank 0 what this rank's GPU has not finished for long."""
+        self._controller.send_side_message(SideMessage(overdue=work))
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -246,7 +258,9 @@ class Engine:
         self.fail(FailureNotice(self._control.parent, "lost", reason))
 
     def _status(self) -> RankStatus:
-        return self._history.status(self._inbox.last_caller, [entry.handle.name for entry in self._execution.pending()])
+        devices = self._connections.devices
+        return self._history.status(self._inbox.last_caller, [entry.handle.name for entry in self._execution.pending()],
+                                    () if devices is None else devices.progress())
 
     def _close(self) -> None:
         """Close every part, whatever others raise; in the end no thread waits for this one any more."""
