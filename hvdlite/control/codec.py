@@ -87,5 +87,5 @@ def decode(kind: int, body: bytes) -> Message:
     """
     try:
         return _DECODERS[Kind(kind)].decode(body)  # type: ignore[no-any-return]
-    except (ValueError, msgspec.DecodeError) as error:  # ValidationError is a DecodeError
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:  # ValidationError is a DecodeError
         raise ProtocolError(f"message of kind {kind} is not valid: {error}") from None

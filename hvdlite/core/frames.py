@@ -54,7 +54,7 @@ class FrameReader:
                 break
             try:
                 messages.append(self._decoder.decode(bytes(self._unread[_LENGTH.size:end])))
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is not UTF-8
                 raise ProtocolError(f"not a message: {error}") from None
             del self._unread[:end]
         return messages
