@@ -127,8 +127,8 @@ class Rounds(Protocol[Parameter]):
 
     Attributes:
         by_bucket: whether the last round that began goes by learned buckets.
-        bucket_views: for the layout that was learned last, one after the other by rounds; None when there is none, or when it
-            does not describe the set.
+        bucket_views: for each set of buckets of the layout that was learned last; None when there is none, or when it does
+            not describe the set.
     """
 
     by_bucket: bool
