@@ -146,8 +146,8 @@ class Config:
         64 * KIB, _size, "blocking allreduces of up to this many bytes that repeat go through mailboxes in shared memory; "
         "0 turns mailboxes off")
     spin_microseconds: int = knob(
-        80, _at_least(0), "microseconds for which a rank polls before it sleeps, while the script is blocked in a wait; 0 "
-        "turns polling off")
+        80, _at_least(0), "microseconds for which the background thread polls before it sleeps, while the script is "
+        "blocked in a wait; 0 turns polling off")
     shm_slot: int = knob(
         4 * MIB, _size, "size of one staging slot in the shm plane, in bytes; a rank has two", must_match=True)
     shm_chunk: int = knob(

@@ -67,8 +67,8 @@ class Engine:
         self._inbox, self._waiters, self._state = handoff.inbox, handoff.waiters, handoff.state  # shared with user threads
         self._recorder, self._clock = recorder, connections.clock
         self._history = CallHistory()
-        self._mailboxes = Mailboxes(connections.mailbox_area, self._state, controller.report_mailbox, self._inbox.post,
-                                    self._exchanged)
+        self._mailboxes = Mailboxes(self._rank, connections.mailbox_area, self._state, controller.report_mailbox,
+                                    self._inbox.post, self._exchanged)
         self._execution = Execution(
             self._rank, connections.plane, connections.devices, self._state, recorder, self._clock, self._mailboxes,
             wait_until=self._wait_until, release_name=self._inbox.release, mark_stale=controller.mark_stale,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 from hvdlite.core.errors import HorovodInternalError
@@ -30,9 +31,11 @@ class Mailboxes:
         finished: called by any thread when a call is done, or has failed.
     """
 
-    def __init__(self, areas: Areas | None, state: JobState, report: Callable[[MailboxStale | MailboxFrozen], None],
+    def __init__(self, rank: int, areas: Areas | None, state: JobState,
+                 report: Callable[[MailboxStale | MailboxFrozen], None],
                  tell: Callable[[MailboxStale], None], finished: Callable[[MailboxCall], None]) -> None:
         self.waiting: dict[int, str] = {}
+        self._rank = rank
         self._make_area, self._state, self._report = areas, state, report
         self._tell, self._finished = tell, finished
         self._areas: dict[int, MailboxArea | None] = {}
@@ -43,16 +46,17 @@ class Mailboxes:
         """Let threads use a mailbox, if this rank is a member of its process set."""
         assert self._make_area is not None
         ranks, number = self._state.process_sets[mailbox.process_set_id], mailbox.area
-        try:
-            if number not in self._areas:
-                self._areas[number] = None
+        if number not in self._areas:
+            self._areas[number] = None
+            with contextlib.suppress(MemoryError):
                 self._areas[number] = self._make_area(mailbox.capacity, ranks)
-        except MemoryError:
+        area = self._areas[number]
+        if self._rank not in ranks:
+            return
+        if area is None:  # there was no memory
             self._unusable[mailbox.mailbox_id] = mailbox.first_round - 1
             self._report(MailboxStale(mailbox.mailbox_id, mailbox.stem))
-            return
-        area = self._areas[number]
-        if area is not None:
+        else:
             end = MailboxEnd(mailbox, ranks, area, Casts.of_numpy(), self._tell, self._finished)
             self._ends[mailbox.mailbox_id] = self._state.mailboxes[mailbox.process_set_id, mailbox.stem] = end
 

@@ -153,7 +153,8 @@ class Handle:
         self._lock.acquire()
 
     @classmethod
-    def finished(cls, name: str, waiters: BlockedWaiters, waits_for: Wait, result: Any, contributors: tuple[int, ...]) -> Handle:
+    def finished(cls, name: str, waiters: BlockedWaiters, waits_for: Wait, result: Any,
+                 contributors: tuple[int, ...]) -> Handle:
         """Return the handle of a collective that is complete."""
         handle = cls(name, waiters, waits_for)
         handle._result, handle.contributors, handle._done = result, contributors, True

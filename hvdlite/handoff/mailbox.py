@@ -1,8 +1,9 @@
 """A rank's side of a mailbox: a thread that blocks in a small allreduce exchanges values with the other ranks by itself.
 
 Theory of operation
-- The thread writes its values and a text that describes the tensor, wakes the others if it is the last, else sleeps until all
-  have written the same text, and reduces all ranks' values in rank order. No other thread takes part, and no message is sent.
+- The thread writes its values and a text that describes the tensor, wakes the others if it is the last, else sleeps until
+  all have written the same text, and reduces all ranks' values in rank order. No other thread takes part, and no message is
+  sent.
 - A thread that has waited for `PATIENCE_SECONDS`, or finds another text, tells the background thread, and waits on. The
   coordinator then ends the mailbox: first no rank writes to it any more (`freeze`). When all ranks have said so, all see the
   same memory, so they agree whether the last round is complete. If not, this rank's call becomes a request (`close`).
@@ -112,10 +113,7 @@ class MailboxEnd:
                 finally:
                     unblock(begun)
         except BaseException:
-            self._tell(MailboxStale(self.mailbox.mailbox_id, call.signature[0]))
-            with self._lock:
-                if self._call is not call and call.entry is None:
-                    self._end(call)
+            self.abandon(call)
             raise
         return True
 
@@ -156,6 +154,17 @@ class MailboxEnd:
         with self._lock:
             if self._call is call:
                 self._reduce(call)
+
+    def abandon(self, call: MailboxCall) -> None:
+        """The call's thread goes away: what it has written still counts."""
+        with self._lock:
+            if self._call is not call:
+                if call.entry is None:
+                    self._end(call)  # it has not begun, or is over
+            elif self.last_round == call.round_id and self._differs(call) is False:
+                self._reduce(call)
+            else:
+                self._tell(MailboxStale(self.mailbox.mailbox_id, call.signature[0]))
 
     def _wait(self, call: MailboxCall) -> None:
         word, clock = self._area.word, time.perf_counter

@@ -13,7 +13,8 @@ Rules (docs/protocol.md#mailboxes)
 - It ends when a rank waits long in it or finds another description, and before a rank joins or leaves, before its process
   set is removed, and while there is a timeline. The coordinator needs no other reason: everything else that can happen to
   the tensor happens to the requests.
-- An area is used again when all ranks have applied the decision that closed its mailbox.
+- An area is used again when all ranks have applied the decision that closed its mailbox: they have applied a later one, too,
+  because a rank may send reports in the middle of a decision.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class MailboxTable:
     def _free_area(self, members: tuple[int, ...], capacity: int) -> int | None:
         applied = self.applied()
         for number, area in enumerate(self._areas):
-            if (area.closed_in is not None and area.closed_in <= applied and area.members == members
+            if (area.closed_in is not None and area.closed_in < applied and area.members == members
                     and area.capacity == capacity):
                 return number
         if len(self._areas) >= AREAS:

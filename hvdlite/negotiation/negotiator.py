@@ -345,6 +345,7 @@ class Negotiator:
 
     def _remove_set(self, process_set_id: int, now: float) -> None:
         """Forget a process set; what is still pending in it never becomes complete."""
+        self.mailboxes.freeze_in(process_set_id, now)
         for layout_id in self.gradient_sets.layouts_in(process_set_id):
             self.evict(layout_id, now)
         for requests in self.table.take_if(lambda request: request.process_set_id == process_set_id):
