@@ -28,16 +28,18 @@ setup(
                                       "hvdlite_tf.*"]), "hvdlite_runner"],
     package_dir={"hvdlite_runner": "runner"},
     package_data={"hvdlite": ["py.typed", "horovod_compat/path/horovod/__init__.py"],
-                  "hvdlite_torch": ["py.typed"], "hvdlite_tf": ["py.typed"], "hvdlite_runner": ["py.typed"]},
+                  "hvdlite_torch": ["py.typed"], "hvdlite_tf": ["py.typed"], "hvdlite_runner": ["py.typed", "ssh_config"]},
     install_requires=["numpy>=1.24", "ml_dtypes>=0.4", "msgspec>=0.18", "cloudpickle>=2.2", "pyyaml>=6"],
     extras_require={
         "torch": TORCH,
         "lightning": LIGHTNING,
         "tensorflow": ["tensorflow>=2.16", "keras>=3.8"],
         "mpi": MPI,
-        # NVRTC compiles the kernels; torch for the same CUDA version brings it, and NCCL, too.
-        "nccl-cuda12": ["cupy-cuda12x>=14", "nvidia-nccl-cu12>=2.26.2", "nvidia-cuda-nvrtc-cu12"],
-        "nccl-cuda13": ["cupy-cuda13x>=14", "nvidia-nccl-cu13>=2.27.7", "nvidia-cuda-nvrtc>=13,<14"],
+        # NVRTC compiles the kernels, and CuPy wants the headers of CUDA's runtime for every kernel. Torch for the same CUDA
+        # version brings both, and NCCL, too.
+        "nccl-cuda12": ["cupy-cuda12x>=14", "nvidia-nccl-cu12>=2.26.2", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12"],
+        "nccl-cuda13": ["cupy-cuda13x>=14", "nvidia-nccl-cu13>=2.27.7", "nvidia-cuda-nvrtc>=13,<14",
+                        "nvidia-cuda-runtime>=13,<14"],
         "autotune": AUTOTUNE,
         "ray": RAY,
         "spark": SPARK,

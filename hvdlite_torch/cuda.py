@@ -88,7 +88,7 @@ def _wrapped(tensor: torch.Tensor, devices: DeviceAccess, index: int, stream: in
     if dtype is None:
         raise UnsupportedError(f"dtype {tensor.dtype} is not supported")
     return devices.wrap(tensor.data_ptr(), tuple(tensor.shape), dtype, index, stream=stream, owner=tensor,
-                        empty=functools.partial(_empty, tensor, devices, index, stream))
+                        empty=functools.partial(_empty, tensor, devices, index, stream), reclaim=torch.cuda.empty_cache)
 
 
 def _empty(like: torch.Tensor, devices: DeviceAccess, index: int, stream: int, shape: tuple[int, ...]) -> DeviceArray:

@@ -5,13 +5,15 @@ Rules
                                                                           for `SILENCE` seconds) and
   on a `Stop` order: all its processes are killed and its directory is removed. If the agent itself is killed, its reaper
   does this.
-- The agent never blocks on the link: while the launcher does not read, the ranks' output stays in their pipes.
+- The agent never blocks on the link: while the launcher does not read, or says that its own reader is slow, the ranks' output
+  stays in their pipes.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import select
 import selectors
 import signal
 import socket
@@ -34,12 +36,14 @@ from hvdlite_runner.messages import (
     HostInfoReply,
     HostInfoRequest,
     KillMember,
+    Pause,
     Ping,
     Pong,
     ProbeReply,
     ProbeRequest,
     ProgressReply,
     ProgressRequest,
+    Result,
     RouteReply,
     RouteRequest,
     Signal,
@@ -48,6 +52,7 @@ from hvdlite_runner.messages import (
     Start,
     StartMember,
     Stop,
+    TaskPiece,
     ToMember,
     frame,
 )
@@ -78,6 +83,7 @@ class Agent:
         self._unsent = bytearray(MAGIC)
         self._last_heard = time.monotonic()
         self._ending = False
+        self._launcher_pauses = False
         self._probe_server: host_probe.ProbeServer | None = None
 
     def run(self) -> None:
@@ -96,10 +102,7 @@ class Agent:
         finally:
             self._workers.end()
         self._tell(AgentDone())
-        until = time.monotonic() + SILENCE
-        while self._unsent and time.monotonic() < until:
-            self._selector.select(0.1)
-            self._push()
+        self._wait_for_launcher(0)
 
     def _wake_for_signals(self) -> None:
         """Install handlers: SIGCHLD wakes the loop for adopted orphans; signals to end count as the launcher's end."""
@@ -131,11 +134,16 @@ class Agent:
         if isinstance(order, Start):
             self._free_port()
             self._workers.start(order)
+        elif isinstance(order, TaskPiece):
+            self._workers.add_task(order)
         elif isinstance(order, (StartMember, KillMember, ToMember)):
             self._free_port()
             self._workers.obey(order)
         elif isinstance(order, Signal):
             self._workers.signal(order.signum)
+        elif isinstance(order, Pause):
+            self._launcher_pauses = order.paused
+            self._push()
         elif isinstance(order, Stop):
             self._ending = True
         elif isinstance(order, Ping):
@@ -173,6 +181,17 @@ class Agent:
     def _tell(self, event: Event) -> None:
         self._unsent += frame(event)
         self._push()
+        if isinstance(event, Result):
+            self._wait_for_launcher(_FULL)  # a result may be larger than the memory for it
+
+    def _wait_for_launcher(self, allowed: int) -> None:
+        """Wait until at most so many bytes are unsent, as long as the launcher takes any."""
+        left, until = len(self._unsent), time.monotonic() + SILENCE
+        while len(self._unsent) > allowed and time.monotonic() < until:
+            select.select([], [self._out], [], _CHECK_SECONDS)
+            self._push()
+            if len(self._unsent) < left:
+                left, until = len(self._unsent), time.monotonic() + SILENCE
 
     def _push(self) -> None:
         """Write events while the launcher reads; while it does not, stop reading from the ranks."""
@@ -190,9 +209,9 @@ class Agent:
             self._selector.register(self._out, selectors.EVENT_WRITE, self._push)
         elif waiting and not self._unsent:
             self._selector.unregister(self._out)
-        if len(self._unsent) > _FULL:
+        if len(self._unsent) > _FULL or self._launcher_pauses:
             self._workers.pause(True)
-        elif len(self._unsent) < _EMPTY and not self._ending:
+        elif len(self._unsent) < _EMPTY:
             self._workers.pause(False)
 
 

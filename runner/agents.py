@@ -135,7 +135,8 @@ class Agents:
             else:
                 remote.send(Stop())
         until = time.monotonic() + timeout
-        while any(not remote.over for remote in [*self.remotes, *self._leaving]) and time.monotonic() < until:
+        while (left := [remote for remote in [*self.remotes, *self._leaving] if not remote.over]) \
+                and time.monotonic() < max(until, *(remote.last_heard + timeout for remote in left)):  # of large results
             self.turn(_TURN)
         for remote in [*self.remotes, *self._leaving]:
             remote.close()

@@ -27,10 +27,12 @@ from hvdlite_runner.options import HOROVOD_FLAGS, MEANINGLESS_FLAGS, USAGE_ERROR
 from hvdlite_runner.placement import LOCAL, Host
 from hvdlite_runner.report import show_report
 from hvdlite_runner.shells import Shell
+from hvdlite_runner.streams import prepare_standard_streams
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
+    prepare_standard_streams()
     options = parser().parse_args(arguments)
     try:
         return _run(options, os.environ)
@@ -242,6 +244,8 @@ def knob_environment(options: argparse.Namespace) -> dict[str, str]:
         value = getattr(options, f"horovod_{knob}")
         if value is not None and given[knob] is None:
             given[knob] = f"{value}M" if metavar == "MB" else value
+    if options.verbose and given["full_tracebacks"] is None:
+        given["full_tracebacks"] = "1"
     for name in file_knobs():  # the ranks may be on other hosts
         if given[name]:
             given[name] = os.path.abspath(given[name])

@@ -89,6 +89,9 @@ def problems(found: Mapping[str, Any]) -> Iterator[str]:
     for name, facts in hosts.items():
         if facts["build_problem"]:
             yield f"host {name}: hvdlite does not work: {facts['build_problem']}"
+        missing = facts["build"].get("planes", {}).get("nccl", {}).get("missing")
+        if missing and facts["gpus"] and "PyTorch" in facts["build"]["installed"]:
+            yield f"host {name} does not use its GPUs: {missing}"
         if len(hosts) > 1 and name != LOCAL and not any(address for interface, addresses in facts["interfaces"].items()
                                                         if interface != "lo" for address in addresses):
             yield f"host {name} has no network interface but the loopback"

@@ -44,18 +44,21 @@ class Cause:
     record: FailureRecord | None
     consequences: tuple[int, ...]
 
-    def describe(self, host: str = "", name: str = "") -> list[str]:
+    def describe(self, host: str = "", name: str = "", *, repeats: bool = False) -> list[str]:
         """Return the lines that report this failure to the user.
 
         Args:
+            repeats: whether a traceback that the rank has printed is printed again.
             host: the rank's host, if the message should name it.
             name: how the process is called; default: by its rank.
         """
         who = name or f"rank {self.exit.rank}"
         who += f" on {host}" if host else ""
         if self.record is not None:
-            lines = [f"{who} failed first: {self.record.kind}: {self.record.message} ({self.exit})",
-                     *self.record.traceback.rstrip().splitlines()]
+            message = self.record.message.partition("\n")[0]
+            lines = [f"{who} failed first: {self.record.kind}: {message} ({self.exit})"]
+            if repeats or not self.record.shown:
+                lines += self.record.traceback.rstrip().splitlines()
         else:
             lines = [f"{who} failed first: {self.exit}"]
         if self.consequences:

@@ -71,17 +71,14 @@ def run_job(settings: JobSettings, inherited: Mapping[str, str], observer: monit
         CommandError: when a system refuses to start the command.
     """
     job = _Job(settings, inherited, observer)
+    code = 1
     with job.handles_signals():  # before there is anything to clean up
-        job.open_files()
         try:
-            job.connect_hosts()
-            job.start()
-            job.loop()
-        except Stopped:
-            pass
+            job.run()
+            code = job.report()
         finally:
-            job.end()
-        return job.report()
+            code = job.close(code)
+    return code
 
 
 class _Job:
@@ -105,6 +102,18 @@ class _Job:
         """Return a context in which the user's signals end the job."""
         return self._workers.handles_signals()
 
+    def run(self) -> None:
+        """Start the ranks, wait for their end, and clean up."""
+        self.open_files()
+        try:
+            self.connect_hosts()
+            self.start()
+            self.loop()
+        except Stopped:
+            pass
+        finally:
+            self.end()
+
     def open_files(self) -> None:
         """Create the files for the ranks' output, if requested.
 
@@ -117,6 +126,7 @@ class _Job:
 
     def connect_hosts(self) -> None:
         """Start the agents of all hosts in parallel, and check that the hosts can participate."""
+        self._output.watch(self._workers.selector, self._workers.pause)
         self._workers.local.prepare()
         self._task.watch_caller(self._workers.selector, lambda: self._workers.termination.interrupt(signal.SIGTERM))
         others = [host_ranks.host for host_ranks in self._settings.hosts if host_ranks.host.name != LOCAL]
@@ -143,8 +153,8 @@ class _Job:
             given = {"OMP_NUM_THREADS": str(threads[host_ranks.host.name])} if self._settings.share_cores else {}
             order = Start([dataclasses.astuple(world) for world in host_ranks.worlds], list(self._settings.command),
                           {**given, **self._settings.environment, **rendezvous,
-                           launch_contract.HOSTNAME: host_ranks.host.name}, self._settings.bind,
-                          self._task.payload())
+                           launch_contract.HOSTNAME: host_ranks.host.name}, self._settings.bind)
+            self._workers.give_task(host_ranks.host.name, self._task)
             remote = self._workers.remote(host_ranks.host.name)
             if remote is None:
                 self._workers.local.start(order, stop=self._workers.user_has_ended_job)
@@ -163,11 +173,17 @@ class _Job:
     def end(self) -> None:
         """End all processes of the job on all hosts, and show their last output."""
         self._workers.end()
-        self._output.close()
-        self._workers.close()
+        self._output.finish()
         if self._observer is not None:
             self._observer.finish()
         self._task.remove_abandoned()
+
+    def close(self, code: int) -> int:
+        """Wait for the readers of the output, and return hvdrun's exit code."""
+        termination = self._workers.termination
+        code = self._output.close(code, lambda: termination.user_signal or termination.late_signal)
+        self._workers.close()
+        return code
 
     def report(self) -> int:
         """Print the first failure; return the exit code."""
@@ -185,6 +201,10 @@ class _Job:
                 self._output.note(f"ranks {ranks} ended as a consequence")
             return 1
         if cause is None:
+            self._task.write_members(self._settings.ranks)
+            if self._task.problem:
+                self._output.note(self._task.problem)
+                return launch_contract.RESULTS_LOST
             return 0
         self._output.console.reveal(cause.exit.rank)
         several = len(self._settings.hosts) > 1
@@ -218,7 +238,7 @@ class _Job:
         elif isinstance(event, Exited):
             self._take_exit(event)
         elif isinstance(event, Result):
-            self._task.write_result(event.rank, event.content)
+            self._task.write_result(event)
         elif isinstance(event, StartRefused) and self._refused is None:
             where = "" if host == LOCAL else f"host {host}: "
             self._refused = commands.CommandError(where + event.reason, event.code)

@@ -144,7 +144,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--fold", action="store_true", help="show a line that several ranks print once: [0-7] ... (x8)")
     group.add_argument("--monitor", action="store_true", help="show a table of the ranks: steps/s, samples/s, waits, "
                        "which ranks wait for which, memory, GPU")
-    group.add_argument("--verbose", action="store_true", help="print what hvdrun starts")
+    group.add_argument("--verbose", action="store_true", help="print what hvdrun starts, and whole tracebacks")
 
 
 def _add_mpi(group: argparse._ArgumentGroup) -> None:

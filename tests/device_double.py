@@ -38,6 +38,10 @@ class NcclErrorDouble(RuntimeError):
     """Stands for `cupy.cuda.nccl.NcclError`."""
 
 
+class CudaErrorDouble(RuntimeError):
+    """Stands for CuPy's `CUDARuntimeError`."""
+
+
 class _AbortedError(Exception):
     """Ends what was launched on an aborted communicator."""
 
@@ -92,19 +96,28 @@ class GpuDouble:
 
     Attributes:
         launches: the names of what was launched, in order.
+        reductions: NCCL's ops of the reductions that were called, in order.
         graph: whether the framework's stream is being captured.
-        has_kernels: whether `move` works.
+        kernels: whether kernels work.
         memory: how many bytes can be allocated at once; None is any number.
+        cached: how many more bytes could be allocated if the framework gave back what it does not use; see `reclaim`.
+        reclaimed: how often it has.
+        allocations: the sizes of the successful ones, in order.
+        fault: raised by allocations, like an error of CUDA that came before.
     """
 
     def __init__(self, index: int = 0, meetings: Meetings | None = None, version: int = 22809, gpu: str = "") -> None:
         self.index, self.version = index, version
-        self.failure = (NcclErrorDouble, MemoryError, KeyError)
+        self.failure = (NcclErrorDouble, CudaErrorDouble, MemoryError, KeyError)
         self.gpu = gpu or f"gpu-{random.random()}"
         self.launches: list[str] = []
+        self.reductions: list[int] = []
         self.graph = False
-        self.has_kernels = True
+        self.kernels = True
         self.memory: int | None = None
+        self.cached = self.reclaimed = 0
+        self.allocations: list[int] = []
+        self.fault: Exception | None = None
         self.error: Exception | None = None
         self._meetings = meetings or Meetings()
         self.events: set[int] = set()
@@ -188,13 +201,22 @@ class GpuDouble:
         return self.graph
 
     def allocate(self, nbytes: int) -> DeviceArray:
+        if self.fault is not None:
+            raise self.fault
         if self.memory is not None and nbytes > self.memory:
             raise MemoryError(f"{nbytes} bytes on GPU {self.index}: there are {self.memory}")
+        self.allocations.append(nbytes)
         room = np.full(nbytes + 512, 0xA5, np.uint8)
         begin = -room.ctypes.data % 256
         self._rooms.append(room)  # cudaFree waits until nobody uses the memory any more; here it is kept
         self.memory_owners.add(owner := _Memory(nbytes))
         return DeviceArray(room.ctypes.data + begin, (nbytes,), np.dtype(np.uint8), self.index, owner)
+
+    def reclaim(self) -> None:
+        """What a framework does to give back memory."""
+        self.reclaimed += 1
+        if self.memory is not None:
+            self.memory, self.cached = self.memory + self.cached, 0
 
     def zero(self, array: DeviceArray) -> None:
         view(array.pointer, array.nbytes, np.dtype(np.uint8))[...] = 0
@@ -213,7 +235,7 @@ class GpuDouble:
 
     def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, scaling: Scaling = NO_SCALING,
                      fill_value: int = 0) -> bool:
-        if not self.has_kernels:
+        if not self.kernels:
             return False
         copies = list(copies)
 
@@ -227,6 +249,9 @@ class GpuDouble:
                     out[...] = calculated(view(origin, count, SUPPORTED_DTYPES[source]).copy(), scaling, out.dtype)
         self.launch(stream, "move", work)
         return True
+
+    def has_kernels(self) -> bool:
+        return self.kernels
 
     def unique_id(self) -> bytes:
         return self._meetings.new_id()
@@ -364,18 +389,21 @@ class CommunicatorDouble:
     def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
         def take(values: list[Any]) -> None:
             view(target, count, _dtype(dtype))[...] = _reduced(values, op)
+        self._gpu.reductions.append(op)
         self._collective("allReduce", stream, (count, dtype, op), (source, count, dtype), take)
 
     def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
         def take(values: list[Any]) -> None:
             if self._rank == root:
                 view(target, count, _dtype(dtype))[...] = _reduced(values, op)
+        self._gpu.reductions.append(op)
         self._collective("reduce", stream, (count, dtype, op, root), (source, count, dtype), take)
 
     def reduceScatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
         def take(values: list[Any]) -> None:
             mine = slice(self._rank * count, (self._rank + 1) * count)
             view(target, count, _dtype(dtype))[...] = _reduced([each[mine] for each in values], op)
+        self._gpu.reductions.append(op)
         self._collective("reduceScatter", stream, (count, dtype, op), (source, count * self._meeting.size, dtype), take)
 
     def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
@@ -472,4 +500,5 @@ class Gpus:
         """Let a NumPy array pass for a rank's GPU memory."""
         def empty(shape: tuple[int, ...]) -> DeviceArray:
             return self.wrap(runtime, np.empty(shape, array.dtype), stream)
-        return runtime.devices.wrap(array.ctypes.data, array.shape, array.dtype, 0, stream=stream, owner=array, empty=empty)
+        return runtime.devices.wrap(array.ctypes.data, array.shape, array.dtype, 0, stream=stream, owner=array, empty=empty,
+                                    reclaim=self.made[runtime.world.rank].reclaim)

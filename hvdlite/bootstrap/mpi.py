@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import socket
 import tempfile
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -34,7 +35,7 @@ def launch_info_over_mpi(mpi: Any, communicator: Any, coordinator: tuple[str, in
     local = communicator.Split_type(mpi.COMM_TYPE_SHARED, rank)
     cross = communicator.Split(local.Get_rank(), rank)
     world = World(rank, size, local.Get_rank(), local.Get_size(), cross.Get_rank(), cross.Get_size())
-    directory = tempfile.mkdtemp(prefix="hvdlite-") if world.local_rank == 0 else ""
+    directory = str(Path(tempfile.gettempdir()) / f"hvdlite-{secrets.token_hex(8)}") if world.local_rank == 0 else ""
     directory = broadcast_bytes(local, directory.encode()).decode()
     key = broadcast_bytes(communicator, secrets.token_bytes(KEY_BYTES) if rank == 0 else b"")
     if world.local_size < size and coordinator is None:

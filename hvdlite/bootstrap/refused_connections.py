@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 
-LOGGED_REFUSALS = 100
+LOGGED_REFUSALS = 10
 """Peers and reasons that are logged in one rendezvous; other refusals are only counted."""
 
 _log = logging.getLogger("hvdlite.control")
@@ -22,21 +21,18 @@ class RefusedConnections:
         self._address = address
         self._logged: set[tuple[str, str]] = set()  # peers and reasons
         self._rest = 0
-        self._lock = threading.Lock()  # each handshake has a thread
 
     def note(self, peer: str, error: Exception) -> None:
         """A connection was refused."""
         refusal = peer, str(error)
-        with self._lock:
-            if refusal in self._logged or len(self._logged) >= LOGGED_REFUSALS:
-                self._rest += 1
-                return
-            self._logged.add(refusal)
+        if refusal in self._logged or len(self._logged) >= LOGGED_REFUSALS:
+            self._rest += 1
+            return
+        self._logged.add(refusal)
         _log.warning("a connection from %s to %s was refused: %s", peer, self._address, error)
 
     def log_rest(self) -> None:
         """The rendezvous is over: log how many refusals were not logged."""
-        with self._lock:
-            rest, self._rest = self._rest, 0
+        rest, self._rest = self._rest, 0
         if rest:
             _log.warning("%d more connections to %s were refused", rest, self._address)

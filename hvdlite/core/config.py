@@ -149,7 +149,7 @@ class Config:
         80, _at_least(0), "microseconds for which the background thread polls before it sleeps, while the script is "
         "blocked in a wait; 0 turns polling off")
     shm_slot: int = knob(
-        4 * MIB, _size, "size of one staging slot in the shm plane, in bytes; a rank has two", must_match=True)
+        4 * MIB, _size, "size of one staging slot in the shm plane, in bytes; a rank has three", must_match=True)
     shm_chunk: int = knob(
         512 * KIB, _size, "bytes reduced per NumPy call; each call releases the GIL once",
         tunable=(64 * KIB, 4 * MIB))
@@ -217,6 +217,8 @@ class Config:
         "TCP; 0 is never")
     frame_limit: int = knob(64 * MIB, _size, "longest control message that is accepted, in bytes")
     log_level: str = knob("WARNING", _level, "lowest level of messages that are logged", LOG_LEVEL=_same)
+    full_tracebacks: bool = knob(
+        False, _flag, "print hvdlite's own frames in tracebacks, and the traceback of every rank; hvdrun --verbose sets it")
     log_hide_time: bool = knob(False, _flag, "leave the time out of logged lines", LOG_HIDE_TIME=_same)
     config_file: str = knob("", _file, "YAML file with knobs by name, or in the sections of Horovod's config file")
 

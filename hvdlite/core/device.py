@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -17,9 +17,14 @@ CUDA = "cuda"
 
 
 class Event(Protocol):
-    """A CUDA event; its handle is reused when there are no more references."""
+    """A CUDA event; its handle is reused when there are no more references.
+
+    Attributes:
+        stream: the stream on which it was recorded.
+    """
 
     handle: int
+    stream: int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -108,11 +113,17 @@ class Completion(Protocol):
     @property
     def device(self) -> int: ...
 
-    def for_entry(self, keep_alive: object) -> Completion:
-        """Return the completion of another entry of the same launch; keeps a reference to `keep_alive` during the work."""
+    def for_entry(self, keep_alive: object, streams: Collection[int] = ()) -> Completion:
+        """Return the completion of another entry of the same launch; keeps a reference to `keep_alive` during the work.
+
+        Args:
+            streams: those for which the memory in `keep_alive` was allocated: the framework reuses it in their order.
+        """
 
     def block_stream(self, stream: int) -> None:
-        """Make future work on `stream` wait for this work, without blocking the host; releases `keep_alive`.
+        """Make future work on `stream` wait for this work, without blocking the host.
+
+        Releases `keep_alive` if that belongs to no other stream.
 
         Raises:
             HorovodInternalError: when the work failed, or the job.
@@ -137,8 +148,14 @@ class DeviceAccess(Protocol):
     """The interface of the GPU plane for adapters; callable from any thread."""
 
     def wrap(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, *, stream: int, owner: object,
-             empty: Callable[[tuple[int, ...]], DeviceArray] | None = None) -> DeviceArray:
+             empty: Callable[[tuple[int, ...]], DeviceArray] | None = None,
+             reclaim: Callable[[], None] | None = None) -> DeviceArray:
         """Describe a dense array whose values were produced on `stream`; later work on the stream is not waited for.
+
+        Args:
+            empty: see `DeviceArray`.
+            reclaim: makes the framework free the GPU memory that it keeps unused; called, on any thread, if the plane finds no
+                memory.
 
         Raises:
             UnsupportedError: for a second GPU, and while `stream` is being captured into a CUDA graph.

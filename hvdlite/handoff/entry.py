@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES
-from hvdlite.core.device import AnyArray, Completion, empty, flattened
+from hvdlite.core.device import AnyArray, Completion, DeviceArray, empty, flattened
 from hvdlite.core.types import Collective
 from hvdlite.handoff.handle import BlockedWaiters, Handle
 from hvdlite.negotiation.messages import Request, Response, Wait
@@ -88,7 +88,9 @@ class Entry:
             completion: on a GPU: what the result is behind.
         """
         if completion is not None:
-            completion = completion.for_entry((self.sources, self.outputs))
+            completion = completion.for_entry((self.sources, self.outputs), {
+                array.ready.stream for array in (*self.sources, *self.outputs)
+                if type(array) is DeviceArray and array.ready is not None})
         if not self._abandoned:
             self.handle.behind, self.handle.rows = response.ranks_in_step, response.rows
             self.handle._complete(self._result, response.contributors, completion)

@@ -60,7 +60,7 @@ PLANES = (
     PlaneInfo("gloo", "cpu", "processes of several hosts, without MPI", host_supports, gloo.unavailable_reason),
     PlaneInfo("hierarchical", "cpu", "hosts of several processes: shm inside, mpi or gloo between", host_supports,
               lambda: gloo.unavailable_reason() and mpi.unavailable_reason()),
-    PlaneInfo("nccl", "cuda", "NVIDIA GPUs, of one host or several", nccl.supports, library.unavailable_reason),
+    PlaneInfo("nccl", "cuda", "NVIDIA GPUs, of one host or several", nccl.supports, library.installation_problem),
 )
 
 

@@ -65,7 +65,12 @@ def _wrapped(array: Any, devices: DeviceAccess, stream: Any) -> DeviceArray:
             made = cupy().empty(shape, array.dtype)
         return _wrapped(made, devices, stream)
     return devices.wrap(int(array.data.ptr), tuple(array.shape), array.dtype, int(array.device.id),
-                        stream=int(stream.ptr), owner=array, empty=empty)
+                        stream=int(stream.ptr), owner=array, empty=empty, reclaim=_free_pool)
+
+
+def _free_pool() -> None:
+    """Free the memory that CuPy keeps unused."""
+    cupy().get_default_memory_pool().free_all_blocks()
 
 
 class GpuHandle:

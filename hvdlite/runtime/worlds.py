@@ -10,7 +10,6 @@ import contextlib
 import gc
 import logging
 import os
-import traceback
 from collections.abc import Iterator, Mapping, MutableMapping
 
 from hvdlite.bootstrap.cancellation import Cancellation
@@ -26,6 +25,7 @@ from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import enable_stack_dump
 from hvdlite.membership.messages import WorldOrder
 from hvdlite.planes.arithmetic import Casts
+from hvdlite.runtime import tracebacks
 from hvdlite.runtime.assemble import assemble
 from hvdlite.runtime.followers import Followers
 from hvdlite.runtime.learned import Learned
@@ -65,6 +65,7 @@ class Worlds:
         self._process_sets = RegisteredSets()
         self._members: tuple[int, ...] = ()  # of an elastic job's world, by rank; of world 1: the ranks
         self._tuned: dict[str, int] = {}  # knobs, in the last world of an elastic job in which any were
+        self._full_tracebacks = False
         self._stack_dump: StackDumpTarget | None = None  # where this process writes its stacks
 
     @property
@@ -107,6 +108,7 @@ class Worlds:
                 gc.collect()
                 gc.freeze()
         info = resolve_launch(comm, self._environ, os.getppid(), config)
+        self._full_tracebacks = config.full_tracebacks
         configure_logging(config, lambda: self.coordinates.rank if self.is_initialized else info.world.rank)
         if launch_contract.JOINER in self._environ:
             self._enter(LaunchInfo("none", World()), config)
@@ -125,18 +127,28 @@ class Worlds:
         self.runtime = self.waiting = None
         self._process_sets.clear()
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks and the launcher that this process ends with an exception."""
+    def fail(self, error: BaseException, *, prints: bool = False) -> bool:
+        """Tell the other ranks and the launcher that this process ends with an exception.
+
+        Args:
+            prints: whether to print it first, so that the cause is on the screen before the others hear of it.
+
+        Returns:
+            False if this process is in no job: then nothing is done.
+        """
         if not self.is_initialized or self._in_child:
-            return
+            return False
         own = self.coordinates.rank if self.member is None else self.member.number
+        directory = self._environ.get(launch_contract.JOB_DIRECTORY)
+        shown = prints and tracebacks.print_failure(error, directory, self.coordinates.rank, full=self._full_tracebacks)
         if self.runtime is None:
-            origin, text = own, "".join(traceback.format_exception(error))
+            origin, text = own, tracebacks.text_of(error)
         else:
             rank, text = tell_failure(self.runtime, error)
             origin = self._members[rank] if self._members else rank
-        if directory := self._environ.get(launch_contract.JOB_DIRECTORY):
-            record_failure(directory, error, own, origin, text)
+        if directory:
+            record_failure(directory, error, own, origin, text, shown=shown)
+        return True
 
     def close_in_child(self) -> None:
         """In a forked child: close every descriptor."""

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from hvdlite import api
+from hvdlite.bootstrap.admission import MissingRanks
 from hvdlite.bootstrap.member import Member
-from hvdlite.bootstrap.rendezvous import MissingRanks
 from hvdlite.core.errors import (
     ForkedProcessError,
     HorovodInternalError,
@@ -114,6 +114,7 @@ class _Training:
                     raise
                 reason = "" if self._member.is_at_rest else f"{type(error).__name__}: {error}".splitlines()[0]
                 self._explain(error)
+                error.__traceback__ = None  # the world's handles have this error, and its frames have the world's memory
             self._leave(reason)
             order = self._next_order()
 

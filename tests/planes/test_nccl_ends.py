@@ -118,15 +118,6 @@ def test_communicators_end_only_when_nobody_looks_at_them(gpus: Gpus, monkeypatc
     assert late and not any(late), "NCCL was asked about a communicator while it was being freed"
 
 
-def test_no_memory_says_where(gpus: Gpus) -> None:
-    def step(runtime: Runtime) -> None:
-        begun(gpus, runtime).memory = 1 << 16
-        arrays = [gpus.wrap(runtime, np.ones(1 << 14)) for _ in range(2)]
-        with pytest.raises(HorovodInternalError, match=r"rank \d: out of memory in allreduce of 'g'.* on GPU 0"):
-            runtime.grouped_allreduce("g", arrays, arrays, SUM).wait()
-    worlds.threads(2, step)
-
-
 def test_what_nccl_says_reaches_all_ranks_with_the_rank_that_met_it(gpus: Gpus) -> None:
     gpus.meetings.refuses = "NCCL_ERROR_SYSTEM_ERROR: no route"
 

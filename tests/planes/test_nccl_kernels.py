@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -192,7 +194,27 @@ def test_nvrtc_takes_the_source(pair: tuple[str, str], scaling: bool) -> None:
         nvrtc.getVersion()
     except Exception as error:  # CuPy raises many kinds
         pytest.skip(f"needs NVRTC: {error}")
+    options = importlib.import_module("cupy._core.core").assemble_cupy_compiler_options(("--std=c++17",))  # finds CUDA's headers
     for code in (kernels.source_code(*pair, scaling), kernels.row_major_code(SUPPORTED_DTYPES[pair[0]].itemsize)):
         program = compiler._NVRTCProgram(code, "kernel.cu")
-        binary, _ = program.compile(("-arch=sm_90", "--std=c++17"))
+        binary, _ = program.compile((*options, "-arch=sm_90"))
         assert kernels.NAME.encode() in binary
+
+
+def test_the_extras_bring_what_cupy_compiles_kernels_with() -> None:
+    text = (Path(__file__).parents[2] / "setup.py").read_text(encoding="utf-8")
+    for cuda, packages in (("12", ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12")),
+                           ("13", ("nvidia-cuda-nvrtc>=13,<14", "nvidia-cuda-runtime>=13,<14"))):
+        extra = text.partition(f'"nccl-cuda{cuda}": [')[2].partition("]")[0]
+        assert all(f'"{package}"' in extra for package in packages), extra
+
+
+def test_headers_and_nvrtc_come_from_the_same_wheels() -> None:
+    """CUDA's headers of another installation need not fit the NVRTC that compiles."""
+    pytest.importorskip("cupy", reason="needs CuPy")
+    core, pathfinder = (importlib.import_module(name) for name in ("cupy._core.core", "cuda.pathfinder"))
+    headers = [option.removeprefix("-I") for option in core.assemble_cupy_compiler_options(())
+               if option.startswith("-I") and "/cupy/" not in option]
+    assert [path for path in headers if (Path(path) / "vector_types.h").is_file()], headers
+    nvrtc = Path(pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path)
+    assert all(nvrtc.parents[2] in Path(path).parents for path in headers), (nvrtc, headers)

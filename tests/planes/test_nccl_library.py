@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import types
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.planes import selection
 from hvdlite.planes.nccl import kernels, library
 from hvdlite.planes.nccl.plane import NcclPlane
 from tests.device_double import GpuDouble, plane
@@ -53,6 +55,40 @@ def test_cuda_of_torch(version: str, requires: list[str], expected: int | None, 
     assert library.cuda_of_torch() == expected
 
 
+@pytest.mark.parametrize(("cupy", "torch", "told"), [
+    ({12}, 12, None), ({12}, None, None), (set(), 13, None), ({12}, 13, "CuPy is for CUDA 12, torch for CUDA 13"),
+    ({12, 13}, 13, "pip uninstall cupy-cuda12x, then pip install --force-reinstall 'hvdlite.nccl-cuda13.'")])
+def test_cuda_versions_that_do_not_fit_are_told(cupy: set[int], torch: int | None, told: str | None,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name not in {f"cupy-cuda{major}x" for major in cupy}:
+            raise library.importlib.metadata.PackageNotFoundError(name)
+        return "14.2.0"
+    monkeypatch.setattr(library.importlib.metadata, "version", version)
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(library, "cuda_of_torch", lambda: torch)
+    (nccl,) = [plane for plane in selection.PLANES if plane.name == "nccl"]
+    problem = nccl.unavailable_reason()  # as --check-build and --doctor show it
+    assert re.search(told, problem) if told else problem == "", problem
+
+
+@pytest.mark.parametrize("torch", [12, 13, None])
+def test_cupy_for_another_cuda_than_torch_is_refused_at_the_first_tensor(torch: int | None,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = types.SimpleNamespace(runtimeGetVersion=lambda: 12090)
+    modules = {"cupy": types.SimpleNamespace(__version__="14.2.0", cuda=types.SimpleNamespace(runtime=runtime)),
+               "cupy.cuda.nccl": types.SimpleNamespace(available=True, get_version=lambda: 22809)}
+    monkeypatch.setattr(library.importlib, "import_module", modules.__getitem__)
+    monkeypatch.setattr(library, "cuda_of_torch", lambda: torch)
+    monkeypatch.setattr(library, "copies", set)
+    monkeypatch.setitem(library.sys.modules, "torch", types.SimpleNamespace())
+    if torch == 13:
+        with pytest.raises(HorovodInternalError, match="CuPy is for CUDA 12, torch for CUDA 13"):
+            library.load({})
+    else:
+        assert library.load({}) is modules["cupy"]
+
+
 def test_one_copy_of_nccl_new_enough(tmp_path: Any) -> None:
     library.check(22809, {"/a/libnccl.so.2"})
     with pytest.raises(HorovodInternalError, match=r"2 copies.*/a/libnccl.so.2, /b/libnccl.so.2"):
@@ -82,6 +118,7 @@ def test_the_real_library_without_a_gpu() -> None:
     """CuPy and NCCL load, ids are made, and errors come with NCCL's text, on any machine that has them installed."""
     pytest.importorskip("cupy", reason="needs CuPy")
     from hvdlite.planes.nccl.device import CupyDevice
+    from hvdlite.planes.nccl.driver import Driver
     cupy = library.load({})
     if not cupy.cuda.nccl.available:
         pytest.skip("needs NCCL")
@@ -94,7 +131,7 @@ def test_the_real_library_without_a_gpu() -> None:
     if count:
         pytest.skip("there is a GPU: tests/gpu")
     device = object.__new__(CupyDevice)
-    device._cupy, device._nccl, device._runtime = cupy, cupy.cuda.nccl, cupy.cuda.runtime
+    device._cupy, device._nccl, device._runtime, device._driver = cupy, cupy.cuda.nccl, cupy.cuda.runtime, Driver()
     first, second = device.unique_id(), device.unique_id()
     assert len(first) == 128 and first != second
     with device.group():
@@ -113,7 +150,7 @@ def test_the_real_library_without_a_gpu() -> None:
     for call in (lambda: device.make_event(), lambda: device._runtime.eventRecord(1, 0), lambda: device.is_event_done(1),
                  lambda: runtime.streamWaitEvent(0, 1), lambda: device.is_capturing(0), lambda: device.copy(1, 2, 3, 0),
                  lambda: runtime.memsetAsync(1, 0, 1, 0), lambda: runtime.deviceGetPCIBusId(0),
-                 lambda: runtime.eventCreateWithFlags(runtime.eventDisableTiming), lambda: cupy.cuda.memory.Memory(256),
+                 lambda: runtime.eventCreateWithFlags(runtime.eventDisableTiming), lambda: runtime.malloc(256),
                  lambda: runtime.streamCreateWithPriority(runtime.streamNonBlocking, -5)):
         device.index = 0
         with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import socket
 import subprocess
 from typing import Any
 
 from hvdlite.core.addresses import route_to
 from hvdlite_runner.doctor import hints, problems, text
 from hvdlite_runner.host_probe import ProbeServer, interfaces, own_addresses, probe, speed
-from tests.worlds import HVDRUN
+from tests.worlds import HANGS_SECONDS, HVDRUN
 
 HOST: dict[str, Any] = {
     "hostname": "a", "python": "3.11.2", "executable": "/py", "cores": 8,
@@ -51,6 +53,14 @@ def test_hosts_that_do_not() -> None:
     assert "PyTorch differs: 2.13.0 on a, 2.9.0 on b, none on c" in told
 
 
+def test_gpus_that_are_not_used() -> None:
+    (told,) = problems(found(a={**HOST, "gpus": ["0, H200"]}))
+    assert told == "host a does not use its GPUs: needs cupy: pip install 'hvdlite[nccl-cuda12]'"
+    without_torch = copy.deepcopy(HOST)
+    without_torch["build"]["installed"] = {}
+    assert not list(problems(found(a={**without_torch, "gpus": ["0, H200"]})))
+
+
 def test_small_limits_where_they_matter() -> None:
     small = {**HOST, "limits": {"memlock": 1 << 16, "files": 256, "shm": 64 << 20}}
     assert [hint.split()[0] for hint in hints(small)] == ["files"]
@@ -79,3 +89,13 @@ def test_ways_to_a_port() -> None:
     finally:
         probe_server.close()
     assert probe(["127.0.0.1"], probe_server.port)["127.0.0.1"] == "connection refused"
+
+
+def test_strangers_at_the_probe_server_give_way_to_the_next() -> None:
+    with contextlib.closing(ProbeServer()) as server:
+        held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
+        assert probe(["127.0.0.1"], server.port) == {"127.0.0.1": ""}
+        held[0].settimeout(HANGS_SECONDS)
+        assert held[0].recv(1) == b""
+        for sock in held:
+            sock.close()

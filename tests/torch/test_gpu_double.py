@@ -55,8 +55,8 @@ def launches(gpu: Any) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("to_none", "compression", "moves"), [
-    (True, Compression.none, 1), (False, Compression.none, 0), (True, Compression.fp16, 2), (False, Compression.bf16, 2)],
-                         ids=["copied in", "in place", "cast in and out", "cast although it is kept"])
+    (True, Compression.none, 2), (False, Compression.none, 1), (True, Compression.fp16, 3), (False, Compression.bf16, 3)],
+                         ids=["copied in", "in place", "cast in and out", "cast although it is kept"])  # and divided, each
 def test_a_bucket_costs_one_call_and_as_few_kernels_as_possible(gpus: Gpus, to_none: bool, compression: Any,
                                                                 moves: int) -> None:
     def step(runtime: Runtime) -> None:
@@ -145,13 +145,29 @@ def test_every_bucket_waits_for_all_streams_that_made_gradients(gpus: Gpus, monk
 def test_without_kernels_torch_copies(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
         runtime.devices.record_event(0)
-        gpus.made[runtime.world.rank].has_kernels = False
+        gpus.made[runtime.world.rank].kernels = False
         model = net()
         optimizer = wrapped(runtime, model)
         settle(runtime, model, optimizer)
         launches(gpus.made[runtime.world.rank])
         train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
         assert launches(gpus.made[runtime.world.rank]) == Counter({"allReduce": 1})
+    threads(2, step)
+
+
+def test_buckets_take_the_place_of_what_torch_keeps_unused(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: [gpu.reclaim() for gpu in gpus.made])
+
+    def step(runtime: Runtime) -> None:
+        gpu = gpus.made[runtime.world.rank]
+        gpu.memory, gpu.cached = 1 << 14, 1 << 20  # the first is enough to make a communicator
+        model = torch.nn.Linear(100, 100)
+        optimizer = wrapped(runtime, model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 100)).sum().backward()
+            optimizer.step()
+        assert by_bucket(optimizer) and gpu.reclaimed
     threads(2, step)
 
 

@@ -5,6 +5,7 @@
     peer_info.py     host, GPU and NCCL version of a rank, and their checks
     watcher.py       polls launched work and detects its errors; aborts communicators
     device.py        the interface of a GPU, and its implementation by CuPy
+    driver.py        calls of CUDA's driver
     kernels.py       CUDA kernels that pack, cast and scale many arrays
     library.py       finds NCCL: a single copy of a supported version
 """

@@ -50,17 +50,32 @@ def supports(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
 
 
 class StagingBuffer:
-    """Memory between tensors and NCCL; it grows on demand, and all launches on the stream share it."""
+    """Memory between tensors and NCCL; it grows on demand, and all launches on the stream share it.
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    Args:
+        allocate: like `Device.allocate`, after the framework has given back what it does not use, if need be.
+    """
+
+    def __init__(self, device: Device, allocate: Callable[[int], DeviceArray]) -> None:
+        self._device, self._allocate = device, allocate
         self._memory: DeviceArray | None = None
 
     def get(self, nbytes: int) -> int:
-        """Return the address of at least `nbytes` bytes."""
-        if self._memory is None or self._memory.nbytes < nbytes:
+        """Return the address of at least `nbytes` bytes.
+
+        Raises:
+            MemoryError: if there is not enough memory.
+        """
+        size = 0 if self._memory is None else self._memory.nbytes
+        if self._memory is None or size < nbytes:
             self._memory = None  # free the smaller one first: CUDA waits until it is unused
-            self._memory = self._device.allocate(nbytes)
+            if 2 * size > nbytes:  # to allocate synchronizes the GPU: do it seldom
+                try:
+                    self._memory = self._device.allocate(2 * size)
+                except MemoryError:
+                    self._memory = self._allocate(nbytes)
+            else:
+                self._memory = self._allocate(nbytes)
         return self._memory.pointer
 
 
@@ -70,6 +85,7 @@ class Launch:
 
     Attributes:
         rank: this rank's index in the process set, which is NCCL's rank.
+        has_kernels: whether kernels work on all ranks of the communicator.
     """
 
     device: Device
@@ -77,6 +93,7 @@ class Launch:
     staging: StagingBuffer
     plan: Plan
     rank: int
+    has_kernels: bool = True
 
     @property
     def response(self) -> Response:
@@ -106,7 +123,12 @@ class Launch:
 
 
 class NcclReduction:
-    """The arithmetic of one reduction: NCCL's op, and the kernels before and after it."""
+    """The arithmetic of one reduction: NCCL's op, and the kernels before and after it.
+
+    An average is a sum of contributions that are divided before. NVLS, NCCL's reduction in the switches of NVLink, computes
+    sums, minima and maxima only, and so do the kernels for symmetric memory; ncclAvg switches both off. ncclAvg remains for
+    communicators in which a rank has no kernels.
+    """
 
     def __init__(self, launch: Launch) -> None:
         response = launch.response
@@ -115,11 +137,12 @@ class NcclReduction:
         self.parts = 2 if response.dtype.startswith("complex") else 1  # elements of `dtype` per element of the tensor
         self.width = SUPPORTED_DTYPES[self.dtype].itemsize
         self.code = DTYPES[self.dtype]
-        mean = response.op is ReduceOp.AVERAGE
-        partial = mean and response.divisor not in (0, len(launch.plan.ranks))
-        self.op = _OPS[response.op] if not mean else SUM if partial else MEAN
-        self.prescale = Scaling(response.prescale)
-        self.postscale = Scaling(response.postscale, response.divisor if partial else 1)
+        size = len(launch.plan.ranks)
+        divisor = (response.divisor or size) if response.op is ReduceOp.AVERAGE else 1
+        self.op = SUM if response.op is ReduceOp.AVERAGE else _OPS[response.op]
+        if divisor == size > 1 and not launch.has_kernels:
+            self.op, divisor = MEAN, 1
+        self.prescale, self.postscale = Scaling(response.prescale, divisor), Scaling(response.postscale)
         self._fill_value = bits(identity(response.op, SUPPORTED_DTYPES[response.dtype]), SUPPORTED_DTYPES[self.dtype]) \
             if self.parts == 1 else bits(-0.0, SUPPORTED_DTYPES[self.dtype])
 

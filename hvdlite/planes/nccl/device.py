@@ -5,10 +5,10 @@ Streams, events and addresses are plain integers, as CuPy's low-level calls take
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,15 +20,15 @@ from hvdlite.core.array import Array
 from hvdlite.core.device import CopySpec, DeviceArray
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.planes.nccl import kernels, library
+from hvdlite.planes.nccl.driver import Driver
 from hvdlite.planes.nccl.kernels import NO_SCALING, Scaling
 
 _log = logging.getLogger("hvdlite")
 
-_RELAXED: Final = 2
-"""CU_STREAM_CAPTURE_MODE_RELAXED: this thread's calls do not invalidate a capture by another thread."""
-
 _HIGHEST_PRIORITY: Final = -5
 """CUDA clamps priorities to its range."""
+_OUT_OF_MEMORY: Final = 2
+"""cudaErrorMemoryAllocation."""
 _NOT_READY: Final = 600
 """cudaErrorNotReady."""
 _CAPTURE_FAULTS: Final = range(900, 909)
@@ -57,7 +57,7 @@ class Device(Protocol):
     Attributes:
         stream: the plane's stream: non-blocking, of the highest priority.
         version: the code of the NCCL version.
-        failure: the exception types of CUDA, NCCL and memory errors.
+        failure: the exception types of NCCL (the first), CUDA and memory errors.
     """
 
     index: int
@@ -66,7 +66,10 @@ class Device(Protocol):
     failure: tuple[type[Exception], ...]
 
     def make_current(self) -> None:
-        """Make this GPU the current device of the calling thread; called once at the thread's start."""
+        """Make this GPU the current device of the calling thread, one of our own, for good.
+
+        Another current device, 0 by default, would get a context, which takes some hundred MiB of its memory.
+        """
 
     def bus_id(self) -> str:
         """Return an identifier of this GPU on its host."""
@@ -116,6 +119,9 @@ class Device(Protocol):
                      fill_value: int = 0) -> bool:
         """Copy, cast, scale and fill many arrays with as few kernels as possible; False if there are none."""
 
+    def has_kernels(self) -> bool:
+        """Return whether kernels can be compiled."""
+
     def unique_id(self) -> bytes:
         """Return the id of a new communicator; called by one of its ranks."""
 
@@ -146,20 +152,17 @@ class CupyDevice:
                                                      cupy.cuda.driver.CUDADriverError, MemoryError, KeyError)
         self.version: int = self._nccl.get_version()
         self.index: int = local_rank % self._runtime.getDeviceCount() if index is None else index
-        before = self._runtime.getDevice()
-        with cupy.cuda.Device(self.index):
+        self._driver = Driver()
+        self._own_threads = threading.local()  # has an attribute in threads that called `make_current`
+        with self._here():
             self.stream = self._runtime.streamCreateWithPriority(self._runtime.streamNonBlocking, _HIGHEST_PRIORITY)
-        self._runtime.setDevice(before)
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._kernels_work = True
 
     def make_current(self) -> None:
+        self._own_threads.entered = True
         self._runtime.setDevice(self.index)
-        try:
-            driver = ctypes.CDLL("libcuda.so.1")
-            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
-        except (OSError, AttributeError) as error:
-            _log.warning("a CUDA graph that another thread captures may be spoilt by this one: %s", error)
+        self._driver.relax_captures()
 
     def bus_id(self) -> str:
         return str(self._runtime.deviceGetPCIBusId(self.index))
@@ -189,10 +192,12 @@ class CupyDevice:
             self._runtime.streamWaitEvent(stream, event)
 
     def is_event_done(self, event: int) -> bool:
-        status = self._runtime.eventQuery(event)
-        if status not in (0, _NOT_READY):
-            raise self._runtime.CUDARuntimeError(status)
-        return bool(status == 0)
+        status = self._driver.event_status(event)
+        if status not in (0, _NOT_READY):  # without a driver, or an error: CuPy keeps the GIL, but knows errors' names
+            status = self._runtime.eventQuery(event)
+            if status not in (0, _NOT_READY):
+                raise self._runtime.CUDARuntimeError(status)
+        return status == 0
 
     def is_capturing(self, stream: int) -> bool:
         try:
@@ -208,10 +213,19 @@ class CupyDevice:
         rounded = max(256, -(-nbytes // 256) * 256)
         with self._here():
             try:  # not from CuPy's pool, whose memory is reused in the order of one stream: this is used on several
-                memory = self._cupy.cuda.memory.Memory(rounded)
-            except (self._cupy.cuda.memory.OutOfMemoryError, self._runtime.CUDARuntimeError) as error:
+                pointer = int(self._runtime.malloc(rounded))
+            except self._runtime.CUDARuntimeError as error:
+                if error.status != _OUT_OF_MEMORY:
+                    raise  # an earlier error, of a kernel for example
                 raise MemoryError(f"{nbytes} bytes on GPU {self.index}: {error}") from None
-        return DeviceArray(int(memory.ptr), (nbytes,), np.dtype(np.uint8), self.index, memory)
+        return DeviceArray(pointer, (nbytes,), np.dtype(np.uint8), self.index, _Memory(pointer, self._free))
+
+    def _free(self, pointer: int) -> None:
+        try:
+            with self._here():  # else a thread that has used no GPU gets a context on GPU 0
+                self._runtime.free(pointer)
+        except self._runtime.CUDARuntimeError as error:  # the GPU has failed, or the process ends
+            _log.debug("memory of GPU %d is not freed: %s", self.index, error)
 
     def zero(self, array: DeviceArray) -> None:
         with self._here():
@@ -240,6 +254,9 @@ class CupyDevice:
             self._start(kernel, int(entry["first"][entry["entries"]]), table, stream)
         return True
 
+    def has_kernels(self) -> bool:
+        return self._kernel(("float32", "float32", True), lambda: kernels.source_code("float32", "float32", True)) is not None
+
     def unique_id(self) -> bytes:
         return bytes(self._nccl.get_unique_id())
 
@@ -262,7 +279,10 @@ class CupyDevice:
 
     @contextmanager
     def _here(self) -> Any:
-        """Return a context in which this GPU is the calling thread's current device."""
+        """Return a context in which this GPU is the calling thread's current device.
+
+        A thread of the user's gets back the device that it had, if that has a context: to set another one would make one.
+        """
         before = self._runtime.getDevice()
         if before == self.index:
             yield
@@ -271,7 +291,8 @@ class CupyDevice:
         try:
             yield
         finally:
-            self._runtime.setDevice(before)
+            if not hasattr(self._own_threads, "entered") and self._driver.has_context(before):
+                self._runtime.setDevice(before)
 
     def _start(self, kernel: Any, blocks: int, table: Array, stream: int) -> None:
         """Launch a kernel; its table is passed by value."""
@@ -292,6 +313,22 @@ class CupyDevice:
             else:
                 self._compiled[key] = kernel
         return self._compiled.get(key)
+
+
+class _Memory:
+    """Allocated memory, freed when nobody refers to it any more; CUDA waits until the GPU does not use it.
+
+    CuPy's own would be freed with whichever device is current. A forked child must not call CUDA.
+    """
+
+    __slots__ = ("_free", "_pid", "_pointer")
+
+    def __init__(self, pointer: int, free: Callable[[int], None]) -> None:
+        self._pointer, self._free, self._pid = pointer, free, os.getpid()
+
+    def __del__(self) -> None:
+        if self._pid == os.getpid():
+            self._free(self._pointer)
 
 
 class _Handle:
@@ -335,7 +372,7 @@ class EventPool:
             handle = self.free.pop()
         except IndexError:
             handle = self._device.make_event()
-        event = PooledEvent(handle, self)
+        event = PooledEvent(handle, stream, self)
         self._device.record(handle, stream)
         return event
 
@@ -360,10 +397,10 @@ class EventPool:
 class PooledEvent:
     """An event of the pool; returns to it when there are no more references. Launched waits keep their meaning."""
 
-    __slots__ = ("_pool", "handle")
+    __slots__ = ("_pool", "handle", "stream")
 
-    def __init__(self, handle: int, pool: EventPool) -> None:
-        self.handle, self._pool = handle, pool
+    def __init__(self, handle: int, stream: int, pool: EventPool) -> None:
+        self.handle, self.stream, self._pool = handle, stream, pool
 
     def __del__(self) -> None:
         pool = self._pool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import importlib.metadata
@@ -55,11 +56,37 @@ def cuda_of_torch() -> int | None:
     return max(majors, default=None)
 
 
+def cuda_of_cupy() -> set[int]:
+    """Return the major CUDA versions of CuPy's installed wheels; none without a wheel. Does not import CuPy."""
+    found = set()
+    for major in (12, 13):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version(f"cupy-cuda{major}x")
+            found.add(major)
+    return found
+
+
+def mixed_cuda(cupy: Iterable[int], torch: int | None) -> str:
+    """Return what is wrong with the CUDA versions of CuPy and torch, and what to do; "" if nothing, or nothing is known."""
+    others = sorted(set(cupy) - {torch})
+    if torch is None or not others:
+        return ""
+    return (f"CuPy is for CUDA {' and '.join(map(str, others))}, torch for CUDA {torch}: they need different compilers and "
+            f"libraries. pip uninstall {' '.join(f'cupy-cuda{major}x' for major in others)}, then "
+            f"pip install --force-reinstall 'hvdlite[nccl-cuda{torch}]'")
+
+
+def installation_problem() -> str:
+    """Return why GPUs cannot be used here, or what is wrong with the installed packages; "" if nothing is known."""
+    return unavailable_reason() or mixed_cuda(cuda_of_cupy(), cuda_of_torch())
+
+
 def load(environment: Mapping[str, str]) -> Any:
     """Import CuPy and its NCCL, and return `cupy`.
 
     Raises:
-        HorovodInternalError: if there is no usable NCCL, or more than one copy.
+        HorovodInternalError: if there is no usable NCCL, or more than one copy, or CuPy is for another CUDA version than
+            torch.
     """
     if environment.get("NCCL_COMM_BLOCKING") == "0":
         raise HorovodInternalError("NCCL_COMM_BLOCKING=0 makes NCCL answer calls with 'in progress', which CuPy does not "
@@ -77,6 +104,9 @@ def load(environment: Mapping[str, str]) -> Any:
     if int(cupy.__version__.split(".")[0]) < OLDEST_CUPY:
         raise HorovodInternalError(f"CuPy {cupy.__version__} is too old; {OLDEST_CUPY} is the oldest that works. "
                                    f"{_advice()}")
+    if "torch" in sys.modules and (
+            problem := mixed_cuda([cupy.cuda.runtime.runtimeGetVersion() // 1000], cuda_of_torch())):
+        raise HorovodInternalError(problem)
     check(nccl.get_version(), copies())
     return cupy
 

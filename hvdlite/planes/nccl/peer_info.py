@@ -11,11 +11,12 @@ from hvdlite.planes.nccl.library import version_text
 
 
 class PeerInfo(msgspec.Struct, frozen=True):
-    """One rank's host, GPU and NCCL version."""
+    """One rank's host, GPU, NCCL version and kernels."""
 
     host: str
     gpu: str  # from `Device.bus_id`
     version: int  # the code of the NCCL version
+    has_kernels: bool = True  # from `Device.has_kernels`; ranks use kernels only where all have them
     unique_id: bytes = b""  # the communicator's id; set by the first rank only
 
 

@@ -54,7 +54,7 @@ left behind, with its stream; it ends when NCCL gives up."""
 LINGER_SECONDS: Final = 0.1
 """Time for the other GPUs to leave the final all-reduce."""
 _PEER_INFO: Final = msgspec.msgpack.Decoder(PeerInfo)
-_ANSWER: Final = msgspec.msgpack.Decoder(tuple[bytes, str])
+_ANSWER: Final = msgspec.msgpack.Decoder(tuple[bytes, bool, str])
 
 MakeDevice = Callable[[int | None], Device]
 """Opens the GPU with the given index; None chooses it by the local rank."""
@@ -90,6 +90,8 @@ class NcclPlane:
         self._communicator_refs: dict[int, CommunicatorRef] = {}  # by process set
         self._reason: str | None = None  # why there is no GPU, once it is known
         self._closing = False
+        self._has_entered = False  # the background thread
+        self._reclaim: Callable[[], None] | None = None  # see `DeviceAccess.wrap`
         self._pid = os.getpid()
 
     # --- for adapters ----------------------------------------------------------------------------------------------
@@ -103,8 +105,10 @@ class NcclPlane:
         return collectives.supports(Collective(collective), None if op is None else ReduceOp(op), dtype)
 
     def wrap(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, *, stream: int, owner: object,
-             empty: Callable[[tuple[int, ...]], DeviceArray] | None = None) -> DeviceArray:
+             empty: Callable[[tuple[int, ...]], DeviceArray] | None = None,
+             reclaim: Callable[[], None] | None = None) -> DeviceArray:
         used = self._opened(device)
+        self._reclaim = reclaim or self._reclaim
         if used.index != device:
             raise UnsupportedError(f"rank {self._rank} uses GPU {used.index} and cannot also use GPU {device}: a rank has "
                                    "one GPU")
@@ -129,8 +133,14 @@ class NcclPlane:
     def set_error_handler(self, report: Callable[[Exception], None]) -> None:
         self._report = report
 
+    def enter_thread(self) -> None:
+        if not self._has_entered:
+            self._opened(None).make_current()
+            self._has_entered = True
+
     def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
         device = self._opened(None)
+        self.enter_thread()
         process_set_id = plan.response.process_set_id
         if process_set_id not in self._communicator_refs:
             self._create_communicator(process_set_id, plan.ranks, wait_until)
@@ -157,13 +167,18 @@ class NcclPlane:
         if self._rank not in ranks:
             return None
         device = self._opened(None)
-        return FusionBuffer(self._thread.run(lambda: _cleared(device, nbytes), wait_until))
+        try:
+            return FusionBuffer(self._thread.run(lambda: self._cleared(device, nbytes), wait_until))
+        except MemoryError:
+            raise
+        except device.failure as error:
+            raise self._error(device, None, f"allocating {nbytes} bytes", error) from error
 
     def row_major(self, array: DeviceArray) -> DeviceArray:
         """See `DevicePlane.row_major`."""
         device = self._opened(None)
         copied = DeviceArray(0, array.shape, array.dtype, array.device)
-        copied = device.allocate(copied.nbytes).part(0, copied.size, array.dtype)
+        copied = self._allocate(device, copied.nbytes).part(0, copied.size, array.dtype)
         copied.shape = array.shape
         if array.ready is not None:
             device.wait(device.stream, array.ready.handle)
@@ -244,37 +259,61 @@ class NcclPlane:
                     raise UnsupportedError(f"there is no data plane for GPUs here: {reason}")
                 device = self._make_device(index)
                 self._events = EventPool(device)
-                self._staging = StagingBuffer(device)
+                self._staging = StagingBuffer(device, functools.partial(self._allocate, device))
                 self._watcher = Watcher(device, self._check, lambda error: self._report(error))
                 self._device = device
         return self._device
+
+    def _allocate(self, device: Device, nbytes: int) -> DeviceArray:
+        """Return new memory, if need be after the framework has given back what it keeps unused."""
+        try:
+            return device.allocate(nbytes)
+        except MemoryError:
+            if self._reclaim is None:
+                raise
+        _log.info("rank %d: GPU %d has no %d bytes left; the framework gives back what it does not use", self._rank,
+                  device.index, nbytes)
+        self._reclaim()
+        return device.allocate(nbytes)
+
+    def _cleared(self, device: Device, nbytes: int) -> DeviceArray:
+        """Return zeroed memory: the gaps between a bucket's tensors are never written, but reduced with them."""
+        memory = self._allocate(device, nbytes)
+        device.zero(memory)
+        return memory
 
     def _create_communicator(self, process_set_id: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> None:
         """Create the communicator of a process set, together with all its ranks."""
         device, mine = self._opened(None), ranks.index(self._rank)
         unique_id = self._thread.run(device.unique_id, wait_until) if mine == 0 else b""
-        info = PeerInfo(self._host, device.bus_id(), device.version, unique_id)
+        has_kernels = self._thread.run(device.has_kernels, wait_until)
+        info = PeerInfo(self._host, device.bus_id(), device.version, has_kernels, unique_id)
         text = msgspec.msgpack.encode(info)
         answer = self._oob.gather_and_broadcast(f"nccl.{process_set_id}", ranks, text,
                                                 functools.partial(self._check_peers, ranks), wait_until)
-        unique_id, problem = _ANSWER.decode(answer)
+        unique_id, has_kernels, problem = _ANSWER.decode(answer)
         if problem:
             raise HorovodInternalError(problem)
-        self._communicator_refs[process_set_id] = self._thread.run(lambda: self._make(device, ranks, unique_id), wait_until)
+        self._communicator_refs[process_set_id] = self._thread.run(
+            lambda: self._make(device, ranks, unique_id, has_kernels=has_kernels), wait_until)
 
     def _check_peers(self, ranks: tuple[int, ...], texts: Sequence[bytes]) -> bytes:
-        """Return a communicator's id, or the problem with its ranks' GPUs; called on its first rank."""
+        """Return a communicator's id and whether all its ranks have kernels, or the problem with their GPUs.
+
+        Called on its first rank.
+        """
         peers = {rank: _PEER_INFO.decode(text) for rank, text in zip(ranks, texts, strict=True)}
         try:
             check_peers(peers, shared=self._shared_gpu)
         except HorovodInternalError as error:
-            return msgspec.msgpack.encode((b"", str(error)))
-        return msgspec.msgpack.encode((peers[ranks[0]].unique_id, ""))
+            return msgspec.msgpack.encode((b"", False, str(error)))
+        return msgspec.msgpack.encode((peers[ranks[0]].unique_id, all(each.has_kernels for each in peers.values()), ""))
 
-    def _make(self, device: Device, ranks: tuple[int, ...], unique_id: bytes) -> CommunicatorRef:
+    def _make(self, device: Device, ranks: tuple[int, ...], unique_id: bytes, *, has_kernels: bool) -> CommunicatorRef:
         what = f"making a communicator of ranks {list(ranks)}"
         try:
-            ref = CommunicatorRef(device.communicator(len(ranks), unique_id, ranks.index(self._rank)), ranks)
+            ref = CommunicatorRef(device.communicator(len(ranks), unique_id, ranks.index(self._rank)), ranks,
+                                  has_kernels=has_kernels)
             if self._closing:  # the world was lost meanwhile, and nobody else will end this
                 ref.end()
                 raise HorovodInternalError(f"{what} was given up")
@@ -289,11 +328,13 @@ class NcclPlane:
     def _launch(self, device: Device, plan: Plan) -> LaunchedWork:
         if self._closing:
             raise HorovodInternalError("the plane for GPUs is closed")
-        communicator = self._communicator_refs[plan.response.process_set_id].communicator
+        ref = self._communicator_refs[plan.response.process_set_id]
+        communicator = ref.communicator
         try:
             for event in _ready_events(plan):
                 device.wait(device.stream, event)
-            collectives.launch(Launch(device, communicator, self._staging, plan, plan.ranks.index(self._rank)))
+            collectives.launch(Launch(device, communicator, self._staging, plan, plan.ranks.index(self._rank),
+                                      ref.has_kernels))
             assert self._events is not None
             return LaunchedWork(device, self._events.record(device.stream), self._watcher)
         except device.failure as error:
@@ -316,15 +357,10 @@ class NcclPlane:
     def _error(self, device: Device, communicator: Any, what: str, error: Exception) -> HorovodInternalError:
         if isinstance(error, MemoryError):
             return HorovodInternalError(f"rank {self._rank}: out of memory in {what}: {error}")
+        if not isinstance(error, (device.failure[0], KeyError)):
+            return HorovodInternalError(f"rank {self._rank}: CUDA failed in {what} on GPU {device.index}: {error}")
         return HorovodInternalError(f"rank {self._rank}: NCCL failed in {what} on GPU {device.index}: "
                                     f"{device.explain(communicator, error)}; NCCL_DEBUG=INFO tells more")
-
-
-def _cleared(device: Device, nbytes: int) -> DeviceArray:
-    """Return zeroed memory: the gaps between a bucket's tensors are never written, but reduced with them."""
-    memory = device.allocate(nbytes)
-    device.zero(memory)
-    return memory
 
 
 def _ready_events(plan: Plan) -> set[int]:

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from hvdlite.core.errors import HorovodInternalError
@@ -26,22 +26,28 @@ class LaunchedWork:
     """The completion of one entry of a launch.
 
     Attributes:
-        keep_alive: an object that is referenced until a stream of the framework, or the host, has waited for the work.
+        keep_alive: an object that is referenced until the only one of `streams`, or the host, has waited for the work.
+
+    Args:
+        streams: those for which the memory in `keep_alive` was allocated. Another stream that waits does not keep them from
+            reusing it during the work.
     """
 
-    __slots__ = ("_device", "_watcher", "event", "keep_alive")
+    __slots__ = ("_device", "_streams", "_watcher", "event", "keep_alive")
 
-    def __init__(self, device: Device, event: PooledEvent, watcher: Watcher, keep_alive: object = None) -> None:
-        self._device, self.event, self._watcher, self.keep_alive = device, event, watcher, keep_alive
+    def __init__(self, device: Device, event: PooledEvent, watcher: Watcher, keep_alive: object = None,
+                 streams: Collection[int] = ()) -> None:
+        self._device, self.event, self._watcher = device, event, watcher
+        self.keep_alive, self._streams = keep_alive, streams
 
     @property
     def device(self) -> int:
         """The index of the GPU."""
         return self._device.index
 
-    def for_entry(self, keep_alive: object) -> LaunchedWork:
+    def for_entry(self, keep_alive: object, streams: Collection[int] = ()) -> LaunchedWork:
         """Return the completion of another entry of the same launch."""
-        share = LaunchedWork(self._device, self.event, self._watcher, keep_alive)
+        share = LaunchedWork(self._device, self.event, self._watcher, keep_alive, streams)
         self._watcher.watch(share)
         return share
 
@@ -49,7 +55,8 @@ class LaunchedWork:
         self._watcher.raise_failure()
         check_not_captured(self._device, stream)
         self._device.wait(stream, self.event.handle)
-        self.keep_alive = None
+        if not self._streams or (len(self._streams) == 1 and stream in self._streams):
+            self.keep_alive = None
 
     def is_done(self) -> bool:
         return self._device.is_event_done(self.event.handle)
@@ -149,10 +156,11 @@ class CommunicatorRef:
 
     Args:
         ranks: the ranks of the communicator.
+        has_kernels: whether kernels work on all of them.
     """
 
-    def __init__(self, communicator: Communicator, ranks: tuple[int, ...] = ()) -> None:
-        self.communicator, self.ranks = communicator, ranks
+    def __init__(self, communicator: Communicator, ranks: tuple[int, ...] = (), *, has_kernels: bool = True) -> None:
+        self.communicator, self.ranks, self.has_kernels = communicator, ranks, has_kernels
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
 
     def end(self) -> None:

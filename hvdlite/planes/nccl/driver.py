@@ -1,0 +1,47 @@
+"""Calls of CUDA's driver API that CuPy does not have, or during which it keeps the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Any, Final
+
+_log = logging.getLogger("hvdlite")
+
+_RELAXED: Final = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED: this thread's calls do not invalidate a capture by another thread."""
+
+
+class Driver:
+    """CUDA's driver library, through ctypes, which releases the GIL; each call has an answer for when it is missing.
+
+    Args:
+        name: of the library.
+    """
+
+    def __init__(self, name: str = "libcuda.so.1") -> None:
+        try:
+            library: Any = ctypes.CDLL(name)
+            self._exchange, self._query, self._state = (
+                library.cuThreadExchangeStreamCaptureMode, library.cuEventQuery, library.cuDevicePrimaryCtxGetState)
+        except (OSError, AttributeError) as error:
+            _log.warning("a CUDA graph that another thread captures may be spoilt by hvdlite's: %s", error)
+            self._exchange = self._query = self._state = None
+            return
+        self._query.argtypes = [ctypes.c_void_p]
+
+    def relax_captures(self) -> None:
+        """Let the calling thread do anything while another one captures a CUDA graph."""
+        if self._exchange is not None:
+            self._exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+    def event_status(self, event: int) -> int | None:
+        """Return the status of an event: 0 when it is done. None without a driver."""
+        return None if self._query is None else int(self._query(event))
+
+    def has_context(self, index: int) -> bool:
+        """Return whether this process uses a GPU; True without a driver."""
+        flags, active = ctypes.c_uint(), ctypes.c_int(1)
+        if self._state is not None:
+            self._state(index, ctypes.byref(flags), ctypes.byref(active))
+        return bool(active.value)

@@ -1,0 +1,136 @@
+"""Memory of GPUs: what happens when there is none, which errors are told, and when a framework may reuse its own."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlite.core.errors import HorovodInternalError
+from hvdlite.core.types import ReduceOp
+from hvdlite.planes.nccl.collectives import StagingBuffer
+from hvdlite.runtime.runtime import Runtime
+from tests import worlds
+from tests.device_double import CudaErrorDouble, GpuDouble, Gpus
+from tests.gpu_worlds import allreduce, begun, spin
+from tests.gpu_worlds import gpus as gpus
+from tests.planes.cuda_double import CudaDouble
+
+SUM = ReduceOp.SUM
+
+
+def fused(gpus: Gpus, runtime: Runtime, count: int = 1 << 14) -> Any:
+    """Reduce two tensors that go through staging memory."""
+    arrays = [gpus.wrap(runtime, np.ones(count)) for _ in range(2)]
+    return runtime.grouped_allreduce("g", arrays, arrays, SUM).wait()
+
+
+def test_no_memory_says_where(gpus: Gpus) -> None:
+    def step(runtime: Runtime) -> None:
+        begun(gpus, runtime).memory = 1 << 16
+        with pytest.raises(HorovodInternalError, match=r"rank \d: out of memory in allreduce of 'g'.* on GPU 0"):
+            fused(gpus, runtime)
+        assert gpus.made[runtime.world.rank].reclaimed <= 1
+    worlds.threads(2, step)
+
+
+def test_what_the_framework_keeps_unused_is_taken_back_first(gpus: Gpus) -> None:
+    def step(runtime: Runtime) -> None:
+        gpu = begun(gpus, runtime)
+        gpu.memory, gpu.cached = 1 << 16, 1 << 20
+        fused(gpus, runtime)
+        assert gpu.reclaimed == 1
+    worlds.threads(2, step)
+
+
+def test_other_errors_are_told_as_what_they_are(gpus: Gpus) -> None:
+    def step(runtime: Runtime) -> None:
+        begun(gpus, runtime).fault = CudaErrorDouble("cudaErrorIllegalAddress: an illegal memory access was encountered")
+        with pytest.raises(HorovodInternalError, match=r"rank \d: CUDA failed in allreduce of 'g'.* on GPU 0: "
+                                                       r"cudaErrorIllegalAddress") as caught:
+            fused(gpus, runtime)
+        assert "out of memory" not in str(caught.value) and "NCCL_DEBUG" not in str(caught.value)
+        assert gpus.made[runtime.world.rank].reclaimed == 0
+    worlds.threads(2, step)
+
+
+def test_staging_memory_is_allocated_seldom() -> None:
+    gpu = GpuDouble()
+    staging = StagingBuffer(gpu, gpu.allocate)
+    for nbytes in range(1000, 100_000, 1000):
+        staging.get(nbytes)
+    assert len(gpu.allocations) < 10
+    assert all(later >= 2 * earlier for earlier, later in itertools.pairwise(gpu.allocations))
+    staging.get(1 << 20)
+    assert gpu.allocations[-1] == 1 << 20
+    gpu.memory = (1 << 20) + 4096
+    staging.get((1 << 20) + 1)
+    assert gpu.allocations[-1] == (1 << 20) + 1, "there is no memory for more than what is needed"
+    gpu.end()
+
+
+@pytest.mark.parametrize(("status", "expected"), [(2, MemoryError), (700, RuntimeError)])
+def test_only_cudas_own_status_is_out_of_memory(status: int, expected: type[Exception],
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = CudaDouble()
+    device = cuda.device(monkeypatch, 0)
+    cuda.malloc_status = status
+    with pytest.raises(expected, match=f"status {status}") as caught:
+        device.allocate(100)
+    assert isinstance(caught.value, MemoryError) == (status == 2)
+
+
+# --- memory of the framework's, which it reuses in the order of a stream ---------------------------------------------------
+
+
+class _Watched(np.ndarray):
+    """An array that can be referred to weakly."""
+
+
+@pytest.mark.parametrize(("waits", "is_free"), [([], False), (["lender"], True), (["other"], False),
+                                                (["other", "lender"], True)])
+def test_memory_is_held_until_its_own_stream_follows_or_the_work_is_done(gpus: Gpus, waits: list[str], is_free: bool) -> None:
+    def step(runtime: Runtime) -> None:
+        gpu = begun(gpus, runtime)
+        streams = {"lender": gpu.make_stream(), "other": gpu.make_stream()}
+        gpu.hold(gpu.stream)
+        watched = np.ndarray.__new__(_Watched, (10,))
+        handle, alive = allreduce(gpus, runtime, "x", watched, stream=streams["lender"]), weakref.ref(watched)
+        del watched
+        handle.wait()
+        assert alive() is not None
+        for name in waits:
+            handle.completion.block_stream(streams[name])
+        del handle
+        gc.collect()
+        assert (alive() is None) == is_free, "a framework reuses freed memory on the stream for which it was allocated"
+        gpu.release(gpu.stream)
+        spin(lambda: gc.collect() >= 0 and alive() is None)
+    worlds.threads(1, step)
+
+
+def test_memory_of_two_streams_is_held_until_the_work_is_done(gpus: Gpus) -> None:
+    def step(runtime: Runtime) -> None:
+        gpu = begun(gpus, runtime)
+        streams = [gpu.make_stream(), gpu.make_stream()]
+        gpu.hold(gpu.stream)
+        watched = [np.ndarray.__new__(_Watched, (10,)) for _ in streams]
+        arrays = [gpus.wrap(runtime, each, stream) for each, stream in zip(watched, streams, strict=True)]
+        alive = [weakref.ref(each) for each in watched]
+        handle = runtime.grouped_allreduce("x", arrays, arrays, SUM)
+        del watched, arrays
+        handle.wait()
+        completions = handle.completions()
+        del handle
+        for stream in streams:
+            for completion in completions:
+                completion.block_stream(stream)
+        gc.collect()
+        assert all(each() is not None for each in alive)
+        gpu.release(gpu.stream)
+        spin(lambda: gc.collect() >= 0 and not any(each() is not None for each in alive))
+    worlds.threads(1, step)
