@@ -127,7 +127,7 @@ class MailboxTable:
             if self._calls[key] >= OPENS_AFTER:  # it has room for smaller tensors only
                 self._freeze(found, now)
         elif self._calls[key] >= self._needed.get(key, OPENS_AFTER):
-            self._open_for(key, members, SMALL if nbytes <= SMALL else self._limit)
+            self._open_for(key, members, min(SMALL, self._limit) if nbytes <= SMALL else self._limit)
 
     def _open_for(self, key: StemKey, members: tuple[int, ...], capacity: int) -> None:
         number = self._free_area(members, capacity)

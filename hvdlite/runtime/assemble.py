@@ -27,6 +27,7 @@ from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import ProcessProbe
 from hvdlite.engine.connections import Connections
+from hvdlite.engine.limits import EAGER_TRAFFIC
 from hvdlite.engine.oob import OobChannel
 from hvdlite.memory.futex import AVAILABLE as FUTEXES
 from hvdlite.memory.shared import SharedMemory
@@ -160,7 +161,8 @@ def _assembled(meeting: Meeting, casts: Casts, stack_dump: StackDumpTarget, envi
     has_mailboxes = choice.name == "shm" and FUTEXES
     connections = Connections(control, plane, oob, gpus(info, config, environment)(world.rank, oob, control.wake), probe,
                               common_clock(welcome), memory.mailbox_area if has_mailboxes else None)
-    coordinator = coordinator_for(world, config, learned, mailbox_limit=config.mailbox_limit if has_mailboxes else 0)
+    limit = min(config.mailbox_limit, EAGER_TRAFFIC // world.size) if has_mailboxes else 0
+    coordinator = coordinator_for(world, config, learned, mailbox_limit=limit)
     runtime = Runtime(world, config, connections, coordinator, hosts)
     if not info.owns_directory:
         if world.rank == local[0]:

@@ -65,9 +65,11 @@ class Job:
         self.exchanged = 0  # calls that needed no request
 
     def area(self, rank: int, number: int, capacity: int) -> MailboxArea:
-        """Return a rank's view of an area."""
+        """Return a rank's view of an area; now and then, a rank has no memory for it."""
         if number == len(self.areas):
             self.areas.append(bytearray(area_bytes(capacity, self.size)))
+        if self.choice.random() < 0.02:
+            raise MemoryError
         return MailboxArea(self.areas[number], rank, self.size, capacity)
 
     def decide(self) -> None:

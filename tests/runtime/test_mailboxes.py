@@ -27,10 +27,20 @@ def test_an_interrupted_call_counts() -> None:
     assert interrupted > 0
 
 
+# docs/protocol.md#silence
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_death_ends_waits_in_mailboxes(victim: int) -> None:
-    with Processes(2, programs.until_one_dies) as world:
+def test_a_stopped_rank_is_told_to_who_waits_in_a_mailbox(victim: int) -> None:
+    with Processes(2, programs.until_one_dies, environment={"HVDLITE_SILENCE_CHECK_SECONDS": "0.3"}) as world:
         world.wait_for(victim, "running")
-        world.kill(victim, signal.SIGKILL)
-        survivor = world.wait(HANGS_SECONDS)[1 - victim]
-        assert survivor.code == 1 and f"PeerLostError: rank {victim} was lost" in survivor.stderr, survivor
+        world.kill(victim, signal.SIGSTOP)
+        world.wait_for(1 - victim, "is stopped (SIGSTOP", stream="stderr")
+        world.kill(victim, signal.SIGCONT)
+        world.wait_for(1 - victim, f"rank {victim} answers again", stream="stderr")
+
+
+def test_a_death_ends_waits_in_mailboxes() -> None:
+    with Processes(2, programs.until_one_dies) as world:
+        world.wait_for(1, "running")
+        world.kill(1, signal.SIGKILL)
+        survivor, _ = world.wait(HANGS_SECONDS)
+        assert survivor.code == 1 and "PeerLostError: rank 1 was lost" in survivor.stderr, survivor

@@ -105,6 +105,7 @@ def _timeline() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "timeline.json")
         hvd.start_timeline(path)
+        hvd.barrier()  # from here on, all ranks trace
         _repeat("traced")
         hvd.barrier()
         hvd.stop_timeline()
