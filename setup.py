@@ -47,7 +47,7 @@ setup(
         "bench": BENCH,
         "dev": TEST,
     },
-    entry_points={"console_scripts": ["hvdrun = hvdlite_runner.cli:main"]},
+    entry_points={"console_scripts": ["hvdrun = hvdlite_runner.__main__:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",
