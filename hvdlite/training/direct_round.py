@@ -23,20 +23,17 @@ class DirectRounds(Rounds[Parameter]):
     """Begins rounds by the layout that was learned last.
 
     Attributes:
+        bucket_views: for that layout, one after the other by rounds; None when there is none, or when it does not describe
+            the set.
         members: of that layout, by bucket.
         small: those of them that `bucket_views` have as small.
     """
 
     def __init__(self) -> None:
         self.by_bucket = False
-        self._views: Sequence[BucketViews[Parameter]] | None = None  # for that layout, one after the other by rounds
+        self.bucket_views: Sequence[BucketViews[Parameter]] | None = None
         self.members: list[list[Member[Parameter]]] = []
         self.small: list[list[Member[Parameter]]] = []
-
-    @property
-    def bucket_views(self) -> BucketViews[Parameter] | None:
-        """Those of every other round differ in their memory only."""
-        return None if self._views is None else self._views[0]
 
     def begin(self, gradient_set: GradientSet[Parameter]) -> Round[Parameter]:
         begun = DirectRound(gradient_set, self)
@@ -45,7 +42,7 @@ class DirectRounds(Rounds[Parameter]):
         return begun
 
     def forget(self) -> None:
-        self._views = None
+        self.bucket_views = None
 
     def _buckets(self, gradient_set: GradientSet[Parameter], round_id: int) -> BucketRound[Parameter] | None:
         """Return the buckets of a new round; None when its members go by themselves."""
@@ -53,22 +50,22 @@ class DirectRounds(Rounds[Parameter]):
         learned = runtime.layout(gradient_set.label, round_id)
         if learned is None:
             if not runtime.is_suspended(gradient_set.label):  # else gradients may lie in bucket views that are used again
-                self._views = None
+                self.bucket_views = None
             return None
-        if self._views is None or self._views[0].learned is not learned:
+        if self.bucket_views is None or self.bucket_views[0].learned is not learned:
             for member in gradient_set.members:
                 member.sparse = member.sparse or member.name in learned.layout.unbucketed
-            self._views = None if not gradient_set.has_factors_of(learned.layout) else BucketViews.of(
+            self.bucket_views = None if not gradient_set.has_factors_of(learned.layout) else BucketViews.of(
                 learned, framework, {member.name: member.parameter for member in gradient_set.members if not member.sparse})
-            if self._views is not None:
+            if self.bucket_views is not None:
                 by_key = gradient_set.members.by_key
                 self.members, self.small = ([[by_key[id(parameter)] for parameter, _ in pairs] for pairs in buckets]
-                                            for buckets in (self._views[0].members, self._views[0].small))
-        if self._views is None:
+                                            for buckets in (self.bucket_views[0].members, self.bucket_views[0].small))
+        if self.bucket_views is None:
             runtime.mark_stale(learned.layout)
             return None
         closes = not any(member.sparse for member in gradient_set.members)
-        views = self._views[round_id % len(self._views)]
+        views = self.bucket_views[round_id % len(self.bucket_views)]
         return BucketRound(runtime, framework, views, round_id, gradient_set.step, closes=closes)
 
 
