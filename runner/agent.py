@@ -24,6 +24,7 @@ from typing import Final
 
 from hvdlite._version import __version__
 from hvdlite.core.errors import LaunchError, ProtocolError
+from hvdlite.core.held_port import HeldPort
 from hvdlite_runner import host_probe, monitor
 from hvdlite_runner.commands import cores
 from hvdlite_runner.messages import (
@@ -85,6 +86,7 @@ class Agent:
         self._ending = False
         self._launcher_pauses = False
         self._probe_server: host_probe.ProbeServer | None = None
+        self._held_port: HeldPort | None = None  # at which rank 0 will listen
 
     def run(self) -> None:
         """Handle orders and the ranks' events until the job ends."""
@@ -166,7 +168,7 @@ class Agent:
         """Stop listening for probes: rank 0 will listen there."""
         if self._probe_server is not None:
             self._probe_server.close()
-            self._probe_server = None
+            self._held_port, self._probe_server = self._probe_server.held, None
 
     def _route(self, order: RouteRequest) -> RouteReply:
         if not order.listen:

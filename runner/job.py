@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from hvdlite.core import launch_contract
+from hvdlite.core.held_port import HeldPort
 from hvdlite.core.launch_contract import FailureRecord
 from hvdlite_runner import commands, failures, monitor
 from hvdlite_runner.agents import Stopped
@@ -92,6 +92,7 @@ class _Job:
         self._workers = JobWorkers(inherited, self._take, self._on_host_lost, None if observer is None else observer.take)
         self._task = TaskFiles(settings.task_directory)
         self._rank_hosts = {rank: host_ranks.host.name for host_ranks in settings.hosts for rank in host_ranks.ranks}
+        self._held_port: HeldPort | None = None  # at which rank 0 will listen
         self._running: set[int] = set()
         self._exits: list[Exit] = []
         self._records: dict[int, FailureRecord] = {}
@@ -224,7 +225,8 @@ class _Job:
             where = self._workers.rendezvous_address([host_ranks.host for host_ranks in assignment],
                                                      self._settings.interfaces, self._settings.coordinator_port)
         elif self._settings.over_tcp:
-            where = f"127.0.0.1:{free_port()}"
+            self._held_port = HeldPort(host="127.0.0.1")
+            where = f"127.0.0.1:{self._held_port.port}"
         else:
             return {launch_contract.SECRET: key} if self._task.exists else {}
         if self._settings.verbose:
@@ -278,9 +280,3 @@ class _Job:
         else:
             each = ", ".join(f"{count} on {host}" for host, count in threads.items())
             self._output.note(f"OMP_NUM_THREADS={each}; set it yourself to change that")
-
-
-def free_port() -> int:
-    """Return a port of the loopback interface that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

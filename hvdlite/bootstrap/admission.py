@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import select
 import socket
 import time
@@ -101,7 +102,7 @@ class Admission:
                                        "(HVDLITE_START_TIMEOUT); did their processes start, and do they call init()?",
                                        missing)
                 self._drop_late(now)
-                ready = self._poller.poll(poll_timeout(min([deadline, *self._first_deadline()]) - now))
+                ready = self._poller.poll(poll_timeout(min([deadline, *self._deadlines()]) - now))
                 self._cancellation.check()
                 for descriptor, _ in ready:
                     if descriptor == listener.fileno():
@@ -174,6 +175,8 @@ class Admission:
             if half_open.connection is None:
                 half_open.connection = half_open.handshake.advance()
                 self._check_version(half_open)
+                if half_open.connection is not None:
+                    half_open.deadline = math.inf  # it is no stranger; this rank's own deadline holds
             if half_open.connection is not None and (messages := half_open.connection.receive()):
                 info, *rest = messages
                 if not isinstance(info, RankInfo):
@@ -213,8 +216,8 @@ class Admission:
 
     # --- strangers -----------------------------------------------------------------------------------------------------
 
-    def _first_deadline(self) -> list[float]:
-        return [half_open.deadline for half_open in self._half_open.values()][:1]
+    def _deadlines(self) -> list[float]:
+        return [half_open.deadline for half_open in self._half_open.values()]
 
     def _drop_late(self, now: float) -> None:
         for half_open in [each for each in self._half_open.values() if each.deadline <= now]:

@@ -19,6 +19,7 @@ from hvdlite.bootstrap.environments import LaunchInfo
 from hvdlite.bootstrap.x25519 import BASE, x25519
 from hvdlite.core.array import Array
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.held_port import HeldPort
 from hvdlite.core.world import World
 
 KEY_BYTES: Final = 32
@@ -43,15 +44,18 @@ def launch_info_over_mpi(mpi: Any, communicator: Any, coordinator: tuple[str, in
     world = World(rank, size, local.Get_rank(), local.Get_size(), cross.Get_rank(), cross.Get_size())
     directory = str(Path(tempfile.gettempdir()) / f"hvdlite-{secrets.token_hex(8)}") if world.local_rank == 0 else ""
     directory = broadcast_bytes(local, directory.encode()).decode()
+    held = None
     key = _agreed_key(mpi, communicator, local, cross, key)
     if world.local_size < size and coordinator is None:
         names = [broadcast_bytes(communicator, socket.gethostname().encode(), each).decode() for each in range(size)]
-        own = f"{route_address(names)}:{_free_port()}" if rank == 0 else ""
+        held = HeldPort() if rank == 0 else None
+        own = f"{route_address(names)}:{held.port}" if held is not None else ""
         host, _, port = broadcast_bytes(communicator, own.encode()).decode().rpartition(":")
         coordinator = host, int(port)
     local.Free()
     cross.Free()
-    return LaunchInfo("MPI", world, directory, coordinator, key, owns_directory=True, is_mpi=True, communicator=communicator)
+    return LaunchInfo("MPI", world, directory, coordinator, key, owns_directory=True, is_mpi=True, communicator=communicator,
+                      held_port=held)
 
 
 def _agreed_key(mpi: Any, communicator: Any, local: Any, cross: Any, own: bytes) -> bytes:
@@ -138,9 +142,3 @@ def _own_address(target: tuple[str, int]) -> str:
         except OSError:
             return ""
         return str(probe.getsockname()[0])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

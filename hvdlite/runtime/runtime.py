@@ -63,6 +63,9 @@ class Runtime:
         self._engine, self._rank_zero = build_engine(world, config, connections, coordinator, self._handoff, self._recorder)
         if connections.devices is not None:
             connections.devices.set_error_handler(lambda error: self.fail(type(error).__name__, str(error), ""))
+            connections.devices.set_overdue_handler(
+                (config.stall_check_time_seconds, config.stall_shutdown_time_seconds),
+                lambda work: self._inbox.post(Task(lambda: self._engine.report_overdue(work))))
         self._compose(Collectives(world, self._handoff, min(config.eager_limit, EAGER_TRAFFIC // world.size)))
 
     def _compose(self, collectives: Collectives) -> None:
