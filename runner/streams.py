@@ -241,7 +241,11 @@ class Streams:
             gives_up: returns whether to wait no longer.
         """
         written, until = -1, 0.0
-        while not all(queue.is_idle() for queue in self._all()):
+        while True:
+            was_idle = self._is_idle()
+            self.attend()  # it may write about what has failed
+            if was_idle and self._is_idle():
+                return True
             if (now := sum(queue.written for queue in self._all())) != written:
                 written, until = now, time.monotonic() + seconds
             if gives_up() or time.monotonic() > until:
@@ -249,9 +253,6 @@ class Streams:
                     queue.give_up()
                 return False
             select.select([self._reader], [], [], _LOOK_SECONDS)
-            self.attend()
-        self.attend()
-        return True
 
     def close(self) -> None:
         """End the threads when everything is written, and call no callbacks any more."""
@@ -261,6 +262,9 @@ class Streams:
         if all(queue.end() for queue in self._all()):
             os.close(self._reader)
             os.close(self._writer)
+
+    def _is_idle(self) -> bool:
+        return all(queue.is_idle() for queue in self._all())
 
     def _all(self) -> set[Queue]:
         return {*self._queues.values(), self._files}
