@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from hvdlite._version import __version__
-from hvdlite.core.errors import ProtocolError
+from hvdlite.core.errors import LaunchError, ProtocolError
 from hvdlite.core.held_port import HeldPort
 from hvdlite_runner import host_probe, monitor
 from hvdlite_runner.commands import cores
@@ -225,8 +225,9 @@ def main() -> None:
     os.dup2(2, 1)
     try:
         Agent(orders, events, os.environ).run()
-    except ProtocolError as error:
-        print(f"hvdlite: cannot read the launcher's messages: {error}", file=sys.stderr)
+    except (ProtocolError, LaunchError) as error:
+        what = str(error) if isinstance(error, LaunchError) else f"cannot read the launcher's messages: {error}"
+        print(f"hvdlite: {what}", file=sys.stderr)
         raise SystemExit(PROBLEM_CODE) from None
 
 

@@ -6,8 +6,8 @@ An elastic job, which goes on when ranks end, is in `elastic.py`; both consist o
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
@@ -131,11 +131,11 @@ class _Job:
         self._workers.local.prepare()
         self._task.watch_caller(self._workers.selector, lambda: self._workers.termination.interrupt(signal.SIGTERM))
         others = [host_ranks.host for host_ranks in self._settings.hosts if host_ranks.host.name != LOCAL]
-        directory = self._settings.working_directory or os.getcwd()
         if others:
+            directory = self._settings.working_directory or commands.current_directory()
             self._workers.ignore_stop_signal()
-        self._workers.agents.reach(others, self._settings.shell, bootstrap_input(directory, self._inherited),
-                                   self._settings.start_timeout)
+            self._workers.agents.reach(others, self._settings.shell, bootstrap_input(directory, self._inherited),
+                                       self._settings.start_timeout)
         for remote in self._workers.agents.remotes:
             self._workers.local.watch(remote.pid)
             if self._settings.verbose and remote.ready is not None:
@@ -152,9 +152,11 @@ class _Job:
             self._note_threads(threads)
         for host_ranks in self._settings.hosts:
             given = {"OMP_NUM_THREADS": str(threads[host_ranks.host.name])} if self._settings.share_cores else {}
-            order = Start([dataclasses.astuple(world) for world in host_ranks.worlds], list(self._settings.command),
-                          {**given, **self._settings.environment, **rendezvous,
-                           launch_contract.HOSTNAME: host_ranks.host.name}, self._settings.bind)
+            environment = {**given, **self._settings.environment, **rendezvous,
+                           launch_contract.HOSTNAME: host_ranks.host.name}
+            order = Start([dataclasses.astuple(world) for world in host_ranks.worlds],
+                          commands.to_bytes(self._settings.command), commands.values_to_bytes(environment),
+                          self._settings.bind)
             self._workers.give_task(host_ranks.host.name, self._task)
             remote = self._workers.remote(host_ranks.host.name)
             if remote is None:
@@ -254,7 +256,7 @@ class _Job:
         if self._observer is not None:
             self._observer.ended(event.rank, event.progress)
         if event.record is not None:
-            self._records[event.rank] = FailureRecord(**event.record)
+            self._records[event.rank] = failures.record_of(event.record, time.time())
         if ended.failed:
             self._workers.termination.schedule(GRACE)
 

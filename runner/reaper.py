@@ -50,7 +50,8 @@ def look_up(pid: int) -> Process | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()  # names contain any character
-        return Process(*map(int, fields[1:4]), fields[0].decode(), int(fields[19]))
+        parent, group, session = map(int, fields[1:4])
+        return Process(parent, group, session, fields[0].decode(), int(fields[19]))
     except (OSError, ValueError, IndexError):
         return None
 

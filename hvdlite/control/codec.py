@@ -9,6 +9,7 @@ import msgspec
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
+from hvdlite.core.texts import with_encodable_texts
 from hvdlite.negotiation.messages import Decision, DirectMessages, HostReport, Message, Report
 
 
@@ -76,7 +77,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 def encode(message: Message) -> Encoded:
     """Return a message as bytes."""
-    return Encoded(_KINDS[type(message)], _encode(message))
+    try:
+        return Encoded(_KINDS[type(message)], _encode(message))
+    except UnicodeEncodeError:  # the names of files in a stack, for instance
+        return Encoded(_KINDS[type(message)], _encode(with_encodable_texts(message)))
 
 
 def decode(kind: int, body: bytes) -> Message:

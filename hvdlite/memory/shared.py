@@ -5,6 +5,7 @@ behind; elsewhere it is a file that is unlinked before use (macOS: untested). It
 
     segment: one arrival counter per rank, 64 bytes apart | slot (rank 0, region 0) | (0, 1) | (0, 2) | (1, 0) | ...
     window:  rank 0's part | rank 1's part | ...
+    area:    see `memory/mailbox_area.py`
 
 Rules (docs/protocol.md#slots, #staging-regions, #allocation, #memory-order)
 - Pages are allocated with `posix_fallocate` before they are written: a lack of memory is a `MemoryError`, never SIGBUS.
@@ -30,7 +31,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdlite.core.array import Array
+from hvdlite.core.errors import LaunchError
 from hvdlite.memory.fence import Fence, fence_file
+from hvdlite.memory.mailbox_area import MailboxArea, area_bytes
 
 COUNTER_STRIDE = 64
 REGIONS = 3
@@ -55,9 +58,11 @@ def anonymous_file() -> int:
         try:
             os.ftruncate(descriptor, span)
             break
-        except OSError:  # 32 bits, another file system, or `ulimit -f`
+        except OSError as error:  # 32 bits, another file system, or `ulimit -f`
             if span <= LEAST_SPAN:
-                raise
+                os.close(descriptor)
+                raise LaunchError(f"cannot make shared memory of {LEAST_SPAN >> 30} GiB (only used pages take memory): "
+                                  f"{error.strerror}; `ulimit -f` must allow as much") from None
             span >>= 1
     if seals:  # a process that shrank it would end the others with SIGBUS
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -193,6 +198,20 @@ class SharedMemory:
                 pass  # this kernel has no huge pages for shared memory
         everything = np.frombuffer(mapping, np.uint8)
         return [everything[each * part:each * part + nbytes] for each in range(len(ranks))]
+
+    def mailbox_area(self, capacity: int, ranks: Sequence[int]) -> MailboxArea | None:
+        """Return the next area for mailboxes of tensors of up to `capacity` bytes; None if this rank is not one of `ranks`.
+
+        Raises:
+            MemoryError: as for `segment`.
+        """
+        nbytes = _rounded(area_bytes(capacity, len(ranks)))
+        start = self._next_range(nbytes, PAGE)
+        if self._rank not in ranks:
+            return None
+        self.allocate(start, nbytes)
+        return MailboxArea(mmap.mmap(self.descriptor, nbytes, offset=start), list(ranks).index(self._rank), len(ranks),
+                           capacity)
 
     def close(self) -> None:
         """Close the file and the fence; mappings remain."""

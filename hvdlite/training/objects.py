@@ -99,7 +99,7 @@ class _Payload:
     def summary(self) -> Array:
         """Return the length, negative for an error's text, and the digest of the payload."""
         length = self.payload.size if self.error is None else -self.payload.size
-        return np.frombuffer(_SUMMARY.pack(length, hashlib.sha256(self.payload).digest()), np.uint8).copy()
+        return np.frombuffer(_SUMMARY.pack(length, hashlib.sha256(self.payload.data).digest()), np.uint8).copy()
 
 
 def _verify(payload: Array, digest: bytes, name: str, rank: int) -> None:
@@ -108,7 +108,7 @@ def _verify(payload: Array, digest: bytes, name: str, rank: int) -> None:
     Raises:
         ProtocolError: when they are not.
     """
-    if hashlib.sha256(payload).digest() != digest:
+    if hashlib.sha256(payload.data).digest() != digest:
         raise ProtocolError(f"'{name}': the object of rank {rank} arrived with other bytes than rank {rank} has sent, and "
                             "is not unpickled: a process that is not of this job takes part in the connections between "
                             "ranks, or memory or network are faulty")
