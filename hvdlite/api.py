@@ -322,7 +322,9 @@ def _install_hooks(report_signal: int) -> None:
     previous = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> Any:
-        previous(kind, error, where)  # first: the cause is on the screen before the others hear of it
+        if previous is sys.__excepthook__ and isinstance(error, Exception) and _worlds.fail(error, prints=True):
+            return
+        previous(kind, error, where)
         sys.stderr.flush()
         _worlds.fail(error)
 

@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,8 +44,6 @@ def _environment(environ: Mapping[str, str]) -> str:
         info = read_launch_info(environ, os.getppid())
     except LaunchError as error:
         return str(error)
-    if info.owns_directory and info.world.size > 1:
-        shutil.rmtree(info.job_directory, ignore_errors=True)  # nobody meets there
     where = f"rank {info.world.rank} of {info.world.size}"
     return "none: a script runs alone, as size 1" if info.environment == "none" else f"{info.environment}, {where}"
 

@@ -93,8 +93,16 @@ class StateDictHandler(StateHandler):
     def receive(self, structure: Any) -> None:
         """Save a complete state of rank 0, and load it on the other ranks."""
         self.staged = structure
-        if api.rank() != 0:
-            self.load(structure)
+        self.receive_staged(load=api.rank() != 0)
+
+    def receive_staged(self, *, load: bool) -> None:
+        """Save the staged copy, which is complete, as the state of rank 0.
+
+        Args:
+            load: whether this rank's object has another state.
+        """
+        if load:
+            self.load(self.staged)
         self.promote()
 
     def promote(self) -> None:

@@ -11,16 +11,18 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from hvdlite import api
 from hvdlite.core.array import BFLOAT16, Array
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import Collective
 from hvdlite.training.framework import Shape, StagedGradient
-from hvdlite_torch import cuda
+from hvdlite_torch import casts, cuda
 from hvdlite_torch.bucket_views import COUNTS, BucketView, BucketViewBatch, Mark, fill_views, given_to
 from hvdlite_torch.compression import Compressor, wire_dtype
 from hvdlite_torch.unfinal import get_grad, set_grad
 
+api.offer_casts(casts.widen, casts.narrow, casts.reduce_pair)  # NumPy's own are slower
 Elsewhere = dict[int, weakref.ref[Any]]
 
 
@@ -95,6 +97,7 @@ class TorchGradients:
 
     unseen_sparse_dims = 0
     needs_notes = False
+    takes_copies = False
 
     def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool = True,
                  devices: DeviceAccess | None = None) -> None:
@@ -234,6 +237,10 @@ class TorchGradients:
             if marks is not None:
                 return marks
         return [self.install_view(parameter, view) for parameter, view in pairs]
+
+    def take_copies(self, pairs: Sequence[tuple[torch.Tensor, BucketView]], reduced: Array,
+                    memory: AnyArray) -> Sequence[Any]:
+        raise NotImplementedError  # gradients lie in buckets
 
     def is_marked(self, parameter: torch.Tensor, mark: Mark | None) -> bool:
         return mark is not None and mark.tensor() is get_grad(parameter)

@@ -5,13 +5,15 @@ Rules
                                                                           for `SILENCE` seconds) and
   on a `Stop` order: all its processes are killed and its directory is removed. If the agent itself is killed, its reaper
   does this.
-- The agent never blocks on the link: while the launcher does not read, the ranks' output stays in their pipes.
+- The agent never blocks on the link: while the launcher does not read, or says that its own reader is slow, the ranks'
+  output stays in their pipes.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import select
 import selectors
 import signal
 import socket
@@ -21,7 +23,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from hvdlite._version import __version__
-from hvdlite.core.errors import ProtocolError
+from hvdlite.core.errors import LaunchError, ProtocolError
+from hvdlite.core.held_port import HeldPort
 from hvdlite_runner import host_probe, monitor
 from hvdlite_runner.commands import cores
 from hvdlite_runner.messages import (
@@ -34,12 +37,14 @@ from hvdlite_runner.messages import (
     HostInfoReply,
     HostInfoRequest,
     KillMember,
+    Pause,
     Ping,
     Pong,
     ProbeReply,
     ProbeRequest,
     ProgressReply,
     ProgressRequest,
+    Result,
     RouteReply,
     RouteRequest,
     Signal,
@@ -48,6 +53,7 @@ from hvdlite_runner.messages import (
     Start,
     StartMember,
     Stop,
+    TaskPiece,
     ToMember,
     frame,
 )
@@ -78,7 +84,9 @@ class Agent:
         self._unsent = bytearray(MAGIC)
         self._last_heard = time.monotonic()
         self._ending = False
+        self._launcher_pauses = False
         self._probe_server: host_probe.ProbeServer | None = None
+        self._held_port: HeldPort | None = None  # at which rank 0 will listen
 
     def run(self) -> None:
         """Handle orders and the ranks' events until the job ends."""
@@ -96,10 +104,7 @@ class Agent:
         finally:
             self._workers.end()
         self._tell(AgentDone())
-        until = time.monotonic() + SILENCE
-        while self._unsent and time.monotonic() < until:
-            self._selector.select(0.1)
-            self._push()
+        self._wait_for_launcher(0)
 
     def _wake_for_signals(self) -> None:
         """Install handlers: SIGCHLD wakes the loop for adopted orphans; signals to end count as the launcher's end."""
@@ -131,11 +136,16 @@ class Agent:
         if isinstance(order, Start):
             self._free_port()
             self._workers.start(order)
+        elif isinstance(order, TaskPiece):
+            self._workers.add_task(order)
         elif isinstance(order, (StartMember, KillMember, ToMember)):
             self._free_port()
             self._workers.obey(order)
         elif isinstance(order, Signal):
             self._workers.signal(order.signum)
+        elif isinstance(order, Pause):
+            self._launcher_pauses = order.paused
+            self._push()
         elif isinstance(order, Stop):
             self._ending = True
         elif isinstance(order, Ping):
@@ -158,7 +168,7 @@ class Agent:
         """Stop listening for probes: rank 0 will listen there."""
         if self._probe_server is not None:
             self._probe_server.close()
-            self._probe_server = None
+            self._held_port, self._probe_server = self._probe_server.held, None
 
     def _route(self, order: RouteRequest) -> RouteReply:
         if not order.listen:
@@ -173,6 +183,17 @@ class Agent:
     def _tell(self, event: Event) -> None:
         self._unsent += frame(event)
         self._push()
+        if isinstance(event, Result):
+            self._wait_for_launcher(_FULL)  # a result may be larger than the memory for it
+
+    def _wait_for_launcher(self, allowed: int) -> None:
+        """Wait until at most so many bytes are unsent, as long as the launcher takes any."""
+        left, until = len(self._unsent), time.monotonic() + SILENCE
+        while len(self._unsent) > allowed and time.monotonic() < until:
+            select.select([], [self._out], [], _CHECK_SECONDS)
+            self._push()
+            if len(self._unsent) < left:
+                left, until = len(self._unsent), time.monotonic() + SILENCE
 
     def _push(self) -> None:
         """Write events while the launcher reads; while it does not, stop reading from the ranks."""
@@ -190,9 +211,9 @@ class Agent:
             self._selector.register(self._out, selectors.EVENT_WRITE, self._push)
         elif waiting and not self._unsent:
             self._selector.unregister(self._out)
-        if len(self._unsent) > _FULL:
+        if len(self._unsent) > _FULL or self._launcher_pauses:
             self._workers.pause(True)
-        elif len(self._unsent) < _EMPTY and not self._ending:
+        elif len(self._unsent) < _EMPTY:
             self._workers.pause(False)
 
 
@@ -204,8 +225,9 @@ def main() -> None:
     os.dup2(2, 1)
     try:
         Agent(orders, events, os.environ).run()
-    except ProtocolError as error:
-        print(f"hvdlite: cannot read the launcher's messages: {error}", file=sys.stderr)
+    except (ProtocolError, LaunchError) as error:
+        what = str(error) if isinstance(error, LaunchError) else f"cannot read the launcher's messages: {error}"
+        print(f"hvdlite: {what}", file=sys.stderr)
         raise SystemExit(PROBLEM_CODE) from None
 
 

@@ -7,12 +7,12 @@ that are never used again; messages about processes carry a member's id where th
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
+from hvdlite.core import launch_contract
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import FailureRecord
 from hvdlite.membership import messages as members
@@ -66,15 +66,14 @@ def run_elastic_job(settings: JobSettings, elastic: ElasticSettings, inherited: 
         CommandError: when a system refuses to start the command.
     """
     job = _ElasticJob(settings, elastic, inherited, observer, {} if rank_hosts is None else rank_hosts)
+    code = 1
     with job.workers.handles_signals():
         try:
-            job.begin()
-            job.loop()
-        except Stopped:
-            pass
+            job.run()
+            code = job.report()
         finally:
-            job.end()
-        return job.report()
+            code = job.close(code)
+    return code
 
 
 class _ElasticJob:
@@ -107,8 +106,19 @@ class _ElasticJob:
         self._end: EndJob | None = None
         self._listening: dict[str, tuple[int, members.Listening]] = {}  # rank 0, while its machine's addresses are asked for
 
+    def run(self) -> None:
+        """Run the job to its end, and clean up."""
+        try:
+            self.begin()
+            self.loop()
+        except Stopped:
+            pass
+        finally:
+            self.end()
+
     def begin(self) -> None:
         """Prepare this host, and tell the user what follows from the options."""
+        self._output.watch(self.workers.selector, self.workers.pause)
         self.workers.local.prepare()
         self._task.watch_caller(self.workers.selector, lambda: self.workers.termination.interrupt(signal.SIGTERM))
         for line in self._settings.notice.splitlines():
@@ -134,11 +144,17 @@ class _ElasticJob:
         self._discovery.close()
         self.workers.end()
         self._hosts.close()
-        self._output.close()
-        self.workers.close()
+        self._output.finish()
         if self._observer is not None:
             self._observer.finish()
         self._task.remove_abandoned()
+
+    def close(self, code: int) -> int:
+        """Wait for the readers of the output, and return hvdrun's exit code."""
+        termination = self.workers.termination
+        code = self._output.close(code, lambda: termination.user_signal or termination.late_signal)
+        self.workers.close()
+        return code
 
     def report(self) -> int:
         """Print the summary and the first failure; return the exit code."""
@@ -152,6 +168,9 @@ class _ElasticJob:
             return 128 + user_signal
         assert self._end is not None
         self._task.write_members(self._authority.members)
+        if self._end.code == 0 and self._task.problem:
+            self._output.note(self._task.problem)
+            return launch_contract.RESULTS_LOST
         if self._end.code == 0:
             return 0
         cause = failures.root_cause(self._to_blame() if went_on else self._exits, self._records)
@@ -165,7 +184,7 @@ class _ElasticJob:
             return self._end.code
         if went_on:
             cause = dataclasses.replace(cause, consequences=())  # of other worlds, too, whose ranks were others
-        lines = cause.describe(self._authority.host_of(cause.exit.rank), self._who(cause.exit.rank))
+        lines = cause.describe(self._authority.host_of(cause.exit.rank), self._who(cause.exit.rank), repeats=True)
         for line in lines:
             self._output.note(line)
         self._task.write_cause(cause.exit.rank, lines[0])
@@ -233,8 +252,9 @@ class _ElasticJob:
                 if not each.is_joiner:
                     raise
                 self._output.note(str(error))
-        for machine, order in self._starts.orders(starting, self._task.payload()):
+        for machine, order in self._starts.orders(starting):
             self._running[order.member] = machine
+            self.workers.give_task(machine, self._task)
             self._send(order.member, order)
         if self._starts.notice:
             self._output.note(self._starts.notice)
@@ -275,7 +295,7 @@ class _ElasticJob:
         elif isinstance(event, orders.RouteReply):
             self._take_route(machine, event)
         elif isinstance(event, Result):
-            self._task.write_result(event.rank, event.content)
+            self._task.write_result(event)
         elif isinstance(event, StartRefused):
             self._take_refusal(machine, event)
         elif isinstance(event, ProgressReply):
@@ -317,7 +337,7 @@ class _ElasticJob:
         ended, cause = Exit(event.rank, event.code, ended_by_us=event.by_us), ""
         self._exits.append(ended)
         if event.record is not None:
-            self._records[event.rank] = record = FailureRecord(**event.record)
+            self._records[event.rank] = record = failures.record_of(event.record, time.time())
             cause = f"{record.kind}: {record.message}"
         if ended.failed and not event.by_us:
             self._output.console.reveal(event.rank)
@@ -359,7 +379,7 @@ class _ElasticJob:
 
     def _reach(self, name: str) -> RemoteAgent:
         self.workers.ignore_stop_signal()
-        directory = self._settings.working_directory or os.getcwd()
+        directory = self._settings.working_directory or commands.current_directory()
         remote = self.workers.agents.add(Host(name), self._settings.shell, bootstrap_input(directory, self._inherited))
         self.workers.local.watch(remote.pid)
         return remote

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hvdlite.core.launch_contract import FailureRecord
 
@@ -36,6 +37,15 @@ class Exit:
             return f"killed by signal {-self.code}"
 
 
+def record_of(fields: Mapping[str, Any], now: float) -> FailureRecord:
+    """Return the failure record of an `Exited` event, with its time on this host's clock.
+
+    Args:
+        now: this host's time, in seconds since the epoch.
+    """
+    return FailureRecord(**{**fields, "when": now - float(fields["when"])})
+
+
 @dataclasses.dataclass(frozen=True)
 class Cause:
     """The first failure, and the ranks that ended because of it."""
@@ -44,18 +54,21 @@ class Cause:
     record: FailureRecord | None
     consequences: tuple[int, ...]
 
-    def describe(self, host: str = "", name: str = "") -> list[str]:
+    def describe(self, host: str = "", name: str = "", *, repeats: bool = False) -> list[str]:
         """Return the lines that report this failure to the user.
 
         Args:
+            repeats: whether a traceback that the rank has printed is printed again.
             host: the rank's host, if the message should name it.
             name: how the process is called; default: by its rank.
         """
         who = name or f"rank {self.exit.rank}"
         who += f" on {host}" if host else ""
         if self.record is not None:
-            lines = [f"{who} failed first: {self.record.kind}: {self.record.message} ({self.exit})",
-                     *self.record.traceback.rstrip().splitlines()]
+            message = self.record.message.partition("\n")[0]
+            lines = [f"{who} failed first: {self.record.kind}: {message} ({self.exit})"]
+            if repeats or not self.record.shown:
+                lines += self.record.traceback.rstrip().splitlines()
         else:
             lines = [f"{who} failed first: {self.exit}"]
         if self.consequences:

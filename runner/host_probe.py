@@ -17,19 +17,28 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from hvdlite.core.addresses import route_to as route_to
 from hvdlite.core.addresses import routes_to
+from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
+from hvdlite.core.held_port import HeldPort
 from hvdlite_runner.commands import cores
 
 PROBE_SECONDS: Final = 3.0
 """Seconds that a port has to answer."""
+CLIENT_SECONDS: Final = 30.0
+"""Seconds after which a client has to end."""
+_CLIENTS: Final = 64
 _ROUND_TRIPS: Final = 200
 _STREAM_SECONDS: Final = 0.5
 _CHUNK: Final = bytes(1 << 18)
+_DIAGNOSE: Final = ("import sys; sys.path[:] = [path for path in sys.path if path]; "
+                    "from hvdlite.diagnose import main; sys.exit(main())")
+"""Unlike `python -m hvdlite.diagnose`, this imports nothing from the working directory."""
 _SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
 _PROBE, _ECHO, _SINK = b"?", b"e", b"s"
 
@@ -72,18 +81,25 @@ def own_addresses(hosts: Sequence[str], only: Sequence[str]) -> list[str]:
 class ProbeServer:
     """Listens on a port of every address and answers probes and measurements, until it is closed.
 
-    A client can make it echo and discard bytes, and nothing else.
+    A client can make it echo and discard bytes, and nothing else: it is not asked who it is. There are few clients at a time
+    (the oldest one gives way), each for a few seconds.
+
+    Attributes:
+        held: keeps the port for rank 0, also when this does not listen any more.
     """
 
     def __init__(self, port: int = 0) -> None:
         both = socket.has_dualstack_ipv6()
+        self.held = HeldPort(port)
+        port = self.held.port
         self._listener = socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET,
                                               dualstack_ipv6=both)
-        self.port = int(self._listener.getsockname()[1])
+        self.port = port
+        self._clients: deque[socket.socket] = deque(maxlen=_CLIENTS)  # the last ones, of which some have ended
         threading.Thread(target=self._serve, name="hvdrun-probe-server", daemon=True).start()
 
     def close(self) -> None:
-        """Free the port."""
+        """Stop listening."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
@@ -92,22 +108,34 @@ class ProbeServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if error.errno not in OUT_OF_DESCRIPTORS or not self._clients:
+                    return  # closed
+                self._end(self._clients.popleft())
+                continue
+            if len(self._clients) == _CLIENTS:
+                self._end(self._clients[0])
+            self._clients.append(connection)
             threading.Thread(target=self._answer, args=(connection,), name="hvdrun-probe", daemon=True).start()
 
     @staticmethod
+    def _end(client: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            client.shutdown(socket.SHUT_RDWR)  # its thread closes it
+
+    @staticmethod
     def _answer(connection: socket.socket) -> None:
+        until = time.monotonic() + CLIENT_SECONDS
         with contextlib.suppress(OSError), connection:
             connection.settimeout(PROBE_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             mode = connection.recv(1)
             connection.sendall(_PROBE)
             if mode == _ECHO:
-                while piece := connection.recv(64):
+                while (piece := connection.recv(64)) and time.monotonic() < until:
                     connection.sendall(piece)
             elif mode == _SINK:
-                while connection.recv(len(_CHUNK)):
+                while connection.recv(len(_CHUNK)) and time.monotonic() < until:
                     pass
                 connection.sendall(_PROBE)  # everything has arrived
 
@@ -178,7 +206,7 @@ def host_info(environ: Mapping[str, str]) -> dict[str, Any]:
         "launchers": {name: path for name in ("srun", "mpirun", "mpiexec", "jsrun", "torchrun")
                       if (path := shutil.which(name))},
     }
-    asked = subprocess.run([sys.executable, "-m", "hvdlite.diagnose", "--json"], capture_output=True, text=True, check=False,
+    asked = subprocess.run([sys.executable, "-c", _DIAGNOSE, "--json"], capture_output=True, text=True, check=False,
                            env=dict(environ))
     found["build"] = json.loads(asked.stdout) if asked.returncode == 0 else {}
     found["build_problem"] = "" if asked.returncode == 0 else (asked.stderr.strip().splitlines() or ["it failed"])[-1]

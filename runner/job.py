@@ -6,13 +6,13 @@ An elastic job, which goes on when ranks end, is in `elastic.py`; both consist o
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
-import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from hvdlite.core import launch_contract
+from hvdlite.core.held_port import HeldPort
 from hvdlite.core.launch_contract import FailureRecord
 from hvdlite_runner import commands, failures, monitor
 from hvdlite_runner.agents import Stopped
@@ -71,17 +71,14 @@ def run_job(settings: JobSettings, inherited: Mapping[str, str], observer: monit
         CommandError: when a system refuses to start the command.
     """
     job = _Job(settings, inherited, observer)
+    code = 1
     with job.handles_signals():  # before there is anything to clean up
-        job.open_files()
         try:
-            job.connect_hosts()
-            job.start()
-            job.loop()
-        except Stopped:
-            pass
+            job.run()
+            code = job.report()
         finally:
-            job.end()
-        return job.report()
+            code = job.close(code)
+    return code
 
 
 class _Job:
@@ -95,6 +92,7 @@ class _Job:
         self._workers = JobWorkers(inherited, self._take, self._on_host_lost, None if observer is None else observer.take)
         self._task = TaskFiles(settings.task_directory)
         self._rank_hosts = {rank: host_ranks.host.name for host_ranks in settings.hosts for rank in host_ranks.ranks}
+        self._held_port: HeldPort | None = None  # at which rank 0 will listen
         self._running: set[int] = set()
         self._exits: list[Exit] = []
         self._records: dict[int, FailureRecord] = {}
@@ -104,6 +102,18 @@ class _Job:
     def handles_signals(self) -> AbstractContextManager[None]:
         """Return a context in which the user's signals end the job."""
         return self._workers.handles_signals()
+
+    def run(self) -> None:
+        """Start the ranks, wait for their end, and clean up."""
+        self.open_files()
+        try:
+            self.connect_hosts()
+            self.start()
+            self.loop()
+        except Stopped:
+            pass
+        finally:
+            self.end()
 
     def open_files(self) -> None:
         """Create the files for the ranks' output, if requested.
@@ -117,14 +127,15 @@ class _Job:
 
     def connect_hosts(self) -> None:
         """Start the agents of all hosts in parallel, and check that the hosts can participate."""
+        self._output.watch(self._workers.selector, self._workers.pause)
         self._workers.local.prepare()
         self._task.watch_caller(self._workers.selector, lambda: self._workers.termination.interrupt(signal.SIGTERM))
         others = [host_ranks.host for host_ranks in self._settings.hosts if host_ranks.host.name != LOCAL]
-        directory = self._settings.working_directory or os.getcwd()
         if others:
+            directory = self._settings.working_directory or commands.current_directory()
             self._workers.ignore_stop_signal()
-        self._workers.agents.reach(others, self._settings.shell, bootstrap_input(directory, self._inherited),
-                                   self._settings.start_timeout)
+            self._workers.agents.reach(others, self._settings.shell, bootstrap_input(directory, self._inherited),
+                                       self._settings.start_timeout)
         for remote in self._workers.agents.remotes:
             self._workers.local.watch(remote.pid)
             if self._settings.verbose and remote.ready is not None:
@@ -141,10 +152,12 @@ class _Job:
             self._note_threads(threads)
         for host_ranks in self._settings.hosts:
             given = {"OMP_NUM_THREADS": str(threads[host_ranks.host.name])} if self._settings.share_cores else {}
-            order = Start([dataclasses.astuple(world) for world in host_ranks.worlds], list(self._settings.command),
-                          {**given, **self._settings.environment, **rendezvous,
-                           launch_contract.HOSTNAME: host_ranks.host.name}, self._settings.bind,
-                          self._task.payload())
+            environment = {**given, **self._settings.environment, **rendezvous,
+                           launch_contract.HOSTNAME: host_ranks.host.name}
+            order = Start([dataclasses.astuple(world) for world in host_ranks.worlds],
+                          commands.to_bytes(self._settings.command), commands.values_to_bytes(environment),
+                          self._settings.bind)
+            self._workers.give_task(host_ranks.host.name, self._task)
             remote = self._workers.remote(host_ranks.host.name)
             if remote is None:
                 self._workers.local.start(order, stop=self._workers.user_has_ended_job)
@@ -163,11 +176,17 @@ class _Job:
     def end(self) -> None:
         """End all processes of the job on all hosts, and show their last output."""
         self._workers.end()
-        self._output.close()
-        self._workers.close()
+        self._output.finish()
         if self._observer is not None:
             self._observer.finish()
         self._task.remove_abandoned()
+
+    def close(self, code: int) -> int:
+        """Wait for the readers of the output, and return hvdrun's exit code."""
+        termination = self._workers.termination
+        code = self._output.close(code, lambda: termination.user_signal or termination.late_signal)
+        self._workers.close()
+        return code
 
     def report(self) -> int:
         """Print the first failure; return the exit code."""
@@ -185,6 +204,10 @@ class _Job:
                 self._output.note(f"ranks {ranks} ended as a consequence")
             return 1
         if cause is None:
+            self._task.write_members(self._settings.ranks)
+            if self._task.problem:
+                self._output.note(self._task.problem)
+                return launch_contract.RESULTS_LOST
             return 0
         self._output.console.reveal(cause.exit.rank)
         several = len(self._settings.hosts) > 1
@@ -202,7 +225,8 @@ class _Job:
             where = self._workers.rendezvous_address([host_ranks.host for host_ranks in assignment],
                                                      self._settings.interfaces, self._settings.coordinator_port)
         elif self._settings.over_tcp:
-            where = f"127.0.0.1:{free_port()}"
+            self._held_port = HeldPort(host="127.0.0.1")
+            where = f"127.0.0.1:{self._held_port.port}"
         else:
             return {launch_contract.SECRET: key} if self._task.exists else {}
         if self._settings.verbose:
@@ -218,7 +242,7 @@ class _Job:
         elif isinstance(event, Exited):
             self._take_exit(event)
         elif isinstance(event, Result):
-            self._task.write_result(event.rank, event.content)
+            self._task.write_result(event)
         elif isinstance(event, StartRefused) and self._refused is None:
             where = "" if host == LOCAL else f"host {host}: "
             self._refused = commands.CommandError(where + event.reason, event.code)
@@ -232,7 +256,7 @@ class _Job:
         if self._observer is not None:
             self._observer.ended(event.rank, event.progress)
         if event.record is not None:
-            self._records[event.rank] = FailureRecord(**event.record)
+            self._records[event.rank] = failures.record_of(event.record, time.time())
         if ended.failed:
             self._workers.termination.schedule(GRACE)
 
@@ -256,9 +280,3 @@ class _Job:
         else:
             each = ", ".join(f"{count} on {host}" for host, count in threads.items())
             self._output.note(f"OMP_NUM_THREADS={each}; set it yourself to change that")
-
-
-def free_port() -> int:
-    """Return a port of the loopback interface that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

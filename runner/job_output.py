@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import selectors
 import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.launch_contract import OUTPUT_LOST
 from hvdlite_runner.messages import Output
 from hvdlite_runner.monitor import ProgressObserver
 from hvdlite_runner.output import Console, format_ranks
+from hvdlite_runner.streams import Streams, Target
+
+READER_SECONDS: Final = 300.0
+"""Seconds to wait at the end for a reader that takes nothing."""
+READER_SECONDS_AFTER_SIGNAL: Final = 1.0
+"""The same after the user's signal."""
+_NOTE_SECONDS: Final = 3.0
+"""Seconds until the user is told that there is a wait."""
 
 
 class OutputSettings(Protocol):
@@ -49,10 +60,28 @@ class JobOutput:
     """
 
     def __init__(self, settings: OutputSettings, observer: ProgressObserver | None,
-                 names: Callable[[Iterable[int]], str] = format_ranks, rank_of: Callable[[int], int] = int) -> None:
+                 names: Callable[[Iterable[int]], str] = format_ranks, rank_of: Callable[[int], int] = int,
+                 stdout: int = 1, stderr: int = 2) -> None:
         self._settings, self._observer, self._rank_of = settings, observer, rank_of
         self.console = Console(self._write, self._prefix, shown=self._shown, clock=time.monotonic, names=names)
-        self._files: dict[tuple[int, str], int] = {}
+        self._pause: Callable[[bool], None] = lambda paused: None
+        self._streams = Streams(lambda paused: self._pause(paused), self._failed, stdout, stderr)
+        self._encodings = {name: _encoding(name) for name in ("stdout", "stderr")}
+        self._files: dict[tuple[int, str], Target] = {}
+        self._a_file_failed = False
+        if observer is not None:
+            observer.attach(lambda text: self._streams.write("stderr", self._encoded("stderr", text)),
+                            lambda: self._streams.is_busy("stderr"))
+
+    def watch(self, selector: selectors.BaseSelector, pause: Callable[[bool], None]) -> None:
+        """Let the owner's loop wake up for what happens to the output.
+
+        Args:
+            selector: its keys' `data` are functions to call.
+            pause: called to stop reading from the processes, and to read again.
+        """
+        self._pause = pause
+        self._streams.watch(selector)
 
     def expect(self, processes: int) -> None:
         """Set the number of processes whose lines are folded into one."""
@@ -67,29 +96,28 @@ class JobOutput:
         """
         if self._settings.output_directory is None:
             return
-        folder = Path(self._settings.output_directory) / folder_name
+        base = Path(self._settings.output_directory)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in ("stdout", "stderr"):
-                self._files[key, name] = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            base.mkdir(parents=True, exist_ok=True)
+            folder = self._streams.open_folder(base / folder_name)
+            try:
+                for name in ("stdout", "stderr"):
+                    self._files[key, name] = self._streams.open_file(folder, name, f"{folder_name}/{name}")
+            finally:
+                os.close(folder)
         except OSError as error:
-            raise LaunchError(f"cannot write to --output-filename {self._settings.output_directory}: "
-                              f"{error.filename}: {error.strerror}") from None
+            path = base / folder_name / error.filename if error.filename in ("stdout", "stderr") else error.filename
+            reason = f"{path}: {error.strerror}"
+            if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(path):
+                reason = f"{path} is a symbolic link, which hvdrun does not follow: remove it"
+            raise LaunchError(f"cannot write to --output-filename {self._settings.output_directory}: {reason}") from None
 
     def feed(self, event: Output) -> None:
         """Show output of a process, and write it to its file."""
         self.console.feed(event.rank, event.stream, event.content)
-        descriptor = self._files.get((event.rank, event.stream))
-        if descriptor is None:
-            return
-        try:
-            rest = memoryview(event.content)
-            while rest:
-                rest = rest[os.write(descriptor, rest):]
-        except OSError as error:  # a full disk does not end the job
-            self.close_files(event.rank)
-            self.note(f"--output-filename {self._settings.output_directory}: {error.strerror}; the files of a process end "
-                      "here")
+        target = self._files.get((event.rank, event.stream))
+        if target is not None and event.content:
+            self._streams.write_file(target, event.content)
 
     def note(self, text: str) -> None:
         """Write a line of hvdrun's own."""
@@ -98,20 +126,59 @@ class JobOutput:
     def close_files(self, key: int) -> None:
         """Close the files of a process that has ended."""
         for name in ("stdout", "stderr"):
-            descriptor = self._files.pop((key, name), None)
-            if descriptor is not None:
-                os.close(descriptor)
+            target = self._files.pop((key, name), None)
+            if target is not None:
+                self._streams.close_file(target)
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Write unfinished lines, and close all files."""
         self.console.finish()
         for key, _ in list(self._files):
             self.close_files(key)
 
+    def close(self, code: int, user_signal: Callable[[], int]) -> int:
+        """Wait for the readers of the output, and tell the user if some of it is lost; return hvdrun's exit code.
+
+        Args:
+            code: the job's exit code.
+            user_signal: returns the user's signal, 0 for none: then hvdrun ends soon.
+        """
+        before = user_signal()
+        patience = READER_SECONDS_AFTER_SIGNAL if before else READER_SECONDS
+        begun, told = time.monotonic(), False
+
+        def gives_up() -> bool:
+            nonlocal told
+            if not told and time.monotonic() > begun + _NOTE_SECONDS and not self._streams.is_busy("stderr"):
+                told = True
+                self.note("the job has ended; waiting for the reader of its output (Ctrl-C ends hvdrun)")
+            return not before and bool(user_signal())
+
+        is_written = self._streams.flush(patience, gives_up)
+        if not is_written:
+            self.note(f"the last {self._streams.lost():,} bytes of output were not read, and are lost")
+            self._streams.flush(READER_SECONDS_AFTER_SIGNAL, lambda: False)
+        self._streams.close()
+        if not before and user_signal():
+            return 128 + user_signal()
+        return OUTPUT_LOST if code == 0 and self._streams.lost() else code
+
+    def _failed(self, target: Target) -> None:
+        """Tell the user, once, that a stream or a file gets nothing more."""
+        if target.label.startswith("standard"):
+            self.note(f"{target.label}: {target.reason()}; the job goes on without it")
+        elif not self._a_file_failed:
+            self._a_file_failed = True
+            self.note(f"--output-filename {self._settings.output_directory}: {target.label}: {target.reason()}; the file "
+                      "ends here, and others may too")
+
     def _write(self, name: str, text: str) -> None:
         if self._observer is not None:
             self._observer.clear_table()
-        _write(name, text)
+        self._streams.write(name, self._encoded(name, text))
+
+    def _encoded(self, name: str, text: str) -> bytes:
+        return text.encode(self._encodings[name], "replace")
 
     def _shown(self, key: int, name: str) -> bool:
         return {"all": True, "rank0": self._rank_of(key) == 0, "errors": name == "stderr"}[self._settings.show]
@@ -121,13 +188,7 @@ class JobOutput:
         return f"{when}[{names}]<{stream}>:" if self._settings.prefix else when
 
 
-def _write(name: str, text: str) -> None:
-    """Write to the launcher's own stream; a closed reader or a missing character does not end the job."""
+def _encoding(name: str) -> str:
+    """Return the encoding of one of the launcher's own streams."""
     stream = sys.stdout if name == "stdout" else sys.stderr
-    try:
-        stream.write(text.encode(stream.encoding, "replace").decode(stream.encoding))
-        stream.flush()
-    except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+    return getattr(stream, "encoding", None) or "utf-8"

@@ -15,9 +15,10 @@ from contextlib import AbstractContextManager
 from hvdlite.core.addresses import routes_to
 from hvdlite_runner import commands, monitor
 from hvdlite_runner.agents import Agents, rendezvous_address
-from hvdlite_runner.messages import Event, ProgressReply, ProgressRequest, Signal, Stop
+from hvdlite_runner.messages import Event, Pause, ProgressReply, ProgressRequest, Signal, Stop, TaskPiece
 from hvdlite_runner.placement import LOCAL, Host
 from hvdlite_runner.remote_agent import RemoteAgent
+from hvdlite_runner.task_files import TaskFiles
 from hvdlite_runner.termination import GRACE, Termination
 from hvdlite_runner.worker_group import KILL_SECONDS, POLL_WITHOUT_PIDFD, WorkerGroup
 
@@ -45,6 +46,8 @@ class JobWorkers:
                              self.user_has_ended_job, unreached)
         self._lost, self._observer = lost, observer
         self._last_check = 0.0
+        self._paused = False
+        self._with_task: set[RemoteAgent | None] = set()  # None: this host
 
     def handles_signals(self) -> AbstractContextManager[None]:
         """Return a context in which the user's signals end the job."""
@@ -80,6 +83,18 @@ class JobWorkers:
         """Return the address of this host towards another one; "" when only the remote shell knows its name."""
         return next(iter(routes_to([remote.host.address])), "")
 
+    def give_task(self, machine: str, task: TaskFiles) -> None:
+        """Send the function that the ranks are to call, if there is one and the machine does not have it yet."""
+        remote = self.remote(machine)
+        if remote in self._with_task:
+            return
+        self._with_task.add(remote)
+        for content in task.pieces():
+            if remote is None:
+                self.local.add_task(TaskPiece(content))
+            else:
+                remote.send(TaskPiece(content))
+
     def turn(self, waits: Iterable[float | None]) -> None:
         """Wait for events at most for the shortest of these times, and handle them; send signals that are due."""
         chosen = [*self.termination.waits(), *(wait for wait in waits if wait is not None)]
@@ -94,6 +109,13 @@ class JobWorkers:
             for remote in self.agents.remotes:
                 remote.send(Signal(signum))
         self._check()
+
+    def pause(self, paused: bool) -> None:
+        """Stop reading the processes' output on all hosts, or go on."""
+        self._paused = paused
+        self.local.pause(paused)
+        for remote in self.agents.remotes:
+            remote.send(Pause(paused))
 
     def end(self) -> None:
         """End all processes of the job on all hosts."""
@@ -122,7 +144,10 @@ class JobWorkers:
             if remote.timed_out(now):
                 remote.mark_lost("was lost: nothing has been heard of it for some seconds")
                 self._on_lost(remote)
-            elif self._observer is not None:
+                continue
+            if self._paused:
+                remote.send(Pause(True))  # it may be new
+            if self._observer is not None:
                 remote.send(ProgressRequest())
         if self._observer is not None:
             self._observer(LOCAL, ProgressReply(*monitor.sample(self.local)))

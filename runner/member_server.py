@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Final
 
 from hvdlite.core.errors import ProtocolError
+from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
 from hvdlite.core.launch_contract import MEMBER_SOCKET
 from hvdlite.core.socket_paths import check_same_user, short_socket_path
 from hvdlite.membership.messages import Frames, MemberHello, MemberMessage, frame
 
+STRANGERS: Final = 256
+"""Connections that have not said which member they are; then the oldest one gives way."""
 _READ_BYTES: Final = 1 << 16
 
 
@@ -33,7 +36,7 @@ class MemberServer:
     def __init__(self, selector: selectors.BaseSelector, directory: str, heard: Callable[[int, bytes], None]) -> None:
         self._selector, self._heard = selector, heard
         self._connections: dict[int, _Connection] = {}  # by member
-        self._strangers: set[_Connection] = set()  # they have not said which member they are
+        self._strangers: dict[_Connection, None] = {}  # they have not said which member they are; the oldest first
         self._unsent: dict[int, bytes] = {}  # orders for members that have not connected yet
         self._gone: set[int] = set()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -70,14 +73,18 @@ class MemberServer:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
-            return  # the peer has gone again, or there are no descriptors left
+        except OSError as error:
+            if error.errno in OUT_OF_DESCRIPTORS and self._strangers:
+                self._close(next(iter(self._strangers)))
+            return  # else the peer has gone again
         try:
             check_same_user(sock)
         except ProtocolError:
             sock.close()
             return
-        self._strangers.add(_Connection(sock, self._selector, self._take, self._close))
+        if len(self._strangers) >= STRANGERS:
+            self._close(next(iter(self._strangers)))
+        self._strangers[_Connection(sock, self._selector, self._take, self._close)] = None
 
     def _take(self, connection: _Connection, message: MemberMessage | None) -> None:
         """Take a message; None for something that is no message."""
@@ -85,7 +92,7 @@ class MemberServer:
             known = isinstance(message, MemberHello) and message.member not in self._connections
             if not known or not isinstance(message, MemberHello) or message.member in self._gone:
                 return self._close(connection)
-            self._strangers.discard(connection)
+            del self._strangers[connection]
             connection.member = message.member
             self._connections[message.member] = connection
             self._heard(message.member, frame(message))
@@ -99,7 +106,7 @@ class MemberServer:
 
     def _close(self, connection: _Connection) -> None:
         connection.close()
-        self._strangers.discard(connection)
+        self._strangers.pop(connection, None)
         if self._connections.get(connection.member) is connection:
             del self._connections[connection.member]
             self._gone.add(connection.member)  # a member connects once

@@ -9,6 +9,7 @@ from hvdlite.core import launch_contract
 from hvdlite.core.world import Hosts, World
 from hvdlite.membership.events import StartMember
 from hvdlite_runner import messages
+from hvdlite_runner.commands import to_bytes, values_to_bytes
 from hvdlite_runner.elastic_hosts import HostPool
 from hvdlite_runner.job import JobSettings
 from hvdlite_runner.job_workers import JobWorkers
@@ -30,7 +31,7 @@ class MemberStarts:
         self._settings, self._max_np, self._workers, self._hosts, self._key = settings, max_np, workers, hosts, key
         self.notice = ""
 
-    def orders(self, starting: Sequence[StartMember], task_payload: bytes) -> list[tuple[str, messages.StartMember]]:
+    def orders(self, starting: Sequence[StartMember]) -> list[tuple[str, messages.StartMember]]:
         """Return the machine of each member and the order that starts it.
 
         Raises:
@@ -52,12 +53,11 @@ class MemberStarts:
             count = next(iter(threads.values()))
             self.notice = (f"OMP_NUM_THREADS={count if len(threads) == 1 else each} (cores for each slot); set it yourself "
                            "to change that")
-        made = [self._order(each, layout.world(each.rank), rendezvous, task_payload) for each in founders]
-        made += [self._order(each, self._provisional(each), rendezvous, task_payload) for each in starting if each.is_joiner]
+        made = [self._order(each, layout.world(each.rank), rendezvous) for each in founders]
+        made += [self._order(each, self._provisional(each), rendezvous) for each in starting if each.is_joiner]
         return made
 
-    def _order(self, each: StartMember, world: World, rendezvous: dict[str, str],
-               task_payload: bytes) -> tuple[str, messages.StartMember]:
+    def _order(self, each: StartMember, world: World, rendezvous: dict[str, str]) -> tuple[str, messages.StartMember]:
         machine = self._hosts.machine_of(each.host)
         own = {launch_contract.MEMBER: str(each.member), launch_contract.SLOT: str(each.slot),
                launch_contract.HOSTNAME: each.host, launch_contract.ELASTIC: "1"}
@@ -69,9 +69,9 @@ class MemberStarts:
             slots = self._hosts.slots_of(machine)
             place = sum(count for name, count in list(slots.items())[:list(slots).index(each.host)]) + each.slot
             share = (place, max(place + 1, sum(slots.values())))
-        return machine, messages.StartMember(each.member, dataclasses.astuple(world), list(self._settings.command),
-                                           {**threads, **self._settings.environment, **rendezvous, **own}, share,
-                                           task_payload)
+        return machine, messages.StartMember(each.member, dataclasses.astuple(world), to_bytes(self._settings.command),
+                                           values_to_bytes({**threads, **self._settings.environment, **rendezvous, **own}),
+                                           share)
 
     def _provisional(self, each: StartMember) -> World:
         """Return a joiner's first coordinates; its local rank, by which scripts choose a GPU, is its slot."""

@@ -20,7 +20,9 @@ PING_SECONDS = 1.0
 SILENCE = 5.0
 """Seconds without a message after which either side counts the other as lost."""
 FRAME_LIMIT = 1 << 30
-"""Longest frame, in bytes; the longest are a function's arguments or results."""
+"""Longest frame, in bytes."""
+PIECE_BYTES = 1 << 24
+"""Longest piece of a function with its arguments, or of a result; both may be larger than a frame."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -34,10 +36,9 @@ class Start(Message, frozen=True):
     """Start these ranks."""
 
     worlds: list[tuple[int, ...]]  # the fields of each `World`
-    command: list[str]
-    environment: dict[str, str]  # added to the worker group's environment; may contain the job's key
+    command: list[bytes]  # words of any bytes
+    environment: dict[str, bytes]  # added to the worker group's environment; may contain the job's key
     bind: bool = False
-    task_payload: bytes = b""  # the content of the file `task` in the job's directory
 
 
 class StartMember(Message, frozen=True):
@@ -45,10 +46,15 @@ class StartMember(Message, frozen=True):
 
     member: int
     world: tuple[int, ...]  # the fields of its first `World`
-    command: list[str]
-    environment: dict[str, str]  # like that of `Start`, with the member's own variables
+    command: list[bytes]  # words of any bytes
+    environment: dict[str, bytes]  # like that of `Start`, with the member's own variables
     core_share: tuple[int, int] | None = None  # (i, n): bind it to the i-th of n parts of the host's cores
-    task_payload: bytes = b""
+
+
+class TaskPiece(Message, frozen=True):
+    """Append to the file `task` in the job's directory, before any rank is started."""
+
+    content: bytes
 
 
 class KillMember(Message, frozen=True):
@@ -72,6 +78,12 @@ class Signal(Message, frozen=True):
 
 class Stop(Message, frozen=True):
     """Kill the remaining processes, clean up, and reply `AgentDone`."""
+
+
+class Pause(Message, frozen=True):
+    """Stop reading the ranks' output, or go on: the reader of hvdrun's output is slow."""
+
+    paused: bool
 
 
 class Ping(Message, frozen=True):
@@ -159,7 +171,7 @@ class Exited(Message, frozen=True):
     rank: int
     code: int  # negative: by that signal
     by_us: bool  # after it had been told to
-    record: dict[str, Any] | None  # the fields of its `FailureRecord`
+    record: dict[str, Any] | None  # the fields of its `FailureRecord`; `when` is its age in seconds: clocks differ
     progress: dict[str, Any]  # the last part; see `monitor.reading_of`
 
 
@@ -171,10 +183,11 @@ class FromMember(Message, frozen=True):
 
 
 class Result(Message, frozen=True):
-    """The result that a rank wrote to the job's directory, as `result.RANK`."""
+    """A piece of the result that a rank wrote to the job's directory, as `result.RANK`."""
 
     rank: int
     content: bytes
+    is_last: bool
 
 
 class AgentDone(Message, frozen=True):
@@ -216,8 +229,8 @@ class ProgressReply(Message, frozen=True):
     waits: str = ""  # which ranks wait for which, from rank 0's host
 
 
-Order = (Start | StartMember | KillMember | ToMember | Signal | Stop | Ping | RouteRequest | ProbeRequest
-         | HostInfoRequest | SpeedRequest | ProgressRequest)
+Order = (Start | StartMember | TaskPiece | KillMember | ToMember | Signal | Stop | Pause | Ping | RouteRequest
+         | ProbeRequest | HostInfoRequest | SpeedRequest | ProgressRequest)
 Event = (AgentReady | Pong | Started | StartRefused | Output | Exited | FromMember | Result | AgentDone | RouteReply
          | ProbeReply | HostInfoReply | SpeedReply | ProgressReply)
 _ORDERS, _EVENTS = msgspec.msgpack.Decoder(Order), msgspec.msgpack.Decoder(Event)

@@ -36,6 +36,14 @@ class WorkerGroupLike(Protocol):
 class ProgressObserver:
     """A receiver of the ranks' progress, which does nothing with it."""
 
+    def attach(self, write: Callable[[str], None], is_busy: Callable[[], bool]) -> None:
+        """Begin with a job.
+
+        Args:
+            write: writes text to the terminal, after the job's output.
+            is_busy: returns whether the terminal takes nothing at the moment.
+        """
+
     def take(self, host: str, event: ProgressReply) -> None:
         """Take the progress of a host's ranks."""
 
@@ -166,7 +174,7 @@ class Monitor(ProgressObserver):
     """Shows the table: in place on a terminal, below the ranks' output; elsewhere one table after the other.
 
     Args:
-        write: writes text to the terminal.
+        write: writes text to the terminal, before `attach`.
         rank_hosts: each rank's host.
         in_place: whether the table may be overwritten.
     """
@@ -179,6 +187,11 @@ class Monitor(ProgressObserver):
         self._when = clock()
         self._waits = ""
         self._drawn = 0
+        self._is_busy: Callable[[], bool] = lambda: False
+
+    def attach(self, write: Callable[[str], None], is_busy: Callable[[], bool]) -> None:
+        """Write with the job's output from now on; while the terminal takes nothing, leave tables out."""
+        self._write, self._is_busy = write, is_busy
 
     def take(self, host: str, event: ProgressReply) -> None:
         """Add the progress of a host's ranks; the launcher's own host is the last one of each round."""
@@ -187,7 +200,7 @@ class Monitor(ProgressObserver):
         if host != LOCAL:
             return
         now = self._clock()
-        if self._now and now - self._when >= 0.9:
+        if self._now and now - self._when >= 0.9 and not self._is_busy():
             self.clear_table()
             lines = text(rows(self._before, self._now, self._rank_hosts, now - self._when), self._waits)
             self._write("".join(f"{line}\n" for line in lines))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import codecs
 import dataclasses
 import re
@@ -9,7 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
-_PIECE: Final = re.compile(r"[^\r\n]*(?:\r\n|\r(?!$)|\n)|[^\r\n]*\r(?=$)")
+_END: Final = re.compile(r"\r\n|\r|\n")
+LONGEST_LINE: Final = 1 << 16
+"""Characters after which a line is written before its end has come."""
 FOLD_SECONDS: Final = 0.3
 """Seconds that a line waits for the same line of other ranks, when lines are folded."""
 WITHHELD: Final = 40
@@ -24,13 +27,17 @@ class _Stream:
     """One rank's stdout or stderr."""
 
     decoder: codecs.IncrementalDecoder
-    unfinished: str = ""
+    unfinished: list[str] = dataclasses.field(default_factory=list)  # pieces of a line whose end has not come
+    length: int = 0  # of these pieces
+    held_return: bool = False  # a carriage return was the last character: the next one may make it \r\n
+    is_cut: bool = False  # the line's beginning has been written already
 
 
 @dataclasses.dataclass
 class _Folded:
     """A line that waits for the other ranks."""
 
+    number: int  # counted from 0
     name: str
     body: str
     until: float
@@ -40,8 +47,10 @@ class _Folded:
 class Console:
     """Merges streams.
 
-    A line is written when it is complete. A segment that ends in a carriage return (a progress bar) is written with it, so
-    that the next segment of the same stream overwrites it; output of another stream begins on a new line instead.
+    A line is written when it is complete, or when `LONGEST_LINE` characters of it have come; then the rest follows it on the
+    same line, unless another stream writes in between. A segment that ends in a carriage return (a progress bar) is written
+    with it, so that the next segment of the same stream overwrites it; output of another stream begins on a new line
+    instead. The time is linear in the length of the output.
 
     Args:
         write: called with a stream's name ("stdout" or "stderr") and text for it.
@@ -60,37 +69,46 @@ class Console:
         self._write, self._prefix, self._shown = write, prefix, shown
         self._clock, self._names = clock, names
         self._streams: dict[Key, _Stream] = {}
-        self._bar_of: Key | None = None  # the stream whose progress bar the cursor is on
+        self._cursor_of: Key | None = None  # the stream whose progress bar or unfinished line the cursor is on
         self._waiting: deque[_Folded] = deque()
+        self._by_number: dict[int, _Folded] = {}  # the same lines
+        self._numbers: dict[tuple[str, str], list[int]] = {}  # of lines with the same text, ascending; old ones, too
+        self._last_of: dict[int, int] = {}  # the number of each rank's last line
+        self._count = 0  # of lines that have waited
         self._withheld: dict[Key, deque[str]] = {}
 
     def feed(self, rank: int, name: str, content: bytes) -> None:
         """Add output of a rank; empty when the stream has ended."""
         key = (rank, name)
         stream = self._streams.setdefault(key, _Stream(codecs.getincrementaldecoder("utf-8")("replace")))
-        text = stream.unfinished + stream.decoder.decode(content, final=not content)
-        end = 0
-        for match in _PIECE.finditer(text):
-            if match.group().endswith("\r") and match.end() == len(text) and content:
-                break  # the next byte may make it \r\n
-            self._take(key, match.group())
-            end = match.end()
-        stream.unfinished = text[end:]
-        if not content and stream.unfinished:
-            self._take(key, stream.unfinished.rstrip("\r") + "\n")
-            stream.unfinished = ""
+        text = "\r" * stream.held_return + stream.decoder.decode(content, final=not content)
+        stream.held_return = bool(content) and text.endswith("\r")
+        text = text[:-1] if stream.held_return else text
+        start = 0
+        for match in _END.finditer(text):
+            stream.unfinished.append(text[start:match.start()])
+            self._take(key, stream, "\r" if match.group() == "\r" else "\n")
+            start = match.end()
+        stream.unfinished.append(text[start:])
+        stream.length += len(text) - start
+        if stream.length >= LONGEST_LINE:
+            self._take(key, stream, "")
+        if not content:
+            if stream.length or stream.is_cut:
+                self._take(key, stream, "\n")
+            del self._streams[key]
 
     def finish(self) -> None:
         """Write unfinished lines, and end with the cursor at the beginning of a line."""
         for rank, name in list(self._streams):
             self.feed(rank, name, b"")
         self._unfold(everything=True)
-        self._leave_bar()
+        self._leave_line()
 
     def note(self, text: str) -> None:
         """Write a line of the launcher's own."""
         self._unfold(everything=True)
-        self._leave_bar()
+        self._leave_line()
         self._write("stderr", text + "\n")
 
     def reveal(self, rank: int) -> None:
@@ -104,29 +122,39 @@ class Console:
         self._unfold()
         return max(0.0, self._waiting[0].until - self._clock()) if self._waiting else None
 
-    def _take(self, key: Key, piece: str) -> None:
+    def _take(self, key: Key, stream: _Stream, end: str) -> None:
+        """Show what has come of a line; `end` is its end, or "" when it goes on."""
+        body, was_cut = "".join(stream.unfinished), stream.is_cut
+        stream.unfinished, stream.length, stream.is_cut = [], 0, not end
         rank, name = key
-        body, bar = piece.rstrip("\r\n"), piece.endswith("\r") and not piece.endswith("\n")
-        if bar and not body:
-            return  # only a carriage return, before the bar's first text
+        if not body and (end == "\r" or (was_cut and self._cursor_of != key)):
+            return  # only a carriage return, before the bar's first text; or only the end of a line that was left
         if not self._shown(rank, name):
-            if not bar:
+            if end != "\r":
                 self._withheld.setdefault(key, deque(maxlen=WITHHELD)).append(body)
-        elif self.fold > 1 and not bar:
+        elif self.fold > 1 and end == "\n" and not was_cut:
             self._hold(rank, name, body)
         else:
             self._unfold(everything=True)
-            self._emit(key, body, bar)
+            self._emit(key, body, end, continues=was_cut and self._cursor_of == key)
 
     def _hold(self, rank: int, name: str, body: str) -> None:
-        """Add a rank's line to the same line of others, if none of its own lines waits behind that one."""
-        for line in reversed(self._waiting):
-            if rank in line.ranks:
-                break
-            if (line.name, line.body) == (name, body):
-                line.ranks.append(rank)
-                return self._unfold()
-        self._waiting.append(_Folded(name, body, self._clock() + FOLD_SECONDS, [rank]))
+        """Add a rank's line to the same line of others, if it waits behind all of this rank's."""
+        numbers = self._numbers.setdefault((name, body), [])
+        first = self._waiting[0].number if self._waiting else self._count
+        index = bisect.bisect_left(numbers, max(first, self._last_of.get(rank, -1) + 1))
+        if index < len(numbers):
+            self._by_number[numbers[index]].ranks.append(rank)
+            self._last_of[rank] = numbers[index]
+            return self._unfold()
+        if len(numbers) > 2 * len(self._waiting) + WITHHELD:
+            del numbers[:index]  # they wait no more
+        line = _Folded(self._count, name, body, self._clock() + FOLD_SECONDS, [rank])
+        self._count += 1
+        self._waiting.append(line)
+        self._by_number[line.number] = line
+        numbers.append(line.number)
+        self._last_of[rank] = line.number
 
     def _unfold(self, *, everything: bool = False) -> None:
         while self._waiting:
@@ -134,23 +162,27 @@ class Console:
             if not everything and len(line.ranks) < self.fold and line.until > self._clock():
                 return
             self._waiting.popleft()
+            del self._by_number[line.number]
+            if self._numbers[line.name, line.body][-1] == line.number:
+                del self._numbers[line.name, line.body]
             times = f" (x{len(line.ranks)})" if len(line.ranks) > 1 else ""
             self._line(line.name, self._names(line.ranks), line.body + times)
 
     def _line(self, name: str, ranks: str, body: str) -> None:
-        self._leave_bar()
+        self._leave_line()
         self._write(name, f"{self._prefix(ranks, name)}{body}\n")
 
-    def _emit(self, key: Key, body: str, bar: bool) -> None:
-        if self._bar_of is not None and self._bar_of != key:
-            self._leave_bar()
-        self._write(key[1], f"{self._prefix(self._names([key[0]]), key[1])}{body}{chr(13) if bar else chr(10)}")
-        self._bar_of = key if bar else None
+    def _emit(self, key: Key, body: str, end: str, *, continues: bool) -> None:
+        if self._cursor_of is not None and self._cursor_of != key:
+            self._leave_line()
+        prefix = "" if continues else self._prefix(self._names([key[0]]), key[1])
+        self._write(key[1], f"{prefix}{body}{end}")
+        self._cursor_of = None if end == "\n" else key
 
-    def _leave_bar(self) -> None:
-        if self._bar_of is not None:
-            self._write(self._bar_of[1], "\n")
-            self._bar_of = None
+    def _leave_line(self) -> None:
+        if self._cursor_of is not None:
+            self._write(self._cursor_of[1], "\n")
+            self._cursor_of = None
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -31,6 +31,9 @@ from hvdlite_runner.placement import Host
 from hvdlite_runner.shells import Shell, explain, forwarded
 
 _CLOSE_SECONDS: Final = 2.0  # for a remote shell whose agent has ended: srun informs its controller
+_EXIT_SECONDS: Final = 1.0  # for one that has closed its output
+_WRITE_BYTES: Final = 1 << 16
+_ERROR_BYTES: Final = 1 << 16  # the last ones of a remote shell's standard error that are read
 
 
 class RemoteAgent:
@@ -53,14 +56,16 @@ class RemoteAgent:
         self._selector, self._tell, self._lost = selector, tell, lost
         self._frames = Frames(events=True)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the shell's standard input, and of `_unsent`
+        self._unsent = bytearray()
         self._reason = ""
         self._process = subprocess.Popen(shell.command(host.name), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          stderr=self._errors, bufsize=0, start_new_session=True)
         self.pid = self._process.pid
         self.last_heard = time.monotonic()
-        assert self._process.stdout is not None
+        assert self._process.stdout is not None and self._process.stdin is not None
         os.set_blocking(self._process.stdout.fileno(), False)
+        os.set_blocking(self._process.stdin.fileno(), False)
         selector.register(self._process.stdout, selectors.EVENT_READ, self._receive)
         self._write(bootstrap_input)
 
@@ -75,10 +80,13 @@ class RemoteAgent:
             self._write(frame(order))
 
     def ping(self) -> None:
-        """Send a ping, unless another order is being sent; called by another thread."""
+        """Send a ping, unless other orders wait to be sent; called by another thread."""
         if not self.over and self._lock.acquire(blocking=False):
             try:
-                self._put(frame(Ping()))
+                if not self._unsent and self._process.stdin is not None and not self._process.stdin.closed:
+                    os.write(self._process.stdin.fileno(), frame(Ping()))  # short: all of it, or nothing
+            except OSError:
+                pass  # the pipe is full, or the reader notices its end
             finally:
                 self._lock.release()
 
@@ -95,9 +103,13 @@ class RemoteAgent:
         """Return the reason for the end of the link."""
         if self._reason:
             return f"host {self.host.name} {self._reason}"
-        code = self._process.wait()
-        self._errors.seek(0)
+        code = self._exit_code()
+        self._errors.seek(max(0, os.fstat(self._errors.fileno()).st_size - _ERROR_BYTES))
         errors = self._errors.read().decode(errors="replace")
+        if code is None:
+            lines = [line.strip() for line in errors.splitlines() if line.strip()]
+            return (f"host {self.host.name}: {self.shell.name} closed its output and did not end"
+                    + (f": {lines[-1]}" if lines else ""))
         if self.ready is None:
             return explain(self.shell, self.host.name, code, errors)
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
@@ -110,8 +122,9 @@ class RemoteAgent:
             return
         orderly, self.over = self.over and not self._reason, True
         assert self._process.stdout is not None
-        if self._process.stdout.fileno() in self._selector.get_map():
-            self._selector.unregister(self._process.stdout)
+        for end in (self._process.stdout, self._process.stdin):
+            if end.fileno() in self._selector.get_map():
+                self._selector.unregister(end)
         with self._lock:
             self._process.stdin.close()
         try:
@@ -121,18 +134,39 @@ class RemoteAgent:
             self._process.wait()
         self._process.stdout.close()
 
+    def _exit_code(self) -> int | None:
+        """Return the exit code of the remote shell; None, and kill it, if it has closed its output and does not end."""
+        try:
+            return self._process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return None
+
     def _write(self, content: bytes) -> None:
         with self._lock:
-            self._put(content)
+            self._unsent += content
+        self._push()
 
-    def _put(self, content: bytes) -> None:
-        assert self._process.stdin is not None
-        try:
-            view = memoryview(content)
-            while view:
-                view = view[self._process.stdin.write(view):]
-        except (OSError, ValueError):
-            pass  # the reader notices its end
+    def _push(self) -> None:
+        """Write what the shell takes now; the selector waits until it takes the rest."""
+        stdin = self._process.stdin
+        if stdin is None or stdin.closed:
+            return
+        with self._lock:
+            try:
+                while self._unsent:
+                    del self._unsent[:os.write(stdin.fileno(), self._unsent[:_WRITE_BYTES])]
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._unsent.clear()  # the reader notices its end
+            is_unsent = bool(self._unsent)
+        is_waiting = stdin.fileno() in self._selector.get_map()
+        if is_unsent and not is_waiting:
+            self._selector.register(stdin, selectors.EVENT_WRITE, self._push)
+        elif is_waiting and not is_unsent:
+            self._selector.unregister(stdin)
 
     def _receive(self) -> None:
         assert self._process.stdout is not None

@@ -10,18 +10,24 @@ import dataclasses
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Final
 
 CONNECT_SECONDS: Final = 10
-BOOTSTRAP: Final = "import sys; exec(eval(sys.stdin.buffer.raw.readline()))"
-"""A program that reads one line, unbuffered, which contains another program as a Python string."""
+BOOTSTRAP: Final = ("import sys; sys.path[:] = [path for path in sys.path if path]; "
+                    "exec(eval(sys.stdin.buffer.raw.readline()))")
+"""A program that reads one line, unbuffered, which contains another program as a Python string.
+
+Nothing is imported from the working directory, which `python -c` puts first ("") and to which others may be able to write.
+"""
 PROBLEM_CODE: Final = 96
 """The exit code of an agent bootstrap that has reported a problem."""
+SSH_DEFAULTS: Final = str(Path(__file__).with_name("ssh_config"))
+"""A configuration of ssh that includes the user's and the system's, and adds defaults."""
 
 _NOT_FORWARDED: Final = re.compile(
     r"HOME|USER|LOGNAME|SHELL|HOSTNAME|PWD|OLDPWD|SHLVL|_|TERM|COLUMNS|LINES|DISPLAY|XAUTHORITY|LS_COLORS|MAIL|TMPDIR"
-    r"|(SSH|XDG|DBUS|GPG|SLURM|SLURMD|PMI|PMIX|OMPI|PRTE|GNOME|TMUX|STY|KUBERNETES|BASH_FUNC)_?.*"
+    r"|(SSH|XDG|DBUS|GPG|SLURM|SLURMD|PMI|PMIX|OMPI|PRTE|GNOME|TMUX|STY|KUBERNETES|BASH_FUNC)(_.*)?"
     r"|.*CUDA_VISIBLE_DEVICES")
 """Variables that describe the launcher's host, session or task, and would be wrong elsewhere."""
 
@@ -64,11 +70,13 @@ class Shell:
 def ssh_command(host: str, arguments: Sequence[str], words: Sequence[str], program: str = "ssh") -> list[str]:
     """Return a command line for ssh that asks no questions and notices a cut link.
 
-    An unknown host is added to the known hosts; a host whose key has changed is refused.
+    An unknown host is added to the known hosts, unless the user's configuration says otherwise; a host whose key has changed
+    is refused. With a configuration of the user's own (-F), only that one counts.
     """
-    options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "StrictHostKeyChecking=accept-new", "LogLevel=ERROR",
-               "ServerAliveInterval=2", "ServerAliveCountMax=2"]
-    return [program, "-T", *arguments, *(word for option in options for word in ("-o", option)), "--", host,
+    options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "LogLevel=ERROR", "ServerAliveInterval=2",
+               "ServerAliveCountMax=2"]
+    defaults = [] if any(word.startswith("-F") for word in arguments) else ["-F", SSH_DEFAULTS]
+    return [program, "-T", *arguments, *defaults, *(word for option in options for word in ("-o", option)), "--", host,
             shlex.join(words)]
 
 
@@ -107,10 +115,13 @@ def explain(shell: Shell, host: str, code: int, errors: str) -> str:
 
 _ERROR_PATTERNS: Final = tuple((re.compile(pattern, re.IGNORECASE), meaning) for pattern, meaning in (
     ("could not resolve|name or service not known|temporary failure in name resolution",
-     "cannot be resolved: check the name in -H or --hostfile, DNS, and /etc/hosts"),
-    ("host identification has changed|host key verification failed",
+     "cannot be resolved: check the name in -H or --hostfile, DNS, /etc/hosts, and the aliases in ~/.ssh/config"),
+    ("host identification has changed",
      "shows another key than the one in known_hosts: it was set up anew, or somebody is in between; if it was, "
      "forget the old key with: ssh-keygen -R {host}"),
+    ("no .*host key is known for|host key verification failed",
+     "is not in known_hosts, and your ssh configuration does not let hvdrun add it (StrictHostKeyChecking): check its key, "
+     "and log in once with {ssh} {host}"),
     ("permission denied", "does not let you in without a password: try `ssh-copy-id {host}`, or name a key with "
      "--ssh-identity-file FILE"),
     ("connection refused", "refuses connections to {port}: is sshd running there? another port: --ssh-port PORT"),

@@ -7,10 +7,11 @@ import os
 import secrets
 import selectors
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hvdlite.core import launch_contract
+from hvdlite_runner.messages import PIECE_BYTES, Result
 
 
 class TaskFiles:
@@ -18,10 +19,12 @@ class TaskFiles:
 
     Attributes:
         is_abandoned: whether the caller has ended.
+        problem: the reason why a result could not be kept; "" for none.
     """
 
     def __init__(self, directory: str | None) -> None:
         self.is_abandoned = False
+        self.problem = ""
         self._directory = None if directory is None else Path(directory)
 
     @property
@@ -40,9 +43,11 @@ class TaskFiles:
         if self.exists:
             selector.register(0, selectors.EVENT_READ, read)
 
-    def payload(self) -> bytes:
-        """Return the function and its arguments, signed."""
-        return b"" if self._directory is None else (self._directory / launch_contract.TASK_FILE).read_bytes()
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the function and its arguments, signed, in pieces."""
+        if self._directory is not None:
+            for content, _ in pieces_of(self._directory / launch_contract.TASK_FILE, PIECE_BYTES):
+                yield content
 
     def key(self) -> str:
         """Return the job's key: the caller's, or a new one."""
@@ -50,23 +55,55 @@ class TaskFiles:
             return secrets.token_hex()
         return (self._directory / launch_contract.KEY_FILE).read_text(encoding="ascii")
 
-    def write_result(self, rank: int, content: bytes) -> None:
-        """Write the result of a rank, or of a member of an elastic job."""
-        if self._directory is not None:
-            (self._directory / f"{launch_contract.RESULT_FILE}.{rank}").write_bytes(content)
+    def write_result(self, piece: Result) -> None:
+        """Write a piece of the result of a rank, or of a member of an elastic job; the last one completes it."""
+        if self._directory is None or self.problem:
+            return
+        path = self._directory / f"{launch_contract.RESULT_FILE}.{piece.rank}"
+        try:
+            append_private_file(path.with_name(f"partial.{piece.rank}"), piece.content)
+            if piece.is_last:
+                path.with_name(f"partial.{piece.rank}").rename(path)
+        except OSError as error:
+            self.problem = f"cannot keep the results of the ranks in {self._directory}: {error.strerror}"
 
     def write_cause(self, rank: int, text: str) -> None:
         """Write the first failure."""
-        if self._directory is not None:
-            (self._directory / launch_contract.CAUSE_FILE).write_text(json.dumps({"rank": rank, "text": text}),
-                                                                      encoding="utf-8")
+        self._write(launch_contract.CAUSE_FILE, json.dumps({"rank": rank, "text": text}))
 
     def write_members(self, members: Sequence[int]) -> None:
-        """Write the members of an elastic job's last world, by rank: their results are those of the job."""
+        """Write the ranks of the job, or the members of an elastic job's last world: their results are those of the job."""
+        self._write(launch_contract.MEMBERS_FILE, json.dumps(list(members)))
+
+    def _write(self, name: str, text: str) -> None:
         if self._directory is not None:
-            (self._directory / launch_contract.MEMBERS_FILE).write_text(json.dumps(list(members)), encoding="utf-8")
+            try:
+                (self._directory / name).write_text(text, encoding="utf-8")
+            except OSError as error:
+                self.problem = f"cannot write to {self._directory}: {error.strerror}"
 
     def remove_abandoned(self) -> None:
         """Remove the folder if the caller cannot do so any more."""
         if self.is_abandoned and self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def pieces_of(path: Path, size: int) -> Iterator[tuple[bytes, bool]]:
+    """Yield a file's content in pieces, and whether each is the last one; an empty file has one."""
+    with open(path, "rb") as file:
+        content = file.read(size)
+        while following := file.read(size):
+            yield content, False
+            content = following
+        yield content, True
+
+
+def append_private_file(path: Path, content: bytes) -> None:
+    """Append to a file that only this user can read.
+
+    Raises:
+        OSError: when it cannot be written completely.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)

@@ -30,11 +30,12 @@ class Termination:
 
     Attributes:
         user_signal: the first signal of the user; 0 for none.
-        is_over: whether the job is being cleaned up; signals then have no effect.
+        late_signal: the first one while or after the job is cleaned up; it ends only the wait for readers of the output.
+        is_over: whether the job is being cleaned up.
     """
 
     def __init__(self) -> None:
-        self.user_signal = 0
+        self.user_signal = self.late_signal = 0
         self.is_over = False
         self._pending: list[tuple[float, int]] = []  # (time, signal), in order
 
@@ -48,6 +49,7 @@ class Termination:
         """Schedule the signals after a signal of the user; a second one kills the ranks immediately."""
         now = time.monotonic()
         if self.is_over:
+            self.late_signal = self.late_signal or signum
             return
         if self.user_signal:
             self._pending = [(now, signal.SIGKILL)]

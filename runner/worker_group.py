@@ -19,11 +19,12 @@ from typing import Final
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS, reserve_descriptors
-from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FILE, FailureRecord, write_private_file
+from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FILE, FailureRecord
 from hvdlite.core.world import World
 from hvdlite_runner import commands, monitor
 from hvdlite_runner.member_server import MemberServer
 from hvdlite_runner.messages import (
+    PIECE_BYTES,
     Event,
     Exited,
     FromMember,
@@ -34,13 +35,16 @@ from hvdlite_runner.messages import (
     Started,
     StartMember,
     StartRefused,
+    TaskPiece,
     ToMember,
 )
 from hvdlite_runner.placement import cores_for
 from hvdlite_runner.processes import RankProcess, Reaper, kill, kill_descendants
+from hvdlite_runner.task_files import append_private_file, pieces_of
 
 KILL_SECONDS: Final = 5.0
 """Seconds to go on killing remaining processes."""
+_DRAIN_READS: Final = 64  # of a pipe that a stray process keeps filling
 DRAIN: Final = 1.0
 """Seconds to read the last output of ended ranks when a stray process has their pipes open."""
 POLL_WITHOUT_PIDFD: Final = 0.05
@@ -76,8 +80,16 @@ class WorkerGroup:
         self._dying: dict[int, float] = {}  # members that have ended: until when to wait for the end of their descendants
 
     def prepare(self) -> None:
-        """Create the job's directory, whose name contains this process's id, and start the reaper."""
-        self.directory = tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-")  # mode 0700
+        """Create the job's directory, whose name contains this process's id, and start the reaper.
+
+        Raises:
+            LaunchError: when there is no place for the directory.
+        """
+        try:
+            self.directory = tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-")  # mode 0700
+        except OSError as error:
+            raise LaunchError(f"cannot create the job's directory: {error.strerror}; is the disk full, or `ulimit -f` 0? "
+                              "TMPDIR names another place") from None
         self._reaper = Reaper(self.directory)
 
     def watch(self, pid: int) -> None:
@@ -90,11 +102,13 @@ class WorkerGroup:
         if self._reaper is not None:
             self._reaper.forget(pid)
 
+    def add_task(self, order: TaskPiece) -> None:
+        """Write a piece of the function that the ranks are to call."""
+        append_private_file(Path(self.directory) / TASK_FILE, order.content)
+
     def start(self, order: Start, stop: Callable[[], bool] = lambda: False) -> None:
         """Start ranks, or report why they cannot be started; `stop` is called before each one."""
         worlds = [World(*each) for each in order.worlds]
-        if order.task_payload:
-            write_private_file(Path(self.directory) / TASK_FILE, order.task_payload)
         cores = sorted(os.sched_getaffinity(0)) if order.bind and hasattr(os, "sched_getaffinity") else []
         try:
             with reserve_descriptors(_DESCRIPTORS * len(worlds), f"starting {len(worlds)} ranks on one host"):
@@ -124,9 +138,6 @@ class WorkerGroup:
             self.running[order.member].send(signal.SIGKILL)
 
     def _start_member(self, order: StartMember) -> None:
-        path = Path(self.directory) / TASK_FILE
-        if order.task_payload and not path.exists():
-            write_private_file(path, order.task_payload)
         cores: list[int] = []
         if order.core_share is not None and hasattr(os, "sched_getaffinity"):
             cores = cores_for(*order.core_share, sorted(os.sched_getaffinity(0)))
@@ -138,14 +149,19 @@ class WorkerGroup:
 
     def _start_process(self, key: int, world: World, order: Start | StartMember, cores: list[int],
                        member: int = -1) -> bool:
-        environment = commands.rank_environment(world, self.directory, self._inherited, order.environment)
+        settings = {name: os.fsdecode(value) for name, value in order.environment.items()}
+        environment = commands.rank_environment(world, self.directory, self._inherited, settings)
+        words = [os.fsdecode(word) for word in order.command]
         try:
-            command = commands.resolve_command(order.command, environment.get("PATH"))
-            self._adopt(RankProcess(key, command, environment, cores))
+            command = commands.resolve_command(words, environment.get("PATH"))
+            assert self._reaper is not None
+            with self._reaper.marks():
+                process = RankProcess(key, command, environment, cores)
+            self._adopt(process)
         except OSError as error:
             if error.errno in OUT_OF_DESCRIPTORS:
                 raise
-            refused = commands.refused(order.command, error)
+            refused = commands.refused(words, error)
             self._tell(StartRefused(str(refused), refused.code, member))
             return False
         except commands.CommandError as error:
@@ -159,7 +175,8 @@ class WorkerGroup:
         self._processes[process.rank] = self.running[process.rank] = process
         for name, stream in process.streams.items():
             self._open[process.rank, name] = stream.fileno()
-            self._listen(process.rank, name)
+            if not self._paused:
+                self._listen(process.rank, name)
         if process.pidfd >= 0:
             self._selector.register(process.pidfd, selectors.EVENT_READ, self.notice)
         self._tell(Started(process.rank, process.pid))
@@ -186,7 +203,8 @@ class WorkerGroup:
                 self._read_rest([key for key in self._open if key[0] == rank])
             record = FailureRecord.read(self.directory, rank)
             self._tell(Exited(rank, code, self._asked or rank in self._killed,
-                              None if record is None else dataclasses.asdict(record),
+                              None if record is None else {**dataclasses.asdict(record),
+                                                           "when": time.time() - record.when},
                               monitor.reading_of(self.directory, rank)))
             if self._members is not None:
                 self._collect(process)
@@ -218,8 +236,8 @@ class WorkerGroup:
         self._reaper.forget(process.pid)
 
     def pause(self, paused: bool) -> None:
-        """Stop reading from the ranks, whose writes then block, or resume."""
-        if paused == self._paused:
+        """Stop reading from the ranks, whose writes then block, or resume; at the end, everything is read."""
+        if paused == self._paused or self._reaper is None:
             return
         self._paused = paused
         for rank, name in self._open:
@@ -230,10 +248,10 @@ class WorkerGroup:
 
     def end(self) -> None:
         """Kill all processes of the job, report the last events, and remove the directory. May be called again."""
+        self.pause(True)
         reaper, self._reaper = self._reaper, None
         if reaper is None:
             return
-        self.pause(True)
         if self._members is not None:
             self._members.close()
             self._members = None
@@ -269,7 +287,11 @@ class WorkerGroup:
         return bool(content)
 
     def _drain(self) -> None:
-        """Read the rest of the pipes."""
+        """Read the rest of the pipes: all that is there now, and then what still comes from stray processes, for a while."""
+        for key in list(self._open):
+            for _ in range(_DRAIN_READS):
+                if not self._read(*key):
+                    break
         until = time.monotonic() + DRAIN
         with selectors.DefaultSelector() as waiting:
             for key, descriptor in self._open.items():
@@ -287,6 +309,8 @@ class WorkerGroup:
                 pass
 
     def _send_result(self, rank: int) -> None:
+        """Report the result of a rank, if it has written one, in pieces."""
         path = Path(self.directory) / f"{RESULT_FILE}.{rank}"
         if path.exists():
-            self._tell(Result(rank, path.read_bytes()))
+            for content, is_last in pieces_of(path, PIECE_BYTES):
+                self._tell(Result(rank, content, is_last))

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
 from hvdlite.core.world import Hosts
-from hvdlite.runtime.assemble import assemble_threads
+from hvdlite.runtime.assemble import PlaneWrapper, assemble_threads
 from hvdlite.runtime.learned import Learned
 from hvdlite.runtime.runtime import Runtime
 from tests import warm
@@ -39,7 +39,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON_PATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 """Where processes find the packages and the tests."""
-HVDRUN = [sys.executable, "-m", "hvdlite_runner.cli"]
+HVDRUN = [sys.executable, "-m", "hvdlite_runner"]
 HANGS_SECONDS = 150.0
 """After so long, what a test waits for has hung: tests run on busy machines too, and none asserts how fast something is."""
 TORCH = ("torch", "torch._dynamo")
@@ -47,14 +47,15 @@ TORCH = ("torch", "torch._dynamo")
 
 
 def threads(size: int, step: Callable[..., T], *arguments: object, timeout: float = HANGS_SECONDS,
-            learned: Learned | None = None, **config: object) -> list[T]:
+            learned: Learned | None = None, wrap: PlaneWrapper = lambda rank, plane: plane, **config: object) -> list[T]:
     """Run `step(runtime, *arguments)` on ranks as threads; return the results in rank order, or raise the first failure.
 
     Args:
         learned: with which the world begins.
+        wrap: changes the planes of ranks.
     """
     settings = Config.from_environment({}, **{"shutdown_timeout": 10.0, **config})
-    runtimes = assemble_threads(size, settings, learned=learned)
+    runtimes = assemble_threads(size, settings, wrap, learned=learned)
     results: list[T | None] = [None] * size
     failures: list[tuple[float, int, BaseException]] = []
 

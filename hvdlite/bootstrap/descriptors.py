@@ -7,17 +7,20 @@ flight of one user to the number that the sender may have open.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hvdlite.bootstrap.cancellation import Cancellation
 from hvdlite.core.config import poll_timeout, socket_timeout
-from hvdlite.core.errors import LaunchError
-from hvdlite.core.socket_paths import short_socket_path
+from hvdlite.core.errors import LaunchError, ProtocolError
+from hvdlite.core.socket_paths import check_same_user, short_socket_path
+
+_log = logging.getLogger("hvdlite.control")
 
 RETRY_SECONDS = 0.01
 FIRST_RETRY_SECONDS = 0.001
@@ -39,6 +42,8 @@ def send_fds(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], tim
     """
     receivers = len(own)
     cancellation = cancellation or Cancellation()
+    deadline = time.monotonic() + timeout
+    served: set[int] = set()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         Path(path).unlink(missing_ok=True)  # left by a job that was killed during its rendezvous
         with short_socket_path(path) as short:
@@ -46,12 +51,23 @@ def send_fds(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], tim
         try:
             listener.listen(receivers)
             with cancellation.watch(listener):
-                for _ in range(receivers):
-                    _wait_for_connection(listener, timeout, cancellation)
+                while len(served) < receivers:
+                    _wait_for_connection(listener, deadline, cancellation)
                     sock, _ = listener.accept()
                     with sock, cancellation.watch(sock):
-                        sock.settimeout(socket_timeout(timeout))
-                        _send(sock, [*shared, *own[_number(sock, "another rank of this host")]])
+                        try:
+                            check_same_user(sock)
+                        except ProtocolError as error:
+                            _log.warning("a connection to %s was refused: %s", path, error)
+                            continue
+                        sock.settimeout(socket_timeout(max(0.1, deadline - time.monotonic())))
+                        index = _number(sock, "another rank of this host")
+                        if index >= receivers or index in served:
+                            raise LaunchError(f"a process asked for the shared memory as number {index} of the {receivers} "
+                                              "other ranks of this host: there is none, or it has it already; check the "
+                                              "launch environment")
+                        _send(sock, [*shared, *own[index]])
+                        served.add(index)
         except TimeoutError:
             raise LaunchError(f"not all {receivers} other ranks of this host asked for the shared memory within "
                               f"{timeout:.0f} s") from None
@@ -62,10 +78,11 @@ def send_fds(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], tim
             Path(path).unlink(missing_ok=True)
 
 
-def recv_fds(path: str, index: int, timeout: float, cancellation: Cancellation | None = None) -> list[int]:
-    """Receive the descriptors that the first rank of this host sends at `path` to the receiver with this index.
+def recv_fds(locate: Callable[[], str], index: int, timeout: float, cancellation: Cancellation | None = None) -> list[int]:
+    """Receive the descriptors that the first rank of this host sends to the receiver with this index.
 
     Args:
+        locate: returns the path at which the first rank sends them; raises FileNotFoundError while there is none.
         cancellation: may end this from another thread.
 
     Raises:
@@ -80,14 +97,18 @@ def recv_fds(path: str, index: int, timeout: float, cancellation: Cancellation |
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(socket_timeout(timeout))
             try:
+                path = locate()
                 with short_socket_path(path) as short:
                     sock.connect(short)
+                check_same_user(sock)
                 with cancellation.watch(sock):
                     sock.sendall(index.to_bytes(_NUMBER_BYTES, "little"))
                     return _receive(sock)
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 if time.monotonic() > deadline:
-                    raise LaunchError(f"the first rank of this host does not share its memory at {path}: {error}") from error
+                    raise LaunchError(f"the first rank of this host does not share its memory: {error}") from error
+            except ProtocolError as error:
+                raise LaunchError(f"whoever listens at {path} is not the first rank of this host: {error}") from error
         time.sleep(pause)
         pause = min(2 * pause, RETRY_SECONDS)
 
@@ -121,16 +142,16 @@ def _receive(sock: socket.socket) -> list[int]:
     return received
 
 
-def _wait_for_connection(listener: socket.socket, timeout: float, cancellation: Cancellation) -> None:
+def _wait_for_connection(listener: socket.socket, deadline: float, cancellation: Cancellation) -> None:
     """Block until `accept` does not; unlike `accept`, this ends when a Unix socket is shut down.
 
     Raises:
-        TimeoutError: after `timeout` seconds.
+        TimeoutError: at the deadline.
         LaunchError: when the rendezvous was given up.
     """
     poller = select.poll()
     poller.register(listener, select.POLLIN)
-    ready = poller.poll(poll_timeout(timeout))
+    ready = poller.poll(poll_timeout(max(0.0, deadline - time.monotonic())))
     cancellation.check()
     if not ready:
         raise TimeoutError

@@ -27,10 +27,12 @@ from typing import Any, Final
 
 from hvdlite.core import launch_contract as contract
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.held_port import HeldPort
 from hvdlite.core.world import World
 
 PORTS: Final = range(20_000, 32_000)
 """Ports on which rank 0 listens by default; they lie below the system's ephemeral ports."""
+LEAST_KEY_BYTES: Final = 16
 MAKE_A_KEY: Final = "make one with: python -c 'import secrets; print(secrets.token_hex())'"
 
 
@@ -69,14 +71,15 @@ class LaunchInfo:
 
     environment: str
     world: World
-    job_directory: str = ""  # the rendezvous directory of this host's ranks; empty for size 1
+    job_directory: str = ""  # where the ranks of this host meet: see `JobDirectory`; empty for size 1
     coordinator: tuple[str, int] | None = None  # host and port where rank 0 of the first world listens
     key: bytes = dataclasses.field(default=b"", repr=False)
-    owns_directory: bool = False  # this process removes the job directory
+    owns_directory: bool = False  # the ranks make and find the directory themselves: `job_directory` is a prefix
     is_mpi: bool = False  # an MPI launcher started the rank
     knows_local_ranks: bool = True  # false: the ranks of this host must be determined over MPI
     communicator: Any = dataclasses.field(default=None, repr=False)  # an MPI communicator of all ranks, owned by the job
     coordinator_port: int = 0  # elastic jobs: where rank 0 of later worlds listens; 0: at any free port
+    held_port: HeldPort | None = dataclasses.field(default=None, repr=False)  # on rank 0: where it will listen
     mpi_problem: str = ""  # why there is no communicator, although one was wanted
 
     @property
@@ -202,14 +205,19 @@ def _key(environ: Mapping[str, str]) -> bytes:
         source = f"{contract.SECRET_FILE}={path}"
         try:
             if os.stat(path).st_mode & 0o077:
-                raise LaunchError(f"{source}: other users can read it; chmod 600 {path}")
+                raise LaunchError(f"{source}: other users can read it; chmod 600 {path} (a secret that Kubernetes mounts "
+                                  "has mode 0644: set 'defaultMode: 0400' in the volume's 'secret', without an 'fsGroup')")
             secret = Path(path).read_text(encoding="ascii").strip()
         except OSError as error:
             raise LaunchError(f"{source}: {error.strerror}") from None
     try:
-        return bytes.fromhex(secret)
+        key = bytes.fromhex(secret)
     except ValueError:
         raise LaunchError(f"{source} is not a hexadecimal number; {MAKE_A_KEY}") from None
+    if secret and len(key) < LEAST_KEY_BYTES:
+        raise LaunchError(f"{source} has {len(key)} bytes, and could be guessed: at least {LEAST_KEY_BYTES} are needed; "
+                          f"{MAKE_A_KEY}")
+    return key
 
 
 def _host_and_port(text: str) -> tuple[str, int]:
@@ -237,22 +245,12 @@ def first_host(text: str) -> str:
 
 
 def _agreed_directory(environment: Environment, environ: Mapping[str, str], parent: int) -> str:
-    """Return the job directory, derived from variables that are equal on all ranks of this job on this host."""
+    """Return the beginning of the job directory's path, derived from variables that are equal on all ranks of this host.
+
+    Other users can guess it; see `JobDirectory`.
+    """
     ids = [environ.get(variable, "") for variable in environment.job]
     if not any(ids):
         ids = [str(parent)]
     digest = hashlib.sha256("|".join([environment.name, *ids]).encode()).hexdigest()[:16]
     return str(Path(tempfile.gettempdir()) / f"hvdlite-{os.geteuid()}-{digest}")
-
-
-def check_directory(path: str, *, make: bool = False) -> None:
-    """Raise `LaunchError` unless `path` is a directory that only this user can enter; `make` it if there is none."""
-    try:
-        if make:
-            Path(path).mkdir(mode=0o700, exist_ok=True)
-        status = os.stat(path)
-    except OSError as error:
-        raise LaunchError(f"{contract.JOB_DIRECTORY}={path}: {error.strerror}") from None
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise LaunchError(f"{path} must belong to user {os.geteuid()} and have mode 0700, because a user who can enter it "
-                          f"can connect to the job (owner {status.st_uid}, mode {status.st_mode & 0o777:04o})")

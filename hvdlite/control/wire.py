@@ -5,16 +5,15 @@
 Rules (docs/protocol.md#frames)
 - The length is checked against a limit before anything is allocated.
 - Sequence numbers count up from 0 in each direction; anything else (replay, loss) ends the connection.
-- The MAC covers header and body, with a key of its own per connection and direction, made from both sides' nonces.
+- The MAC covers the whole number of the frame (64 bits, of which 32 travel), header and body, with a key of its own per
+  connection and direction, made from both sides' nonces; see `control/handshake.py`.
 - A Unix socket in a directory of mode 0700 whose peer has our user id needs no MAC.
 - Any violation after authentication ends the connection: a dropped frame would be a lost decision.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-import secrets
 import socket
 import struct
 
@@ -23,8 +22,8 @@ from hvdlite.core.errors import ProtocolError
 from hvdlite.negotiation.messages import Message
 
 _HEADER = struct.Struct("!IBI")
+_NUMBER = struct.Struct("!Q")
 _MAC_BYTES = 32
-_NONCE_BYTES = 32
 _RECEIVE_BYTES = 1 << 16
 
 
@@ -57,8 +56,8 @@ class Connection:
         if len(body) > self._limit:
             raise ProtocolError(f"a control message of {len(body)} bytes exceeds HVDLITE_FRAME_LIMIT={self._limit}")
         header = _HEADER.pack(len(body), kind, self._sent & 0xFFFFFFFF)
+        self._unsent += header + body + self._mac(self._send_key, self._sent, header, body)
         self._sent += 1
-        self._unsent += header + body + self._mac(self._send_key, header, body)
         self.push()
 
     def push(self) -> None:
@@ -139,55 +138,12 @@ class Connection:
                 break
             body, mac = bytes(self._unread[_HEADER.size:end]), bytes(self._unread[end:end + mac_bytes])
             del self._unread[:end + mac_bytes]
-            if mac_bytes and not hmac.compare_digest(mac, self._mac(self._receive_key, header, body)):
+            if mac_bytes and not hmac.compare_digest(mac, self._mac(self._receive_key, self._received, header, body)):
                 raise ProtocolError("a frame is not signed with the job's key")
             self._received += 1
             messages.append(decode(kind, body))
         return messages
 
     @staticmethod
-    def _mac(key: bytes, header: bytes, body: bytes) -> bytes:
-        return hmac.digest(key, header + body, "sha256") if key else b""
-
-
-def challenge_as_server(sock: socket.socket, key: bytes, frame_limit: int) -> Connection:
-    """Authenticate a client that knows `key` and prove that we know it too; `sock` has a timeout.
-
-    Raises:
-        ProtocolError: when the client does not know the key.
-        OSError: when it closes or stays silent.
-    """
-    ours = secrets.token_bytes(_NONCE_BYTES)
-    sock.sendall(ours)
-    answer = _exactly(sock, _NONCE_BYTES + _MAC_BYTES)
-    theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _proof(key, b"client", ours, theirs)):
-        raise ProtocolError("the peer does not know the job's key")
-    sock.sendall(_proof(key, b"server", ours, theirs))
-    return Connection(sock, send_key=_proof(key, b"server to client", ours, theirs),
-                      receive_key=_proof(key, b"client to server", ours, theirs), frame_limit=frame_limit)
-
-
-def challenge_as_client(sock: socket.socket, key: bytes, frame_limit: int) -> Connection:
-    """Like `challenge_as_server`, from the other side."""
-    theirs = _exactly(sock, _NONCE_BYTES)
-    ours = secrets.token_bytes(_NONCE_BYTES)
-    sock.sendall(ours + _proof(key, b"client", theirs, ours))
-    if not hmac.compare_digest(_exactly(sock, _MAC_BYTES), _proof(key, b"server", theirs, ours)):
-        raise ProtocolError("whoever listens at the coordinator's address does not know the job's key")
-    return Connection(sock, send_key=_proof(key, b"client to server", theirs, ours),
-                      receive_key=_proof(key, b"server to client", theirs, ours), frame_limit=frame_limit)
-
-
-def _proof(key: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    return hmac.digest(key, role + b"|" + server_nonce + client_nonce, hashlib.sha256)
-
-
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    received = b""
-    while len(received) < count:
-        piece = sock.recv(count - len(received))
-        if not piece:
-            raise ConnectionError("closed during the handshake")
-        received += piece
-    return received
+    def _mac(key: bytes, number: int, header: bytes, body: bytes) -> bytes:
+        return hmac.digest(key, _NUMBER.pack(number) + header + body, "sha256") if key else b""

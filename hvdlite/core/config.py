@@ -16,6 +16,8 @@ from hvdlite.core import config_file, launch_contract
 from hvdlite.core.errors import ConfigError
 
 KIB, MIB = 1 << 10, 1 << 20
+MOST_SECONDS: Final = 1e9
+"""Thirty years: longer waits are no different from an infinite one, and system calls refuse them."""
 _MAX_SOCKET_TIMEOUT: Final = 2_000_000.0
 """In seconds; `socket.settimeout` stores milliseconds in 31 bits."""
 
@@ -29,8 +31,12 @@ def _at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str]
     return parse
 
 
-_seconds = _at_least(0, float)
-"""Parses a knob in seconds; 0 means never (see `timeout_or_inf`)."""
+def _seconds(text: str) -> float:
+    """Parse a knob in seconds; 0 means never (see `timeout_or_inf`), and so does what no clock reaches."""
+    value = float(text)
+    if not value >= 0:  # NaN is not
+        raise ValueError("must be a number of seconds from 0")
+    return value if value < MOST_SECONDS else 0.0
 
 
 def _one_of(*words: str) -> Callable[[str], str]:
@@ -146,7 +152,7 @@ class Config:
         80, _at_least(0), "microseconds for which the background thread polls before it sleeps, while the script is "
         "blocked in a wait; 0 turns polling off")
     shm_slot: int = knob(
-        4 * MIB, _size, "size of one staging slot in the shm plane, in bytes; a rank has two", must_match=True)
+        4 * MIB, _size, "size of one staging slot in the shm plane, in bytes; a rank has three", must_match=True)
     shm_chunk: int = knob(
         512 * KIB, _size, "bytes reduced per NumPy call; each call releases the GIL once",
         tunable=(64 * KIB, 4 * MIB))
@@ -214,6 +220,8 @@ class Config:
         "TCP; 0 is never")
     frame_limit: int = knob(64 * MIB, _size, "longest control message that is accepted, in bytes")
     log_level: str = knob("WARNING", _level, "lowest level of messages that are logged", LOG_LEVEL=_same)
+    full_tracebacks: bool = knob(
+        False, _flag, "print hvdlite's own frames in tracebacks, and the traceback of every rank; hvdrun --verbose sets it")
     log_hide_time: bool = knob(False, _flag, "leave the time out of logged lines", LOG_HIDE_TIME=_same)
     config_file: str = knob("", _file, "YAML file with knobs by name, or in the sections of Horovod's config file")
 

@@ -22,19 +22,20 @@ OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 @contextlib.contextmanager
-def reserve_descriptors(count: int, purpose: str) -> Iterator[None]:
+def reserve_descriptors(count: int, purpose: str, spare: int = SPARE) -> Iterator[None]:
     """Raise the soft limit for `count` more descriptors, which the code in this context opens; the limit is not restored.
 
     Args:
         purpose: the subject of error messages, such as "rank 0 of a job of 64 ranks".
+        spare: how many more there should be, as far as the hard limit allows.
 
     Raises:
         LaunchError: if the hard limit is too low or the system has no descriptors left; with advice to raise the limit.
     """
     in_use = _in_use()
     soft, hard = _limits()
-    if soft < in_use + count + SPARE:
-        _raise_soft_limit(min(in_use + count + SPARE, hard))
+    if soft < in_use + count + spare:
+        _raise_soft_limit(min(in_use + count + spare, hard))
     if hard < in_use + count:
         raise LaunchError(_explanation(count, in_use, purpose))
     try:

@@ -68,6 +68,11 @@ CAUSE_FILE = "cause"
 MEMBERS_FILE = "members"
 """Beside a task of an elastic job, on the caller's side only: the members of the last world, by rank."""
 
+OUTPUT_LOST = 74
+"""hvdrun's exit code when the job has succeeded, and some of its output could not be written (EX_IOERR of sysexits.h)."""
+RESULTS_LOST = 73
+"""hvdrun's exit code when the job has succeeded, and results of a task could not be kept (EX_CANTCREAT)."""
+
 COORDINATES = {
     RANK: "rank", SIZE: "size", LOCAL_RANK: "local_rank", LOCAL_SIZE: "local_size",
     CROSS_RANK: "cross_rank", CROSS_SIZE: "cross_size",
@@ -101,6 +106,7 @@ class FailureRecord:
     kind: str  # the exception's type
     message: str
     traceback: str
+    shown: bool = False  # whether the process has printed the traceback to its standard error
 
     @staticmethod
     def path(job_directory: str, rank: int) -> Path:

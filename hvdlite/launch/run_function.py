@@ -8,6 +8,7 @@ its result, which the caller verifies in turn. The key is part of the job's envi
 from __future__ import annotations
 
 import codecs
+import contextlib
 import hashlib
 import hmac
 import json
@@ -25,7 +26,15 @@ from typing import IO, Any, Final, TextIO
 import cloudpickle
 
 from hvdlite.core.errors import LaunchError, PeerLostError, ProtocolError
-from hvdlite.core.launch_contract import CAUSE_FILE, KEY_FILE, MEMBERS_FILE, RESULT_FILE, TASK_FILE, write_private_file
+from hvdlite.core.launch_contract import (
+    CAUSE_FILE,
+    KEY_FILE,
+    MEMBERS_FILE,
+    OUTPUT_LOST,
+    RESULT_FILE,
+    TASK_FILE,
+    write_private_file,
+)
 
 _DIGEST: Final = hashlib.sha256
 _MAC_BYTES: Final = 32
@@ -108,12 +117,12 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
         write_private_file(Path(directory) / KEY_FILE, key.encode())
         call = _pickled(func, args, dict(kwargs or {}))
         write_private_file(Path(directory) / TASK_FILE, sign(call, bytes.fromhex(key), "task"))
-        command = [sys.executable, "-m", "hvdlite_runner.cli", *arguments, *options, "--task-directory", directory,
+        command = [sys.executable, "-m", "hvdlite_runner", *arguments, *options, "--task-directory", directory,
                    executable or sys.executable, "-m", "hvdlite.launch.run_task"]
         code, messages = _launch(command, {**os.environ, **(env or {})})
-        if code != 0:
+        if code not in (0, OUTPUT_LOST):
             _raise_root_error(Path(directory), bytes.fromhex(key), code, messages)
-        return [_result(Path(directory), sender, bytes.fromhex(key))[1] for sender in _senders(Path(directory))]
+        return _results(Path(directory), bytes.fromhex(key))
 
 
 _IGNORED: Final = frozenset({"disable_cache"})
@@ -121,17 +130,23 @@ _IGNORED: Final = frozenset({"disable_cache"})
 
 def sign(content: bytes, key: bytes, purpose: str) -> bytes:
     """Return the MAC (HMAC-SHA256 over purpose and content) followed by `content`."""
-    return hmac.digest(key, purpose.encode() + b"|" + content, _DIGEST) + content
+    return _mac(content, key, purpose) + content
 
 
-def verified(signed: bytes, key: bytes, purpose: str) -> bytes:
+def _mac(content: bytes | memoryview, key: bytes, purpose: str) -> bytes:
+    mac = hmac.new(key, purpose.encode() + b"|", _DIGEST)
+    mac.update(content)  # it may be large: not copied
+    return mac.digest()
+
+
+def verified(signed: bytes, key: bytes, purpose: str) -> memoryview:
     """Verify a MAC and return the signed content.
 
     Raises:
         ProtocolError: when the MAC does not match this key, purpose and content.
     """
-    mac, content = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
-    if not key or not hmac.compare_digest(mac, hmac.digest(key, purpose.encode() + b"|" + content, _DIGEST)):
+    mac, content = signed[:_MAC_BYTES], memoryview(signed)[_MAC_BYTES:]
+    if not key or not hmac.compare_digest(mac, _mac(content, key, purpose)):
         raise ProtocolError(f"the {purpose} was not signed with the job's key; it is not unpickled")
     return content
 
@@ -171,16 +186,32 @@ def _forward(source: IO[bytes], target: TextIO, messages: list[str]) -> None:
     while content := source.read(1 << 16):
         text = decoder.decode(content)
         messages.append(text)
-        target.write(text)
-        target.flush()
+        with contextlib.suppress(OSError, ValueError):  # a stream that is closed or full; the launcher must not block
+            target.write(text)
+            target.flush()
 
 
-def _senders(directory: Path) -> list[int]:
-    """Return whose results there are, in rank order: ranks, or the members of an elastic job's last world."""
-    sent = {int(path.suffix[1:]) for path in directory.glob(f"{RESULT_FILE}.*")}
-    members = directory / MEMBERS_FILE
-    order = json.loads(members.read_text(encoding="utf-8")) if members.exists() else sorted(sent)
-    return [sender for sender in order if sender in sent]
+def _results(directory: Path, key: bytes) -> list[Any]:
+    """Return one result for each rank, in rank order.
+
+    Raises:
+        LaunchError: when hvdrun has not written which ranks there were.
+        PeerLostError: when a rank has ended without a result.
+    """
+    try:  # ranks, or the members of an elastic job's last world
+        senders = json.loads((directory / MEMBERS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"hvdrun has not written which ranks have ended: {error}") from None
+    results = []
+    for rank, sender in enumerate(senders):
+        if not (directory / f"{RESULT_FILE}.{sender}").exists():
+            raise PeerLostError(f"rank {rank} has ended without a result: it called os._exit, or its host was lost", rank)
+        failed, value = _result(directory, sender, key)
+        if failed:
+            raise PeerLostError(f"rank {rank} has left the function with {type(value[0]).__name__} instead of a result",
+                                rank) from RankTraceback(f"on rank {rank}:\n{value[1]}")
+        results.append(value)
+    return results
 
 
 def _result(directory: Path, sender: int, key: bytes) -> tuple[bool, Any]:

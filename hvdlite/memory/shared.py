@@ -21,6 +21,7 @@ Rules (docs/protocol.md#slots, #staging-regions, #allocation, #memory-order)
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import tempfile
@@ -29,6 +30,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdlite.core.array import Array
+from hvdlite.core.errors import LaunchError
 from hvdlite.memory.fence import Fence, fence_file
 
 COUNTER_STRIDE = 64
@@ -42,9 +44,10 @@ LEAST_SPAN = 1 << 32
 
 
 def anonymous_file() -> int:
-    """Return the descriptor of an empty shared memory object without a name."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("hvdlite", os.MFD_CLOEXEC)
+    """Return the descriptor of an empty shared memory object without a name, whose length is fixed."""
+    seals = hasattr(os, "memfd_create")
+    if seals:
+        descriptor = os.memfd_create("hvdlite", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:
         descriptor, path = tempfile.mkstemp(prefix="hvdlite-")
         os.unlink(path)
@@ -52,11 +55,16 @@ def anonymous_file() -> int:
     while True:
         try:
             os.ftruncate(descriptor, span)
-            return descriptor
-        except OSError:  # 32 bits, another file system, or `ulimit -f`
+            break
+        except OSError as error:  # 32 bits, another file system, or `ulimit -f`
             if span <= LEAST_SPAN:
-                raise
+                os.close(descriptor)
+                raise LaunchError(f"cannot make shared memory of {LEAST_SPAN >> 30} GiB (only used pages take memory): "
+                                  f"{error.strerror}; `ulimit -f` must allow as much") from None
             span >>= 1
+    if seals:  # a process that shrank it would end the others with SIGBUS
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return descriptor
 
 
 class _Mapping(mmap.mmap):

@@ -29,6 +29,7 @@ from hvdlite.core.file_limit import reserve_descriptors
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import OobChannel, WaitUntil
+from hvdlite.planes.gloo_listener import make_deaf
 from hvdlite.planes.process_group import library_error
 from hvdlite.planes.process_group_plane import ProcessGroupPlane
 
@@ -36,6 +37,12 @@ NO_TIMEOUT_SECONDS: Final = 10 * 365 * 86_400.0
 """Gloo requires a timeout, in nanoseconds; ten years fit."""
 ABORT_SECONDS: Final = 2.0
 """Time for Gloo to end aborted operations."""
+CONNECTED_AT_ONCE: Final = 64
+"""Ranks of a group that all connect when it is made; then nobody else can connect. In a larger group two ranks connect when
+they first exchange data, and Gloo goes on listening.
+"""
+SPARE_FOR_STRANGERS: Final = 1 << 16
+"""Descriptors more than needed, if the hard limit allows: as many connections as one address can make to Gloo's port."""
 
 _SUMMED_AS = {np.dtype(name): np.dtype(other) for name, other in {
     "int8": "int8", "uint8": "uint8", "int32": "int32", "uint32": "int32", "int64": "int64", "uint64": "int64",
@@ -84,13 +91,22 @@ def _connect(rank: int, oob: OobChannel, wake: Callable[[], None], address: str,
     device_address = {"interface": address} if is_name else {"hostname": address}
     options._devices = [_device(gloo, device_address)]
     try:
-        with reserve_descriptors(len(ranks) + 8, f"Gloo, which connects each of {len(ranks)} ranks with others,"):
+        with reserve_descriptors(len(ranks) + 8, f"Gloo, which connects each of {len(ranks)} ranks with others,",
+                                 spare=SPARE_FOR_STRANGERS):
             group = gloo(store, ranks.index(rank), len(ranks), options)
     except RuntimeError as error:
         if store.failure is not None:
             raise store.failure from None
         raise library_error("Gloo", ranks, error, wait_until) from error
-    return GlooProcessGroup(group, ranks, wake, store, functools.partial(oob.withdraw, label))
+    made = GlooProcessGroup(group, ranks, wake, store, functools.partial(oob.withdraw, label))
+    if len(ranks) <= CONNECTED_AT_ONCE:
+        try:
+            made.connect_all(wait_until)
+        except BaseException:
+            made.close()
+            raise
+        make_deaf(store.published)
+    return made
 
 
 def _device(gloo: Any, address: Mapping[str, str]) -> Any:
@@ -121,6 +137,11 @@ def _store_class() -> Any:
             self.failure: BaseException | None = None
             self._publish, self._fetch, self._index = publish, fetch, index
             self._texts: dict[int, bytes] = {}
+
+        @property
+        def published(self) -> bytes:
+            """This rank's text, which contains the address of its listener."""
+            return self._texts.get(self._index, b"")
 
         def set(self, key: str, value: bytes | str) -> None:
             assert key.endswith(f"/{self._index}") and not self._texts, f"Gloo sets {key}"
@@ -158,6 +179,11 @@ class GlooProcessGroup:
         self._tensor = importlib.import_module("torch").from_numpy  # over the same memory
         self._distributed = importlib.import_module("torch.distributed")
         self._reductions: dict[ReduceOp, Any] = {}
+
+    def connect_all(self, wait_until: WaitUntil) -> None:
+        """Connect this rank with all others, by exchanging a byte with each; all ranks of the group call this."""
+        bounds = range(self._size + 1)
+        self.alltoall(np.zeros(self._size, np.uint8), bounds, np.empty(self._size, np.uint8), bounds, 1, wait_until)
 
     def reduces(self, collective: Collective, op: ReduceOp, dtype: np.dtype[np.generic], nbytes: int) -> bool:
         if collective is Collective.REDUCESCATTER or op is ReduceOp.ADASUM:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hvdlite.bootstrap.cancellation import Cancellation
-from hvdlite.bootstrap.environments import LaunchInfo, check_directory
+from hvdlite.bootstrap.environments import LaunchInfo
+from hvdlite.bootstrap.job_directory import JobDirectory
 from hvdlite.bootstrap.member import Member
 from hvdlite.bootstrap.rendezvous import host_identity
 from hvdlite.control.doorbell import Doorbell
@@ -114,7 +114,8 @@ def assemble(info: LaunchInfo, config: Config, casts: Casts, stack_dump: StackDu
     if info.world.size == 1:
         return assemble_threads(1, config, casts=casts, devices=gpus(info, config, environment or {}),
                                 epoch=info.world.epoch)[0]
-    meeting = Meeting(info, config, cancellation or Cancellation(), member)
+    directory = JobDirectory(info.job_directory, agreed=info.owns_directory)
+    meeting = Meeting(info, config, cancellation or Cancellation(), directory, member)
     with contextlib.ExitStack() as made:
         runtime = _assembled(meeting, casts, stack_dump, environment or {}, made, learned)
         made.pop_all()  # the runtime closes them
@@ -129,8 +130,7 @@ def _assembled(meeting: Meeting, casts: Casts, stack_dump: StackDumpTarget, envi
         made: gets what must be closed when this fails half-way. All of it can be closed twice.
     """
     info, config = meeting.info, meeting.config
-    check_directory(info.job_directory, make=info.owns_directory)
-    try:
+    with contextlib.closing(meeting.directory):
         direct, welcome = meeting.ranks(stack_dump)
         for connection in direct.values():
             made.callback(connection.close)
@@ -145,9 +145,6 @@ def _assembled(meeting: Meeting, casts: Casts, stack_dump: StackDumpTarget, envi
             doorbells, memory, inside = meeting.shared(local, made, use_leaders=welcome.use_leaders)
             control = _control(world, hosts, direct, inside, doorbells, pids, config, use_leaders=welcome.use_leaders)
             made.callback(control.close)
-    finally:
-        if info.owns_directory and info.world.local_rank == 0:
-            shutil.rmtree(info.job_directory, ignore_errors=True)
     oob = OobChannel(world.rank)
     planes = HostPlanes(world.rank, hosts, config, casts, memory, control, oob, address, info.communicator)
     choice = choose_plane(config.cpu_operations, hosts, dict(welcome.unavailable))

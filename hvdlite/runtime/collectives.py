@@ -12,6 +12,7 @@ from hvdlite.core.array import check_reducible, dtype_name
 from hvdlite.core.device import CPU, AnyArray, DeviceArray, device_of
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
+from hvdlite.core.texts import encodable
 from hvdlite.core.types import ROOTED, Collective, ReduceOp
 from hvdlite.core.world import World
 from hvdlite.handoff.entry import Entry
@@ -128,26 +129,31 @@ class Collectives:
                                device=device_of(array))
         return self._inbox.enqueue(Entry(request, [array], [], None, self._waiters))
 
-    def broadcast(self, name: str, array: AnyArray, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+    def broadcast(self, name: str, array: AnyArray, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID,
+                  over_control: bool = False) -> Handle:
         """Overwrite `array` on every rank of a process set with rank `root_rank`'s.
 
         Args:
             root_rank: its number in the job, not in the set.
+            over_control: send the array, which is small and on the host, over the control plane, which is authenticated,
+                and never over a data plane.
 
         Raises:
             UnsupportedError: for an unsupported dtype, or a root or a caller that is not in the set.
             DuplicateNameError: Like `allreduce`.
         """
         request = self.request(name, Collective.BROADCAST, _checked(name, array), array.shape, root_rank=root_rank,
-                               payload=self._payload(array) if self._world.rank == root_rank else None,
+                               payload=self._payload(array, over_control) if self._world.rank == root_rank else None,
                                process_set=process_set, device=device_of(array))
         return self._inbox.enqueue(Entry(request, *_memory(array, array), array, self._waiters))
 
-    def allgather(self, name: str, array: AnyArray, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+    def allgather(self, name: str, array: AnyArray, *, process_set: int = GLOBAL_PROCESS_SET_ID,
+                  over_control: bool = False) -> Handle:
         """Concatenate all ranks' arrays along the first dimension, in rank order, into a new array.
 
         Args:
             array: at least 1-D; the first dimension may differ between ranks and may be 0.
+            over_control: as for `broadcast`.
 
         Raises:
             UnsupportedError: for a scalar or an unsupported dtype.
@@ -155,7 +161,8 @@ class Collectives:
         """
         _check_rows(name, array, "allgather concatenates along")
         request = self.request(name, Collective.ALLGATHER, _checked(name, array), array.shape,
-                               payload=self._payload(array), process_set=process_set, device=device_of(array))
+                               payload=self._payload(array, over_control), process_set=process_set,
+                               device=device_of(array))
         return self._inbox.enqueue(Entry(request, [array], [], None, self._waiters))
 
     def gather(self, name: str, array: AnyArray, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
@@ -286,11 +293,14 @@ class Collectives:
             what = f"this job (0..{self._world.size - 1})" if process_set == GLOBAL_PROCESS_SET_ID else \
                 f"process set {process_set}, which is ranks {list(members)}"
             raise UnsupportedError(f"'{name}': root_rank {root_rank} is not a rank of {what}")
+        if not name.isascii() and encodable(name) != name:
+            raise UnsupportedError(f"'{encodable(name)}': the name of a tensor is sent as UTF-8, and this one has lone "
+                                   "surrogates; use another name")
         return Request(name, collective, dtype, shape, root_rank=root_rank, process_set_id=process_set, **rest)
 
-    def _payload(self, array: AnyArray | None) -> bytes | None:
-        """Return what a tensor offers to the eager lane: its bytes, if they are few."""
-        if type(array) is not np.ndarray or array.nbytes > self._eager_limit:
+    def _payload(self, array: AnyArray | None, always: bool = False) -> bytes | None:
+        """Return what a tensor offers to the eager lane: its bytes, if they are few, or `always`."""
+        if type(array) is not np.ndarray or (array.nbytes > self._eager_limit and not always):
             return None
         return array.tobytes()
 

@@ -17,6 +17,7 @@ from hvdlite._version import __version__
 from hvdlite.bootstrap.cancellation import Cancellation
 from hvdlite.bootstrap.descriptors import recv_fds, send_fds
 from hvdlite.bootstrap.environments import LaunchInfo
+from hvdlite.bootstrap.job_directory import JobDirectory
 from hvdlite.bootstrap.member import Member
 from hvdlite.bootstrap.rendezvous import Address, accept_ranks, advertised_address, connect_to_rank_0, host_identity, listen
 from hvdlite.control.codec import RankInfo, Welcome
@@ -25,6 +26,7 @@ from hvdlite.control.wire import Connection
 from hvdlite.core.config import Config, matching_knobs, timeout_or_inf
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.stack_dump import StackDumpTarget
+from hvdlite.core.texts import encodable
 from hvdlite.core.world import Hosts, World
 from hvdlite.memory import fence
 from hvdlite.memory.shared import SharedMemory, anonymous_file
@@ -40,12 +42,14 @@ class Meeting:
 
     Attributes:
         cancellation: ends the meeting from another thread.
+        directory: where the ranks of this host find each other.
         member: in an elastic job, the link by which rank 0's address is told; None in other jobs.
     """
 
     info: LaunchInfo
     config: Config
     cancellation: Cancellation
+    directory: JobDirectory
     member: Member | None = None
 
     def ranks(self, stack_dump: StackDumpTarget) -> tuple[Mapping[int, Connection], Welcome]:
@@ -61,6 +65,8 @@ class Meeting:
                                                     cancellation=self.cancellation)
             return {0: connection}, msgspec.structs.replace(welcome, clock=welcome.clock - time.monotonic())
         address = self._address()
+        if address.path:
+            self.directory.make()
         with contextlib.closing(listen(address)) as listener:
             try:
                 if self._is_told:
@@ -72,7 +78,7 @@ class Meeting:
                 return connections, msgspec.structs.replace(welcome, clock=0.0)
             finally:
                 if address.path:
-                    Path(address.path).unlink(missing_ok=True)
+                    Path(address.resolved()[1]).unlink(missing_ok=True)
 
     def shared(self, local: Sequence[int], made: contextlib.ExitStack, *,
                use_leaders: bool) -> tuple[dict[int, Doorbell], SharedMemory, dict[int, Connection]]:
@@ -84,7 +90,7 @@ class Meeting:
         """
         rank, (leader, *others) = self.info.world.rank, local
         timeout = timeout_or_inf(self.config.start_timeout)
-        path = self._socket_path("memory")
+        name = self._socket_name("memory")
         fenced = fence.is_needed()
         pairs = [socket.socketpair() for _ in others] if use_leaders and rank == leader else []
         if rank == leader:
@@ -100,11 +106,12 @@ class Meeting:
                 if others:
                     rings = [descriptor for doorbell in doorbells for descriptor in doorbell.descriptors]
                     ends = [[theirs.fileno()] for _, theirs in pairs] if use_leaders else [[] for _ in others]
-                    send_fds(path, [file, *fences, *rings], ends, timeout, self.cancellation)
+                    self.directory.make()
+                    send_fds(self.directory.socket_path(name), [file, *fences, *rings], ends, timeout, self.cancellation)
             inside = {other: Connection(ours, frame_limit=self.config.frame_limit)
                       for other, (ours, _) in zip(others, pairs, strict=use_leaders)}
             return dict(zip(local, doorbells, strict=True)), memory, inside
-        file, *rest = recv_fds(path, others.index(rank), timeout, self.cancellation)
+        file, *rest = recv_fds(lambda: self.directory.socket_path(name), others.index(rank), timeout, self.cancellation)
         memory = SharedMemory(file, rank, fence.Fence(rest.pop(0)) if fenced else None)
         inside = {}
         if use_leaders:
@@ -121,7 +128,8 @@ class Meeting:
         no_mpi = "" if info.communicator is not None else info.mpi_problem or "the job was not started with mpirun"
         reasons = {"mpi": no_mpi, "gloo": gloo_unavailable_reason()}
         lacks = tuple((name, reason) for name, reason in reasons.items() if reason)
-        return RankInfo(rank=world.rank, size=world.size, pid=os.getpid(), host=f"{host_identity()}:{info.job_directory}",
+        return RankInfo(rank=world.rank, size=world.size, pid=os.getpid(),
+                        host=encodable(f"{host_identity()}:{info.job_directory}"),
                         version=__version__, stack_dump=stack_dump, settings=matching_knobs(self.config), unavailable=lacks,
                         epoch=world.epoch)
 
@@ -142,7 +150,9 @@ class Meeting:
         """
         info, world = self.info, self.info.world
         if not self._over_tcp:
-            return Address(path=self._socket_path("control"))
+            name = self._socket_name("control")
+            return Address(path=f"{info.job_directory}{'.*' * info.owns_directory}/{name}",
+                           locate=lambda: self.directory.socket_path(name))
         if self.config.control == "unix":
             raise LaunchError("HVDLITE_CONTROL=unix is for one host, and the job has ranks on several")
         if self._is_told:
@@ -154,10 +164,10 @@ class Meeting:
             raise LaunchError("ranks that meet over TCP need HVDLITE_COORDINATOR=host:port, the same on all ranks")
         return Address(host=info.coordinator[0], port=info.coordinator[1], key=info.key)
 
-    def _socket_path(self, name: str) -> str:
-        """Return the path of a socket; in an elastic job each world has sockets of its own."""
+    def _socket_name(self, name: str) -> str:
+        """Return the name of a socket in the job directory; in an elastic job each world has sockets of its own."""
         epoch = self.info.world.epoch
-        return str(Path(self.info.job_directory) / (f"{name}.{epoch}.sock" if epoch else f"{name}.sock"))
+        return f"{name}.{epoch}.sock" if epoch else f"{name}.sock"
 
 
 def checked_world(info: LaunchInfo, hosts: Hosts) -> World:

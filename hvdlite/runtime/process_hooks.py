@@ -6,13 +6,14 @@ import logging
 import signal
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
 from hvdlite.core.errors import PeerLostError
+from hvdlite.core.texts import LONGEST_TRACEBACK, shortened, text_of
+from hvdlite.runtime import tracebacks
 from hvdlite.runtime.runtime import Runtime
 
 _log = logging.getLogger("hvdlite")
@@ -59,15 +60,16 @@ def answer_signal(signum: int, current: Callable[[], Runtime | None]) -> None:
 
 def tell_failure(runtime: Runtime, error: BaseException) -> tuple[int, str]:
     """Tell the other ranks of an exception; return the rank where it began, and its traceback as text."""
-    text = "".join(traceback.format_exception(error))
-    suffered = [known.rank for known in (*_causes(error), runtime.failure)
+    text = tracebacks.text_of(error)
+    suffered = [known.rank for known in (*tracebacks.causes(error), runtime.failure)
                 if isinstance(known, PeerLostError) and known.rank >= 0]
     origin = suffered[0] if suffered else runtime.world.rank
-    runtime.fail(type(error).__name__, str(error), text, origin)
+    text = shortened(text, LONGEST_TRACEBACK)
+    runtime.fail(type(error).__name__, text_of(error), text, origin)
     return origin, text
 
 
-def record_failure(directory: str, error: BaseException, process: int, origin: int, text: str) -> None:
+def record_failure(directory: str, error: BaseException, process: int, origin: int, text: str, *, shown: bool) -> None:
     """Let the launcher know why this process ends.
 
     Args:
@@ -75,12 +77,7 @@ def record_failure(directory: str, error: BaseException, process: int, origin: i
         process: this process's rank; in an elastic job, its member id.
         origin: that of the process where it began.
         text: the traceback.
+        shown: whether it was printed to standard error.
     """
-    launch_contract.FailureRecord(process, origin, time.time(), type(error).__name__, str(error), text).write(directory)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and what it was raised from."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+    launch_contract.FailureRecord(process, origin, time.time(), type(error).__name__, text_of(error), text, shown).write(
+        directory)

@@ -15,6 +15,7 @@ from hvdlite.core.config import Config
 from hvdlite.core.device import CPU, DeviceAccess
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
+from hvdlite.core.texts import LONGEST_MESSAGE, LONGEST_TRACEBACK, shortened
 from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.progress import Progress
@@ -106,7 +107,8 @@ class Runtime:
         """
         if self.in_child or self._state.ended.is_set():
             return
-        notice = FailureNotice(self.world.rank if origin is None else origin, kind, message, traceback)
+        notice = FailureNotice(self.world.rank if origin is None else origin, kind, shortened(message, LONGEST_MESSAGE),
+                               shortened(traceback, LONGEST_TRACEBACK))
         self._inbox.post(Task(lambda: self._engine.fail(notice)))
         self._state.ended.wait(FLUSH_SECONDS)
 

@@ -10,11 +10,11 @@ import contextlib
 import gc
 import logging
 import os
-import traceback
 from collections.abc import Iterator, Mapping, MutableMapping
 
 from hvdlite.bootstrap.cancellation import Cancellation
 from hvdlite.bootstrap.environments import LaunchInfo
+from hvdlite.bootstrap.job_key import JobKey
 from hvdlite.bootstrap.launch_info import resolve_launch
 from hvdlite.bootstrap.member import Member
 from hvdlite.core import launch_contract
@@ -26,6 +26,7 @@ from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import enable_stack_dump
 from hvdlite.membership.messages import WorldOrder
 from hvdlite.planes.arithmetic import Casts
+from hvdlite.runtime import tracebacks
 from hvdlite.runtime.assemble import assemble
 from hvdlite.runtime.followers import Followers
 from hvdlite.runtime.learned import Learned
@@ -40,7 +41,8 @@ class Worlds:
     """The world of this process, and what outlives it. Only user threads call it; not two at a time.
 
     Args:
-        environ: the process's environment; in an elastic job, coordinates are rewritten with each world.
+        environ: the process's environment; the job's key is removed from it, and in an elastic job coordinates are rewritten
+            with each world.
 
     Attributes:
         runtime: this process's runtime; None without a world.
@@ -62,9 +64,11 @@ class Worlds:
         self.defaults: dict[str, str] = {}
         self.runs_elastically = False
         self._environ = environ
+        self._key = JobKey(environ)
         self._process_sets = RegisteredSets()
         self._members: tuple[int, ...] = ()  # of an elastic job's world, by rank; of world 1: the ranks
         self._tuned: dict[str, int] = {}  # knobs, in the last world of an elastic job in which any were
+        self._full_tracebacks = False
         self._stack_dump: StackDumpTarget | None = None  # where this process writes its stacks
 
     @property
@@ -106,7 +110,9 @@ class Worlds:
             if self.member is not None:  # each change collects garbage; what has been imported would make that slow
                 gc.collect()
                 gc.freeze()
-        info = resolve_launch(comm, self._environ, os.getppid(), config)
+        info = resolve_launch(comm, self._key.environment(), os.getppid(), config)
+        self._key.take()
+        self._full_tracebacks = config.full_tracebacks
         configure_logging(config, lambda: self.coordinates.rank if self.is_initialized else info.world.rank)
         if launch_contract.JOINER in self._environ:
             self._enter(LaunchInfo("none", World()), config)
@@ -125,18 +131,28 @@ class Worlds:
         self.runtime = self.waiting = None
         self._process_sets.clear()
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks and the launcher that this process ends with an exception."""
+    def fail(self, error: BaseException, *, prints: bool = False) -> bool:
+        """Tell the other ranks and the launcher that this process ends with an exception.
+
+        Args:
+            prints: whether to print it first, so that the cause is on the screen before the others hear of it.
+
+        Returns:
+            False if this process is in no job: then nothing is done.
+        """
         if not self.is_initialized or self._in_child:
-            return
+            return False
         own = self.coordinates.rank if self.member is None else self.member.number
+        directory = self._environ.get(launch_contract.JOB_DIRECTORY)
+        shown = prints and tracebacks.print_failure(error, directory, self.coordinates.rank, full=self._full_tracebacks)
         if self.runtime is None:
-            origin, text = own, "".join(traceback.format_exception(error))
+            origin, text = own, tracebacks.text_of(error)
         else:
             rank, text = tell_failure(self.runtime, error)
             origin = self._members[rank] if self._members else rank
-        if directory := self._environ.get(launch_contract.JOB_DIRECTORY):
-            record_failure(directory, error, own, origin, text)
+        if directory:
+            record_failure(directory, error, own, origin, text, shown=shown)
+        return True
 
     def close_in_child(self) -> None:
         """In a forked child: close every descriptor."""
@@ -211,7 +227,7 @@ class Worlds:
         self.end_world("it joins the job", at_rest=True)  # where it has been alone
         _take_coordinates(order, self.member.number, self._environ)
         config = self._config()
-        self._enter(resolve_launch(None, self._environ, os.getppid(), config), config,
+        self._enter(resolve_launch(None, self._key.environment(), os.getppid(), config), config,
                     Learned(self.followers.carried(), self._tuned))
         self._members = order.members
         self.member.met(order.epoch)

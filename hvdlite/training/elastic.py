@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from hvdlite import api
+from hvdlite.bootstrap.admission import MissingRanks
 from hvdlite.bootstrap.member import Member
-from hvdlite.bootstrap.rendezvous import MissingRanks
 from hvdlite.core.errors import (
     ForkedProcessError,
     HorovodInternalError,
@@ -72,9 +72,6 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
             raise TypeError(f"the first argument of {getattr(func, '__name__', 'the function')}() must be an elastic state, "
                             f"such as hvd.elastic.ObjectState(epoch=0); it is a {type(state).__name__}")
         with api.worlds().elastic_run() as member:
-            if member is not None and member.has_finished and api.rank() == 0:
-                _log.info("hvd.elastic.run is called again: ranks may be lost, but none can join any more, because they "
-                          "would begin with the script's first call")
             if member is None:
                 state.sync()
                 return func(state, *args, **kwargs)
@@ -114,6 +111,7 @@ class _Training:
                     raise
                 reason = "" if self._member.is_at_rest else f"{type(error).__name__}: {error}".splitlines()[0]
                 self._explain(error)
+                error.__traceback__ = None  # the world's handles have this error, and its frames have the world's memory
             self._leave(reason)
             order = self._next_order()
 

@@ -195,8 +195,10 @@ class ObjectState(State):
         Raises:
             ValueError: when they differ.
         """
+        self._compare_parts(self._bcast_object(self._parts()))
+
+    def _compare_parts(self, root: list[str]) -> None:
         own = self._parts()
-        root = self._bcast_object(own)
         if own != root:
             rank = api.rank() if api.is_initialized() else "?"
             raise ValueError(f"rank 0's elastic state has {', '.join(root) or 'nothing'}, and rank {rank}'s has "
@@ -214,19 +216,22 @@ class ObjectState(State):
         Args:
             sent: the attributes that rank 0 has sent; other ranks may have more.
         """
+        self._compare_replicas(self._replicated(sent))
+
+    def _compare_replicas(self, replicated: Iterable[tuple[str, Array | int]]) -> None:
         runtime = api.runtime() if api.is_initialized() and not api.is_provisional() else None
         if runtime is None or runtime.world.size == 1:
             return
         try:
-            named = sorted(self._replicated(sent), key=lambda part: part[0])
+            named = sorted(replicated, key=lambda part: part[0])
             check_replicas(runtime, named, "elastic.replicas", advice=_UNEQUAL)
         except ReplicaMismatchError:
             with contextlib.suppress(HorovodInternalError):
                 runtime.barrier("elastic.replicas.known").wait()  # this rank may end: the others must know why before that
             raise
 
-    def _replicated(self, sent: Collection[str]) -> Iterator[tuple[str, Array]]:
-        """Yield what `sync` makes equal on all ranks, as arrays with names."""
+    def _replicated(self, sent: Collection[str]) -> Iterator[tuple[str, Array | int]]:
+        """Yield what `sync` makes equal on all ranks, as arrays (or their digests) with names."""
         return named_parts("state", {name: getattr(self, name) for name in sent}, lambda name, value: None)
 
     def _is_plain(self, value: Any) -> bool:

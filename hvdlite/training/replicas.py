@@ -21,15 +21,15 @@ _DRIFT: Final = ("Something changed it on some ranks only: a gradient that is no
                  "seed, or a broadcast that was left out")
 
 
-def check_replicas(runtime: Runtime, named: Sequence[tuple[str, Array]], name: str,
+def check_replicas(runtime: Runtime, named: Sequence[tuple[str, Array | int]], name: str,
                    process_set: int = GLOBAL_PROCESS_SET_ID, advice: str = _DRIFT) -> None:
     """Compare tensors over the ranks of a process set; all of them call this.
 
     Costs a pass over the tensors and one small collective. The digest is CRC-32: a difference is overlooked once in 2^32.
 
     Args:
-        named: C-contiguous, the same names in the same order on all ranks. What follows a space in a name is for people, and
-            may differ.
+        named: C-contiguous, or their digests; the same names in the same order on all ranks. What follows a space in a name
+            is for people, and may differ.
         name: of the collectives.
         advice: the end of the error's text.
 
@@ -39,7 +39,7 @@ def check_replicas(runtime: Runtime, named: Sequence[tuple[str, Array]], name: s
     ranks = runtime.members(process_set)
     names = [each.partition(" ")[0] for each, _ in named]
     own = np.array([len(named), zlib.crc32("\n".join(names).encode()),
-                    *(_digest(array) for _, array in named)], np.int64)
+                    *(each if isinstance(each, int) else digest(each) for _, each in named)], np.int64)
     told = runtime.allgather(name, own, process_set=process_set).wait()
     assert told is not None
     found = []
@@ -55,23 +55,30 @@ def check_replicas(runtime: Runtime, named: Sequence[tuple[str, Array]], name: s
     if wrong.size:
         first = int(wrong[0])
         others = f" and {wrong.size - 1} of the other {len(named) - 1} tensors" if wrong.size > 1 else ""
-        who = _groups(ranks, [f"digest {int(digest):08x}" for digest in digests[:, first]])
+        who = _groups(ranks, [f"digest {int(each):08x}" for each in digests[:, first]])
         raise ReplicaMismatchError(f"replicas differ in '{named[first][0]}'{others}: {who}. {advice}")
 
 
-def named_parts(name: str, value: Any, array_of: Callable[[str, Any], Array | None]) -> Iterator[tuple[str, Array]]:
+def named_parts(name: str, value: Any,
+                array_of: Callable[[str, Any], Array | int | None]) -> Iterator[tuple[str, Array | int]]:
     """Yield the tensors and plain data in a structure of dicts, lists, tuples and sets, each as an array with a name.
 
     Other objects are left out, because equal ones may have different bytes.
 
     Args:
-        array_of: returns a tensor of a framework as a C-contiguous array; None for anything else.
+        array_of: returns a tensor of a framework as a C-contiguous array, or its digest; None for anything else.
     """
     yield from _parts(name, value, array_of, ())
 
 
-def _parts(name: str, value: Any, array_of: Callable[[str, Any], Array | None],
-           inside: tuple[int, ...]) -> Iterator[tuple[str, Array]]:
+def digest(array: Array) -> int:
+    """Return a C-contiguous array's digest: the CRC-32 of its dtype, its shape and its bytes."""
+    head = zlib.crc32(f"{array.dtype}{array.shape}".encode())
+    return zlib.crc32(array.reshape(-1).view(np.uint8).data, head)
+
+
+def _parts(name: str, value: Any, array_of: Callable[[str, Any], Array | int | None],
+           inside: tuple[int, ...]) -> Iterator[tuple[str, Array | int]]:
     array = array_of(name, value)
     if array is None and isinstance(value, (np.ndarray, np.generic)):
         has_padding = value.dtype.fields is not None or value.dtype.char in "gG"  # whose bytes mean nothing
@@ -95,11 +102,6 @@ def _described(value: object) -> Array:
     except ValueError:  # an integer of more digits than Python writes
         text = "a long integer"
     return np.frombuffer(text.encode(), np.uint8)
-
-
-def _digest(array: Array) -> int:
-    head = zlib.crc32(f"{array.dtype}{array.shape}".encode())
-    return zlib.crc32(array.reshape(-1).view(np.uint8).data, head)
 
 
 def _difference(ranks: Sequence[int], names: Sequence[Sequence[str]]) -> str:

@@ -67,7 +67,7 @@ def test_a_rendezvous_ends_wherever_it_blocks(address: Address) -> None:
 def test_passing_descriptors_ends_wherever_it_blocks(tmp_path: Path) -> None:
     path = str(tmp_path / "memory.2.sock")
     give_up(lambda cancellation: send_fds(path, [], [[]], 30.0, cancellation))
-    give_up(lambda cancellation: recv_fds(path, 0, 30.0, cancellation))
+    give_up(lambda cancellation: recv_fds(lambda: path, 0, 30.0, cancellation))
     assert not Path(path).exists()
 
 
@@ -78,5 +78,5 @@ def test_the_end_of_the_other_rank_is_told(tmp_path: Path) -> None:
         receiver = threading.Thread(target=lambda: listener.accept()[0].close(), daemon=True)
         receiver.start()
         with pytest.raises((LaunchError, ConnectionError), match=r"ended while|reset|Broken"):
-            recv_fds(path, 0, 30.0)
+            recv_fds(lambda: path, 0, 30.0)
         receiver.join(30)

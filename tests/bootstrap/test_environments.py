@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.bootstrap.environments import ENVIRONMENTS, PORTS, check_directory, first_host, read_launch_info
+from hvdlite.bootstrap.environments import ENVIRONMENTS, PORTS, first_host, read_launch_info
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.world import World
 
@@ -29,7 +29,6 @@ def test_every_row_of_the_table(environment: object, tmp_path: Path, monkeypatch
     info = read_launch_info(marked, parent=1)
     assert info.environment == row.name and info.world == World(1, 3, 1, 3)  # type: ignore[attr-defined]
     assert read_launch_info(marked, parent=2).job_directory == info.job_directory, "ranks must derive the same directory"
-    check_directory(read_launch_info(variables, parent=1).job_directory, make=True)
     assert read_launch_info(variables, parent=1).job_directory != read_launch_info(variables, parent=2).job_directory
 
 
@@ -38,8 +37,10 @@ def test_every_row_of_the_table(environment: object, tmp_path: Path, monkeypatch
     ({"RANK": "0"}, "WORLD_SIZE is not set"),
     ({"HVDLITE_RANK": "2", "HVDLITE_SIZE": "2"}, "rank 2 is not in 0..1"),
     ({"RANK": "0", "MASTER_ADDR": "x", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "HVDLITE_SECRET"),
-    ({"HVDLITE_RANK": "0", "HVDLITE_SIZE": "4", "HVDLITE_LOCAL_SIZE": "2", "HVDLITE_SECRET": "ab"}, "HVDLITE_COORDINATOR"),
+    ({"HVDLITE_RANK": "0", "HVDLITE_SIZE": "4", "HVDLITE_LOCAL_SIZE": "2", "HVDLITE_SECRET": "ab" * 16},
+     "HVDLITE_COORDINATOR"),
     ({"HVDLITE_RANK": "0", "HVDLITE_SIZE": "2", "HVDLITE_SECRET": "xyz"}, "hexadecimal"),
+    ({"HVDLITE_RANK": "0", "HVDLITE_SIZE": "2", "HVDLITE_SECRET": "00"}, "HVDLITE_SECRET has 1 bytes, and could be guessed"),
     ({"HVDLITE_RANK": "0", "HVDLITE_SIZE": "2", "HVDLITE_COORDINATOR": "nowhere"}, "not host:port"),
 ])
 def test_a_contradiction_is_a_clear_error(variables: dict[str, str], told: str) -> None:
@@ -50,12 +51,12 @@ def test_a_contradiction_is_a_clear_error(variables: dict[str, str], told: str) 
 def test_on_several_hosts_all_ranks_expect_rank_0_in_the_same_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     torchrun = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
-                "HVDLITE_SECRET": "ab"}
+                "HVDLITE_SECRET": "ab" * 16}
     first, last = (read_launch_info({**torchrun, "RANK": rank, "LOCAL_RANK": "0"}, parent=1) for rank in ("0", "2"))
     assert first.coordinator == last.coordinator and first.coordinator is not None and first.on_several_hosts
-    assert first.coordinator[0] == "10.0.0.1" and first.coordinator[1] in PORTS and first.key == b"\xab"
+    assert first.coordinator[0] == "10.0.0.1" and first.coordinator[1] in PORTS and first.key == b"\xab" * 16
     slurm = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
-             "SLURM_STEP_TASKS_PER_NODE": "2,1,2", "SLURM_STEP_NODELIST": "node[07-08],big3", "HVDLITE_SECRET": "ab"}
+             "SLURM_STEP_TASKS_PER_NODE": "2,1,2", "SLURM_STEP_NODELIST": "node[07-08],big3", "HVDLITE_SECRET": "ab" * 16}
     info = read_launch_info(slurm, parent=1)
     assert info.world.local_size == 2 and info.coordinator is not None and info.coordinator[0] == "node07"
     given = read_launch_info({**slurm, "HVDLITE_COORDINATOR": "[fe80::1]:99"}, parent=1)
@@ -70,14 +71,14 @@ def test_the_first_host_of_a_list(text: str, host: str) -> None:
 
 def test_the_key_can_be_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
-    file.write_text("abcd\n")
+    file.write_text("abcd" * 8 + "\n")
     variables = {"HVDLITE_RANK": "0", "HVDLITE_SIZE": "2", "HVDLITE_SECRET_FILE": str(file),
                  "HVDLITE_JOB_DIRECTORY": str(tmp_path)}
     file.chmod(0o644)
-    with pytest.raises(LaunchError, match="other users can read it"):
+    with pytest.raises(LaunchError, match=r"other users can read it.*defaultMode: 0400"):
         read_launch_info(variables, parent=1)
     file.chmod(0o600)
-    assert read_launch_info(variables, parent=1).key == b"\xab\xcd"
+    assert read_launch_info(variables, parent=1).key == b"\xab\xcd" * 8
     with pytest.raises(LaunchError, match="No such file"):
         read_launch_info({**variables, "HVDLITE_SECRET_FILE": "/nowhere"}, parent=1)
 

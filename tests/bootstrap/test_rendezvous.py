@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import socket
+import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from hvdlite.bootstrap.refused_connections import LOGGED_REFUSALS, RefusedConnections
-from hvdlite.bootstrap.rendezvous import Address
+from hvdlite.bootstrap import admission, rendezvous
+from hvdlite.bootstrap.admission import HALF_OPEN_LIMIT
+from hvdlite.bootstrap.rendezvous import Address, accept_ranks, connect_to_rank_0
 from hvdlite.control.codec import RankInfo
+from hvdlite.control.handshake import Greeting
 from hvdlite.core.errors import LaunchError, ProtocolError
-from tests.bootstrap.meeting import SETTINGS, meet, rank_info
+from hvdlite.core.refused_connections import LOGGED_REFUSALS, RefusedConnections
+from tests.bootstrap.meeting import LIMIT, SETTINGS, meet, rank_info
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -35,7 +41,7 @@ def test_a_missing_rank_is_named_on_all_ranks(address: Address) -> None:
 
 @pytest.mark.parametrize(("other", "told"), [
     (RankInfo(rank=1, size=3, pid=1, host="host", version="1", epoch=2), "membership epoch 2"),
-    (rank_info(1, size=4), "rank 1 of 4"), (rank_info(0), "rank 0 of 3"), (rank_info(1, version="2"), "runs hvdlite 2"),
+    (rank_info(1, size=4), "rank 1 of 4"), (rank_info(0), "rank 0 of 3"),
     (msgspec.structs.replace(rank_info(1), settings=(SETTINGS[0], ("HVDLITE_CPU_OPERATIONS", "gloo"))),
      "rank 1 has HVDLITE_CPU_OPERATIONS=gloo, rank 0 auto"),
 ])
@@ -51,8 +57,10 @@ def test_two_processes_of_one_rank_are_named(address: Address) -> None:
 
 def test_strangers_are_refused_and_the_job_starts(caplog: pytest.LogCaptureFixture) -> None:
     """Each reason is logged once per peer."""
+    greeting = Greeting(1, "1").encode()
+
     def stranger(address: Address) -> None:
-        for noise in (b"", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 64, *[b"x" * 96] * 1000):
+        for noise in (b"", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 64, *[greeting + b"x" * 64] * 1000):
             with socket.create_connection((address.host, address.port)) as sock:
                 try:
                     sock.sendall(noise)
@@ -67,10 +75,11 @@ def test_strangers_are_refused_and_the_job_starts(caplog: pytest.LogCaptureFixtu
                        stranger=stranger)
     assert all(welcome.pids == (1000, 1001, 1002) for welcome in results)
     *reasons, rest = (record.message for record in caplog.records)
-    first, second = sorted(reasons)  # connections are heard in any order
-    assert "from 127.0.0.1 to 127.0.0.1:" in first and "was refused: closed during the handshake" in first
-    assert "was refused: the peer does not know the job's key" in second
-    assert "1001 more connections to 127.0.0.1:" in rest
+    closed, greets_not, knows_not = sorted(reasons)  # connections are heard in any order
+    assert "from 127.0.0.1 to 127.0.0.1:" in closed and "was refused: closed during the handshake" in closed
+    assert "was refused: the peer does not greet: it is another program" in greets_not
+    assert "was refused: the peer does not know the job's key" in knows_not
+    assert "1000 more connections to 127.0.0.1:" in rest
 
 
 def test_a_peer_with_many_reasons_and_many_peers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -81,20 +90,76 @@ def test_a_peer_with_many_reasons_and_many_peers_do_not_fill_the_log(caplog: pyt
     refused.log_rest()
     refused.log_rest()
     assert len(caplog.records) == LOGGED_REFUSALS + 1
-    assert caplog.records[-1].message == "200 more connections to /socket were refused"
+    assert caplog.records[-1].message == "290 more connections to /socket were refused"
 
 
-def test_a_silent_stranger_delays_nobody() -> None:
+@pytest.mark.parametrize("said", [b"", b"h", Greeting(1, "1").encode() + bytes(63)], ids=["silent", "a byte", "almost all"])
+def test_many_strangers_that_begin_a_handshake_delay_nobody(said: bytes) -> None:
+    """The oldest one gives way."""
     held: list[socket.socket] = []
 
     def stranger(address: Address) -> None:
-        held.extend(socket.create_connection((address.host, address.port)) for _ in range(5))
+        for _ in range(3 * HALF_OPEN_LIMIT):
+            held.append(socket.create_connection((address.host, address.port)))
+            held[-1].sendall(said)
 
     results = meet(Address(host="127.0.0.1", port=0, key=b"secret" * 6), [rank_info(rank) for rank in range(3)],
                    stranger=stranger)
     assert all(welcome.pids == (1000, 1001, 1002) for welcome in results)
     for sock in held:
         sock.close()
+
+
+def test_one_deadline_holds_for_a_whole_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both sides: a peer that sends a byte now and then is dropped before the ranks have met."""
+    monkeypatch.setattr(admission, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous, "HANDSHAKE_SECONDS", 0.3)
+    greeting = Greeting(1, "1").encode()
+
+    def trickle(sock: socket.socket) -> None:
+        sock.settimeout(0.02)
+        with sock, contextlib.suppress(OSError):
+            for position in itertools.count():
+                sock.send(greeting[position % 31:][:1])
+                with contextlib.suppress(TimeoutError):
+                    if sock.recv(4096) == b"":
+                        return
+
+    def stranger(address: Address) -> None:
+        trickle(socket.create_connection((address.host, address.port)))
+
+    assert meet(Address(host="127.0.0.1", port=0, key=b"secret" * 6), [rank_info(0, 2), rank_info(1, 2)], stranger=stranger)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=lambda: trickle(listener.accept()[0]))
+        server.start()
+        with pytest.raises(LaunchError, match="rank 1 could not join the job"):
+            connect_to_rank_0(Address(host="127.0.0.1", port=listener.getsockname()[1], key=b"secret" * 6), rank_info(1),
+                              timeout=0.1, frame_limit=LIMIT)
+        server.join(30)
+
+
+def test_another_version_is_told_on_both_sides_and_its_messages_are_not_decoded(address: Address,
+                                                                                caplog: pytest.LogCaptureFixture) -> None:
+    rank_0, rank_1 = meet(address, [rank_info(0, 2), rank_info(1, 2, version="2")])
+    assert "rank 1 (at " in str(rank_0) and "runs hvdlite 2, rank 0 runs 1; install the same version" in str(rank_0)
+    assert "rank 1 runs hvdlite 2, rank 0 (at " in str(rank_1) and "runs 1; install the same version" in str(rank_1)
+
+
+def test_another_program_at_rank_0s_port_is_tried_until_the_deadline() -> None:
+    """Rank 0 may come later; a stranger that happens to be there first is no reason to give up."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = Address(host="127.0.0.1", port=listener.getsockname()[1], key=b"secret" * 6)
+        results: list[object] = []
+        rank_1 = threading.Thread(target=lambda: results.append(connect_to_rank_0(address, rank_info(1, 2), timeout=30,
+                                                                                  frame_limit=LIMIT)))
+        rank_1.start()
+        for noise in (b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9, b"", Greeting(0, "1").encode() + bytes(64)):
+            with listener.accept()[0] as sock, contextlib.suppress(OSError):
+                sock.sendall(noise)
+        connections, _ = accept_ranks(listener, address, rank_info(0, 2), timeout=30, frame_limit=LIMIT)
+        rank_1.join(30)
+        for connection in [*connections.values(), results[0][0]]:  # type: ignore[index]
+            connection.close()
 
 
 def test_tcp_without_a_key_says_how_to_make_one() -> None:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hvdlite.control.wire import challenge_as_client
+from hvdlite._version import __version__
+from hvdlite.control.handshake import Greeting, greet_rank_0
 from hvdlite.core.errors import HvdliteError
 from tests.control.programs.fuzz import reduce_until_told
 from tests.worlds import HANGS_SECONDS, Processes, free_port, over_tcp
@@ -52,9 +53,8 @@ def overheard(port: int, key: bytes) -> bytes:
 
     plain = connected(port)
     sock = Recorder(plain.family, plain.type, fileno=plain.detach())
-    sock.settimeout(5)
     with sock, contextlib.suppress(HvdliteError, OSError, EOFError):
-        challenge_as_client(sock, key, 1 << 20)
+        greet_rank_0(sock, Greeting(1, __version__), key, 1 << 20, time.monotonic() + 5)
     return bytes(said)
 
 
@@ -75,7 +75,7 @@ def test_strangers_while_the_ranks_meet_and_while_they_work() -> None:
                 while sock.recv(4096):
                     pass
         with connected(port) as sock, pytest.raises((HvdliteError, OSError, EOFError)):
-            challenge_as_client(sock, secrets.token_bytes(32), 1 << 20)
+            greet_rank_0(sock, Greeting(1, __version__), secrets.token_bytes(32), 1 << 20, time.monotonic() + 5)
         world.wait_for_all("ready")
         for sock in held:
             sock.close()

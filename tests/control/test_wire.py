@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from hvdlite.control.codec import Heartbeat, Kind, Welcome, decode, encode
-from hvdlite.control.wire import Connection, challenge_as_client, challenge_as_server
+from hvdlite.control.handshake import Greeting, ServerHandshake, greet_rank_0
+from hvdlite.control.wire import Connection
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.messages import Decision, FailureNotice, Message, Report, Request, Response
@@ -33,22 +36,24 @@ def keyed(left: socket.socket, right: socket.socket, right_key: bytes = KEY) -> 
     errors: list[Exception] = []
 
     def serve() -> None:
+        handshake = ServerHandshake(left, Greeting(0, "1"), KEY, LIMIT)
         try:
-            made.append(challenge_as_server(left, KEY, LIMIT))
+            while not made:
+                select.select([left], [], [])
+                made.extend(filter(None, [handshake.advance()]))
         except (ProtocolError, OSError) as error:
             errors.append(error)
             left.close()
 
-    left.settimeout(5)
-    right.settimeout(5)
     server = threading.Thread(target=serve)
     server.start()
     try:
-        client = challenge_as_client(right, right_key, LIMIT)
+        client, peer = greet_rank_0(right, Greeting(1, "1"), right_key, LIMIT, time.monotonic() + 30)
     finally:
         server.join()
     if errors:
         raise errors[0]
+    assert peer == Greeting(0, "1")
     for connection in (made[0], client):
         connection.start()
     return made[0], client
@@ -82,6 +87,16 @@ def test_a_replayed_frame_ends_the_connection(sockets: tuple[socket.socket, sock
     frame = sockets[1].recv(1 << 16)
     sockets[0].sendall(frame + frame)
     with pytest.raises(ProtocolError, match="arrived where 1 was due"):
+        right.receive()
+
+
+def test_a_frame_is_not_valid_again_when_its_32_bit_number_returns(sockets: tuple[socket.socket, socket.socket]) -> None:
+    left, right = keyed(*sockets)
+    left.send(Heartbeat())
+    frame = sockets[1].recv(1 << 16)
+    right._received = 1 << 32
+    sockets[0].sendall(frame)
+    with pytest.raises(ProtocolError, match="key"):
         right.receive()
 
 

@@ -101,8 +101,11 @@ def test_every_receiver_gets_what_is_shared_and_its_own(tmp_path: Path, count: i
     files = [os.memfd_create(f"{number}") for number in range(count)]
     own = [os.memfd_create(f"own {index}") for index in range(2)]
     received: dict[int, list[int]] = {}
-    receivers = [threading.Thread(target=lambda index=index: received.__setitem__(index, recv_fds(path, index, 10.0)))
-                 for index in range(2)]
+
+    def receive(index: int) -> None:
+        received[index] = recv_fds(lambda: path, index, 10.0)
+
+    receivers = [threading.Thread(target=receive, args=(index,)) for index in range(2)]
     for receiver in receivers:
         receiver.start()
     send_fds(path, files, [[descriptor] for descriptor in own], 10.0)
@@ -117,7 +120,7 @@ def test_every_receiver_gets_what_is_shared_and_its_own(tmp_path: Path, count: i
 
 def _take_too_many(path: str) -> None:
     with reserve_descriptors(1, "a test"):
-        recv_fds(path, 0, 10.0)
+        recv_fds(lambda: path, 0, 10.0)
 
 
 def test_descriptors_that_do_not_fit_are_an_error_at_the_receiver(tmp_path: Path) -> None:

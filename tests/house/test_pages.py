@@ -32,7 +32,7 @@ def test_every_rule_that_is_cited_exists_and_every_rule_has_a_test() -> None:
 
 
 def test_links_to_a_section_lead_to_it() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
         for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
             assert anchor in _anchors(page.parent / path if path else page), f"{page.name}: {path}#{anchor}"
 
@@ -55,7 +55,7 @@ def test_the_page_of_the_architecture_has_a_table_of_every_package() -> None:
 
 
 def test_files_that_pages_name_exist() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         text = re.sub(r"<!-- files of .*?<!-- end -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         for path in re.findall(r"`(\w+/[\w/]+\.py)`", text):
             found = any((ROOT / folder / path).exists() for folder in (".", *PACKAGES))

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import cloudpickle
@@ -16,7 +16,9 @@ import hvdlite
 from hvdlite.core.errors import LaunchError, PeerLostError, ProtocolError
 from hvdlite.launch import run_task
 from hvdlite.launch.run_function import sign, verified
+from hvdlite_runner.messages import PIECE_BYTES, Result
 from hvdlite_runner.reaper import marked_processes
+from hvdlite_runner.task_files import TaskFiles, pieces_of
 from tests.launch.failing import check_first_exception
 from tests.worlds import HANGS_SECONDS
 
@@ -71,6 +73,43 @@ def test_a_killed_rank_is_named() -> None:
     with pytest.raises(PeerLostError, match="rank 1 failed first: killed by signal 9") as caught:
         hvdlite.run(die, np=2)
     assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize(("leave", "told"), [
+    (lambda: os._exit(0), "rank 1 has ended without a result"),
+    (lambda: sys.exit(0), "rank 1 has left the function with SystemExit instead of a result")])
+def test_there_is_one_result_for_each_rank_or_an_exception(leave: Callable[[], object], told: str) -> None:
+    with pytest.raises(PeerLostError, match=told) as caught:
+        hvdlite.run(lambda: leave() if os.environ["HVDLITE_RANK"] == "1" else "result", np=2)
+    assert caught.value.rank == 1
+
+
+def test_arguments_and_results_that_are_larger_than_a_message_travel_in_pieces(tmp_path: Path) -> None:
+    shell = tmp_path / "rsh"
+    shell.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    shell.chmod(0o755)
+    large = bytes(PIECE_BYTES + 1)
+    assert hvdlite.run(lambda content: content + b"end", (large,), hosts="b:1",
+                       options=["--remote-shell", str(shell)]) == [large + b"end"]
+
+
+@pytest.mark.parametrize(("size", "pieces"), [(0, [0]), (4, [4]), (8, [4, 4]), (9, [4, 4, 1])])
+def test_files_in_pieces(tmp_path: Path, size: int, pieces: list[int]) -> None:
+    (tmp_path / "file").write_bytes(bytes(size))
+    found = list(pieces_of(tmp_path / "file", 4))
+    assert [len(content) for content, _ in found] == pieces
+    assert [is_last for _, is_last in found] == [False] * (len(pieces) - 1) + [True]
+
+
+def test_a_result_that_cannot_be_kept_or_is_not_complete_does_not_exist(tmp_path: Path) -> None:
+    task = TaskFiles(str(tmp_path))
+    task.write_result(Result(0, b"ab", False))
+    assert not (tmp_path / "result.0").exists()
+    task.write_result(Result(0, b"c", True))
+    assert (tmp_path / "result.0").read_bytes() == b"abc" and task.problem == ""
+    (tmp_path / "partial.1").symlink_to("/dev/full")
+    task.write_result(Result(1, b"x", True))
+    assert "cannot keep the results" in task.problem and not (tmp_path / "result.1").exists()
 
 
 def test_an_elastic_job_returns_the_results_of_the_ranks_with_which_it_ended(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ def test_a_forked_child_gives_no_pages_back() -> None:
 
 
 def test_a_file_without_a_range_left_is_no_memory_on_all_ranks_alike() -> None:
-    file = anonymous_file()
+    file = os.memfd_create("short")
     os.ftruncate(file, 7 << 20)  # as long as a limit allows
     memories = [SharedMemory(os.dup(file), rank) for rank in range(3)]
     for wanted, fits in ((1 << 21, True), (1 << 21, False), (1 << 20, True), (1 << 20, False), (1 << 16, True)):
@@ -141,3 +141,11 @@ def test_no_memory_says_how_much_was_asked_for_and_ranks_stay_in_step(monkeypatc
     again = [memory.window(1 << 16, ALL) for memory in memories]
     again[0][0][...] = 3
     assert (again[1][0] == 3).all() and not first[0].any()
+
+
+def test_no_process_can_shrink_the_file() -> None:
+    """The other ranks would end with SIGBUS."""
+    file = anonymous_file()
+    with pytest.raises(PermissionError):
+        os.ftruncate(file, 0)
+    os.close(file)

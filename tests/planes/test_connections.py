@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -11,8 +13,27 @@ import pytest
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.messages import Response
-from hvdlite.planes.base import Plan
+from hvdlite.planes import gloo_listener
+from hvdlite.planes.base import Plan, Plane
 from tests.planes import makers
+
+
+def run_a_plan(planes: Sequence[Plane], bells: Sequence[threading.Event], plans: Sequence[Plan]) -> None:
+    """Let each rank execute its plan, in a thread of its own."""
+    def step(rank: int) -> None:
+        def wait_until(predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
+            while not predicate():
+                bells[rank].wait(0.05)
+                bells[rank].clear()
+
+        planes[rank].execute(plans[rank], wait_until)
+
+    workers = [threading.Thread(target=step, args=(rank,)) for rank in range(len(planes))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert not worker.is_alive()
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
@@ -31,26 +52,41 @@ def test_a_small_allgather_connects_the_hosts_first_ranks_only(monkeypatch: pyte
     rows, kind = (3, 0, 5, 2), SUPPORTED_DTYPES[dtype]
     outputs = [np.empty(2 * sum(rows), kind) for _ in range(size)]
 
-    def step(rank: int) -> None:
-        def wait_until(predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
-            while not predicate():
-                bells[rank].wait(0.05)
-                bells[rank].clear()
-
-        response = Response(names=("x",), collective=Collective.ALLGATHER, dtype=dtype, rows=rows, row_elements=2,
-                            contributors=tuple(range(size)))
-        mine = np.full(2 * rows[rank], rank, kind)
-        planes[rank].execute(Plan(1, tuple(range(size)), response, [mine], [outputs[rank]]), wait_until)
-
-    workers = [threading.Thread(target=step, args=(rank,)) for rank in range(size)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-        assert not worker.is_alive()
+    response = Response(names=("x",), collective=Collective.ALLGATHER, dtype=dtype, rows=rows, row_elements=2,
+                        contributors=tuple(range(size)))
+    run_a_plan(planes, bells, [Plan(1, tuple(range(size)), response, [np.full(2 * rows[rank], rank, kind)], [outputs[rank]])
+                               for rank in range(size)])
     for rank, plane in enumerate(planes):
         plane.close()
         assert outputs[rank].tolist() == np.repeat(np.arange(size), np.array(rows) * 2).tolist()
     (board,) = boards
     first_ranks = {makers.HOSTS[size].index(host) for host in makers.HOSTS[size]}
     assert {rank for pair in board.fetched for rank in pair} <= first_ranks < set(range(size))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="socket filters are Linux's")
+def test_strangers_cannot_connect_to_gloo_once_its_ranks_have() -> None:
+    """Gloo would keep a descriptor for each as long as the job lasts, and abort the rank when there are none left."""
+    size = 3
+    before = listening_ports()
+    bells = [threading.Event() for _ in range(size)]
+    planes = makers.gloo(size, lambda rank: bells[rank].set())
+    outputs = [np.empty(size, np.float32) for _ in range(size)]
+    for _ in range(2):  # the connections that exist go on
+        response = Response(names=("x",), collective=Collective.ALLGATHER, dtype="float32", rows=(1,) * size, row_elements=1,
+                            contributors=tuple(range(size)))
+        run_a_plan(planes, bells, [Plan(1, tuple(range(size)), response, [np.full(1, rank, np.float32)], [outputs[rank]])
+                                   for rank in range(size)])
+        assert all(output.tolist() == [0, 1, 2] for output in outputs)
+    ports = listening_ports() - before
+    assert len(ports) == size
+    for port in ports:
+        with pytest.raises(TimeoutError):
+            socket.create_connection(("127.0.0.1", port), timeout=0.05)
+    for plane in planes:
+        plane.close()
+
+
+def listening_ports() -> set[int]:
+    """Return the ports at which this process listens."""
+    return {int.from_bytes(address[2:4], "big") for address in gloo_listener.listeners().values()}

@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.core.errors import ProtocolError
-from hvdlite_runner.messages import MAGIC, AgentReady, Exited, Frames, Output, Ping, Signal, Start, Stop, frame
+from hvdlite_runner.messages import MAGIC, AgentReady, Exited, Frames, Output, Ping, Signal, Start, Stop, TaskPiece, frame
 from hvdlite_runner.reaper import marked_processes
 from tests.worlds import HANGS_SECONDS, HVDRUN, clean_environment
 
-ORDERS = [Ping(), Signal(15), Stop(), Start([(0, 2, 0, 1, 0, 2)], ["python", "é"], {"A": "b"}, True, b"\0parcel")]
+ORDERS = [Ping(), Signal(15), Stop(), TaskPiece(b"\0parcel"),
+          Start([(0, 2, 0, 1, 0, 2)], [b"python", b"\xff"], {"A": b"b"}, True)]
 EVENTS = [AgentReady("3.11.2", "0.1.0", "a", 8, 77), Output(3, "stderr", b"\xff\n"), Exited(3, -9, False, {"rank": 3}, {})]
 
 
@@ -109,6 +110,7 @@ def test_a_rank_that_raises_on_another_host_is_told_with_its_traceback(shell: Pa
     ("echo oops >&2; exit 3", r"host b cannot be reached by rsh \(exit code 3\): oops"),
     (r"printf '\0hvdlite agent\0\377\377\377\377'; sleep 100", "host b sent something that is no message"),
     ("sleep 100", "host b did not start its agent within 2 s"),
+    ("exec >&-; echo bye >&2; sleep 1000", "host b: rsh closed its output and did not end: bye"),
 ])
 def test_a_remote_shell_that_does_something_else(shell: Path, script: str, told: str) -> None:
     shell.write_text(f"#!/bin/sh\n{script}\n")

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from hvdlite.core.errors import LaunchError
 from hvdlite_runner.allocations import Allocation, expand_nodes, find_allocation, repeat_counts
 from hvdlite_runner.mpirun import INTEL, MPICH, OPEN_MPI, mpirun_command
 from hvdlite_runner.placement import Host
-from hvdlite_runner.shells import Shell, explain, forwarded
+from hvdlite_runner.shells import BOOTSTRAP, SSH_DEFAULTS, Shell, explain, forwarded
 
-BOOTSTRAP = "import sys; exec(eval(sys.stdin.buffer.raw.readline()))"
-OPTIONS = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "StrictHostKeyChecking=accept-new", "-o",
-           "LogLevel=ERROR", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=2"]
+OPTIONS = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "LogLevel=ERROR", "-o", "ServerAliveInterval=2", "-o",
+           "ServerAliveCountMax=2"]
 
 
 def test_ssh() -> None:
     assert Shell(python="/venv/bin/python").command("me@node1") == [
-        "ssh", "-T", *OPTIONS, "--", "me@node1", f"/venv/bin/python -c '{BOOTSTRAP}'"]
+        "ssh", "-T", "-F", SSH_DEFAULTS, *OPTIONS, "--", "me@node1", f"/venv/bin/python -c '{BOOTSTRAP}'"]
     shell = Shell("/usr/bin/ssh", 2222, "/keys/id", ("-J", "gateway"), "/my venv/bin/python")
-    assert shell.command("fd00::2") == ["/usr/bin/ssh", "-T", "-J", "gateway", "-p", "2222", "-i", "/keys/id", *OPTIONS,
-                                        "--", "fd00::2", f"'/my venv/bin/python' -c '{BOOTSTRAP}'"]
+    assert shell.command("fd00::2") == ["/usr/bin/ssh", "-T", "-J", "gateway", "-p", "2222", "-i", "/keys/id", "-F",
+                                        SSH_DEFAULTS, *OPTIONS, "--", "fd00::2", f"'/my venv/bin/python' -c '{BOOTSTRAP}'"]
+    assert SSH_DEFAULTS not in Shell(arguments=("-F", "/my/config")).command("b")
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh")
+@pytest.mark.parametrize(("setting", "effective"), [("yes", "true"), ("ask", "ask"), ("no", "false"), (None, "accept-new")])
+def test_only_what_the_users_ssh_configuration_leaves_open_has_a_default(tmp_path: Path, setting: str | None,
+                                                                         effective: str) -> None:
+    """`StrictHostKeyChecking yes` was replaced by accept-new: an unknown host, or somebody in between, was let in."""
+    (tmp_path / "config").write_text("Host b\n" + (f"  StrictHostKeyChecking {setting}\n" if setting else "")
+                                     + "Host alias\n  HostName 10.77.0.2\n")
+    text = Path(SSH_DEFAULTS).read_text(encoding="utf-8")
+    assert "Include ~/.ssh/config\n" in text
+    (tmp_path / "defaults").write_text(text.replace("~/.ssh/config", str(tmp_path / "config")))
+    found = subprocess.run(["ssh", "-G", "-T", "-F", str(tmp_path / "defaults"), "b"], capture_output=True, text=True,
+                           check=True)
+    assert f"stricthostkeychecking {effective}\n" in found.stdout
 
 
 def test_srun() -> None:
@@ -71,8 +91,17 @@ def test_values_never_stand_on_a_command_line() -> None:
 
 def test_what_belongs_to_this_host_is_not_forwarded() -> None:
     assert forwarded(ENVIRON) == {"PATH": "/bin", "LANG": "C", "HVDLITE_LOG_LEVEL": "info", "AWS_SECRET": "hidden"}
-    assert forwarded({"TERMINAL": "x", "SLURM_PROCID": "0", "BASH_FUNC_f%%": "() {}", "SHELLCHECK": "1"}) == {
-        "TERMINAL": "x", "SHELLCHECK": "1"}
+    kept = {"TERMINAL": "x", "SHELLCHECK": "1", "STYLEGAN_DIR": "/x", "GPGPU_ARCH": "sm_90", "OMPIRE": "1", "SSHD": "1"}
+    gone = ["SLURM_PROCID", "SLURMD_NODENAME", "BASH_FUNC_f%%", "STY", "TMUX", "TMUX_PANE", "SSH_AUTH_SOCK", "OMPI_MCA_btl"]
+    assert forwarded({**kept, **dict.fromkeys(gone, "x")}) == kept
+
+
+def test_the_agent_imports_nothing_from_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('imported')")
+    source = "import json, sys; print('' in sys.path, json.dumps(1))"
+    ended = subprocess.run([sys.executable, "-c", BOOTSTRAP], input=repr(source).encode() + b"\n", cwd=tmp_path,
+                           capture_output=True, check=False)
+    assert ended.stdout == b"False 1\n", ended.stderr
 
 
 @pytest.mark.parametrize(("errors", "told"), [
@@ -80,6 +109,8 @@ def test_what_belongs_to_this_host_is_not_forwarded() -> None:
     ("ssh: connect to host b port 7: Connection refused", "host b refuses connections to port 7"),
     ("ssh: connect to host b port 7: Connection timed out", "host b does not answer at port 7"),
     ("@@@\n@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "ssh-keygen -R b"),
+    ("No ED25519 host key is known for b and you have requested strict checking.\nHost key verification failed.",
+     "host b is not in known_hosts, and your ssh configuration does not let hvdrun add it"),
     ("me@b: Permission denied (publickey,password).", "host b does not let you in"),
     ("ssh: connect to host b port 22: No route to host", "no route"),
     ("bash: line 1: /py: No such file or directory", "host b has no /py"),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import socket
 import subprocess
 from typing import Any
 
 from hvdlite.core.addresses import route_to
 from hvdlite_runner.doctor import hints, problems, text
 from hvdlite_runner.host_probe import ProbeServer, interfaces, own_addresses, probe, speed
-from tests.worlds import HVDRUN
+from tests.worlds import HANGS_SECONDS, HVDRUN
 
 HOST: dict[str, Any] = {
     "hostname": "a", "python": "3.11.2", "executable": "/py", "cores": 8,
@@ -87,3 +89,13 @@ def test_ways_to_a_port() -> None:
     finally:
         probe_server.close()
     assert probe(["127.0.0.1"], probe_server.port)["127.0.0.1"] == "connection refused"
+
+
+def test_strangers_at_the_probe_server_give_way_to_the_next() -> None:
+    with contextlib.closing(ProbeServer()) as server:
+        held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
+        assert probe(["127.0.0.1"], server.port) == {"127.0.0.1": ""}
+        held[0].settimeout(HANGS_SECONDS)
+        assert held[0].recv(1) == b""
+        for sock in held:
+            sock.close()

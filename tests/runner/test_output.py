@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import types
-from pathlib import Path
-
 import pytest
 
-from hvdlite_runner.job_output import JobOutput
-from hvdlite_runner.messages import Output
-from hvdlite_runner.output import Console
+from hvdlite_runner.output import LONGEST_LINE, Console
 
 
 class Screen:
@@ -86,16 +81,38 @@ def test_windows_line_ends_are_line_ends() -> None:
     assert screen.text == "[0]<stdout>:a\n[0]<stdout>:b\n"
 
 
-def test_a_full_disk_ends_the_files_and_not_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rank.0").mkdir()
-    for name in ("stdout", "stderr"):
-        (tmp_path / "rank.0" / name).symlink_to("/dev/full")
-    output = JobOutput(types.SimpleNamespace(output_directory=str(tmp_path), prefix=True, timestamps=False, show="all",
-                                             fold=False), None)
-    output.open_files(0, "rank.0")
-    for _ in range(2):
-        output.feed(Output(0, "stdout", b"hello\n"))
-    output.close()
-    shown = capsys.readouterr()
-    assert shown.out == "[0]<stdout>:hello\n" * 2
-    assert shown.err == f"hvdrun: --output-filename {tmp_path}: No space left on device; the files of a process end here\n"
+def test_a_line_without_an_end_is_written_in_linear_time_and_on_one_line() -> None:
+    """The tests' time limit is the assertion: 100 kB took minutes when every feed scanned the whole line again."""
+    screen = Screen()
+    for _ in range(64):
+        screen.console.feed(0, "stdout", bytes(1 << 16))
+    assert screen.text == "[0]<stdout>:" + "\0" * (64 << 16)
+    screen.console.feed(0, "stdout", b"end\n")
+    assert screen.text.endswith("\0end\n")
+    screen.text = ""
+    for _ in range(LONGEST_LINE - 1):
+        screen.console.feed(0, "stdout", b"x")
+    assert screen.text == ""
+    screen.console.feed(0, "stdout", b"x")
+    screen.console.feed(1, "stderr", b"between\n")
+    screen.console.feed(0, "stdout", b"rest\n")
+    line = "x" * LONGEST_LINE
+    assert screen.text == f"[0]<stdout>:{line}\n[1]<stderr>:between\n[0]<stdout>:rest\n"
+
+
+def test_only_the_end_of_a_line_that_was_left_makes_no_empty_line() -> None:
+    screen = Screen()
+    screen.console.feed(0, "stdout", b"x" * LONGEST_LINE)
+    screen.console.note("hvdrun: here")
+    screen.console.feed(0, "stdout", b"\nnext\n")
+    screen.console.feed(0, "stdout", b"y" * LONGEST_LINE)
+    screen.console.finish()
+    assert screen.text == "[0]<stdout>:" + "x" * LONGEST_LINE + "\nhvdrun: here\n[0]<stdout>:next\n[0]<stdout>:" \
+        + "y" * LONGEST_LINE + "\n"
+
+
+def test_many_waiting_lines_are_folded_in_linear_time() -> None:
+    screen = Screen(fold=2)
+    screen.console.feed(0, "stdout", b"a\nb\n" * 20_000)
+    screen.console.feed(1, "stdout", b"a\nb\n" * 20_000)
+    assert screen.text == "[0-1]<stdout>:a (x2)\n[0-1]<stdout>:b (x2)\n" * 20_000

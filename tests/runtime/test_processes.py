@@ -39,7 +39,8 @@ def test_a_killed_rank_is_named_by_all_others(victim: int) -> None:
 
 @pytest.mark.parametrize("origin", [0, 1])
 def test_an_exception_travels_with_its_traceback(origin: int) -> None:
-    with Processes(3, programs.an_exception_travels_with_its_traceback, origin) as world:
+    with Processes(3, programs.an_exception_travels_with_its_traceback, origin,
+                   environment={"HVDLITE_FULL_TRACEBACKS": "1"}) as world:
         for ended in world.wait(HANGS_SECONDS):
             assert ended.code == 1
             assert "in prepare_batch" in ended.stderr and "no such column" in ended.stderr

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 
-from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.errors import ProtocolError, UnsupportedError
+from hvdlite.planes.base import Plan, Plane, WaitUntil
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.objects import allgather_object, broadcast_object
+from hvdlite.training.objects import allgather_object, broadcast_object, dumps
 from tests.worlds import threads
 
 
@@ -39,3 +44,49 @@ def test_ranks_that_have_joined_send_nothing() -> None:
             assert allgather_object(runtime, runtime.world.rank, "x") == [1, 2]
         runtime.join().wait()
     threads(3, step)
+
+
+class Bomb:
+    """Its unpickling is an attack that has succeeded."""
+
+    exploded: list[str] = []  # noqa: RUF012 - of all copies
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Bomb.exploded.append, ("unpickled",)
+
+
+def attacked(rank: int, plane: Plane) -> Plane:
+    """Let a stranger in a plane's connections replace what arrives by a pickle of its own."""
+    execute, attack = plane.execute, np.frombuffer(dumps(Bomb()), np.uint8)
+
+    def execute_and_replace(plan: Plan, wait_until: WaitUntil) -> None:
+        execute(plan, wait_until)
+        for output in plan.outputs:
+            output[:attack.size] = attack[:output.size]
+
+    plane.execute = execute_and_replace  # type: ignore[method-assign]
+    return plane
+
+
+def broadcast(runtime: Runtime, value: object) -> object:
+    return broadcast_object(runtime, value, 0, "x")
+
+
+def allgather(runtime: Runtime, value: object) -> object:
+    return allgather_object(runtime, value, "x")
+
+
+# docs/protocol.md#objects
+@pytest.mark.parametrize("eager_limit", [0, 8 << 10])
+@pytest.mark.parametrize("call", [broadcast, allgather])
+def test_only_what_a_rank_has_sent_is_unpickled(call: Callable[[Runtime, object], object], eager_limit: int) -> None:
+    """The summary travels over the control plane even if no other tensor does."""
+    def step(runtime: Runtime) -> None:
+        value = "x" * (1 << 14)
+        if call is broadcast and runtime.world.rank == 0:
+            assert call(runtime, value) == value  # its own
+            return
+        with pytest.raises(ProtocolError, match="arrived with other bytes than rank 0 has sent, and is not unpickled"):
+            call(runtime, value)
+    threads(2, step, wrap=attacked, eager_limit=eager_limit)
+    assert not Bomb.exploded

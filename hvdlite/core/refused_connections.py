@@ -1,12 +1,11 @@
-"""The log of connections that rank 0 refuses: nobody can fill it by connecting again and again."""
+"""The log of connections that a listener refuses: nobody can fill it by connecting again and again."""
 
 from __future__ import annotations
 
 import logging
-import threading
 
-LOGGED_REFUSALS = 100
-"""Peers and reasons that are logged in one rendezvous; other refusals are only counted."""
+LOGGED_REFUSALS = 10
+"""Peers and reasons that are logged by one listener; other refusals are only counted."""
 
 _log = logging.getLogger("hvdlite.control")
 
@@ -15,28 +14,25 @@ class RefusedConnections:
     """Logs each reason once per peer, and counts the other refusals (docs/protocol.md#frames).
 
     Args:
-        address: of rank 0.
+        address: of the listener.
     """
 
     def __init__(self, address: object) -> None:
         self._address = address
         self._logged: set[tuple[str, str]] = set()  # peers and reasons
         self._rest = 0
-        self._lock = threading.Lock()  # each handshake has a thread
 
     def note(self, peer: str, error: Exception) -> None:
         """A connection was refused."""
         refusal = peer, str(error)
-        with self._lock:
-            if refusal in self._logged or len(self._logged) >= LOGGED_REFUSALS:
-                self._rest += 1
-                return
-            self._logged.add(refusal)
+        if refusal in self._logged or len(self._logged) >= LOGGED_REFUSALS:
+            self._rest += 1
+            return
+        self._logged.add(refusal)
         _log.warning("a connection from %s to %s was refused: %s", peer, self._address, error)
 
     def log_rest(self) -> None:
-        """The rendezvous is over: log how many refusals were not logged."""
-        with self._lock:
-            rest, self._rest = self._rest, 0
+        """Nobody listens any more: log how many refusals were not logged."""
+        rest, self._rest = self._rest, 0
         if rest:
             _log.warning("%d more connections to %s were refused", rest, self._address)

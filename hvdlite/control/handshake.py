@@ -1,0 +1,164 @@
+"""The handshake of a connection: both sides greet with their version, and over TCP prove that they know the job's key.
+
+    client: greeting (32)                      server: greeting (32) | nonce (32, on TCP only)
+    client: nonce (32) | proof (32)            server: proof (32)                              on TCP only
+
+Rules (docs/protocol.md#frames)
+- A greeting has the same form in every version. It is compared before any message is decoded; the proofs cover it.
+- The server never blocks. One deadline holds for a whole handshake, on both sides.
+- Nothing of the peer's is allocated or decoded before its proof is checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from typing import Final
+
+from hvdlite.control.wire import Connection
+from hvdlite.core.errors import ProtocolError
+
+_MAGIC: Final = b"hvdlite\n"
+_GREETING: Final = struct.Struct("!8sI20s")
+_NONCE_BYTES: Final = 32
+_PROOF_BYTES: Final = 32
+_NO_GREETING: Final = "the peer does not greet: it is another program, or an older version of hvdlite"
+
+
+@dataclasses.dataclass(frozen=True)
+class Greeting:
+    """What a process says of itself first."""
+
+    rank: int
+    version: str
+
+    def encode(self) -> bytes:
+        """Return the greeting's bytes."""
+        return _GREETING.pack(_MAGIC, self.rank, self.version.encode()[:20])
+
+    @classmethod
+    def decode(cls, content: bytes) -> Greeting:
+        """Return a greeting.
+
+        Raises:
+            ProtocolError: when it is none.
+        """
+        magic, rank, version = _GREETING.unpack(content)
+        if magic != _MAGIC:
+            raise ProtocolError(_NO_GREETING)
+        return cls(rank, version.rstrip(b"\0").decode("ascii", "replace"))
+
+
+class ServerHandshake:
+    """A connection to rank 0 that is not authenticated yet.
+
+    Args:
+        sock: just accepted.
+        own: rank 0's greeting.
+        key: the job's; none on a Unix socket.
+
+    Attributes:
+        peer: the client's greeting, once `advance` has returned a connection.
+
+    Raises:
+        OSError: when the client is gone already.
+    """
+
+    def __init__(self, sock: socket.socket, own: Greeting, key: bytes, frame_limit: int) -> None:
+        self.peer = Greeting(0, "")
+        self._sock, self._key, self._frame_limit = sock, key, frame_limit
+        self._said = own.encode() + (secrets.token_bytes(_NONCE_BYTES) if key else b"")
+        self._heard = b""
+        self._due = _GREETING.size + (_NONCE_BYTES + _PROOF_BYTES if key else 0)
+        sock.setblocking(False)
+        self._send(self._said)
+
+    def advance(self) -> Connection | None:
+        """Read what has come; return the connection as soon as the client has proved that it knows the key.
+
+        Raises:
+            ProtocolError: when it does not know the key.
+            OSError: when it has closed the connection.
+        """
+        try:
+            piece = self._sock.recv(self._due - len(self._heard))
+        except BlockingIOError:
+            return None
+        if not piece:
+            raise ConnectionError("closed during the handshake")
+        self._heard += piece
+        if not _MAGIC.startswith(self._heard[:len(_MAGIC)]):
+            raise ProtocolError(_NO_GREETING)
+        if len(self._heard) < self._due:
+            return None
+        heard, proof = self._heard[:self._due - _PROOF_BYTES], self._heard[self._due - _PROOF_BYTES:]
+        if not self._key:
+            self.peer = Greeting.decode(self._heard)
+            return Connection(self._sock, frame_limit=self._frame_limit)
+        if not hmac.compare_digest(proof, _proof(self._key, b"client", self._said, heard)):
+            raise ProtocolError("the peer does not know the job's key")
+        self.peer = Greeting.decode(self._heard[:_GREETING.size])
+        self._send(_proof(self._key, b"server", self._said, heard))
+        return Connection(self._sock, send_key=_proof(self._key, b"server to client", self._said, heard),
+                          receive_key=_proof(self._key, b"client to server", self._said, heard),
+                          frame_limit=self._frame_limit)
+
+    def _send(self, content: bytes) -> None:
+        """Send a few bytes, for which the buffer of a new connection has room."""
+        if self._sock.send(content, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) < len(content):
+            raise ConnectionError("the peer does not read")
+
+
+def greet_rank_0(sock: socket.socket, own: Greeting, key: bytes, frame_limit: int,
+                 deadline: float) -> tuple[Connection, Greeting]:
+    """Return an authenticated connection to rank 0, and its greeting; blocks until the deadline at most.
+
+    Args:
+        key: the job's; none on a Unix socket.
+
+    Raises:
+        ProtocolError: when the server does not greet, or does not know the key.
+        OSError: when it closes the connection, or is too slow.
+    """
+    said = own.encode()
+    sock.settimeout(max(0.001, deadline - time.monotonic()))
+    sock.sendall(said)
+    heard = _exactly(sock, _GREETING.size, deadline)
+    peer = Greeting.decode(heard)
+    if not key:
+        return Connection(sock, frame_limit=frame_limit), peer
+    heard += _exactly(sock, _NONCE_BYTES, deadline)
+    said += secrets.token_bytes(_NONCE_BYTES)
+    sock.sendall(said[_GREETING.size:] + _proof(key, b"client", heard, said))
+    try:
+        answer = _exactly(sock, _PROOF_BYTES, deadline)
+    except ConnectionError as error:
+        raise ConnectionError(f"{error}, after this rank's proof: is HVDLITE_SECRET the same on both sides?") from None
+    if not hmac.compare_digest(answer, _proof(key, b"server", heard, said)):
+        raise ProtocolError("whoever listens at the coordinator's address does not know the job's key")
+    return Connection(sock, send_key=_proof(key, b"client to server", heard, said),
+                      receive_key=_proof(key, b"server to client", heard, said), frame_limit=frame_limit), peer
+
+
+def _proof(key: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
+    """Return a MAC over what both sides have said before."""
+    return hmac.digest(key, role + b"|" + server + client, hashlib.sha256)
+
+
+def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
+    received = b""
+    while len(received) < count:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the handshake takes too long")
+        sock.settimeout(left)
+        piece = sock.recv(count - len(received))
+        if not piece:
+            raise ConnectionError("closed during the handshake")
+        received += piece
+    return received

@@ -1,0 +1,59 @@
+"""Gloo's listening socket, made deaf once all ranks of a group are connected.
+
+Gloo accepts every connection, and keeps its descriptor for as long as the group exists, because a peer might announce itself
+there later; without descriptors it aborts the process. It offers no way to stop listening. A socket filter does: the kernel
+then drops what arrives for new connections, and those that exist go on. Every process may set a filter on its own sockets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import sys
+from typing import Final
+
+_SO_ATTACH_FILTER: Final = 26  # asm-generic/socket.h
+_DROP_ALL: Final = struct.pack("=HBBI", 0x06, 0, 0, 0)
+"""One instruction of linux/filter.h: BPF_RET | BPF_K, with 0 bytes to keep."""
+_COMPARED_BYTES: Final = {socket.AF_INET: 8, socket.AF_INET6: 24}
+"""How much of a sockaddr_in is family, port and address; and of a sockaddr_in6."""
+_ADDRESS_BYTES: Final = 128  # sockaddr_storage
+
+
+def make_deaf(published: bytes) -> bool:
+    """Let the kernel drop all new connections to this process's Gloo listener; return whether it could be found.
+
+    Args:
+        published: the text with the listener's address (sockaddr_storage) that Gloo has published.
+    """
+    found = False
+    for descriptor, address in listeners().items():
+        if address in published:
+            instructions = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
+            program = struct.pack("@HP", 1, ctypes.addressof(instructions))
+            found = not ctypes.CDLL(None).setsockopt(descriptor, socket.SOL_SOCKET, _SO_ATTACH_FILTER, program, len(program))
+    return found
+
+
+def listeners() -> dict[int, bytes]:
+    """Return the descriptors of this process at which it listens for TCP, and the addresses as they are in memory.
+
+    The descriptors are other libraries': Python's sockets would set modes of them.
+    """
+    found: dict[int, bytes] = {}
+    if not sys.platform.startswith("linux") or not os.path.isdir("/proc/self/fd"):
+        return found
+    library = ctypes.CDLL(None)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        listens, length = ctypes.c_int(0), ctypes.c_uint(ctypes.sizeof(ctypes.c_int))
+        if library.getsockopt(descriptor, socket.SOL_SOCKET, socket.SO_ACCEPTCONN, ctypes.byref(listens),
+                              ctypes.byref(length)) or not listens.value:
+            continue
+        address, length = ctypes.create_string_buffer(_ADDRESS_BYTES), ctypes.c_uint(_ADDRESS_BYTES)
+        if not library.getsockname(descriptor, address, ctypes.byref(length)):
+            (family,) = struct.unpack_from("=H", address)
+            if family in _COMPARED_BYTES:
+                found[descriptor] = address.raw[:_COMPARED_BYTES[family]]
+    return found

@@ -1,0 +1,117 @@
+"""What a rank prints when an exception ends it: each failure of a job once, without hvdlite's own frames.
+
+The rank where a failure began prints its traceback. Ranks that end because of it print one line each, under a launcher that
+tells of the failure itself. An error that all ranks raise alike (a mismatch, a stall) is printed by the first rank of each
+host. Without a launcher's job directory every rank prints its own traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from hvdlite.core.errors import DeadlockError, HvdliteError, PeerLostError, StallError
+
+_PACKAGES: Final = frozenset({"hvdlite", "hvdlite_torch", "hvdlite_tf", "hvdlite_runner"})
+
+
+def text_of(error: BaseException, *, full: bool = False) -> str:
+    """Return an exception's traceback as text.
+
+    Args:
+        full: with the frames of hvdlite. Without them otherwise, unless the exception is one that hvdlite did not mean to
+            raise: its innermost frame is hvdlite's, and it is no `HvdliteError`.
+    """
+    told = traceback.TracebackException.from_exception(error)
+    if not full:
+        _shorten(told, error, set())
+    return "".join(told.format())
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and what it was raised from."""
+    passed: set[int] = set()
+    while error is not None and id(error) not in passed:
+        yield error
+        passed.add(id(error))
+        error = error.__cause__ or error.__context__
+
+
+def print_failure(error: BaseException, directory: str | None, rank: int, *, full: bool = False) -> bool:
+    """Print what this rank has to say about the exception that ends it, to standard error.
+
+    Args:
+        directory: of the job, if there is a launcher.
+        full: with hvdlite's frames, and nothing left to other ranks.
+
+    Returns:
+        Whether all of it was printed to the process's standard error.
+    """
+    if full or directory is None or not _is_told_elsewhere(error, directory, rank):
+        text = text_of(error, full=full)
+    else:
+        name, first_line = type(error).__name__, str(error).partition("\n")[0]
+        text = f"rank {rank} ended{_place(error)}"
+        text += f": {name}: {first_line}\n" if _is_consequence(error) else f", with the same {name} as another rank\n"
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        return sys.stderr.fileno() == 2
+    except (OSError, ValueError, AttributeError):  # closed, replaced by the script, or None
+        return False
+
+
+def _is_told_elsewhere(error: BaseException, directory: str, rank: int) -> bool:
+    """Return whether another process tells of this failure: where it began, or the first rank of this host to raise it."""
+    if not isinstance(error, HvdliteError):
+        return False
+    if isinstance(error, PeerLostError) and _is_consequence(error):
+        return error.rank not in (-1, rank)
+    said = zlib.crc32(f"{type(error).__name__} {str(error).partition(chr(10))[0]}".encode(errors="replace"))
+    try:
+        os.close(os.open(Path(directory) / f"printed.{said:08x}", os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Return whether it follows from what happened on one rank; other errors of hvdlite are raised on all ranks alike."""
+    return isinstance(error, PeerLostError) and not isinstance(error, StallError | DeadlockError)
+
+
+def _place(error: BaseException) -> str:
+    """Return where the script was: its innermost frame that is not hvdlite's."""
+    frames = [frame for frame, is_ours in _frames(error.__traceback__) if not is_ours]
+    if not frames:
+        return ""
+    return f" in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})"
+
+
+def _shorten(told: traceback.TracebackException, error: BaseException, passed: set[int]) -> None:
+    """Remove hvdlite's frames from an exception's text, and from those that it was raised from."""
+    passed.add(id(error))
+    frames = list(_frames(error.__traceback__))
+    is_meant = isinstance(error, HvdliteError) or (bool(frames) and not frames[-1][1])
+    if is_meant and len(frames) == len(told.stack) and not all(is_ours for _, is_ours in frames):
+        told.stack[:] = [frame for frame, (_, is_ours) in zip(told.stack, frames, strict=True) if not is_ours]
+    for text, origin in ((told.__cause__, error.__cause__), (told.__context__, error.__context__)):
+        if text is not None and origin is not None and id(origin) not in passed:
+            _shorten(text, origin, passed)
+
+
+def _frames(where: TracebackType | None) -> Iterator[tuple[traceback.FrameSummary, bool]]:
+    """Yield the frames of a traceback, outermost first, and whether each is hvdlite's."""
+    while where is not None:
+        code, module = where.tb_frame.f_code, str(where.tb_frame.f_globals.get("__name__", ""))
+        summary = traceback.FrameSummary(code.co_filename, where.tb_lineno, code.co_name, lookup_line=False)
+        yield summary, module.partition(".")[0] in _PACKAGES
+        where = where.tb_next

@@ -1,0 +1,92 @@
+"""What a rank prints about the exception that ends it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdlite.api import set_id
+from hvdlite.core.errors import MismatchError, PeerFailedError, StallError
+from hvdlite.core.types import ReduceOp
+from hvdlite.runtime.tracebacks import print_failure, text_of
+
+
+def _raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def _caught_from_hvdlite(call: object, *arguments: object) -> Exception:
+    with pytest.raises(Exception) as caught:
+        call(*arguments)  # type: ignore[operator]
+    return caught.value
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    return str(tmp_path)
+
+
+def test_the_frames_of_hvdlite_are_left_out_of_its_own_errors() -> None:
+    error = _caught_from_hvdlite(set_id, "nonsense")
+    assert "api.py" in text_of(error, full=True) and "api.py" not in text_of(error)
+    assert "test_tracebacks.py" in text_of(error) and str(error) in text_of(error)
+
+
+def test_an_error_that_hvdlite_did_not_mean_to_raise_keeps_all_frames() -> None:
+    error = _caught_from_hvdlite(ReduceOp.from_bytes, "nonsense")
+    assert text_of(error) == text_of(error, full=True)
+
+
+def test_frames_are_left_out_of_causes_too() -> None:
+    inner = _caught_from_hvdlite(set_id, "nonsense")
+    try:
+        raise RuntimeError("outer") from inner
+    except RuntimeError as error:
+        assert "api.py" not in text_of(error) and str(inner) in text_of(error) and "outer" in text_of(error)
+
+
+def test_a_mismatch_is_printed_by_the_first_rank_only(job: str, capfd: pytest.CaptureFixture[str]) -> None:
+    error = _raised(MismatchError("ranks disagree about 'x': rank 0: [3]; rank 1: [4]\nwhat happened on this rank"))
+    print_failure(error, job, 1)
+    first = capfd.readouterr().err
+    print_failure(error, job, 0)
+    second = capfd.readouterr().err
+    assert "Traceback" in first and "what happened" in first
+    assert second.startswith("rank 0 ended in _raised (")
+    assert second.endswith("with the same MismatchError as another rank\n")
+    print_failure(_raised(MismatchError("another")), job, 0)
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_rank_that_ends_because_of_another_prints_a_line(job: str, capfd: pytest.CaptureFixture[str]) -> None:
+    error = _raised(PeerFailedError("rank 1 failed with ValueError: boom\n\nrank 1's traceback:\n...", 1))
+    print_failure(error, job, 0)
+    assert capfd.readouterr().err.splitlines() == [
+        f"rank 0 ended in _raised ({__file__}:{error.__traceback__.tb_lineno}): PeerFailedError: rank 1 failed with "
+        "ValueError: boom"]
+    print_failure(error, None, 0)
+    assert "rank 1's traceback" in capfd.readouterr().err, "nobody else may tell of it without a launcher"
+    print_failure(error, job, 0, full=True)
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_report_of_a_stall_is_printed_once(job: str, capfd: pytest.CaptureFixture[str]) -> None:
+    error = _raised(StallError("stalled\nthe report", 0))
+    for rank in (1, 0):
+        print_failure(error, job, rank)
+    assert capfd.readouterr().err.count("the report") == 1
+
+
+def test_a_scripts_own_exception_is_printed_by_every_rank(job: str, capfd: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        print_failure(_raised(ValueError("boom")), job, rank)
+    assert capfd.readouterr().err.count("Traceback") == 2
+
+
+def test_without_a_standard_error_nothing_is_shown(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    assert not print_failure(_raised(ValueError("boom")), job, 0)
