@@ -37,7 +37,8 @@ setup(
         "mpi": MPI,
         # NVRTC compiles the kernels, and CuPy wants the headers of CUDA's runtime for every kernel. Torch for the same CUDA
         # version brings both, and NCCL, too.
-        "nccl-cuda12": ["cupy-cuda12x>=14", "nvidia-nccl-cu12>=2.26.2", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12"],
+        "nccl-cuda12": ["cupy-cuda12x>=14", "nvidia-nccl-cu12>=2.26.2", "nvidia-cuda-nvrtc-cu12",
+                        "nvidia-cuda-runtime-cu12"],
         "nccl-cuda13": ["cupy-cuda13x>=14", "nvidia-nccl-cu13>=2.27.7", "nvidia-cuda-nvrtc>=13,<14",
                         "nvidia-cuda-runtime>=13,<14"],
         "autotune": AUTOTUNE,
