@@ -5,17 +5,15 @@ Every call is timed. The contenders take turns after a few calls each, so that b
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 import hvdlite_torch as hvd
+from benchmarks import hogs
 from benchmarks.harness import Bench, say
 
 SIZES = [4, 64, 1 << 10, 8 << 10, 64 << 10]
@@ -23,19 +21,8 @@ SHORT = [4, 64 << 10]
 CALLS = 25
 """How many calls a contender makes in a turn; the first, which may find the other's traces, is not counted."""
 
-HOG = "while True: pass"
-
-
-@contextlib.contextmanager
-def hog(wanted: bool) -> Iterator[None]:
-    """Let a process that always computes run beside the ranks."""
-    process = subprocess.Popen([sys.executable, "-c", HOG]) if wanted and hvd.local_rank() == 0 else None
-    try:
-        yield
-    finally:
-        if process is not None:
-            process.kill()
-            process.wait()
+HOGS = 2
+"""CPU hogs beside the ranks in the rows of a busy machine."""
 
 
 def contenders(nbytes: int) -> dict[str, Callable[[], object]]:
@@ -63,17 +50,18 @@ def calls(bench: Bench, found: dict[str, Callable[[], object]]) -> dict[str, lis
 def main() -> None:
     bench = Bench.start(__doc__, pin=False)
     rows = []
-    for busy in (False, True):
-        with hog(busy):
-            for nbytes in SHORT if bench.arguments.short else SIZES:
-                found = calls(bench, contenders(nbytes))
-                figures = {name: {"median": statistics.median(values), "p99": statistics.quantiles(values, n=100)[98],
-                                  "mean": statistics.fmean(values)} for name, values in found.items()}
-                rows.append({"bytes": nbytes, "busy": busy, "seconds": figures})
-                ours, theirs = figures["hvdlite"], figures["gloo"]
-                say(f"{'busy ' if busy else 'quiet'} {nbytes:>6} B" + "".join(
-                    f"   {kind} {ours[kind] * 1e6:7.0f} / {theirs[kind] * 1e6:7.0f} us = {ours[kind] / theirs[kind]:4.2f}"
-                    for kind in ("median", "mean", "p99")))
+    for count in (0, HOGS):
+        started = hogs.start(count) if hvd.local_rank() == 0 else []
+        for nbytes in SHORT if bench.arguments.short else SIZES:
+            found = calls(bench, contenders(nbytes))
+            figures = {name: {"median": statistics.median(values), "p99": statistics.quantiles(values, n=100)[98],
+                              "mean": statistics.fmean(values)} for name, values in found.items()}
+            rows.append({"bytes": nbytes, "hogs": count, "seconds": figures})
+            ours, theirs = figures["hvdlite"], figures["gloo"]
+            say(f"{count} hogs {nbytes:>6} B" + "".join(
+                f"   {kind} {ours[kind] * 1e6:7.0f} / {theirs[kind] * 1e6:7.0f} us = {ours[kind] / theirs[kind]:4.2f}"
+                for kind in ("median", "mean", "p99")))
+        hogs.stop(started)
     bench.finish(rows)
 
 

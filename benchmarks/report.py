@@ -63,6 +63,17 @@ def _collectives(rows: Rows, ranks: int) -> list[str]:
             f"![plot](collectives-{ranks}.png)", "", *_compared(rows, "size", 1e6, "us")]
 
 
+def _latency(rows: Rows, ranks: int) -> list[str]:
+    body = []
+    for row in rows:
+        ours, theirs = row["seconds"]["hvdlite"], row["seconds"]["gloo"]
+        body.append([_size(row["bytes"]), str(row["hogs"])] + [
+            cell for kind in ("median", "p99") for cell in (f"{ours[kind] * 1e6:.0f}", f"{theirs[kind] * 1e6:.0f}",
+                                                           f"**{ours[kind] / theirs[kind]:.2f}**")])
+    return [f"## A blocking allreduce, call by call, {ranks} ranks", "", *_table(
+        ["size", "CPU hogs", "median, us", "gloo, us", "ratio", "p99, us", "gloo, us", "ratio"], body)]
+
+
 def _gradients(rows: Rows, ranks: int) -> list[str]:
     return [f"## The 161 gradients of a ResNet-50, 102 MB, {ranks} ranks", "", *_compared(rows, "path", 1e3, "ms")]
 
@@ -131,6 +142,7 @@ def _two_hosts(rows: Rows, ranks: int) -> list[str]:
 
 
 _TABLES = {"planes": _planes, "planes_openmpi": functools.partial(_planes, under="Open MPI"), "collectives": _collectives,
+           "latency": _latency,
            "gradients": _gradients, "small_gradients": _small_gradients, "batch_norm": _batch_norm, "training": _training,
            "hooks": _hooks, "idle": _idle,
            "control_scale": _control_scale,

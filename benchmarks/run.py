@@ -129,6 +129,8 @@ def main() -> None:
         ("training", 2, [*long_rounds, *short]),
         ("hooks", 2, [*long_rounds, *short]),
         ("collectives", 2, [*rounds, *short]),
+        ("latency", 2, [*rounds, *short]),
+        ("latency", 4, [*rounds, "--short"]),
         ("batch_norm", 2, [*rounds, *short]),
         ("training", 1, [*long_rounds, *short]),
         ("idle", 2, ["--idle-seconds", "10" if arguments.short else "60"]),

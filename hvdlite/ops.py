@@ -24,10 +24,14 @@ def allreduce_async(array: ArrayLike, average: bool | None = None, name: str | N
                     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                     process_set: ProcessSet = global_process_set) -> Handle:
     """Like `allreduce`, but return a handle immediately; `array` must not be written until it is done."""
-    operation = reduce_op(op, average)
-    source = _given(array, name, Collective.ALLREDUCE, operation)
-    handle = runtime().allreduce(_name(name, "allreduce", process_set), source, _room(source), operation,
-                                 prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
+    return _allreduce(array, name, reduce_op(op, average), prescale_factor, postscale_factor, process_set)
+
+
+def _allreduce(array: ArrayLike, name: str | None, op: ReduceOp, prescale: float, postscale: float,
+               process_set: ProcessSet, *, blocking: bool = False) -> Handle:
+    source = _given(array, name, Collective.ALLREDUCE, op)
+    handle = runtime().allreduce(_name(name, "allreduce", process_set), source, _room(source), op, prescale=prescale,
+                                 postscale=postscale, process_set=set_id(process_set), blocking=blocking)
     return _in_flight(handle, source)
 
 
@@ -52,17 +56,22 @@ def allreduce(array: ArrayLike, average: bool | None = None, name: str | None = 
         PeerLostError: if a rank died (`PeerFailedError`: it raised; `PeerLeftError`: it left).
         DuplicateNameError, UnsupportedError: at the call.
     """
-    return _result(allreduce_async(array, average, name, op, prescale_factor, postscale_factor, process_set))
+    return _result(_allreduce(array, name, reduce_op(op, average), prescale_factor, postscale_factor, process_set,
+                              blocking=True))
 
 
 def allreduce_async_(array: Array, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
                      prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                      process_set: ProcessSet = global_process_set) -> Handle:
     """Like `allreduce_async`, in place; `array` must be C-contiguous."""
-    operation = reduce_op(op, average)
-    target = _own(array, name, Collective.ALLREDUCE, operation)
-    handle = runtime().allreduce(_name(name, "allreduce", process_set), target, target, operation,
-                                 prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
+    return _allreduce_in_place(array, name, reduce_op(op, average), prescale_factor, postscale_factor, process_set)
+
+
+def _allreduce_in_place(array: Array, name: str | None, op: ReduceOp, prescale: float, postscale: float,
+                        process_set: ProcessSet, *, blocking: bool = False) -> Handle:
+    target = _own(array, name, Collective.ALLREDUCE, op)
+    handle = runtime().allreduce(_name(name, "allreduce", process_set), target, target, op, prescale=prescale,
+                                 postscale=postscale, process_set=set_id(process_set), blocking=blocking)
     return _in_flight(handle, target)
 
 
@@ -70,7 +79,8 @@ def allreduce_(array: Array, average: bool | None = None, name: str | None = Non
                prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                process_set: ProcessSet = global_process_set) -> Array:
     """Like `allreduce`, in place; returns `array`."""
-    return _result(allreduce_async_(array, average, name, op, prescale_factor, postscale_factor, process_set))
+    return _result(_allreduce_in_place(array, name, reduce_op(op, average), prescale_factor, postscale_factor, process_set,
+                                       blocking=True))
 
 
 def grouped_allreduce_async(arrays: Sequence[ArrayLike], average: bool | None = None, name: str | None = None,

@@ -340,7 +340,7 @@ def _grouped_allreduce(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, pr
         outputs = [gpu.empty_like(array) for array in arrays]
         if len(arrays) == 1:
             gpu.finished(runtime.allreduce(name, arrays[0], outputs[0], op, prescale=prescale, postscale=postscale,
-                                           process_set=process_set_id))
+                                           process_set=process_set_id, blocking=True))
         else:
             gpu.finished(runtime.grouped_allreduce(name, arrays, outputs, op, prescale=prescale, postscale=postscale,
                                                    process_set=process_set_id))

@@ -160,7 +160,7 @@ def _gathered(own: Array, name: str, process_set: int) -> Array:
 
 def _summed(own: Array, name: str, process_set: int) -> Array:
     total = np.empty_like(own)
-    api.runtime().allreduce(name, own, total, ReduceOp.SUM, process_set=process_set).wait()
+    api.runtime().allreduce(name, own, total, ReduceOp.SUM, process_set=process_set, blocking=True).wait()
     return total
 
 

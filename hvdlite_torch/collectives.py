@@ -55,15 +55,16 @@ class TorchHandle:
 
 
 def allreduce(tensor: torch.Tensor, output: torch.Tensor, name: str, op: ReduceOp, prescale: float, postscale: float,
-              process_set: ProcessSet) -> TorchHandle:
-    """Reduce into `output`, which may be `tensor`."""
+              process_set: ProcessSet, *, blocking: bool = False) -> TorchHandle:
+    """Reduce into `output`, which may be `tensor`; `blocking` as in `Collectives.allreduce`."""
     source = to_transportable(tensor, name, Collective.ALLREDUCE, op)
     target = source if output is tensor else contiguous_like(output, source)
     if output is tensor:
         mark_written(output)
     array = as_runtime_array(source, name)
     handle = api.runtime().allreduce(name, array, array if target is source else as_runtime_array(target, name), op,
-                                     prescale=prescale, postscale=postscale, process_set=api.set_id(process_set))
+                                     prescale=prescale, postscale=postscale, process_set=api.set_id(process_set),
+                                     blocking=blocking)
     return TorchHandle(handle, lambda _: copy_back(output, target))
 
 

@@ -71,8 +71,10 @@ class AllreduceCall(Call):
     prescale: float = 1.0
     postscale: float = 1.0
     is_grouped: bool = False
+    is_blocking: bool = False  # the caller waits for the handle immediately
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
+        self.is_blocking = True
         result = self.begin(tensors, [torch.empty_like(tensor) for tensor in tensors]).wait()
         return result if self.is_grouped else [result]
 
@@ -81,7 +83,7 @@ class AllreduceCall(Call):
         rest = self.name, self.op, self.prescale, self.postscale, self.process_set
         if self.is_grouped:
             return collectives.grouped_allreduce(tensors, outputs, *rest)
-        return collectives.allreduce(tensors[0], outputs[0], *rest)
+        return collectives.allreduce(tensors[0], outputs[0], *rest, blocking=self.is_blocking)
 
     def adjoint(self, upstream: Tensors) -> list[torch.Tensor]:
         if self.op not in LINEAR:

@@ -86,7 +86,8 @@ def allreduce_(tensor: torch.Tensor, average: bool | None = None, name: str | No
     Differentiable (Average and Sum) where the tensor was computed from others. A leaf, such as a parameter, is overwritten
     without a gradient, also outside of `torch.no_grad()`.
     """
-    return synchronize(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
+    return apply_in_place(AllreduceCall(_name("allreduce", name, process_set), process_set, api.reduce_op(op, average),
+                                        prescale_factor, postscale_factor, is_blocking=True), [tensor]).wait()
 
 
 def allreduce(tensor: torch.Tensor, average: bool | None = None, name: str | None = None,

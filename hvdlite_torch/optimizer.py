@@ -283,7 +283,7 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
             return loss
         name, op = self._loss_reduction
         value = np.array((loss.item() if isinstance(loss, torch.Tensor) else float(loss)) * self._loss_weight())
-        self._runtime.allreduce(name, value, value, op, process_set=self._process_set).wait()
+        self._runtime.allreduce(name, value, value, op, process_set=self._process_set, blocking=True).wait()
         return torch.full_like(loss, float(value), requires_grad=False) if isinstance(loss, torch.Tensor) else float(value)
 
 

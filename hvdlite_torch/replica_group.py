@@ -35,7 +35,7 @@ class TorchReplicaGroup(ReplicaGroup):
         if self.size > 1:
             name = self.name("reduce")
             array = as_array(result, name)
-            self.runtime.allreduce(name, array, array, op, process_set=self.process_set).wait()
+            self.runtime.allreduce(name, array, array, op, process_set=self.process_set, blocking=True).wait()
         return result.to(tensor.device)
 
     def allgather(self, tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -148,6 +148,9 @@ class Config:
     join_divides_by_active: bool = knob(
         False, _flag, "make Average divide by the number of ranks that have not joined, instead of all ranks")
     eager_limit: int = knob(8 * KIB, _size, "tensors of up to this many bytes travel inside their control message")
+    mailbox_limit: int = knob(
+        64 * KIB, _size, "blocking allreduces of up to this many bytes that repeat go through mailboxes in shared memory; "
+        "0 turns mailboxes off")
     spin_microseconds: int = knob(
         80, _at_least(0), "microseconds for which the background thread polls before it sleeps, while the script is "
         "blocked in a wait; 0 turns polling off")

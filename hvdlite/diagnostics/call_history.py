@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -16,16 +17,17 @@ RECENT: Final = 200
 
 
 class CallHistory:
-    """The names of the collectives that this rank has called last. Only the background thread calls it."""
+    """The names of the collectives that this rank has called last. Any thread may add to it."""
 
     def __init__(self) -> None:
         self._recent: deque[str] = deque(maxlen=RECENT)
-        self._count = 0  # of all collectives, since the beginning
+        self._numbers = itertools.count(1)  # of all collectives, since the beginning
+        self._count = 0
 
     def add(self, name: str) -> None:
         """This rank has called a collective."""
         self._recent.append(name)
-        self._count += 1
+        self._count = next(self._numbers)
 
     def status(self, thread: int, waiting: Sequence[str], gpu: tuple[GpuProgress, ...] = ()) -> RankStatus:
         """Describe this rank; the first arguments are those of `rank_status`."""

@@ -117,6 +117,10 @@ class FlightRecorder:
             self._end(lanes)
             self._end(lanes, f"{response.dtype}, {response.elements} elements")
 
+    def exchanged(self, name: str) -> None:
+        """A tensor was exchanged in a mailbox; callable from any thread."""
+        self._events.append((self._clock(), (name,), "done in a mailbox", None))
+
     def split(self, lane: str, names: Sequence[str]) -> None:
         """A bucket's members are negotiated one by one after all."""
         self._events.append((self._clock(), names, "to be negotiated one by one: its bucket was given up", lane))

@@ -37,7 +37,7 @@ def build_engine(world: World, config: Config, connections: Connections, coordin
         deliver = functools.partial(StallReport.deliver, path=config.stall_report_file)
         rank_zero = RankZero(coordinator, control, recorder, clock,
                              StallInspector(coordinator, times, probe, deliver, recorder.story),
-                             Timeline(world.size, lambda on: coordinator.order(timeline=on), clock),
+                             Timeline(world.size, lambda on: coordinator.order(timeline=on, now=clock()), clock),
                              Autotuner(config, coordinator, clock) if config.autotune else None)
     watchdog = CoordinatorWatchdog(world.rank, control.parent, config.silence_check_seconds, config.heartbeat_timeout, probe)
     link = rank_zero or RemoteCoordinator(control, controller)

@@ -8,6 +8,7 @@ import time
 from hvdlite.control.base import ControlPlane
 from hvdlite.diagnostics.process_probe import ProcessProbe
 from hvdlite.engine.limits import Clock
+from hvdlite.engine.mailboxes import Areas
 from hvdlite.engine.oob import OobChannel
 from hvdlite.planes.base import DevicePlane, Plane
 
@@ -23,6 +24,7 @@ class Connections:
         devices: moves tensors on GPUs; None where there are none.
         probe: tells the state of the ranks of this host without asking them; by default it knows none.
         clock: the same for all ranks of the job.
+        mailbox_area: makes the memory of mailboxes; None where there are none.
     """
 
     control: ControlPlane
@@ -31,3 +33,4 @@ class Connections:
     devices: DevicePlane | None = None
     probe: ProcessProbe = dataclasses.field(default_factory=lambda: ProcessProbe({}, {}))
     clock: Clock = time.monotonic
+    mailbox_area: Areas | None = None

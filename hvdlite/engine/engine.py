@@ -27,16 +27,19 @@ from hvdlite.engine.execution import Execution
 from hvdlite.engine.failures import failure_error
 from hvdlite.engine.health import HealthCheck
 from hvdlite.engine.limits import FLUSH_SECONDS, LISTEN_SECONDS, TRACE_BATCH
+from hvdlite.engine.mailboxes import Mailboxes
 from hvdlite.engine.polling import poll
 from hvdlite.handoff.buckets import BucketEntry
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import BlockedWaiters
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.inbox import Item, Task
+from hvdlite.handoff.mailbox import MailboxCall
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.messages import (
     FailureNotice,
     LayoutStale,
+    MailboxStale,
     OverdueWork,
     RankStatus,
     Retired,
@@ -65,9 +68,12 @@ class Engine:
         self._inbox, self._waiters, self._state = handoff.inbox, handoff.waiters, handoff.state  # shared with user threads
         self._recorder, self._clock = recorder, connections.clock
         self._history = CallHistory()
+        self._mailboxes = Mailboxes(self._rank, connections.mailbox_area, self._state, controller.report_mailbox,
+                                    self._inbox.post, self._exchanged)
         self._execution = Execution(
-            self._rank, connections.plane, connections.devices, self._state, recorder, self._clock,
-            wait_until=self._wait_until, release_name=self._inbox.release_name, mark_stale=controller.mark_stale)
+            self._rank, connections.plane, connections.devices, self._state, recorder, self._clock, self._mailboxes,
+            wait_until=self._wait_until, release_name=self._inbox.release, mark_stale=controller.mark_stale,
+            enqueue=self._take)
         self._decisions = Decisions(controller, coordinator, self._execution, self._state, self._waiters, recorder,
                                     self._status)
         self._health = HealthCheck(watchdog, coordinator, self._execution, self._clock, look_seconds,
@@ -99,8 +105,10 @@ class Engine:
         """Leave the job: pending handles fail; what is agreed on is still done, for the others."""
         self._leaving = True
         self._controller.leave()
+        error = self._state.closing_error()
         for entry in self._execution.pending():
-            entry.abandon(self._state.closing_error())
+            entry.abandon(error)
+        self._mailboxes.fail(error)
         self._recorder.trace(False)
 
     def fail(self, notice: FailureNotice) -> NoReturn:
@@ -205,6 +213,8 @@ class Engine:
                 self._controller.mark_stale(layout)
             case Retired():
                 self._controller.retire(item)
+            case MailboxStale():
+                self._mailboxes.stale(item)
             case BlockedWaiters():
                 self._controller.block(item.blocked())
             case Task():
@@ -250,6 +260,14 @@ class Engine:
         self._exchange(within_plan=True, sleep=False)
         self._health.look()
 
+    def _exchanged(self, call: MailboxCall) -> None:
+        """A call in a mailbox is over; any thread may call this."""
+        name = call.signature[0]
+        self._inbox.release(call.key)
+        if call.is_done:
+            self._history.add(name)
+            self._recorder.exchanged(name)
+
     def _send_side_message(self, message: SideMessage) -> None:
         self._controller.send_side_message(message)
         self._send_report()
@@ -259,8 +277,8 @@ class Engine:
 
     def _status(self) -> RankStatus:
         devices = self._connections.devices
-        return self._history.status(self._inbox.last_caller, [entry.handle.name for entry in self._execution.pending()],
-                                    () if devices is None else devices.progress())
+        waiting = [*(entry.handle.name for entry in self._execution.pending()), *self._mailboxes.waiting.values()]
+        return self._history.status(self._inbox.last_caller, waiting, () if devices is None else devices.progress())
 
     def _close(self) -> None:
         """Close every part, whatever others raise; in the end no thread waits for this one any more."""

@@ -14,11 +14,20 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective
 from hvdlite.diagnostics.flight_recorder import FlightRecorder, bucket_lane, lane_of
 from hvdlite.engine.limits import Clock
+from hvdlite.engine.mailboxes import Mailboxes
 from hvdlite.handoff.buckets import BucketEntry, LearnedLayout, buffer_bytes
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.job_state import JobState
-from hvdlite.negotiation.controller import EvictLayout, Instruction, ParticipateWithoutData, SplitBucket, SuspendLayout
-from hvdlite.negotiation.messages import BucketRelease, ErrorKind, Layout, ReceiveSplits, Response
+from hvdlite.negotiation.controller import (
+    CloseMailbox,
+    EvictLayout,
+    FreezeMailbox,
+    Instruction,
+    ParticipateWithoutData,
+    SplitBucket,
+    SuspendLayout,
+)
+from hvdlite.negotiation.messages import BucketRelease, ErrorKind, Layout, Mailbox, ReceiveSplits, Response
 from hvdlite.planes.base import AlltoallSplits, BufferSlice, DevicePlane, FusionBuffer, Plan, Plane, WaitUntil
 
 _log = logging.getLogger("hvdlite")
@@ -37,13 +46,16 @@ class Execution:
         devices: the plane for tensors on GPUs, if there is one.
         state: gets the process sets, layouts and joins that result.
         wait_until: lets the planes wait.
-        release_name: makes an entry's name usable again; called before its handle is completed.
+        mailboxes: this rank's.
+        release_name: makes an entry's key usable again; called before its handle is completed.
+        enqueue: lets a call that was made in a mailbox become a request.
         mark_stale: gives up a layout on all ranks.
     """
 
     def __init__(self, rank: int, plane: Plane, devices: DevicePlane | None, state: JobState, recorder: FlightRecorder,
-                 clock: Clock, *, wait_until: WaitUntil, release_name: Callable[[Entry], None],
-                 mark_stale: Callable[[int], None]) -> None:
+                 clock: Clock, mailboxes: Mailboxes, *, wait_until: WaitUntil,
+                 release_name: Callable[[tuple[int, str]], None], mark_stale: Callable[[int], None],
+                 enqueue: Callable[[Entry], None]) -> None:
         self.partners: tuple[int, ...] = ()
         self.moving_since = NOT_MOVING
         self._rank, self._plane, self._devices = rank, plane, devices
@@ -52,6 +64,7 @@ class Execution:
         if devices is not None:
             devices.add_process_set(GLOBAL_PROCESS_SET_ID, self._process_sets[GLOBAL_PROCESS_SET_ID])
         self._wait_until, self._release_name, self._mark_stale = wait_until, release_name, mark_stale
+        self._mailboxes, self._enqueue = mailboxes, enqueue
         self._entries: dict[tuple[int, str], Entry] = {}  # enqueued and not completed; likewise below
         self._buckets: dict[int, BucketEntry] = {}
         self._plans: defaultdict[int, int] = defaultdict(int)  # by process set
@@ -63,7 +76,7 @@ class Execution:
     @property
     def waits(self) -> bool:
         """Whether anything is under way."""
-        return bool(self._entries or self._buckets)
+        return bool(self._entries or self._buckets or self._mailboxes.waiting)
 
     def pending(self) -> Iterator[Entry | BucketEntry]:
         """Yield what is under way."""
@@ -124,6 +137,7 @@ class Execution:
             self._release(entry).abandon(error)
         for bucket in self._buckets.values():
             bucket.abandon(error)
+        self._mailboxes.fail(error)
 
     def _open_set(self, number: int, ranks: tuple[int, ...]) -> None:
         self._plane.add_process_set(number, ranks)
@@ -157,6 +171,14 @@ class Execution:
                 learned = self._layouts.get(layout.label)
                 if learned is not None and learned.layout.layout_id == layout.layout_id:
                     del self._layouts[layout.label]
+            case Mailbox():
+                self._mailboxes.open(instruction)
+            case FreezeMailbox(mailbox_id):
+                self._mailboxes.freeze(mailbox_id)
+            case CloseMailbox(mailbox_id):
+                entry = self._mailboxes.close(mailbox_id)
+                if entry is not None:
+                    self._enqueue(entry)
 
     def _learn(self, layout: Layout) -> None:
         ranks = layout.buckets[0].response.contributors
@@ -275,7 +297,7 @@ class Execution:
     def _release(self, entry: Entry) -> Entry:
         """Free the entry's name before its handle is completed, so that the waiter can use it again at once."""
         del self._entries[entry.key]
-        self._release_name(entry)
+        self._release_name(entry.key)
         return entry
 
 

@@ -164,6 +164,14 @@ class Handle:
         self._lock = threading.Lock()  # held until completion: the cheapest thing a thread can sleep on
         self._lock.acquire()
 
+    @classmethod
+    def finished(cls, name: str, waiters: BlockedWaiters, waits_for: Wait, result: Any,
+                 contributors: tuple[int, ...]) -> Handle:
+        """Return the handle of a collective that is complete."""
+        handle = cls(name, waiters, waits_for)
+        handle._result, handle.contributors, handle._done = result, contributors, True
+        return handle
+
     def done(self) -> bool:
         """Return whether `wait` would return (or raise) at once."""
         return self._done

@@ -14,7 +14,7 @@ from hvdlite.handoff.buckets import BucketEntry
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import BlockedWaiters, Handle
 from hvdlite.handoff.job_state import JobState
-from hvdlite.negotiation.messages import LayoutStale, Retired, RoundDone
+from hvdlite.negotiation.messages import LayoutStale, MailboxStale, Retired, RoundDone
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Task:
     abandon: Callable[[Exception], object] = lambda error: None  # called instead of `run` when that thread has ended
 
 
-Item = Entry | BucketEntry | RoundDone | LayoutStale | Retired | BlockedWaiters | Task
+Item = Entry | BucketEntry | RoundDone | LayoutStale | Retired | MailboxStale | BlockedWaiters | Task
 """Work for the background thread. `BlockedWaiters` in the inbox means that the coordinator is to know of them."""
 
 
@@ -87,15 +87,23 @@ class Inbox:
         Raises:
             DuplicateNameError: when the name is in use; otherwise like `check_usable`.
         """
-        name = entry.request.name
-        self.check_usable(name)
-        with self._names_lock:
-            if entry.key in self._names:
-                raise DuplicateNameError(f"'{name}' is still being processed on rank {self._rank}; wait for its handle "
-                                         "first, or use another name")
-            self._names.add(entry.key)
+        self.reserve(entry.key)
         self.put(entry, at_once=at_once)
         return entry.handle
+
+    def reserve(self, key: tuple[int, str]) -> None:
+        """Let a name be in use: a process set and a tensor's name.
+
+        Raises:
+            DuplicateNameError: when it is; otherwise like `check_usable`.
+        """
+        name = key[1]
+        self.check_usable(name)
+        with self._names_lock:
+            if key in self._names:
+                raise DuplicateNameError(f"'{name}' is still being processed on rank {self._rank}; wait for its handle "
+                                         "first, or use another name")
+            self._names.add(key)
 
     def put(self, item: Item, *, at_once: bool = True) -> None:
         """Enqueue an item of the thread that calls collectives."""
@@ -123,12 +131,12 @@ class Inbox:
         if (self._spins or self.items) and not self.awake:
             self._wake()  # it may sleep already, since before the caller did, or not know yet what it is to do
 
-    # --- the background thread -------------------------------------------------------------------------------------
-
-    def release_name(self, entry: Entry) -> None:
-        """Make an entry's name free again."""
+    def release(self, key: tuple[int, str]) -> None:
+        """Make a name free again; callable from any thread."""
         with self._names_lock:
-            self._names.discard(entry.key)
+            self._names.discard(key)
+
+    # --- the background thread -------------------------------------------------------------------------------------
 
     def abandon_all(self) -> None:
         """Fail what no thread takes out of the inbox any more; callable from any thread."""

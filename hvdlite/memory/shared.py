@@ -5,6 +5,7 @@ behind; elsewhere it is a file that is unlinked before use (macOS: untested). It
 
     segment: one arrival counter per rank, 64 bytes apart | slot (rank 0, region 0) | (0, 1) | (0, 2) | (1, 0) | ...
     window:  rank 0's part | rank 1's part | ...
+    area:    see `memory/mailbox_area.py`
 
 Rules (docs/protocol.md#slots, #staging-regions, #allocation, #memory-order)
 - Pages are allocated with `posix_fallocate` before they are written: a lack of memory is a `MemoryError`, never SIGBUS.
@@ -32,6 +33,7 @@ import numpy as np
 from hvdlite.core.array import Array
 from hvdlite.core.errors import LaunchError
 from hvdlite.memory.fence import Fence, fence_file
+from hvdlite.memory.mailbox_area import MailboxArea, area_bytes
 
 COUNTER_STRIDE = 64
 REGIONS = 3
@@ -196,6 +198,20 @@ class SharedMemory:
                 pass  # this kernel has no huge pages for shared memory
         everything = np.frombuffer(mapping, np.uint8)
         return [everything[each * part:each * part + nbytes] for each in range(len(ranks))]
+
+    def mailbox_area(self, capacity: int, ranks: Sequence[int]) -> MailboxArea | None:
+        """Return the next area for mailboxes of tensors of up to `capacity` bytes; None if this rank is not one of `ranks`.
+
+        Raises:
+            MemoryError: as for `segment`.
+        """
+        nbytes = _rounded(area_bytes(capacity, len(ranks)))
+        start = self._next_range(nbytes, PAGE)
+        if self._rank not in ranks:
+            return None
+        self.allocate(start, nbytes)
+        return MailboxArea(mmap.mmap(self.descriptor, nbytes, offset=start), list(ranks).index(self._rank), len(ranks),
+                           capacity)
 
     def close(self) -> None:
         """Close the file and the fence; mappings remain."""

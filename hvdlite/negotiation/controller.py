@@ -27,6 +27,9 @@ from hvdlite.negotiation.messages import (
     Key,
     Layout,
     LayoutStale,
+    Mailbox,
+    MailboxFrozen,
+    MailboxStale,
     Report,
     ReportItem,
     Request,
@@ -60,13 +63,28 @@ class SuspendLayout:
 
 
 @dataclasses.dataclass(frozen=True)
+class FreezeMailbox:
+    """Do not write to a mailbox any more, and say so."""
+
+    mailbox_id: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CloseMailbox:
+    """No rank writes to a mailbox any more: finish the round that all have written, or make a request of it."""
+
+    mailbox_id: int
+
+
+@dataclasses.dataclass(frozen=True)
 class ParticipateWithoutData:
     """Participate in a collective without contributing data: this rank has joined. Other process sets' are skipped."""
 
     response: Response
 
 
-Instruction = ParticipateWithoutData | Layout | BucketRelease | SplitBucket | SuspendLayout | EvictLayout | Response
+Instruction = (ParticipateWithoutData | Layout | BucketRelease | SplitBucket | SuspendLayout | EvictLayout | Response
+               | Mailbox | FreezeMailbox | CloseMailbox)
 """A step of a rank that follows from a decision. The response to a join ends all suspensions."""
 
 
@@ -128,6 +146,11 @@ class Controller:
         if layout_id in self._layouts:
             self._items.append(LayoutStale(layout_id))
             self.has_news = True
+
+    def report_mailbox(self, item: MailboxStale | MailboxFrozen) -> None:
+        """Report what concerns a mailbox."""
+        self._items.append(item)
+        self.has_news = True
 
     def retire(self, retired: Retired) -> None:
         """Report that this rank has dropped a gradient set."""
@@ -202,6 +225,9 @@ class Controller:
             self._items = [item for item in self._items
                            if not (isinstance(item, LayoutStale) and item.layout_id == layout_id)]
             instructions.extend((*self._withdraw(ended), EvictLayout(ended)))
+        instructions += decision.opened
+        instructions += map(FreezeMailbox, decision.frozen)
+        instructions += map(CloseMailbox, decision.closed)
         for response in decision.responses:
             keys = [(response.process_set_id, name, response.round_id) for name in response.names]
             if keys[0] in self._unanswered:  # a fused response concerns all of a process set or none

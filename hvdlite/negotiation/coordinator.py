@@ -26,6 +26,8 @@ from hvdlite.negotiation.messages import (
     HostReport,
     Layout,
     LayoutStale,
+    MailboxFrozen,
+    MailboxStale,
     MergedRequests,
     RankReport,
     Report,
@@ -75,6 +77,7 @@ class Coordinator:
         self.tuned: dict[str, int] = {}
         self._sequence = 0
         self._applied: dict[Ranks, int] = {(rank,): 0 for rank in range(size)}
+        self.negotiator.mailboxes.applied = lambda: min(self._applied.values())
         self._orders = _Orders()
         self._failure: FailureNotice | None = None
         self._failure_sent = False
@@ -112,10 +115,15 @@ class Coordinator:
 
     # --- what is ordered ---------------------------------------------------------------------------------------------
 
-    def order(self, *, status_requests: Iterable[int] = (), pong: Iterable[int] = (), timeline: bool | None = None) -> None:
+    def order(self, *, status_requests: Iterable[int] = (), pong: Iterable[int] = (), timeline: bool | None = None,
+              now: float = 0.0) -> None:
         """Let the next decision carry orders that are not about tensors; see the fields of `Decision`."""
         self.has_news = True
         orders = self._orders
+        if timeline is not None:  # it shows requests, and the decisions that answer them
+            self.negotiator.mailboxes.is_suspended = timeline
+            if timeline:
+                self.negotiator.mailboxes.freeze_of(range(self.size), now)
         orders.status_requests.extend(status_requests)
         orders.pong.extend(pong)
         orders.timeline = orders.timeline if timeline is None else timeline
@@ -147,9 +155,13 @@ class Coordinator:
         self.has_news = False
         failure = None if self._failure_sent else self._failure
         deferred = tuple(self.blocked.to_defer())
-        if not (self.negotiator.outcome or self._orders or failure or deferred):
+        mailboxes = self.negotiator.mailboxes
+        if not (self.negotiator.outcome or self._orders or failure or deferred or mailboxes):
             return None
         self._sequence += 1
+        opened, mailboxes.opened = tuple(mailboxes.opened), []
+        frozen, mailboxes.frozen = tuple(mailboxes.frozen), []
+        closed, mailboxes.closed = tuple(mailboxes.closed), []
         outcome, orders, policy = self.negotiator.take_outcome(), self._orders, self.negotiator.policy
         responses = (*outcome.refused, *fuse(outcome.ready, 0 if policy.deterministic else policy.fusion_threshold))
         if self.blocked:
@@ -160,7 +172,8 @@ class Coordinator:
         self._failure_sent = self._failure is not None
         return Decision(
             epoch=self.epoch, sequence=self._sequence, learned=tuple(outcome.learned), released=tuple(outcome.released),
-            suspended=tuple(outcome.suspended), evicted=tuple(outcome.evicted), responses=responses,
+            suspended=tuple(outcome.suspended), evicted=tuple(outcome.evicted), opened=opened, frozen=frozen, closed=closed,
+            responses=responses,
             status_requests=tuple(orders.status_requests), left=tuple(orders.left), pong=tuple(orders.pong),
             timeline=orders.timeline, tuned=tuple(orders.tuned), failure=failure, deferred=deferred)
 
@@ -174,13 +187,14 @@ class Coordinator:
     @property
     def is_anything_pending(self) -> bool:
         """Whether a tensor or a bucket waits for some ranks."""
-        return bool(self.negotiator.table.pending or self.negotiator.gradient_sets.pending)
+        negotiator = self.negotiator
+        return bool(negotiator.table.pending or negotiator.gradient_sets.pending or negotiator.mailboxes.is_ending)
 
     def pending(self, now: float) -> list[Stall]:
         """Return every tensor and bucket that waits for some ranks, however short."""
         table, gradient_sets = self.negotiator.table, self.negotiator.gradient_sets
         return [tensor_stall(table, key, now) for key in table.pending] + [
-            bucket_stall(bucket, now) for bucket in gradient_sets.pending.values()]
+            bucket_stall(bucket, now) for bucket in gradient_sets.pending.values()] + self.negotiator.mailboxes.stalls(now)
 
     def new_stalls(self, now: float, after: float) -> list[Stall]:
         """Return what has waited at least `after` seconds and was not returned before."""
@@ -194,7 +208,7 @@ class Coordinator:
             if now - bucket.since >= after and not bucket.warned:
                 bucket.warned = True
                 found.append(bucket_stall(bucket, now))
-        return found
+        return found + self.negotiator.mailboxes.new_stalls(now, after)
 
     def missing(self, now: float, after: float) -> set[int]:
         """Return the ranks for which something has waited at least `after` seconds."""
@@ -243,6 +257,10 @@ class Coordinator:
                     negotiator.receive_retired(ranks[0], item, now)
                 elif isinstance(item, RoundDone):
                     negotiator.receive_round_done(ranks, item)
+                elif isinstance(item, MailboxFrozen):
+                    negotiator.receive_frozen(ranks[0], item)
+                elif isinstance(item, MailboxStale):
+                    negotiator.mailboxes.stale(ranks[0], item, now)
                 elif isinstance(item, MergedRequests):
                     if item.requests != self._last_merged:
                         self._last_merged = item.requests

@@ -28,8 +28,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class Request(Message, frozen=True, tag=1):
     """One tensor, or one group of tensors, that is ready on one rank.
 
-    Every field must agree between the ranks of the process set but `absent`, `strides`, `takes_copies`, `splits`, `payload`
-    and, for gathers and alltoall, `shape[0]`.
+    Every field must agree between the ranks of the process set but `absent`, `strides`, `takes_copies`, `splits`, `payload`,
+    `blocking` and, for gathers and alltoall, `shape[0]`.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Request(Message, frozen=True, tag=1):
     step: int = 0  # of a gradient set: steps of its optimizer since all ranks have last joined
     in_step: bool = False  # of a gradient set: this rank reports it from within its optimizer's step
     takes_copies: bool = False  # of a gradient set: this rank wants results in new memory, not in its bucket
+    blocking: bool = False  # a thread of this rank is blocked until it is done, so a mailbox may replace such requests
 
     @property
     def key(self) -> Key:
@@ -103,7 +104,21 @@ class Retired(Message, frozen=True, tag=6):
     process_set_id: int = GLOBAL_PROCESS_SET_ID
 
 
-ReportItem = Request | BucketReady | RoundDone | LayoutStale | Retired
+class MailboxStale(Message, frozen=True, tag=8):
+    """A thread of this rank has waited long in a mailbox, or what it found there does not fit, or the rank cannot use it."""
+
+    mailbox_id: int
+    name: str  # the tensor
+
+
+class MailboxFrozen(Message, frozen=True, tag=9):
+    """This rank does not write to a mailbox any more."""
+
+    mailbox_id: int
+    round_id: int  # the last round that it has written
+
+
+ReportItem = Request | BucketReady | RoundDone | LayoutStale | Retired | MailboxStale | MailboxFrozen
 """An item of a report, about tensors. Tags (positive integers) distinguish the types on the wire."""
 
 
@@ -290,6 +305,20 @@ class Layout(Message, frozen=True, kw_only=True):
         return all(member.takes_copies for bucket in self.buckets for member in bucket.members)
 
 
+class Mailbox(Message, frozen=True, kw_only=True):
+    """Shared memory through which threads that block in small allreduces exchange values without the coordinator.
+
+    See `negotiation/mailboxes.py`.
+    """
+
+    mailbox_id: int  # never used again
+    stem: str  # of the names of its tensors: all but a number at the end
+    process_set_id: int
+    area: int  # where it is: 0, 1, 2, ...; the next number is a new area, a lower one belonged to a closed mailbox
+    capacity: int  # bytes of the largest tensor
+    first_round: int  # numbers of rounds are never used again in an area
+
+
 class BucketRelease(Message, frozen=True, kw_only=True):
     """All ranks reported a bucket: reduce it."""
 
@@ -325,6 +354,9 @@ class Decision(Message, frozen=True, kw_only=True):
     # Layouts that are not used until all ranks have joined; what was reported of them is answered member by member.
     suspended: tuple[int, ...] = ()
     evicted: tuple[int, ...] = ()  # layouts that end here; likewise
+    opened: tuple[Mailbox, ...] = ()
+    frozen: tuple[int, ...] = ()  # mailboxes to which no rank writes any more; every member answers with `MailboxFrozen`
+    closed: tuple[int, ...] = ()  # mailboxes that all members have frozen: what is unfinished in them becomes a request
     responses: tuple[Response, ...] = ()
 
 

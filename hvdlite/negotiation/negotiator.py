@@ -27,11 +27,13 @@ from hvdlite.negotiation.fusion import payload_bytes, receive_splits, response_t
 from hvdlite.negotiation.gradient_sets import GradientSetTable
 from hvdlite.negotiation.joins import Joins
 from hvdlite.negotiation.layouts import BucketSizes
+from hvdlite.negotiation.mailboxes import MailboxTable
 from hvdlite.negotiation.messages import (
     BucketReady,
     BucketRelease,
     ErrorKind,
     Layout,
+    MailboxFrozen,
     ReceiveSplits,
     Request,
     Response,
@@ -52,13 +54,15 @@ class Policy:
     """How tensors are decided about where there is a choice; sizes in bytes.
 
     `fusion_threshold` bounds a fused response (0: no fusion), `bucket_sizes` and `layout_capacity` are those of
-    `GradientSetTable`. The defaults turn everything off; what a job runs with comes from `core.config`.
+    `GradientSetTable`, `mailbox_limit` is that of `MailboxTable`. The defaults turn everything off; what a job runs with
+    comes from `core.config`.
     """
 
     fusion_threshold: int = 0
     bucket_sizes: BucketSizes = dataclasses.field(default_factory=lambda: BucketSizes(0, 0))
     layout_capacity: int = 1
     join_divides_by_active: bool = False  # whether Average divides by the ranks that have not joined
+    mailbox_limit: int = 0
     deterministic: bool = False  # whether the cut into buckets and fused responses must not depend on timing
 
 
@@ -86,6 +90,7 @@ class Negotiator:
         left: the ranks that have left.
         gradient_sets: rounds and layouts.
         table: the tensors that some ranks have reported.
+        mailboxes: through which small allreduces go without requests.
         rounds: rounds of gradient sets that are over on all ranks.
         reduced_bytes: bytes reduced on each rank since the beginning.
 
@@ -101,6 +106,7 @@ class Negotiator:
         self.table = ReadinessTable(self._process_sets, self.joins.ranks)
         self.gradient_sets = GradientSetTable(self._process_sets, self.joins.ranks, policy.bucket_sizes,
                                               policy.layout_capacity)
+        self.mailboxes = MailboxTable(policy.mailbox_limit)
         self.rounds = 0
         self.reduced_bytes = 0
         self._size = size
@@ -141,8 +147,11 @@ class Negotiator:
             raise ProtocolError(f"reported '{request.name}' in process set {request.process_set_id}, which it is not in")
         requests = self.table.add(ranks, request, now)
         if request.collective is Collective.JOIN:
+            self.mailboxes.freeze_of(ranks, now)
             for rank in ranks:
                 self._join(rank, now)
+        elif request.collective is Collective.REMOVE_PROCESS_SET:
+            self.mailboxes.freeze_in(request.members[0], now)
         if requests is not None:
             self._complete(requests, now)
         elif self.left and not self.left.isdisjoint(members):
@@ -180,9 +189,14 @@ class Negotiator:
             self._refuse_not_shared(requests)
         self.gradient_sets.drop(retired.label)
 
+    def receive_frozen(self, rank: int, frozen: MailboxFrozen) -> None:
+        """Handle that a rank does not write to a mailbox any more."""
+        self.mailboxes.member_frozen(rank, frozen, self._sequence)
+
     def leave(self, rank: int, now: float) -> None:
         """Handle that a rank leaves: what waits for it is refused."""
         self.left.add(rank)
+        self.mailboxes.leave(rank, self._sequence, now)
         self._refuse_pending(now)
 
     def change_policy(self, policy: Policy, now: float) -> None:
@@ -249,6 +263,8 @@ class Negotiator:
         self.outcome.ready.append((self._with_result(response, requests), nbytes))
         if request.collective is Collective.ALLREDUCE:
             self.reduced_bytes += nbytes
+            self.mailboxes.observe(request, members, nbytes, now, all_blocking=not self.joins.ranks and all(
+                each.blocking and not each.absent for _, each in grouped(requests)))
         if request.collective is Collective.JOIN:
             self.joins.complete()
             self.gradient_sets.resume(self.joins.count)
@@ -329,6 +345,7 @@ class Negotiator:
 
     def _remove_set(self, process_set_id: int, now: float) -> None:
         """Forget a process set; what is still pending in it never becomes complete."""
+        self.mailboxes.freeze_in(process_set_id, now)
         for layout_id in self.gradient_sets.layouts_in(process_set_id):
             self.evict(layout_id, now)
         for requests in self.table.take_if(lambda request: request.process_set_id == process_set_id):

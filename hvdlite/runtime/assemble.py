@@ -27,7 +27,9 @@ from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import ProcessProbe
 from hvdlite.engine.connections import Connections
+from hvdlite.engine.limits import EAGER_TRAFFIC
 from hvdlite.engine.oob import OobChannel
+from hvdlite.memory.futex import AVAILABLE as FUTEXES
 from hvdlite.memory.shared import SharedMemory
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.layouts import BucketSizes
@@ -54,16 +56,18 @@ DevicePlaneMaker = Callable[[int, OobChannel, Callable[[], None]], DevicePlane]
 _log = logging.getLogger("hvdlite")
 
 
-def coordinator_for(world: World, config: Config, learned: Learned | None = None) -> Coordinator | None:
+def coordinator_for(world: World, config: Config, learned: Learned | None = None, *,
+                    mailbox_limit: int = 0) -> Coordinator | None:
     """Return the coordinator on rank 0, None elsewhere.
 
     Args:
         learned: in the last world of an elastic job.
+        mailbox_limit: see `Policy`.
     """
     if world.rank != 0:
         return None
     policy = Policy(config.fusion_threshold, BucketSizes(config.bucket_edge, config.bucket_size), config.bucket_layouts,
-                    config.join_divides_by_active, config.deterministic)
+                    config.join_divides_by_active, mailbox_limit, config.deterministic)
     coordinator = Coordinator(world.size, policy, reduce_payloads, epoch=world.epoch)
     if learned is not None:
         if learned.tuned:
@@ -154,9 +158,12 @@ def _assembled(meeting: Meeting, casts: Casts, stack_dump: StackDumpTarget, envi
     made.callback(plane.close)
     plane.add_process_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
     probe = ProcessProbe(pids, {rank: welcome.stack_dumps[rank] for rank in local})
+    has_mailboxes = choice.name == "shm" and FUTEXES
     connections = Connections(control, plane, oob, gpus(info, config, environment)(world.rank, oob, control.wake), probe,
-                              common_clock(welcome))
-    runtime = Runtime(world, config, connections, coordinator_for(world, config, learned), hosts)
+                              common_clock(welcome), memory.mailbox_area if has_mailboxes else None)
+    limit = min(config.mailbox_limit, EAGER_TRAFFIC // world.size) if has_mailboxes else 0
+    coordinator = coordinator_for(world, config, learned, mailbox_limit=limit)
+    runtime = Runtime(world, config, connections, coordinator, hosts)
     if not info.owns_directory:
         if world.rank == local[0]:
             try:

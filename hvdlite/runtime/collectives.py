@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from hvdlite.core.array import check_reducible, dtype_name
+from hvdlite.core.array import Array, check_reducible, dtype_name, flat
 from hvdlite.core.device import CPU, AnyArray, DeviceArray, device_of
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
@@ -18,7 +19,9 @@ from hvdlite.core.world import World
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.handoff.handoff import Handoff
-from hvdlite.negotiation.messages import Request
+from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
+from hvdlite.negotiation.mailboxes import stem_of
+from hvdlite.negotiation.messages import Request, Wait
 from hvdlite.negotiation.process_sets import pair_set_id
 
 
@@ -47,7 +50,8 @@ class Collectives:
         return self._state.process_sets[process_set]
 
     def allreduce(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, *, prescale: float = 1.0,
-                  postscale: float = 1.0, process_set: int = GLOBAL_PROCESS_SET_ID, at_once: bool = True) -> Handle:
+                  postscale: float = 1.0, process_set: int = GLOBAL_PROCESS_SET_ID, at_once: bool = True,
+                  blocking: bool = False) -> Handle:
         """Reduce over all ranks of a process set into `output`.
 
         Args:
@@ -60,6 +64,7 @@ class Collectives:
             postscale: factor on the result.
             process_set: id of the ranks that take part.
             at_once: False lets the call travel together with the next one, or when this rank waits for something.
+            blocking: the caller waits for the handle immediately: this call may block, and return a handle that is done.
 
         Raises:
             UnsupportedError: for a dtype or op that cannot be served, arrays that do not match, or a process set that this
@@ -67,10 +72,34 @@ class Collectives:
             DuplicateNameError: when `name` is still being processed in this set on this rank.
         """
         op = ReduceOp(op)
-        request = self.request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op,
-                               prescale=float(prescale), postscale=float(postscale), absent=source is None,
-                               payload=self._payload(source), process_set=process_set, device=device_of(output))
-        return self._inbox.enqueue(Entry(request, *_memory(source, output), output, self._waiters), at_once=at_once)
+        dtype, prescale, postscale = reducible(name, source, output, op), float(prescale), float(postscale)
+
+        def entry() -> Entry:
+            request = Request(name, Collective.ALLREDUCE, dtype, output.shape, op=op, prescale=prescale, postscale=postscale,
+                              absent=source is None, payload=self._payload(source), process_set_id=process_set,
+                              device=device_of(output), blocking=blocking)
+            return Entry(request, *_memory(source, output), output, self._waiters)
+
+        if blocking and self._state.mailboxes and type(source) is type(output) is np.ndarray:
+            mailbox = self._state.mailboxes.get((process_set, stem_of(name)))
+            if mailbox is not None:
+                return self._exchange(mailbox, MailboxCall(
+                    (process_set, name), (name, dtype, output.shape, op, prescale, postscale), flat(source), flat(output),
+                    entry), output)
+        self._check_member(name, process_set)
+        return self._inbox.enqueue(entry(), at_once=at_once)
+
+    def _exchange(self, mailbox: MailboxEnd, call: MailboxCall, output: Array) -> Handle:
+        """Carry out a call in a mailbox, or enqueue it if the mailbox does not take it."""
+        inbox, progress = self._inbox, self._waiters.progress
+        inbox.reserve(call.key)
+        inbox.last_caller = threading.get_ident()
+        if not mailbox.exchange(call, progress.block, progress.unblock):
+            call.entry = call.make_entry()
+            inbox.put(call.entry)
+        if call.entry is not None:
+            return call.entry.handle
+        return Handle.finished(call.key[1], self._waiters, Wait(*call.key), output, mailbox.members)
 
     def grouped_allreduce(self, name: str, sources: Sequence[AnyArray], outputs: Sequence[AnyArray], op: ReduceOp, *,
                           prescale: float = 1.0, postscale: float = 1.0,
@@ -285,10 +314,7 @@ class Collectives:
     def request(self, name: str, collective: Collective, dtype: str, shape: tuple[int, ...], *, process_set: int,
                  root_rank: int = -1, **rest: Any) -> Request:
         """Return a request of a process set that this rank, and the root if there is one, belong to."""
-        members = self.members(process_set)
-        if self._world.rank not in members:
-            raise UnsupportedError(f"'{name}': rank {self._world.rank} is not a member of process set {process_set}, "
-                                   f"which is ranks {list(members)}")
+        members = self._check_member(name, process_set)
         if collective in ROOTED and root_rank not in members:
             what = f"this job (0..{self._world.size - 1})" if process_set == GLOBAL_PROCESS_SET_ID else \
                 f"process set {process_set}, which is ranks {list(members)}"
@@ -297,6 +323,14 @@ class Collectives:
             raise UnsupportedError(f"'{encodable(name)}': the name of a tensor is sent as UTF-8, and this one has lone "
                                    "surrogates; use another name")
         return Request(name, collective, dtype, shape, root_rank=root_rank, process_set_id=process_set, **rest)
+
+    def _check_member(self, name: str, process_set: int) -> tuple[int, ...]:
+        """Return the ranks of a process set, or raise `UnsupportedError` if this rank is not one of them."""
+        members = self.members(process_set)
+        if self._world.rank not in members:
+            raise UnsupportedError(f"'{name}': rank {self._world.rank} is not a member of process set {process_set}, "
+                                   f"which is ranks {list(members)}")
+        return members
 
     def _payload(self, array: AnyArray | None, always: bool = False) -> bytes | None:
         """Return what a tensor offers to the eager lane: its bytes, if they are few, or `always`."""

@@ -170,7 +170,7 @@ def averaged(logs: dict[str, Any], counts: bool) -> dict[str, Any]:
     names = sorted(numbers)
     own = np.array([1.0, *(numbers[name] for name in names)]) if counts else np.zeros(len(names) + 1)
     total = np.empty_like(own)
-    runtime.allreduce(f"keras.logs.{'.'.join(names)}", own, total, ReduceOp.SUM).wait()
+    runtime.allreduce(f"keras.logs.{'.'.join(names)}", own, total, ReduceOp.SUM, blocking=True).wait()
     return {**logs, **{name: float(value / total[0]) for name, value in zip(names, total[1:], strict=True)}}
 
 
@@ -180,5 +180,5 @@ def _sum(name: str, flag: bool) -> int:
     if runtime.world.size == 1:
         return int(flag)
     total = np.empty(1, np.int64)
-    runtime.allreduce(name, np.array([flag], np.int64), total, ReduceOp.SUM).wait()
+    runtime.allreduce(name, np.array([flag], np.int64), total, ReduceOp.SUM, blocking=True).wait()
     return int(total[0])

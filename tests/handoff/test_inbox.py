@@ -52,7 +52,7 @@ def test_a_name_is_in_use_until_it_is_released() -> None:
     rank.inbox.enqueue(entry)
     with pytest.raises(DuplicateNameError, match="'x' is still being processed on rank 0"):
         rank.inbox.enqueue(rank.entry("x"))
-    rank.inbox.release_name(entry)
+    rank.inbox.release(entry.key)
     rank.inbox.enqueue(rank.entry("x"))
 
 

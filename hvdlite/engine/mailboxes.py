@@ -1,0 +1,93 @@
+"""The mailboxes of a rank: opened, frozen and closed as decisions say."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from hvdlite.core.errors import HorovodInternalError
+from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.job_state import JobState
+from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
+from hvdlite.memory.mailbox_area import MailboxArea
+from hvdlite.negotiation.messages import Mailbox, MailboxFrozen, MailboxStale
+from hvdlite.planes.arithmetic import Casts
+
+Areas = Callable[[int, Sequence[int]], MailboxArea | None]
+"""Returns the next area of that capacity for some ranks, None on other ranks; all ranks make the same calls in order."""
+
+
+class Mailboxes:
+    """One rank's ends of mailboxes. Only the background thread calls it.
+
+    Attributes:
+        waiting: tensors for which threads wait in mailboxes that are to end, by mailbox.
+
+    Args:
+        areas: None where the ranks share no memory; then no mailbox is ever opened.
+        state: gets the mailboxes that user threads may use.
+        report: tells the coordinator.
+        tell: called by user threads, like `report`.
+        finished: called by any thread when a call is done, or has failed.
+    """
+
+    def __init__(self, rank: int, areas: Areas | None, state: JobState,
+                 report: Callable[[MailboxStale | MailboxFrozen], None],
+                 tell: Callable[[MailboxStale], None], finished: Callable[[MailboxCall], None]) -> None:
+        self.waiting: dict[int, str] = {}
+        self._rank = rank
+        self._make_area, self._state, self._report = areas, state, report
+        self._tell, self._finished = tell, finished
+        self._areas: dict[int, MailboxArea | None] = {}
+        self._ends: dict[int, MailboxEnd] = {}
+        self._unusable: dict[int, int] = {}  # mailboxes without memory here, and the round before their first
+
+    def open(self, mailbox: Mailbox) -> None:
+        """Let threads use a mailbox, if this rank is a member of its process set."""
+        assert self._make_area is not None
+        ranks, number = self._state.process_sets[mailbox.process_set_id], mailbox.area
+        if number not in self._areas:
+            self._areas[number] = None
+            with contextlib.suppress(MemoryError):
+                self._areas[number] = self._make_area(mailbox.capacity, ranks)
+        area = self._areas[number]
+        if self._rank not in ranks:
+            return
+        if area is None:  # there was no memory
+            self._unusable[mailbox.mailbox_id] = mailbox.first_round - 1
+            self._report(MailboxStale(mailbox.mailbox_id, mailbox.stem))
+        else:
+            end = MailboxEnd(mailbox, ranks, area, Casts.of_numpy(), self._tell, self._finished)
+            self._ends[mailbox.mailbox_id] = self._state.mailboxes[mailbox.process_set_id, mailbox.stem] = end
+
+    def stale(self, stale: MailboxStale) -> None:
+        """A thread cannot go on in a mailbox."""
+        if stale.mailbox_id in self._ends:
+            self.waiting[stale.mailbox_id] = stale.name
+            self._report(stale)
+
+    def freeze(self, mailbox_id: int) -> None:
+        """Let no thread write to a mailbox, and say so."""
+        end = self._ends.get(mailbox_id)
+        if end is not None:
+            self._withdraw(end)
+            self._report(MailboxFrozen(mailbox_id, end.freeze()))
+        elif mailbox_id in self._unusable:
+            self._report(MailboxFrozen(mailbox_id, self._unusable.pop(mailbox_id)))
+
+    def close(self, mailbox_id: int) -> Entry | None:
+        """All ranks have frozen a mailbox; return what this rank is to make a request of."""
+        end = self._ends.pop(mailbox_id, None)
+        self.waiting.pop(mailbox_id, None)
+        return end.close() if end is not None else None
+
+    def fail(self, error: HorovodInternalError) -> None:
+        """Let no thread use a mailbox any more; fail what is under way in them. The coordinator may go on closing them."""
+        for end in self._ends.values():
+            self._withdraw(end)
+            end.fail(error)
+
+    def _withdraw(self, end: MailboxEnd) -> None:
+        key = end.mailbox.process_set_id, end.mailbox.stem
+        if self._state.mailboxes.get(key) is end:
+            del self._state.mailboxes[key]

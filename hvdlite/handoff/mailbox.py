@@ -1,0 +1,273 @@
+"""A rank's side of a mailbox: a thread that blocks in a small allreduce exchanges values with the other ranks by itself.
+
+Theory of operation
+- The thread writes its values and a text that describes the tensor, wakes the others if it is the last, else sleeps until
+  all have written the same text, and reduces all ranks' values in rank order. No other thread takes part, and no message is
+  sent.
+- A thread that has waited for `PATIENCE_SECONDS`, or finds another text, tells the background thread, and waits on. The
+  coordinator then ends the mailbox: first no rank writes to it any more (`freeze`). When all ranks have said so, all see the
+  same memory, so they agree whether the last round is complete. If not, this rank's call becomes a request (`close`).
+- A thread that is interrupted leaves its call behind, which the end of the mailbox completes like that of any other thread.
+- A mailbox serves one call at a time; a second thread's call becomes a request immediately.
+
+The lock is held while values are written and while they are reduced, never while a thread sleeps.
+See `negotiation/mailboxes.py` for the rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from hvdlite.core.array import SUPPORTED_DTYPES, Array
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.handoff.entry import Entry
+from hvdlite.memory.mailbox_area import TEXT, MailboxArea
+from hvdlite.negotiation.messages import Mailbox, MailboxStale, Response
+from hvdlite.planes.arithmetic import Casts, Reduction
+
+PATIENCE_SECONDS: Final = 0.1
+"""How long a thread waits before it tells the coordinator."""
+LONG_SECONDS: Final = 1.0
+"""How long it sleeps at most after that."""
+
+Signature = tuple[str, str, tuple[int, ...], ReduceOp, float, float]
+"""Name, dtype, shape, operation, prescale and postscale factor: the same on all ranks."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class MailboxCall:
+    """A call between its thread and the end of its round.
+
+    Attributes:
+        key: what is in use meanwhile: the process set and the name.
+        make_entry: makes an ordinary request of it; its name is in use already.
+        round_id: of the mailbox; 0 before it is known.
+        is_done: whether the output has the result.
+        is_over: whether its name is free: it is done, has failed, or has not begun.
+        entry: once it has become a request.
+        error: once it has failed.
+    """
+
+    key: tuple[int, str]
+    signature: Signature
+    source: Array
+    output: Array
+    make_entry: Callable[[], Entry]
+    round_id: int = 0
+    is_done: bool = False
+    is_over: bool = False
+    entry: Entry | None = None
+    error: Exception | None = None
+
+
+class MailboxEnd:
+    """One rank's end of a mailbox.
+
+    Args:
+        members: the ranks of the process set.
+        tell: called by user threads when the coordinator is to end the mailbox; more than once is fine.
+        finished: called when a call is done, by the thread that does it; the name of its tensor is free from then on.
+    """
+
+    def __init__(self, mailbox: Mailbox, members: tuple[int, ...], area: MailboxArea, casts: Casts,
+                 tell: Callable[[MailboxStale], None], finished: Callable[[MailboxCall], None]) -> None:
+        self.mailbox, self.members = mailbox, members
+        self._area, self._casts, self._tell, self._finished = area, casts, tell, finished
+        self._lock = threading.RLock()  # guards the rest; a signal handler may make a call while its thread holds it
+        self._is_writing = False
+        self._call: MailboxCall | None = None  # under way
+        self._is_frozen = False
+        self._signature: Signature | None = None  # for which the following is prepared
+        self._text = b""
+        self._reduction: Reduction
+        self._values: list[list[Array]] = []  # by parity of the round, then by rank
+        self._mark = 1 << 31 | (mailbox.mailbox_id & 0xFFFFF) << 10 | (area.index & 0x3FF)
+
+    # --- the thread that calls -------------------------------------------------------------------------------------------
+
+    def exchange(self, call: MailboxCall, block: Callable[[], float], unblock: Callable[[float], None]) -> bool:
+        """Carry out a call; return whether it has begun. If not, it is to be made in another way.
+
+        It has become a request if it has an entry; the thread is then to wait for that.
+
+        Args:
+            block, unblock: called before and after the thread waits.
+
+        Raises:
+            HorovodInternalError: when the job has failed.
+        """
+        try:
+            if not self.write(call):
+                return False
+            if self.is_complete(call):
+                self._wake(call.round_id & 0x7FFFFFFF)
+                self.finish(call)
+            else:
+                begun = block()
+                try:
+                    self._wait(call)
+                finally:
+                    unblock(begun)
+        except BaseException:
+            self.abandon(call)
+            raise
+        return True
+
+    def write(self, call: MailboxCall) -> bool:
+        """Write this rank's part of the next round; return whether that was possible."""
+        area = self._area
+        with self._lock:
+            if self._is_frozen or self._is_writing or self._call is not None or call.source.nbytes > area.capacity:
+                return False
+            self._is_writing = True
+            try:
+                if call.signature != self._signature and not self._prepare(call):
+                    return False
+                call.round_id = round_id = self.last_round + 1
+                self._call = call
+                parity = round_id & 1
+                head, text = area.heads[area.index][parity], self._text
+                self._reduction.copy_prescaled(call.source, self._values[parity][area.index])
+                area.texts[area.index][parity][:len(text)] = text
+                head[1] = len(text)
+                head[0] = round_id
+            finally:
+                self._is_writing = False
+        return True  # leaving the lock was a fence: this rank's head is visible before it looks at the others'
+
+    @property
+    def last_round(self) -> int:
+        """The last round that this rank has written."""
+        even, odd = self._area.heads[self._area.index]
+        return max(even[0], odd[0], self.mailbox.first_round - 1)
+
+    def is_complete(self, call: MailboxCall) -> bool:
+        """Return whether all ranks have written the same text in this call's round."""
+        return self._differs(call) is False
+
+    def finish(self, call: MailboxCall) -> None:
+        """Put the result of a complete round into the output, unless that is done."""
+        with self._lock:
+            if self._call is call:
+                self._reduce(call)
+
+    def abandon(self, call: MailboxCall) -> None:
+        """The call's thread goes away: what it has written still counts."""
+        with self._lock:
+            if self._call is not call:
+                if call.entry is None:
+                    self._end(call)  # it has not begun, or is over
+            elif self.last_round == call.round_id and self._differs(call) is False:
+                self._reduce(call)
+            else:
+                self._tell(MailboxStale(self.mailbox.mailbox_id, call.signature[0]))
+
+    def _wait(self, call: MailboxCall) -> None:
+        word, clock = self._area.word, time.perf_counter
+        has_told, begun = False, clock()
+        while True:
+            seen = word.value
+            if call.is_done or call.entry is not None:
+                return
+            if call.error is not None:
+                raise call.error.with_traceback(None)
+            differs = self._differs(call)
+            waited = clock() - begun
+            if differs is False:
+                self.finish(call)
+            elif not has_told and (differs or waited >= PATIENCE_SECONDS):
+                has_told = True
+                self._tell(MailboxStale(self.mailbox.mailbox_id, call.signature[0]))
+            else:
+                word.wait(seen, LONG_SECONDS if has_told else PATIENCE_SECONDS)
+
+    # --- the background thread -------------------------------------------------------------------------------------------
+
+    def freeze(self) -> int:
+        """Write no more; return the last round that this rank has written."""
+        with self._lock:
+            self._is_frozen = True
+            return self.last_round
+
+    def close(self) -> Entry | None:
+        """All ranks have frozen the mailbox: finish the call under way, or return the entry that it becomes."""
+        with self._lock:
+            self._is_frozen = True
+            call = self._call
+            if call is None:
+                return None
+            if self.last_round != call.round_id:  # its thread was interrupted before it had written
+                self._drop(call)
+            elif self._differs(call) is False:
+                self._reduce(call)
+            else:
+                call.entry = call.make_entry()
+                self._call = None
+        self._wake(self._mark)
+        return call.entry
+
+    def fail(self, error: Exception) -> None:
+        """This rank leaves, or the job has failed: finish the call under way if all have taken part, else fail it."""
+        with self._lock:
+            self._is_frozen = True
+            call = self._call
+            if call is None:
+                return
+            if self.last_round == call.round_id and self._differs(call) is False:
+                self._reduce(call)
+            else:
+                call.error = error
+                self._drop(call)
+        self._wake(self._mark)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, call: MailboxCall) -> bool:
+        name, dtype, _, op, prescale, postscale = call.signature
+        text = repr(call.signature).encode()
+        if len(text) > TEXT:
+            return False
+        kind, nbytes = SUPPORTED_DTYPES[dtype], call.source.nbytes
+        response = Response(names=(name,), collective=Collective.ALLREDUCE, dtype=dtype, op=op, prescale=prescale,
+                            postscale=postscale, contributors=self.members)
+        self._signature = None
+        self._text = text
+        self._reduction = Reduction(response, kind, len(self.members), call.source.size, self._casts)
+        self._values = [[both[parity][:nbytes].view(kind) for both in self._area.values] for parity in range(2)]
+        self._signature = call.signature
+        return True
+
+    def _differs(self, call: MailboxCall) -> bool | None:
+        """Return False if the round is complete, True if it never will be, None while ranks are missing."""
+        parity, round_id, text = call.round_id & 1, call.round_id, self._text
+        area = self._area
+        for other in area.others:
+            if area.heads[other][parity][0] != round_id:
+                return None
+        for other in area.others:
+            length = area.heads[other][parity][1]
+            if length != len(text) or area.texts[other][parity][:length] != text:
+                return True
+        return False
+
+    def _reduce(self, call: MailboxCall) -> None:
+        self._reduction.combine(self._values[call.round_id & 1], call.output)
+        call.is_done = True
+        self._drop(call)
+
+    def _drop(self, call: MailboxCall) -> None:
+        self._call = None
+        self._end(call)
+
+    def _end(self, call: MailboxCall) -> None:
+        if not call.is_over:
+            call.is_over = True
+            self._finished(call)
+
+    def _wake(self, value: int) -> None:
+        self._area.word.value = value
+        self._area.word.wake()

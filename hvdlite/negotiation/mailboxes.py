@@ -1,0 +1,244 @@
+"""Mailboxes at the coordinator: which small allreduces go through shared memory, and how that ends. Pure.
+
+A thread that blocks in a small allreduce needs no coordinator if all ranks do the same again and again. After some such
+calls the coordinator opens a *mailbox* for them: each rank writes the tensor and its description into it, wakes the others,
+and reduces what all have written. See `handoff/mailbox.py` for a rank's side.
+
+Rules (docs/protocol.md#mailboxes)
+- A mailbox opens with the answer to a call of its stem. So no rank makes the next call of that name before it knows it.
+- A round of a mailbox is complete when every member has written the same description (name, dtype, shape, operation,
+  factors). What a rank has written cannot be taken back.
+- A mailbox ends in two decisions. After the first, no rank writes to it, and each one says so. After the second, all ranks
+  see the same memory: a call in a round that is not complete becomes an ordinary request.
+- It ends when a rank waits long in it or finds another description, and before a rank joins or leaves, before its process
+  set is removed, and while there is a timeline. The coordinator needs no other reason: everything else that can happen to
+  the tensor happens to the requests.
+- An area is used again when all ranks have applied the decision that closed its mailbox: they have applied a later one, too,
+  because a rank may send reports in the middle of a decision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+from hvdlite.core.device import CPU
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.negotiation.messages import Mailbox, MailboxFrozen, MailboxStale, Request
+from hvdlite.negotiation.stalls import Stall
+
+OPENS_AFTER: Final = 2
+"""Calls of a stem after which a mailbox opens."""
+MOST_CALLS: Final = 1024
+"""The same after mailboxes of the stem that ended soon: doubled each time, up to this."""
+SOON: Final = 16
+"""Rounds below which a mailbox has ended soon."""
+SMALL: Final = 31 << 10
+"""Mailboxes have room for tensors of up to so many bytes, or for the largest that are allowed."""
+AREAS: Final = 64
+"""Areas of a job."""
+STEMS: Final = 1024
+"""Stems whose calls are counted; of more, counting begins anew."""
+OPERATIONS: Final = frozenset({ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT})
+
+StemKey = tuple[int, str]
+"""A process set, and the stem of a name."""
+
+
+def stem_of(name: str) -> str:
+    """Return a name without the number at its end: calls without a name are numbered."""
+    return name.rstrip("0123456789")
+
+
+@dataclasses.dataclass
+class _Open:
+    """A mailbox that is not closed."""
+
+    mailbox: Mailbox
+    members: tuple[int, ...]
+    last_round: int
+    awaited: set[int] | None = None  # once it is frozen: the members that have not said that they do not write to it
+    since: float = 0.0  # when it was frozen
+    waiting: dict[int, str] = dataclasses.field(default_factory=dict)  # tensors that ranks wait for, by rank
+    warned: bool = False
+
+
+@dataclasses.dataclass
+class _Area:
+    members: tuple[int, ...]
+    capacity: int
+    next_round: int = 1
+    closed_in: int | None = None  # the decision that closed its mailbox; None while it has one, or is not used again
+
+
+class MailboxTable:
+    """The mailboxes of a job.
+
+    Args:
+        limit: bytes of the largest tensor that goes through a mailbox; 0 turns mailboxes off.
+
+    Attributes:
+        opened, frozen, closed: for the next decision.
+        applied: returns the last decision that all ranks have applied.
+        is_suspended: whether none is opened now.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.opened: list[Mailbox] = []
+        self.frozen: list[int] = []
+        self.closed: list[int] = []
+        self.applied: Callable[[], int] = lambda: -1
+        self.is_suspended = False
+        self._limit = limit
+        self._open: dict[int, _Open] = {}
+        self._stems: dict[StemKey, _Open] = {}  # likewise
+        self._calls: dict[StemKey, int] = {}  # as requests, since the last mailbox was opened
+        self._needed: dict[StemKey, int] = {}  # calls, where it is not `OPENS_AFTER`
+        self._areas: list[_Area] = []
+        self._next_id = 1
+
+    def __bool__(self) -> bool:
+        """Return whether the next decision has something to say about mailboxes."""
+        return bool(self.opened or self.frozen or self.closed)
+
+    # --- learning ------------------------------------------------------------------------------------------------------
+
+    def observe(self, request: Request, members: tuple[int, ...], nbytes: int, now: float, *, all_blocking: bool) -> None:
+        """Count a request that all ranks have made, and that is answered by the next decision.
+
+        Args:
+            nbytes: the tensor's size.
+            all_blocking: whether threads of all members block in it, and all members have data.
+        """
+        if not self._limit or request.label or request.collective is not Collective.ALLREDUCE or len(members) < 2:
+            return
+        key = request.process_set_id, stem_of(request.name)
+        if not (all_blocking and request.op in OPERATIONS and request.device == CPU and not request.group
+                and nbytes <= self._limit) or self.is_suspended:
+            self._calls.pop(key, None)
+            return
+        if len(self._calls) >= STEMS and key not in self._calls:
+            self._calls.clear()
+            self._needed.clear()
+        self._calls[key] = self._calls.get(key, 0) + 1
+        found = self._stems.get(key)
+        if found is not None:
+            if self._calls[key] >= OPENS_AFTER:  # it has room for smaller tensors only
+                self._freeze(found, now)
+        elif self._calls[key] >= self._needed.get(key, OPENS_AFTER):
+            self._open_for(key, members, min(SMALL, self._limit) if nbytes <= SMALL else self._limit)
+
+    def _open_for(self, key: StemKey, members: tuple[int, ...], capacity: int) -> None:
+        number = self._free_area(members, capacity)
+        if number is None:
+            return
+        area = self._areas[number]
+        area.closed_in = None
+        mailbox = Mailbox(mailbox_id=self._next_id, stem=key[1], process_set_id=key[0], area=number, capacity=capacity,
+                          first_round=area.next_round)
+        self._next_id += 1
+        self._open[mailbox.mailbox_id] = self._stems[key] = _Open(mailbox, members, area.next_round - 1)
+        self._calls.pop(key, None)
+        self.opened.append(mailbox)
+
+    def _free_area(self, members: tuple[int, ...], capacity: int) -> int | None:
+        applied = self.applied()
+        for number, area in enumerate(self._areas):
+            if (area.closed_in is not None and area.closed_in < applied and area.members == members
+                    and area.capacity == capacity):
+                return number
+        if len(self._areas) >= AREAS:
+            return None
+        self._areas.append(_Area(members, capacity))
+        return len(self._areas) - 1
+
+    # --- the end of a mailbox ------------------------------------------------------------------------------------------
+
+    def stale(self, rank: int, stale: MailboxStale, now: float) -> None:
+        """A rank cannot go on in a mailbox, which may be closed already."""
+        found = self._open.get(stale.mailbox_id)
+        if found is not None:
+            found.waiting[rank] = stale.name
+            self._freeze(found, now)
+
+    def freeze_of(self, ranks: Iterable[int], now: float) -> None:
+        """End the mailboxes that any of some ranks belongs to."""
+        for found in [found for found in self._open.values() if not set(found.members).isdisjoint(ranks)]:
+            self._freeze(found, now)
+
+    def freeze_in(self, process_set_id: int, now: float) -> None:
+        """End the mailboxes of a process set."""
+        for found in list(self._open.values()):
+            if found.mailbox.process_set_id == process_set_id:
+                self._freeze(found, now)
+
+    def leave(self, rank: int, sequence: int, now: float) -> None:
+        """A rank has left: it writes to no mailbox any more, and no area of its own is used again."""
+        self.freeze_of([rank], now)
+        for found in list(self._open.values()):
+            if found.awaited is not None and rank in found.awaited:
+                self._answered(found, rank, sequence)
+        for area in self._areas:
+            if rank in area.members:
+                area.members = ()
+
+    def member_frozen(self, rank: int, frozen: MailboxFrozen, sequence: int) -> None:
+        """A member does not write to a mailbox any more.
+
+        Args:
+            sequence: of the next decision.
+        """
+        found = self._open.get(frozen.mailbox_id)
+        if found is not None and found.awaited is not None and rank in found.awaited:
+            found.last_round = max(found.last_round, frozen.round_id)
+            self._answered(found, rank, sequence)
+
+    def _freeze(self, found: _Open, now: float) -> None:
+        if found.awaited is None:
+            found.awaited, found.since = set(found.members), now
+            self.frozen.append(found.mailbox.mailbox_id)
+
+    def _answered(self, found: _Open, rank: int, sequence: int) -> None:
+        assert found.awaited is not None
+        found.awaited.discard(rank)
+        if found.awaited:
+            return
+        mailbox = found.mailbox
+        del self._open[mailbox.mailbox_id]
+        self.closed.append(mailbox.mailbox_id)
+        area = self._areas[mailbox.area]
+        area.next_round, area.closed_in = found.last_round + 1, sequence
+        key = mailbox.process_set_id, mailbox.stem
+        del self._stems[key]
+        if found.last_round - mailbox.first_round + 1 < SOON:
+            self._needed[key] = min(2 * self._needed.get(key, OPENS_AFTER), MOST_CALLS)
+        else:
+            self._needed.pop(key, None)
+
+    # --- what is pending -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether ranks have yet to freeze a mailbox."""
+        return any(found.awaited is not None for found in self._open.values())
+
+    def stalls(self, now: float) -> list[Stall]:
+        """Return the mailboxes that wait for ranks to freeze them."""
+        return [_stall(found, now) for found in self._ending()]
+
+    def new_stalls(self, now: float, after: float) -> list[Stall]:
+        """Return those that have waited at least `after` seconds and were not returned before."""
+        found = [each for each in self._ending() if now - each.since >= after and not each.warned]
+        for each in found:
+            each.warned = True
+        return [_stall(each, now) for each in found]
+
+    def _ending(self) -> Iterator[_Open]:
+        return (found for found in self._open.values() if found.awaited is not None)
+
+
+def _stall(found: _Open, now: float) -> Stall:
+    awaited = found.awaited or set()
+    name = next(iter(found.waiting.values()), found.mailbox.stem)
+    return Stall(name, now - found.since, tuple(sorted(found.waiting)), tuple(sorted(awaited - found.waiting.keys())))

@@ -1,0 +1,236 @@
+"""Ranks of the model of mailboxes: real coordinator, controllers and mailboxes; no processes, and no threads.
+
+A rank's script is a list of calls. A test moves ranks and messages in any order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.engine.mailboxes import Mailboxes
+from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.handle import BlockedWaiters
+from hvdlite.handoff.job_state import JobState
+from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
+from hvdlite.memory.mailbox_area import MailboxArea, area_bytes
+from hvdlite.negotiation.controller import CloseMailbox, Controller, FreezeMailbox
+from hvdlite.negotiation.coordinator import Coordinator
+from hvdlite.negotiation.mailboxes import stem_of
+from hvdlite.negotiation.messages import Decision, ErrorKind, Mailbox, MailboxStale, Report, Request, Response
+from hvdlite.negotiation.negotiator import Policy
+
+_WAITERS = BlockedWaiters(lambda: None, lambda _: None)
+
+
+@dataclasses.dataclass
+class Call:
+    """A call of a rank's script.
+
+    Attributes:
+        number: of the call under its name; ranks' calls with the same one belong together.
+        blocking: else an ordinary request.
+        elements: of the tensor.
+        abandoned: whether its thread is interrupted while it waits.
+        result: None before it is known; an error is -1.
+    """
+
+    name: str
+    number: int
+    blocking: bool
+    elements: int = 1
+    abandoned: bool = False
+    result: int | None = None
+
+
+class Job:
+    """The ranks, their messages and their memory.
+
+    Args:
+        scripts: of each rank.
+    """
+
+    def __init__(self, scripts: Sequence[list[Call]], choice: random.Random) -> None:
+        self.size, self.choice = len(scripts), choice
+        self.coordinator = Coordinator(self.size, Policy(mailbox_limit=1 << 10), _summed)
+        self.areas: list[bytearray] = []
+        self.ranks = [Rank(self, rank, script) for rank, script in enumerate(scripts)]
+        self.exchanged = 0  # calls that needed no request
+
+    def area(self, rank: int, number: int, capacity: int) -> MailboxArea:
+        """Return a rank's view of an area; now and then, a rank has no memory for it."""
+        if number == len(self.areas):
+            self.areas.append(bytearray(area_bytes(capacity, self.size)))
+        if self.choice.random() < 0.02:
+            raise MemoryError
+        return MailboxArea(self.areas[number], rank, self.size, capacity)
+
+    def decide(self) -> None:
+        """Send the next decision, if there is one."""
+        decision = self.coordinator.decide()
+        if decision is not None:
+            for rank in self.ranks:
+                rank.inbox.append(msgspec.msgpack.decode(msgspec.msgpack.encode(decision), type=Decision))
+        self.coordinator.negotiator.check_invariants()
+
+    def play(self) -> None:
+        """Let things happen in random order until all scripts are over; fail if they never are."""
+        actions: list[Callable[[], None]] = [self.decide]
+        for rank in self.ranks:
+            actions += [rank.step, rank.step, rank.step, rank.send, rank.receive, rank.apply]
+        for _ in range(200_000):
+            self.choice.choice(actions)()
+            if self.choice.random() < 0.01:
+                self.choice.choice(self.ranks).lose_patience()
+            if all(rank.is_over for rank in self.ranks):
+                return
+        raise AssertionError("the ranks hang: " + "; ".join(str(rank.current) for rank in self.ranks))
+
+
+class Rank:
+    """A rank: its script's thread and its background thread."""
+
+    def __init__(self, job: Job, rank: int, script: list[Call]) -> None:
+        self.job, self.rank, self.script = job, rank, script
+        self.controller, self.state = Controller(rank), JobState(job.size)
+        self.outbox: deque[Report] = deque()
+        self.inbox: deque[Decision] = deque()
+        made = iter(range(1 << 30))
+        self.mailboxes = Mailboxes(rank, lambda capacity, _: job.area(rank, next(made), capacity), self.state,
+                                   self.controller.report_mailbox, lambda stale: self.mailboxes.stale(stale), self._finished)
+        self.entries: dict[str, tuple[Call, Entry]] = {}
+        self.in_use: set[str] = set()
+        self.position = 0
+        self.current: tuple[Call, Any, MailboxCall | None] | None = None
+        self._begun: MailboxCall | None = None  # about to be written
+        self._calls: dict[int, Call] = {}  # of mailboxes, by the identity of the MailboxCall
+        self._alive: list[MailboxCall] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the script is over, and nothing of it is under way."""
+        return self.position == len(self.script) and self.current is None and not self.in_use
+
+    def step(self) -> None:
+        """Let the script's thread go on, as far as it can."""
+        if self.current is not None:
+            self._look()
+        elif self.position < len(self.script) and self.script[self.position].name not in self.in_use:
+            self._call(self.script[self.position])
+            self.position += 1
+
+    def _call(self, call: Call) -> None:
+        value = np.full(call.elements, _value(call, self.rank), np.int64)
+        output = np.zeros_like(value)
+
+        def entry() -> Entry:
+            request = Request(call.name, Collective.ALLREDUCE, "int64", (call.elements,), payload=value.tobytes(),
+                              blocking=call.blocking)
+            made = Entry(request, [value], [output], output, _WAITERS)
+            self.entries[call.name] = call, made
+            return made
+
+        self.in_use.add(call.name)
+        end = self.state.mailboxes.get((0, stem_of(call.name))) if call.blocking else None
+        self.current = call, end, None
+        if end is None:
+            self._enqueue(entry())
+        else:
+            self._begun = MailboxCall((0, call.name), (call.name, "int64", (call.elements,), ReduceOp.SUM, 1.0, 1.0), value,
+                                      output, entry)
+
+    def _write(self, call: Call, end: MailboxEnd, made: MailboxCall) -> None:
+        self._begun = None
+        self._calls[id(made)] = call
+        self._alive.append(made)
+        if end.write(made):
+            self.current = call, end, made
+        else:
+            self._enqueue(made.make_entry())
+
+    def _look(self) -> None:
+        assert self.current is not None
+        call, end, made = self.current
+        if self._begun is not None:
+            self._write(call, end, self._begun)
+            return
+        if made is not None and not made.is_done and made.entry is None and end.is_complete(made):
+            end.finish(made)
+        if call.result is not None:
+            self.current = None
+        elif call.abandoned and self.job.choice.random() < 0.1:
+            if made is not None:
+                end.abandon(made)
+            self.current = None
+
+    def lose_patience(self) -> None:
+        """Let a thread that waits in a mailbox tell the coordinator."""
+        if self.current is not None:
+            _, end, made = self.current
+            if made is not None and not made.is_done and made.entry is None:
+                self.mailboxes.stale(MailboxStale(end.mailbox.mailbox_id, made.key[1]))
+
+    def _finished(self, made: MailboxCall) -> None:
+        self.in_use.discard(made.key[1])
+        assert made.is_done
+        self._calls[id(made)].result = int(made.output[0])
+        self.job.exchanged += 1
+
+    def _enqueue(self, entry: Entry) -> None:
+        self.controller.enqueue(entry.request)
+
+    def send(self) -> None:
+        """Send a report."""
+        report = self.controller.report()
+        if report is not None:
+            self.outbox.append(msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=Report))
+
+    def receive(self) -> None:
+        """Let the coordinator receive a report."""
+        if self.outbox:
+            self.job.coordinator.receive(self.rank, self.outbox.popleft(), 0.0)
+
+    def apply(self) -> None:
+        """Apply a decision."""
+        if not self.inbox:
+            return
+        for instruction in self.controller.apply(self.inbox.popleft()):
+            match instruction:
+                case Mailbox():
+                    self.mailboxes.open(instruction)
+                case FreezeMailbox(mailbox_id):
+                    self.mailboxes.freeze(mailbox_id)
+                case CloseMailbox(mailbox_id):
+                    entry = self.mailboxes.close(mailbox_id)
+                    if entry is not None:
+                        self._enqueue(entry)
+                case Response(names=(name,)):
+                    call, _ = self.entries.pop(name)
+                    self.in_use.discard(name)
+                    call.result = -1 if instruction.error is not ErrorKind.NONE else int(
+                        np.frombuffer(instruction.result or b"", np.int64)[0])
+                case _:
+                    raise AssertionError(instruction)
+
+
+def _value(call: Call, rank: int) -> int:
+    """Return what a rank contributes to a call; sums of different calls differ."""
+    return (call.number + 1) * 1000 + rank
+
+
+def expected(call: Call, size: int) -> int:
+    """Return the result of a call that all ranks make alike."""
+    return sum(_value(call, rank) for rank in range(size))
+
+
+def _summed(response: Response, payloads: Sequence[bytes], size: int) -> bytes:
+    del response, size
+    total: bytes = sum(np.frombuffer(payload, np.int64) for payload in payloads).tobytes()  # type: ignore[union-attr]
+    return total

@@ -1,0 +1,195 @@
+"""Programs of test_mailboxes.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import threading
+import time
+from types import FrameType
+
+import numpy as np
+
+import hvdlite as hvd
+from hvdlite import api
+from hvdlite.core.array import BFLOAT16
+from hvdlite.core.errors import DuplicateNameError, MismatchError, PeerLeftError
+from hvdlite.handoff import handle as handles
+from hvdlite.handoff import mailbox
+
+LEARNED = "done in a mailbox"
+SHORT, LONG = mailbox.PATIENCE_SECONDS, 60.0
+"""The patience of threads: as it is, and so long that calls stay in a mailbox on a busy machine, too."""
+
+
+def _be_patient(seconds: float) -> None:
+    hvd.barrier()
+    mailbox.PATIENCE_SECONDS = seconds  # type: ignore[misc]
+    hvd.barrier()
+
+
+def _repeat(name: str, elements: int = 1, times: int = 6) -> None:
+    """Make a call again and again; all results must be right."""
+    for index in range(times):
+        result = hvd.allreduce(np.full(elements, index + hvd.rank(), np.float32), op=hvd.Sum, name=name)
+        assert (result == sum(index + rank for rank in range(hvd.size()))).all(), (name, index, result)
+
+
+def results_are_those_of_requests() -> None:
+    hvd.init()
+    _be_patient(LONG)
+    ranks = np.random.default_rng(hvd.rank())
+    for kind in (np.float32, np.float16, BFLOAT16, np.int8, np.uint64):
+        for elements in (1, 1000, 16 << 10):
+            values = (ranks.standard_normal(elements) * 50).astype(kind)
+            for op in (hvd.Sum, hvd.Average, hvd.Min, hvd.Product):
+                name = f"{np.dtype(kind)}-{elements} {op.name}"
+                handle = hvd.allreduce_async(values, op=op, prescale_factor=0.5, postscale_factor=3.0, name=name)
+                want = handle.wait().tobytes()
+                for _ in range(4):
+                    result = hvd.allreduce(values, op=op, prescale_factor=0.5, postscale_factor=3.0, name=name)
+                    assert result.tobytes() == want, name
+                if elements * values.itemsize <= 64 << 10:
+                    assert LEARNED in hvd.story(name), name
+    hvd.shutdown()
+
+
+def whatever_ends_a_mailbox_the_calls_go_on() -> None:
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    _be_patient(LONG)
+    _repeat("x")
+    assert LEARNED in hvd.story("x")
+    _process_sets()
+    _be_patient(SHORT)
+    if rank == 0:
+        time.sleep(3 * SHORT)  # the others' calls become requests meanwhile
+    _repeat("x")
+    try:
+        hvd.allreduce(np.zeros(1 + rank), name="x")
+        raise AssertionError
+    except MismatchError as error:
+        assert "ranks disagree about the shape of 'x'" in str(error)
+    _repeat("x")
+    if rank:
+        result = hvd.allreduce(np.array([rank]), op=hvd.Sum, name="x")
+    else:
+        result = hvd.allreduce_async(np.array([rank]), op=hvd.Sum, name="x").wait()
+    assert result[0] == sum(range(size))
+    _repeat("x", elements=2)
+    _repeat("x", elements=12_000)  # more than there is room for
+    for index in range(20):  # without a name, of several sizes
+        assert hvd.allreduce(np.full(1 + index % 2, index))[0] == index
+    _timeline()
+    if rank == size - 1:
+        hvd.join()
+    else:
+        for index in range(6):
+            assert hvd.allreduce(np.array([index]), op=hvd.Sum, name="x")[0] == index * (size - 1)
+        hvd.join()
+    _repeat("x")
+    if rank == 1:
+        hvd.shutdown()
+        return
+    try:
+        hvd.allreduce(np.zeros(1, np.float32), name="x")
+        raise AssertionError
+    except PeerLeftError:
+        pass
+    hvd.shutdown()
+
+
+def _process_sets() -> None:
+    pair = hvd.add_process_set([0, 1])
+    for index in range(6):
+        if hvd.rank() in pair.ranks:
+            result = hvd.allreduce(np.array([index + hvd.rank()]), op=hvd.Sum, name="y", process_set=pair)
+            assert result[0] == 2 * index + 1
+    if hvd.rank() in pair.ranks:
+        assert LEARNED in hvd.story("y")
+    hvd.remove_process_set(pair)
+
+
+def _timeline() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = os.path.join(directory, "timeline.json")
+        hvd.start_timeline(path)
+        hvd.barrier()  # from here on, all ranks trace
+        _repeat("traced")
+        hvd.barrier()
+        hvd.stop_timeline()
+        if hvd.rank() == 0:
+            with open(path, encoding="utf-8") as file:
+                events = [event for event in json.load(file) if event.get("name") == "NEGOTIATE_ALLREDUCE"]
+            assert len(events) >= 6 * hvd.size(), "all calls of all ranks are in the timeline"
+    _repeat("traced")
+
+
+def until_one_dies() -> None:
+    hvd.init()
+    index = 0
+    while True:
+        hvd.allreduce(np.zeros(1), name="x")
+        index += 1
+        if index == 50:
+            print("running", flush=True)
+
+
+def an_interrupted_call_counts(rounds: int) -> int:
+    """Ctrl-C interrupts rank 0's waits in a mailbox; every call counts as made, and all values are right."""
+    hvd.init()
+    _be_patient(LONG)
+    runtime = api.runtime()
+    if hvd.rank():
+        for index in range(rounds):
+            runtime.barrier(f"waits.{index}").wait()
+            for value in range(6):
+                assert _sum_of(index + value) == 2 * (index + value)
+        hvd.shutdown()
+        return 0
+    main, interrupted = threading.get_ident(), 0
+    looks = [False]  # whether the main thread has not been found waiting in this round
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        while frame is not None and looks[0]:
+            file = frame.f_code.co_filename
+            if frame.f_code.co_name in ("_wait", "wait") and file in (mailbox.__file__, handles.__file__):
+                looks[0] = False
+                if file == mailbox.__file__:
+                    raise KeyboardInterrupt
+            frame = frame.f_back
+
+    def interrupt() -> None:
+        for index in range(rounds):
+            while not looks[0]:
+                time.sleep(1e-4)
+            while looks[0]:
+                signal.pthread_kill(main, signal.SIGINT)
+                time.sleep(1e-3)
+            runtime.barrier(f"waits.{index}")
+
+    signal.signal(signal.SIGINT, handle)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    for index in range(rounds):
+        looks[0] = True
+        try:
+            assert _sum_of(index) == 2 * index
+        except KeyboardInterrupt:
+            interrupted += 1
+        for value in range(1, 6):
+            assert _sum_of(index + value) == 2 * (index + value)
+    thread.join()
+    hvd.shutdown()
+    return interrupted
+
+
+def _sum_of(value: int) -> int:
+    """Return the sum of a value, under a name that an interrupted call may still use."""
+    while True:
+        try:
+            return int(hvd.allreduce(np.array([value]), op=hvd.Sum, name="x")[0])
+        except DuplicateNameError:
+            time.sleep(1e-4)
