@@ -17,7 +17,7 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cor
 # One at a time, also where make does several things at a time.
 APT := flock . env RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: demo demo-keras demo-elastic test long fuzz bench docs lint ready pytest system data wheel clean
+.PHONY: demo demo-keras demo-elastic test long fuzz chaos bench docs lint ready pytest system data wheel clean
 
 demo: $(VENV)/torch data
 	$(BIN)/hvdrun -np 2 $(BIN)/python examples/pytorch_fashion_mnist.py --epochs 4 --minimum-accuracy 0.88
@@ -49,6 +49,10 @@ fuzz: $(VENV)/installed
 	$(BIN)/python -m tests.membership
 	$(BIN)/python -m tests.negotiation
 	$(BIN)/python -m tests.elastic --kills 200
+
+# Strangers, kills, hosts that lack something, random schedules, and the same again and again; an hour. As root it does more.
+chaos: ready
+	$(BIN)/python -m tests.chaos --minutes 60
 
 # A few minutes; `python -m benchmarks.run` takes longer and also runs 4 ranks.
 bench: $(VENV)/installed data

@@ -37,7 +37,8 @@ setup(
         "mpi": MPI,
         # NVRTC compiles the kernels, and CuPy wants the headers of CUDA's runtime for every kernel. Torch for the same CUDA
         # version brings both, and NCCL, too.
-        "nccl-cuda12": ["cupy-cuda12x>=14", "nvidia-nccl-cu12>=2.26.2", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12"],
+        "nccl-cuda12": ["cupy-cuda12x>=14", "nvidia-nccl-cu12>=2.26.2", "nvidia-cuda-nvrtc-cu12",
+                        "nvidia-cuda-runtime-cu12"],
         "nccl-cuda13": ["cupy-cuda13x>=14", "nvidia-nccl-cu13>=2.27.7", "nvidia-cuda-nvrtc>=13,<14",
                         "nvidia-cuda-runtime>=13,<14"],
         "autotune": AUTOTUNE,
@@ -47,7 +48,7 @@ setup(
         "bench": BENCH,
         "dev": TEST,
     },
-    entry_points={"console_scripts": ["hvdrun = hvdlite_runner.cli:main"]},
+    entry_points={"console_scripts": ["hvdrun = hvdlite_runner.__main__:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",

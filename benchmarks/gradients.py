@@ -4,6 +4,7 @@
                        25 MB buckets of which gradients are views, as DDP with gradient_as_bucket_view
     buckets, copied    gradients are private tensors, copied into buckets first; the peer copies too
     grouped, private   grouped_allreduce_ of private tensors; the peer copies into flat buckets and back
+    each, private      allreduce_async_ of each private tensor; the peer copies nothing, or copies in and out
     flat               the same bytes as one private tensor
 """
 
@@ -90,6 +91,12 @@ class GlooBuckets:
                     member.copy_(view)
 
 
+def each(tensors: Iterable[torch.Tensor]) -> None:
+    """Average each tensor by a call of its own, as a script without an optimizer does."""
+    for handle in [hvd.allreduce_async_(tensor, name=f"each.{index}") for index, tensor in enumerate(tensors)]:
+        hvd.synchronize(handle)
+
+
 def cases(bench: Bench) -> dict[str, dict[str, Callable[[], object]]]:
     """Return what competes in each case."""
     shapes = resnet50_shapes()
@@ -100,6 +107,8 @@ def cases(bench: Bench) -> dict[str, dict[str, Callable[[], object]]]:
         "buckets, copied": {"hvdlite": lambda: ours.step(True), "gloo": lambda: peer.step(True, False)},
         "grouped, private": {"hvdlite": lambda: hvd.grouped_allreduce_(private, name="g"),
                              "gloo": lambda: peer.step(True, True)},
+        "each, private": {"hvdlite": lambda: each(private), "gloo": lambda: peer.step(False, False),
+                          "gloo, copied": lambda: peer.step(True, True)},
         "flat": {"hvdlite": lambda: hvd.allreduce_(flat, name="flat"), "gloo": lambda: dist.all_reduce(other)},
     }
     if bench.mpi is not None:

@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from hvdlite import api
+from hvdlite.core.texts import encodable
 
 _PACKAGES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (
     __file__, api.__file__, keras.__file__, tf.__file__))
@@ -40,7 +41,7 @@ def graph_name(kind: str, process_set: int) -> str:
     passed = _passed.setdefault(tf.compat.v1.get_default_graph(), Counter())
     count = passed[name, process_set]
     passed[name, process_set] += 1
-    return f"{name}#{count}" if count else name
+    return encodable(f"{name}#{count}" if count else name)  # a file's name is any bytes
 
 
 def _places(frames: Iterable[tuple[str, int, str]]) -> Iterator[str]:

@@ -72,7 +72,7 @@ class TensorFlowState(ObjectState):
         assign(self.variables, self._values)
         super().restore()
 
-    def _replicated(self, sent: Collection[str]) -> Iterator[tuple[str, Array]]:
+    def _replicated(self, sent: Collection[str]) -> Iterator[tuple[str, Array | int]]:
         yield from super()._replicated(sent)
         yield from named_values(self.variables)
 

@@ -10,7 +10,9 @@ DLPack contains TensorFlow's index.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +30,8 @@ _SHARED = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "fl
 """The dtypes that both TensorFlow and CuPy exchange through DLPack; others go through host memory."""
 _GPU: int = 2
 """kDLCUDA."""
+_NO_STREAM: int = -1
+"""The host has waited for the values already, so that no stream has to."""
 
 
 def is_on_gpu(tensor: Any) -> bool:
@@ -46,9 +50,22 @@ def devices_for(inputs: Sequence[Any], op: ReduceOp | None) -> DeviceAccess | No
     devices = api.runtime().devices
     if devices is None or devices.unavailable_reason():
         return None
+    _check_memory()
     collective = Collective.BROADCAST if op is None else Collective.ALLREDUCE
     names = [each.dtype.name for each in inputs]
     return devices if all(name in _SHARED and devices.supports(collective, op, name) for name in names) else None
+
+
+@functools.cache
+def _check_memory() -> None:
+    """Warn, once, if TensorFlow takes all memory of a GPU: NCCL and hvdlite need some."""
+    config = tf.config
+    taken = [device.name for device in config.get_visible_devices("GPU")
+             if not config.experimental.get_memory_growth(device) and not config.get_logical_device_configuration(device)]
+    if taken:
+        warnings.warn(f"TensorFlow takes nearly all memory of {', '.join(taken)} unless TF_FORCE_GPU_ALLOW_GROWTH=true is set,"
+                      " and NCCL needs some: call tf.config.experimental.set_memory_growth(gpu, True) for each gpu of "
+                      "tf.config.list_physical_devices('GPU') before anything uses one", RuntimeWarning, stacklevel=2)
 
 
 def call(function: Callable[..., Sequence[AnyArray]], inputs: Sequence[Any], devices: DeviceAccess) -> list[tf.Tensor]:
@@ -121,7 +138,7 @@ def cuda_index(tensor: Any) -> int:
 
 def tensor_of(array: Any) -> tf.Tensor:
     """Return a tensor over a CuPy array."""
-    return tf.experimental.dlpack.from_dlpack(array.toDlpack())
+    return tf.experimental.dlpack.from_dlpack(array.__dlpack__(stream=_NO_STREAM))
 
 
 class _Exported:

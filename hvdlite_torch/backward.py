@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hvdlite.core.errors import HvdliteError
+from hvdlite.training.bucket_round import BucketViews
 from hvdlite.training.framework import Framework
 from hvdlite.training.gradient_reducer import GradientReducer
 from hvdlite.training.order_errors import GradientOrderError
@@ -16,6 +19,7 @@ from hvdlite.training.round import Round
 from hvdlite_torch import cuda
 from hvdlite_torch.autograd_runs import Run, RunEnd, at_end, check_not_compiled, enclosing, graph_task
 from hvdlite_torch.framework import is_elsewhere
+from hvdlite_torch.recorder import Recorder
 from hvdlite_torch.shared_parameters import SharedParameters, come_last
 from hvdlite_torch.unfinal import Guard, get_grad, set_grad
 
@@ -47,7 +51,7 @@ class BackwardHooks(SharedParameters):
     def __init__(self, reducer: GradientReducer[torch.Tensor]) -> None:
         super().__init__(reducer)
         self._task = -1  # the autograd run whose end we already wait for
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: dict[int, RemovableHandle] = {}  # by the parameter's identity
         weakref.finalize(self, _remove, self._hooks).atexit = False
         self._registered = -1  # torch's count of hooks when ours were last known to be called last
         self._nested = -1  # the last nested run that was entered
@@ -56,6 +60,9 @@ class BackwardHooks(SharedParameters):
         self._due: set[int] = set()  # those of them that have not been accumulated into in this backward pass
         self._guard: Guard | None = None  # of gradients that are not final
         self._note = _note_of(reducer.framework)
+        self._hook = _hook(weakref.ref(self))
+        self._recorder = Recorder(self._hook)
+        self._recorded_views: BucketViews[torch.Tensor] | None = None  # which tell what is recorded
         self._first: torch.Tensor | None = None  # the first watched parameter
         self.on_moved: Callable[[], Framework[torch.Tensor]] | None = None
         self.weight = self.own_weight = 1.0
@@ -82,7 +89,8 @@ class BackwardHooks(SharedParameters):
             parameter.requires_grad_(True)
         try:
             with torch._C.DisableTorchFunctionSubclass():  # a lazy parameter refuses it, but keeps the hook
-                self._hooks.append(self._share(parameter, _hook(weakref.ref(self)), claims=claims))
+                self._hooks[id(parameter)] = self._share(parameter, self._hook, claims=claims)
+                self._recorded_views = None
         finally:
             if frozen:
                 parameter.requires_grad_(False)
@@ -107,6 +115,7 @@ class BackwardHooks(SharedParameters):
         if self.elsewhere:
             self.take_back()
         try:
+            self._hand_over_recorded(all_of_them=True)
             if self._first is not None:
                 self._notice_move(self._first)
             self._weigh_own()
@@ -117,6 +126,7 @@ class BackwardHooks(SharedParameters):
     def cleared(self) -> None:
         """Like the reducer's."""
         try:
+            self._hand_over_recorded(all_of_them=True)
             self._reducer.cleared()
         finally:
             self._unguard()
@@ -140,14 +150,53 @@ class BackwardHooks(SharedParameters):
         if task != self._task and not self._enter(task, parameter):
             return
         key = id(parameter)
-        if key not in self._due or self._task == -1:
+        if self._recorder.is_recording and key in self._recorder.small:
+            self._recorder.parameters.append(parameter)
+            if key in self._recorder.ending:
+                self._hand_over_recorded()
+        elif key not in self._due or self._task == -1:
             self._postpone(parameter, key)
-            return
-        self._due.discard(key)
-        if self.weight != 1.0:
-            self.hand_over(parameter)
         else:
-            self._reducer.hand_over(parameter)
+            self._due.discard(key)
+            self.hand_over(parameter)
+
+    def _record(self) -> None:
+        """From here to the end of the backward pass, only record small gradients of learned buckets."""
+        views = self._reducer.bucket_views
+        if views is None or self.elsewhere or self.weight != 1.0 or torch.cuda.is_initialized():
+            return  # gradients on GPUs come from other threads, and count from the moment they are accumulated
+        if views is not self._recorded_views:
+            self._recorded_views = views
+            self._recorder.record_only(frozenset().union(*views.small_keys),
+                                       [id(small[-1][0]) for small in views.small if small], self._hooks)
+        self._recorder.start()
+
+    def _hand_over_recorded(self, *, all_of_them: bool = False) -> None:
+        """Hand over the recorded gradients of buckets of which all small ones are recorded, or all that are recorded.
+
+        Raises:
+            GradientOrderError: Like `_postpone`, and like the reducer.
+        """
+        if not self._recorder.parameters:
+            return
+        parameters = self._recorder.take()
+        keys = dict.fromkeys(map(id, parameters)).keys()
+        if len(keys) == len(parameters) and keys <= self._due and not self.elsewhere:
+            taken = self._reducer.hand_over_small(keys)
+            self._due -= taken
+            parameters = [parameter for parameter in parameters if id(parameter) not in taken]
+        if not all_of_them:
+            self._recorder.parameters[:0] = parameters
+            return
+        for parameter in parameters:
+            key = id(parameter)
+            if self.elsewhere and is_elsewhere(parameter, self.elsewhere):
+                continue
+            if key in self._due:
+                self._due.discard(key)
+                self.hand_over(parameter)
+            else:
+                self._postpone(parameter, key)
 
     def _enter(self, task: int, parameter: torch.Tensor) -> bool:
         """Enter an autograd run whose end we do not wait for, by a gradient; return whether that is to be handed over."""
@@ -202,6 +251,7 @@ class BackwardHooks(SharedParameters):
     def _await_end(self, task: int) -> None:
         self._task = task
         at_end(RunEnd(self, task))
+        self._record()
 
     def _await_next(self, node: Any) -> None:
         """Wait for the end of the run to which a node belongs, which is being carried out, as soon as another one is."""
@@ -222,7 +272,7 @@ class BackwardHooks(SharedParameters):
         if self._registered == RemovableHandle.next_id:
             return False
         self._registered = RemovableHandle.next_id
-        return come_last(self._hooks, running)
+        return come_last(self._hooks.values(), running)
 
     def _hand_over_due(self) -> None:
         """The end of the outer run is awaited from now on: hand over what is accumulated into once and was left for this."""
@@ -245,12 +295,15 @@ class BackwardHooks(SharedParameters):
 
     def _forget_pass(self) -> None:
         self._nested = -1
+        self._recorder.stop()
         self._later.clear()
         self._due = self._once.copy()
 
     def fail_backward(self, task: int) -> None:
         """A backward pass did not come to its end: guard what it has handed over."""
         if task == self._task:
+            with suppress(HvdliteError):  # the pass has failed anyway
+                self._hand_over_recorded(all_of_them=True)
             self._task = -1
             self._forget_pass()
             self._reducer.fail_backward()
@@ -258,8 +311,7 @@ class BackwardHooks(SharedParameters):
 
     def hand_over(self, parameter: torch.Tensor) -> None:
         """Hand a gradient over now, times the weight."""
-        gradient = get_grad(parameter)
-        if self.weight != 1.0 and gradient is not None:
+        if self.weight != 1.0 and (gradient := get_grad(parameter)) is not None:
             gradient.mul_(self.weight)
         self._reducer.hand_over(parameter)
 
@@ -272,6 +324,11 @@ class BackwardHooks(SharedParameters):
         """The outermost backward pass is over."""
         self._task = -1
         with run.guarding_all():
+            try:
+                self._hand_over_recorded(all_of_them=True)
+            except BaseException:
+                self._forget_pass()
+                raise
             self._hand_over_later()
             self._weigh_own()
             if self._reducer.end_backward():
@@ -297,6 +354,7 @@ class BackwardHooks(SharedParameters):
         def finish() -> None:
             hooks = owner()
             if hooks is not None:  # else the optimizer is gone
+                hooks._hand_over_recorded(all_of_them=True)
                 if graph_task() != -1:  # a hook of the user's reads it, in a backward pass that goes on
                     sequence.notice_late(current)
                 hooks.finish(current)
@@ -337,6 +395,6 @@ def _note_of(framework: Framework[torch.Tensor]) -> Callable[[torch.Tensor], Non
     return framework.note if framework.needs_notes else None
 
 
-def _remove(hooks: list[Any]) -> None:
+def _remove(hooks: dict[int, Any]) -> None:
     while hooks:
-        hooks.pop().remove()
+        hooks.popitem()[1].remove()

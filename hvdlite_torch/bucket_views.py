@@ -25,7 +25,6 @@ _uses: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambd
 COUNTS = hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.Tensor, "_use_count")
 """Whether torch can tell who uses a tensor; else gradients are never views of buckets."""
 _kind = operator.attrgetter("dtype", "shape", "layout")
-_is_cpu = operator.attrgetter("is_cpu")
 _version = operator.attrgetter("_version")
 
 
@@ -123,14 +122,16 @@ class BucketViewBatch(list[tuple[torch.Tensor, BucketView]]):
         self._addresses = [view.address for view in self._shown]
         self._storages = [view.storage for view in self._shown]
         self._kinds = [(view.dtype, view.shape, torch.strided) for view in self._shown]
-        self._idle = self._users()
+        self._idle = self._users(self._views())
+        self._is_unseen = False  # nobody can have given a view other memory
 
     def fill(self) -> bool:
         """Copy all gradients into their bucket views, unless all lie there already; the parameters have none afterwards.
 
         Return False, and change nothing, when a gradient is missing or does not fit, or a view is in use.
         """
-        gradients = list(map(get_grad, self._parameters))
+        gradients, views = list(map(get_grad, self._parameters)), self._views()
+        self._is_unseen = False
         try:
             if list(map(_kind, gradients)) != self._kinds:
                 return False
@@ -140,11 +141,12 @@ class BucketViewBatch(list[tuple[torch.Tensor, BucketView]]):
             with torch.no_grad():
                 torch._foreach_copy_(self._places, gradients)
         elif gradients[0] is self._shown[0].view:
-            if not (all(map(operator.is_, gradients, self._views())) and self._have_addresses(gradients)):
+            if not (all(map(operator.is_, gradients, views)) and self._have_addresses(gradients)):
                 return False
-        elif self._users() == self._idle and self._have_addresses(self._homes):
+        elif self._users(views) == self._idle and self._have_addresses(views):
             with torch.no_grad():
                 torch._foreach_copy_(self._homes, gradients)
+            self._is_unseen = True
         else:
             return False
         _all(map(set_grad, self._parameters, itertools.repeat(None)))
@@ -153,30 +155,33 @@ class BucketViewBatch(list[tuple[torch.Tensor, BucketView]]):
     def install(self) -> list[Mark] | None:
         """Make the views the parameters' gradients; return their marks.
 
-        Return None, and change nothing, when somebody gave a view other memory, uses a private copy, or has moved a
-        parameter to a GPU.
+        Return None when that has to be done one by one: somebody gave a view other memory, uses a private copy, or has moved
+        a parameter to a GPU.
         """
+        views = self._views()
         if self._is_cast:
-            if not (self._users() == self._idle and self._have_addresses(self._homes)):
+            if not (self._users(views) == self._idle and self._have_addresses(views)):
                 return None
             torch._foreach_copy_(self._homes, self._places)
-        views = self._views()
-        if not (self._have_addresses(views) and all(map(_is_cpu, self._parameters))):
+        elif not (self._is_unseen or self._have_addresses(views)):
             return None
+        self._is_unseen = False
         marks = list(map(_mark_of, self._shown))
-        _all(map(set_grad, self._parameters, views))
+        try:
+            _all(map(set_grad, self._parameters, views))
+        except RuntimeError:  # a gradient has to be where its parameter is
+            return None
         _all(map(_set_version, marks, map(_version, views)))
         return marks
 
     def _views(self) -> list[torch.Tensor]:
         return list(map(_view_of, self._shown))
 
-    def _users(self) -> tuple[list[int], list[int], list[int]]:
+    def _users(self, views: list[torch.Tensor]) -> tuple[list[int], list[int], list[int]]:
         """Return how many refer to the bucket views' memory and views, each view as in `BucketView.is_in_use`.
 
-        A view is listed here while it is counted, so these numbers are only compared with each other.
+        A view is listed while it is counted, so these numbers are only compared with each other.
         """
-        views = self._views()
         return list(map(_use_count, self._storages)), list(map(sys.getrefcount, views)), list(map(_uses, views))
 
     def _have_addresses(self, tensors: list[torch.Tensor]) -> bool:

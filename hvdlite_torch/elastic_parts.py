@@ -22,7 +22,7 @@ class Digests:
     """Digests of tensors. Each is computed once, until `forget`."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], tuple[torch.Tensor, int | None]] = {}  # tensors, whose memory is not reused then
+        self._known: dict[tuple[object, ...], tuple[torch.Tensor, int | None]] = {}  # the tensors keep their addresses
 
     def of(self, name: str, value: Any) -> int | None:
         """Return the digest of a tensor; None for other objects, and for tensors that collectives do not carry."""

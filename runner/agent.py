@@ -5,8 +5,8 @@ Rules
                                                                           for `SILENCE` seconds) and
   on a `Stop` order: all its processes are killed and its directory is removed. If the agent itself is killed, its reaper
   does this.
-- The agent never blocks on the link: while the launcher does not read, or says that its own reader is slow, the ranks' output
-  stays in their pipes.
+- The agent never blocks on the link: while the launcher does not read, or says that its own reader is slow, the ranks'
+  output stays in their pipes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from hvdlite._version import __version__
-from hvdlite.core.errors import ProtocolError
+from hvdlite.core.errors import LaunchError, ProtocolError
+from hvdlite.core.held_port import HeldPort
 from hvdlite_runner import host_probe, monitor
 from hvdlite_runner.commands import cores
 from hvdlite_runner.messages import (
@@ -85,6 +86,7 @@ class Agent:
         self._ending = False
         self._launcher_pauses = False
         self._probe_server: host_probe.ProbeServer | None = None
+        self._held_port: HeldPort | None = None  # at which rank 0 will listen
 
     def run(self) -> None:
         """Handle orders and the ranks' events until the job ends."""
@@ -166,7 +168,7 @@ class Agent:
         """Stop listening for probes: rank 0 will listen there."""
         if self._probe_server is not None:
             self._probe_server.close()
-            self._probe_server = None
+            self._held_port, self._probe_server = self._probe_server.held, None
 
     def _route(self, order: RouteRequest) -> RouteReply:
         if not order.listen:
@@ -223,8 +225,9 @@ def main() -> None:
     os.dup2(2, 1)
     try:
         Agent(orders, events, os.environ).run()
-    except ProtocolError as error:
-        print(f"hvdlite: cannot read the launcher's messages: {error}", file=sys.stderr)
+    except (ProtocolError, LaunchError) as error:
+        what = str(error) if isinstance(error, LaunchError) else f"cannot read the launcher's messages: {error}"
+        print(f"hvdlite: {what}", file=sys.stderr)
         raise SystemExit(PROBLEM_CODE) from None
 
 

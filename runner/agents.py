@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import reserve_descriptors
+from hvdlite.core.held_port import HeldPort
 from hvdlite_runner import host_probe
 from hvdlite_runner.messages import AgentReady, Event, Order, ProbeReply, ProbeRequest, RouteReply, RouteRequest, Stop
 from hvdlite_runner.placement import Host
@@ -36,12 +37,17 @@ class Agents:
         lost: called with an agent whose link has ended after its host had been reached.
         stopped: returns whether the user has ended the job.
         unreached: called with an agent whose link has ended before.
+
+    Attributes:
+        remotes: the agents.
+        held_port: the port at which rank 0 will listen, if it will be on this host.
     """
 
     def __init__(self, selector: selectors.BaseSelector, take: Callable[[RemoteAgent, Event], None],
                  lost: Callable[[RemoteAgent], None], stopped: Callable[[], bool] = lambda: False,
                  unreached: Callable[[RemoteAgent], None] = lambda remote: None) -> None:
         self.remotes: list[RemoteAgent] = []
+        self.held_port: HeldPort | None = None
         self._leaving: list[RemoteAgent] = []  # hosts that are not used any more, until their shells have ended
         self._pinger: Pinger | None = None
         self._selector, self._take, self._lost, self._stopped = selector, take, lost, stopped
@@ -189,6 +195,7 @@ def probed(agents: Agents, first: RemoteAgent | None, hosts: Sequence[str], inte
         server = host_probe.ProbeServer(port)
     except OSError as error:
         raise LaunchError(f"cannot listen on port {port} of this host: {error.strerror}") from None
+    agents.held_port = server.held
     with contextlib.closing(server):
         yield RouteReply(host_probe.own_addresses(hosts, interfaces), server.port)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from hvdlite.core.config import Config, environment_name, file_knobs, timeout_or_inf
 from hvdlite.core.errors import ConfigError, LaunchError
 from hvdlite_runner import allocations, mpirun, placement, scaling
-from hvdlite_runner.commands import CommandError, resolve_command
+from hvdlite_runner.commands import CommandError, current_directory, resolve_command
 from hvdlite_runner.discovery import discover_once
 from hvdlite_runner.doctor import run_doctor
 from hvdlite_runner.elastic import run_elastic_job
@@ -54,8 +54,9 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if options.doctor:
         hosts, shell = _hosts(options, environ)
         allocation = allocations.find_allocation(environ, _read)
-        return run_doctor(_rename_local(hosts, environ) or [Host(LOCAL)], shell, options.working_directory or os.getcwd(),
-                          environ, allocation.scheduler if allocation else "", options.json)
+        return run_doctor(_rename_local(hosts, environ) or [Host(LOCAL)], shell,
+                          options.working_directory or current_directory(), environ,
+                          allocation.scheduler if allocation else "", options.json)
     if is_elastic(options):
         return _run_elastic(options, environ)
     if options.scaling is not None and options.sweep is not None:
@@ -218,6 +219,8 @@ def _read(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise LaunchError(f"cannot read the list of hosts {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise LaunchError(f"cannot read the list of hosts {path}: it is not UTF-8 (byte {error.start})") from None
 
 
 def _interfaces(options: argparse.Namespace) -> list[str]:
@@ -248,7 +251,7 @@ def knob_environment(options: argparse.Namespace) -> dict[str, str]:
         given["full_tracebacks"] = "1"
     for name in file_knobs():  # the ranks may be on other hosts
         if given[name]:
-            given[name] = os.path.abspath(given[name])
+            given[name] = os.path.normpath(os.path.join(current_directory(), given[name]))
     return {environment_name(name): value for name, value in given.items() if value is not None}
 
 

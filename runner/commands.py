@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdlite.core import launch_contract
+from hvdlite.core.errors import LaunchError
 from hvdlite.core.world import World
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
@@ -47,8 +48,18 @@ def resolve_command(command: Sequence[str], path: str | None) -> list[str]:
         program = os.path.join(os.curdir, program)
     script = _script(command)
     if script is not None and not Path(script).exists():
-        raise CommandError(f"the script {script!r} does not exist (in {os.getcwd()})", NOT_FOUND)
+        raise CommandError(f"the script {script!r} does not exist (in {current_directory()})", NOT_FOUND)
     return [program, *command[1:]]
+
+
+def to_bytes(words: Sequence[str]) -> list[bytes]:
+    """Return the words of a command as bytes, which need not be UTF-8."""
+    return [os.fsencode(word) for word in words]
+
+
+def values_to_bytes(environment: Mapping[str, str]) -> dict[str, bytes]:
+    """Return variables with their values as bytes."""
+    return {name: os.fsencode(value) for name, value in environment.items()}
 
 
 def refused(command: Sequence[str], error: OSError) -> CommandError:
@@ -77,6 +88,19 @@ def rank_environment(world: World, job_directory: str, inherited: Mapping[str, s
         **settings,  # may hold the coordinator's address and the key of this job
         **launch_contract.rank_environment(world, job_directory),
     }
+
+
+def current_directory() -> str:
+    """Return the working directory.
+
+    Raises:
+        LaunchError: when it has been deleted.
+    """
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise LaunchError("the working directory has been deleted: change to another one, or name one with "
+                          "--working-directory DIR") from None
 
 
 def cores() -> int:

@@ -7,7 +7,6 @@ that are never used again; messages about processes carry a member's id where th
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import time
 from collections import deque
@@ -338,7 +337,7 @@ class _ElasticJob:
         ended, cause = Exit(event.rank, event.code, ended_by_us=event.by_us), ""
         self._exits.append(ended)
         if event.record is not None:
-            self._records[event.rank] = record = FailureRecord(**event.record)
+            self._records[event.rank] = record = failures.record_of(event.record, time.time())
             cause = f"{record.kind}: {record.message}"
         if ended.failed and not event.by_us:
             self._output.console.reveal(event.rank)
@@ -380,7 +379,7 @@ class _ElasticJob:
 
     def _reach(self, name: str) -> RemoteAgent:
         self.workers.ignore_stop_signal()
-        directory = self._settings.working_directory or os.getcwd()
+        directory = self._settings.working_directory or commands.current_directory()
         remote = self.workers.agents.add(Host(name), self._settings.shell, bootstrap_input(directory, self._inherited))
         self.workers.local.watch(remote.pid)
         return remote

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from hvdlite.core.config import Config
+from hvdlite.core.config import MOST_SECONDS, Config
 from hvdlite.core.errors import LaunchError
 from hvdlite.membership.limits import Limits
 from hvdlite_runner.discovery import discover_once
@@ -93,6 +93,6 @@ def _timeout_of(environ: Mapping[str, str]) -> float:
         value = float(text or 600)
     except ValueError:
         raise LaunchError(f"HOROVOD_ELASTIC_TIMEOUT={text!r} is not a number of seconds") from None
-    if value <= 0:
-        raise LaunchError(f"HOROVOD_ELASTIC_TIMEOUT={text}: the number of seconds must be above 0")
-    return value
+    if not 0 < value < float("inf"):
+        raise LaunchError(f"HOROVOD_ELASTIC_TIMEOUT={text}: the number of seconds must be above 0 and finite")
+    return min(value, MOST_SECONDS)

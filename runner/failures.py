@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hvdlite.core.launch_contract import FailureRecord
 
@@ -34,6 +35,15 @@ class Exit:
             return f"killed by signal {-self.code} ({signal.Signals(-self.code).name})"
         except ValueError:
             return f"killed by signal {-self.code}"
+
+
+def record_of(fields: Mapping[str, Any], now: float) -> FailureRecord:
+    """Return the failure record of an `Exited` event, with its time on this host's clock.
+
+    Args:
+        now: this host's time, in seconds since the epoch.
+    """
+    return FailureRecord(**{**fields, "when": now - float(fields["when"])})
 
 
 @dataclasses.dataclass(frozen=True)

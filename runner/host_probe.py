@@ -25,6 +25,7 @@ from typing import Any, Final
 from hvdlite.core.addresses import route_to as route_to
 from hvdlite.core.addresses import routes_to
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
+from hvdlite.core.held_port import HeldPort
 from hvdlite_runner.commands import cores
 
 PROBE_SECONDS: Final = 3.0
@@ -82,18 +83,23 @@ class ProbeServer:
 
     A client can make it echo and discard bytes, and nothing else: it is not asked who it is. There are few clients at a time
     (the oldest one gives way), each for a few seconds.
+
+    Attributes:
+        held: keeps the port for rank 0, also when this does not listen any more.
     """
 
     def __init__(self, port: int = 0) -> None:
         both = socket.has_dualstack_ipv6()
+        self.held = HeldPort(port)
+        port = self.held.port
         self._listener = socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET,
                                               dualstack_ipv6=both)
-        self.port = int(self._listener.getsockname()[1])
+        self.port = port
         self._clients: deque[socket.socket] = deque(maxlen=_CLIENTS)  # the last ones, of which some have ended
         threading.Thread(target=self._serve, name="hvdrun-probe-server", daemon=True).start()
 
     def close(self) -> None:
-        """Free the port."""
+        """Stop listening."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()

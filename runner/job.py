@@ -6,13 +6,13 @@ An elastic job, which goes on when ranks end, is in `elastic.py`; both consist o
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
-import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from hvdlite.core import launch_contract
+from hvdlite.core.held_port import HeldPort
 from hvdlite.core.launch_contract import FailureRecord
 from hvdlite_runner import commands, failures, monitor
 from hvdlite_runner.agents import Stopped
@@ -92,6 +92,7 @@ class _Job:
         self._workers = JobWorkers(inherited, self._take, self._on_host_lost, None if observer is None else observer.take)
         self._task = TaskFiles(settings.task_directory)
         self._rank_hosts = {rank: host_ranks.host.name for host_ranks in settings.hosts for rank in host_ranks.ranks}
+        self._held_port: HeldPort | None = None  # at which rank 0 will listen
         self._running: set[int] = set()
         self._exits: list[Exit] = []
         self._records: dict[int, FailureRecord] = {}
@@ -130,11 +131,11 @@ class _Job:
         self._workers.local.prepare()
         self._task.watch_caller(self._workers.selector, lambda: self._workers.termination.interrupt(signal.SIGTERM))
         others = [host_ranks.host for host_ranks in self._settings.hosts if host_ranks.host.name != LOCAL]
-        directory = self._settings.working_directory or os.getcwd()
         if others:
+            directory = self._settings.working_directory or commands.current_directory()
             self._workers.ignore_stop_signal()
-        self._workers.agents.reach(others, self._settings.shell, bootstrap_input(directory, self._inherited),
-                                   self._settings.start_timeout)
+            self._workers.agents.reach(others, self._settings.shell, bootstrap_input(directory, self._inherited),
+                                       self._settings.start_timeout)
         for remote in self._workers.agents.remotes:
             self._workers.local.watch(remote.pid)
             if self._settings.verbose and remote.ready is not None:
@@ -151,9 +152,11 @@ class _Job:
             self._note_threads(threads)
         for host_ranks in self._settings.hosts:
             given = {"OMP_NUM_THREADS": str(threads[host_ranks.host.name])} if self._settings.share_cores else {}
-            order = Start([dataclasses.astuple(world) for world in host_ranks.worlds], list(self._settings.command),
-                          {**given, **self._settings.environment, **rendezvous,
-                           launch_contract.HOSTNAME: host_ranks.host.name}, self._settings.bind)
+            environment = {**given, **self._settings.environment, **rendezvous,
+                           launch_contract.HOSTNAME: host_ranks.host.name}
+            order = Start([dataclasses.astuple(world) for world in host_ranks.worlds],
+                          commands.to_bytes(self._settings.command), commands.values_to_bytes(environment),
+                          self._settings.bind)
             self._workers.give_task(host_ranks.host.name, self._task)
             remote = self._workers.remote(host_ranks.host.name)
             if remote is None:
@@ -222,7 +225,8 @@ class _Job:
             where = self._workers.rendezvous_address([host_ranks.host for host_ranks in assignment],
                                                      self._settings.interfaces, self._settings.coordinator_port)
         elif self._settings.over_tcp:
-            where = f"127.0.0.1:{free_port()}"
+            self._held_port = HeldPort(host="127.0.0.1")
+            where = f"127.0.0.1:{self._held_port.port}"
         else:
             return {launch_contract.SECRET: key} if self._task.exists else {}
         if self._settings.verbose:
@@ -252,7 +256,7 @@ class _Job:
         if self._observer is not None:
             self._observer.ended(event.rank, event.progress)
         if event.record is not None:
-            self._records[event.rank] = FailureRecord(**event.record)
+            self._records[event.rank] = failures.record_of(event.record, time.time())
         if ended.failed:
             self._workers.termination.schedule(GRACE)
 
@@ -276,9 +280,3 @@ class _Job:
         else:
             each = ", ".join(f"{count} on {host}" for host, count in threads.items())
             self._output.note(f"OMP_NUM_THREADS={each}; set it yourself to change that")
-
-
-def free_port() -> int:
-    """Return a port of the loopback interface that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

@@ -9,6 +9,7 @@ from hvdlite.core import launch_contract
 from hvdlite.core.world import Hosts, World
 from hvdlite.membership.events import StartMember
 from hvdlite_runner import messages
+from hvdlite_runner.commands import to_bytes, values_to_bytes
 from hvdlite_runner.elastic_hosts import HostPool
 from hvdlite_runner.job import JobSettings
 from hvdlite_runner.job_workers import JobWorkers
@@ -68,8 +69,9 @@ class MemberStarts:
             slots = self._hosts.slots_of(machine)
             place = sum(count for name, count in list(slots.items())[:list(slots).index(each.host)]) + each.slot
             share = (place, max(place + 1, sum(slots.values())))
-        return machine, messages.StartMember(each.member, dataclasses.astuple(world), list(self._settings.command),
-                                           {**threads, **self._settings.environment, **rendezvous, **own}, share)
+        return machine, messages.StartMember(each.member, dataclasses.astuple(world), to_bytes(self._settings.command),
+                                           values_to_bytes({**threads, **self._settings.environment, **rendezvous, **own}),
+                                           share)
 
     def _provisional(self, each: StartMember) -> World:
         """Return a joiner's first coordinates; its local rank, by which scripts choose a GPU, is its slot."""

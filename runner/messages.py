@@ -36,8 +36,8 @@ class Start(Message, frozen=True):
     """Start these ranks."""
 
     worlds: list[tuple[int, ...]]  # the fields of each `World`
-    command: list[str]
-    environment: dict[str, str]  # added to the worker group's environment; may contain the job's key
+    command: list[bytes]  # words of any bytes
+    environment: dict[str, bytes]  # added to the worker group's environment; may contain the job's key
     bind: bool = False
 
 
@@ -46,8 +46,8 @@ class StartMember(Message, frozen=True):
 
     member: int
     world: tuple[int, ...]  # the fields of its first `World`
-    command: list[str]
-    environment: dict[str, str]  # like that of `Start`, with the member's own variables
+    command: list[bytes]  # words of any bytes
+    environment: dict[str, bytes]  # like that of `Start`, with the member's own variables
     core_share: tuple[int, int] | None = None  # (i, n): bind it to the i-th of n parts of the host's cores
 
 
@@ -171,7 +171,7 @@ class Exited(Message, frozen=True):
     rank: int
     code: int  # negative: by that signal
     by_us: bool  # after it had been told to
-    record: dict[str, Any] | None  # the fields of its `FailureRecord`
+    record: dict[str, Any] | None  # the fields of its `FailureRecord`; `when` is its age in seconds: clocks differ
     progress: dict[str, Any]  # the last part; see `monitor.reading_of`
 
 

@@ -9,7 +9,8 @@ import sys
 from typing import Any, Final, NoReturn
 
 from hvdlite._version import __version__
-from hvdlite.core.config import Config
+from hvdlite.core.config import MOST_SECONDS, Config
+from hvdlite_runner.placement import MOST_SLOTS
 
 USAGE_ERROR: Final = 2
 HOROVOD_FLAGS: Final = {
@@ -194,6 +195,8 @@ def _positive(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"the number must be at least 1, not {value}")
+    if value > MOST_SLOTS:
+        raise argparse.ArgumentTypeError(f"the number must be at most {MOST_SLOTS:,}")
     return value
 
 
@@ -207,8 +210,8 @@ def _seconds(text: str) -> float:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"the number of seconds must be above 0, not {text}")
-    return value
+        raise argparse.ArgumentTypeError(f"the number of seconds must be above 0 and finite, not {text}")
+    return min(value, MOST_SECONDS)
 
 
 def _numbers(text: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +14,9 @@ from hvdlite.core.world import Hosts, World
 LOCAL = "localhost"
 """The name of the launcher's own host."""
 LOCAL_NAMES = frozenset({LOCAL, "127.0.0.1", "::1"})
+MOST_SLOTS = 1 << 20
+"""Slots of a host, and ranks of a job, that are accepted: more are a mistake."""
+_DIGITS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,13 +103,18 @@ def parse_host(text: str) -> tuple[str, int | None]:
     Raises:
         LaunchError: for another form.
     """
-    match = re.fullmatch(r"(?P<user>[\w.-]+@)?(?:\[(?P<quoted>[^][\s]+)\]|(?P<name>[^][:\s@]+))(?::(?P<slots>\d+))?", text)
+    match = re.fullmatch(r"(?P<user>[\w.-]+@)?(?:\[(?P<quoted>[^][\s]+)\]|(?P<name>[^][:\s@]+))"
+                         r"(?::(?P<slots>[0-9]+))?", text)
     if match is None:
         raise LaunchError(f"{text!r} is not host:slots (such as localhost:4, or [fd00::2]:4 for an IPv6 address)")
     name = (match["user"] or "") + (match["quoted"] or match["name"])
     if name.startswith("-"):
         raise LaunchError(f"{text!r} is not the name of a host")
-    return name, None if match["slots"] is None else int(match["slots"])
+    digits = match["slots"]
+    if digits is not None and (len(digits) > _DIGITS or int(digits) > MOST_SLOTS):
+        shown = digits if len(digits) <= _DIGITS else f"{digits[:_DIGITS]}..."
+        raise LaunchError(f"{name} cannot have {shown} slots; at most {MOST_SLOTS:,}")
+    return name, None if digits is None else int(digits)
 
 
 def assign_ranks(size: int | None, hosts: Sequence[Host]) -> list[HostRanks]:
@@ -117,11 +126,13 @@ def assign_ranks(size: int | None, hosts: Sequence[Host]) -> list[HostRanks]:
     Raises:
         LaunchError: when there are fewer slots than ranks.
     """
-    slots = [host for host in hosts for _ in range(host.slots)]
-    if size is not None and size > len(slots):
+    count = sum(host.slots for host in hosts)
+    if size is not None and size > count:
         offered = ",".join(f"{host.name}:{host.slots}" for host in hosts)
-        raise LaunchError(f"-np {size} is more than the {len(slots)} slots of {offered}")
-    taken = slots[:size]
+        raise LaunchError(f"-np {size} is more than the {count} slots of {offered}")
+    if (size or count) > MOST_SLOTS:
+        raise LaunchError(f"the hosts have {count:,} slots, and a job at most {MOST_SLOTS:,} ranks: pass -np N")
+    taken = list(itertools.islice((host for host in hosts for _ in range(host.slots)), size))
     layout = Hosts.of([host.name for host in taken])
     return [HostRanks(taken[ranks[0]], tuple(layout.world(rank) for rank in ranks)) for ranks in layout.ranks_by_host]
 

@@ -6,19 +6,24 @@ system cannot reuse it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
+import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
 from hvdlite.core import launch_contract
 from hvdlite_runner import reaper
 
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER: Final = 36  # linux/prctl.h
+_LIMIT_RANGE: Final = 1 << 16
+_LARGE_LIMIT: Final = 1 << 40
 
 
 class RankProcess:
@@ -70,37 +75,60 @@ class Reaper:
 
     def __init__(self, job_directory: str) -> None:
         self._mark = mark(job_directory)
-        self._ranks: set[int] = set()
+        self._limit = _unused_limit()
+        self._ranks: dict[int, int] = {}
         self._excluded = _children()  # the program that became the launcher by exec may have had children
         self._subreaper = os.getpid() if _adopt_orphans() else 0
         environment = {name: value for name, value in os.environ.items() if name != launch_contract.JOB_DIRECTORY}
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", str(Path(reaper.__file__)), job_directory, self._mark], bufsize=0,
+            [sys.executable, "-S", "-E", str(Path(reaper.__file__)), job_directory, self._mark, str(self._limit)], bufsize=0,
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
             env=environment)
         self._excluded.add(self._process.pid)
 
+    @contextlib.contextmanager
+    def marks(self) -> Iterator[None]:
+        """Let processes that are started in this context, and their descendants, have the job's limit of message queues.
+
+        It is a little lower than the limit here, and no other job has the same: a child that cleans its environment, begins
+        a session and loses its parent still has it.
+        """
+        if not self._limit:
+            yield
+            return
+        before = resource.getrlimit(resource.RLIMIT_MSGQUEUE)
+        resource.setrlimit(resource.RLIMIT_MSGQUEUE, (self._limit, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_MSGQUEUE, before)
+
     def watch(self, pid: int, *, rank: bool = False) -> None:
         """Add a process that the reaper kills with the job; the launcher itself kills only ranks."""
-        (self._ranks if rank else self._excluded).add(pid)
-        self._tell(b"rank %d\n" % pid)
+        process = reaper.look_up(pid)
+        start = 0 if process is None else process.start
+        if rank:
+            self._ranks[pid] = start
+        else:
+            self._excluded.add(pid)
+        self._tell(b"rank %d %d\n" % (pid, start))
 
     def forget(self, pid: int) -> None:
         """Remove a process that has been reaped: the system may use its id again."""
-        self._ranks.discard(pid)
+        self._ranks.pop(pid, None)
         self._excluded.discard(pid)
         self._tell(b"gone %d\n" % pid)
 
     def end_job(self, timeout: float) -> None:
         """Kill all remaining processes of the job, in any session."""
-        reaper.kill_job(self._mark.encode(), self._ranks, timeout, self._subreaper, self._excluded)
+        reaper.kill_job(os.fsencode(self._mark), self._ranks, self._limit, timeout)
         self.reap()
 
     def reap(self) -> None:
         """Reap adopted orphans that have ended."""
         table = reaper.process_table() if self._subreaper else {}
         for pid, process in table.items():
-            if process.parent == self._subreaper and process.state == "Z" and pid not in self._ranks | self._excluded:
+            if process.parent == self._subreaper and process.state == "Z" and pid not in {*self._ranks, *self._excluded}:
                 os.waitpid(pid, os.WNOHANG)
 
     def stop(self) -> None:
@@ -118,6 +146,20 @@ class Reaper:
             self._process.stdin.write(line)
         except BrokenPipeError:
             pass  # the reaper was killed; the job does not depend on it
+
+
+def _unused_limit() -> int:
+    """Return a limit of message queues that no process has; 0 where there is no such limit, or it is too small."""
+    if not hasattr(resource, "RLIMIT_MSGQUEUE"):
+        return 0
+    soft, _ = resource.getrlimit(resource.RLIMIT_MSGQUEUE)
+    most = _LARGE_LIMIT if soft == resource.RLIM_INFINITY else soft
+    used = set(reaper.limits_in_use().values())
+    while most > 2 * _LIMIT_RANGE and used:
+        limit = most - 1 - secrets.randbelow(_LIMIT_RANGE)
+        if limit not in used:
+            return limit
+    return 0
 
 
 def _watch(pid: int) -> int:
@@ -153,4 +195,4 @@ def kill(processes: Sequence[RankProcess]) -> None:
 def kill_descendants(job_directory: str, process: RankProcess) -> bool:
     """Kill what is left of a member of an elastic job after its end, in any session; return whether nothing was found."""
     member = f"{launch_contract.MEMBER}={process.rank}"
-    return reaper.kill_rank([mark(job_directory).encode(), member.encode()], process.pid)
+    return reaper.kill_rank([os.fsencode(mark(job_directory)), member.encode()], process.pid)

@@ -1,14 +1,14 @@
 """The reaper ends a job whose launcher was killed. It uses the standard library only, so it starts in milliseconds.
 
-    python reaper.py JOB_DIRECTORY MARK
+    python reaper.py JOB_DIRECTORY MARK LIMIT
 
-It reads its standard input, whose other end only the launcher has open: a line "rank PID" for each rank that is started,
-"gone PID" for one whose process id the system may use again, and "done". An end without "done" means that the launcher was
-killed: the reaper kills all processes of the job, and removes the job's directory.
+It reads its standard input, whose other end only the launcher has open: a line "rank PID START" for each rank that is
+started, "gone PID" for one whose process id the system may use again, and "done". An end without "done" means that the
+launcher was killed: the reaper kills all processes of the job, and removes the job's directory.
 
-A process belongs to the job when it has MARK in its environment, is in the session or group of a rank, or descends from such
-a process. Each criterion alone can fail: by a cleaned environment (or a rewritten title, which uses the same memory), by
-setsid, by a parent that has ended.
+A process belongs to the job when it has MARK in its environment, has the LIMIT that the launcher sets for ranks, is in the
+session or group of a rank, or descends from such a process. Each criterion alone can fail: by a cleaned environment (or a
+rewritten title, which uses the same memory), by a program that sets limits, by setsid, by a parent that has ended.
 """
 
 import os
@@ -30,6 +30,7 @@ class Process(NamedTuple):
     group: int
     session: int
     state: str  # Z and X: has ended, and cannot be killed
+    start: int = 0  # when it was started, in ticks since the host's start; a process id is used again later
 
 
 def process_table() -> dict[int, Process]:
@@ -38,34 +39,54 @@ def process_table() -> dict[int, Process]:
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if not name.isdigit():
             continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                state, parent, group, session = file.read().rpartition(b")")[2].split()[:4]  # names contain any character
-        except (OSError, ValueError):
-            continue  # gone
-        table[int(name)] = Process(int(parent), int(group), int(session), state.decode())
+        process = look_up(int(name))
+        if process is not None:
+            table[int(name)] = process
     return table
 
 
-def members(table: dict[int, Process], ranks: set[int], marked: set[int] | None = None, subreaper: int = 0,
-            excluded: set[int] | None = None) -> set[int]:
+def look_up(pid: int) -> Process | None:
+    """Return a process, or None when it is gone; always None on systems other than Linux."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()  # names contain any character
+        parent, group, session = map(int, fields[1:4])
+        return Process(parent, group, session, fields[0].decode(), int(fields[19]))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def members(table: dict[int, Process], ranks: set[int], marked: set[int] | None = None) -> set[int]:
     """Return the live processes of a job.
 
     Args:
         ranks: process ids of the ranks, also of those that have ended.
-        marked: processes known by their environment.
-        subreaper: the launcher, if it adopts the job's orphans: its children belong to the job, except `excluded`.
+        marked: processes known by their environment or limit.
     """
-    excluded = {os.getpid(), subreaper} | (excluded or set())
     found = (marked or set()) | {pid for pid, process in table.items()
                                  if pid in ranks or process.group in ranks or process.session in ranks}
-    found -= excluded
+    found.discard(os.getpid())
     grown = True
     while grown:
-        children = {pid for pid, process in table.items() if process.parent in found or process.parent == subreaper != 0}
-        grown = not children - excluded <= found
-        found |= children - excluded
+        children = {pid for pid, process in table.items() if process.parent in found} - {os.getpid()}
+        grown = not children <= found
+        found |= children
     return {pid for pid in found if pid in table and table[pid].state not in "ZX"}
+
+
+def limits_in_use() -> dict[int, int]:
+    """Return the soft limit of message queues of each process that has one; none on systems other than Linux."""
+    found = {}
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/limits", "rb") as file:
+                line = next(line for line in file if line.startswith(b"Max msgqueue size"))
+            found[int(name)] = int(line.split()[3])
+        except (OSError, ValueError, StopIteration):
+            continue  # gone, or unlimited
+    return found
 
 
 def marked_processes(*marks: bytes) -> list[int]:
@@ -83,15 +104,23 @@ def marked_processes(*marks: bytes) -> list[int]:
     return found
 
 
-def kill_job(mark: bytes, ranks: set[int], timeout: float = TIMEOUT_SECONDS, subreaper: int = 0,
-             excluded: set[int] | None = None) -> None:
-    """Kill the processes of a job until none is left; the arguments are those of `members`."""
+def kill_job(mark: bytes, ranks: dict[int, int], limit: int = 0, timeout: float = TIMEOUT_SECONDS) -> None:
+    """Kill the processes of a job until none is left.
+
+    Args:
+        mark: an entry of their environment.
+        ranks: the start of each rank, by process id.
+        limit: their limit of message queues; 0 for none.
+    """
     until = time.monotonic() + timeout
     while time.monotonic() < until:
-        alive = members(process_table(), ranks, set(marked_processes(mark)), subreaper, excluded)
+        table = process_table()
+        current = {pid for pid, start in ranks.items() if pid not in table or table[pid].start == start}
+        limited = {pid for pid, found in limits_in_use().items() if found == limit} if limit else set()
+        alive = members(table, current, {*marked_processes(mark), *limited})
         if not alive:
             return
-        kill_all(alive)
+        kill_all(table, alive)
         time.sleep(0.02)
 
 
@@ -102,34 +131,48 @@ def kill_rank(marks: Iterable[bytes], rank: int) -> bool:
         marks: entries of the environment that together tell its processes from those of other ranks.
         rank: its process id, which must not have been reaped.
     """
-    alive = members(process_table(), {rank}, set(marked_processes(*marks)))
-    kill_all(alive)
+    table = process_table()
+    alive = members(table, {rank}, set(marked_processes(*marks)))
+    kill_all(table, alive)
     return not alive
 
 
-def kill_all(processes: Iterable[int]) -> None:
-    """Kill processes by id."""
-    for pid in processes:
+def kill_all(table: dict[int, Process], pids: Iterable[int]) -> None:
+    """Kill processes of a table, and never one that has got the process id of another that has ended since."""
+    for pid in pids:
         try:
-            os.kill(pid, signal.SIGKILL)
+            pidfd = os.pidfd_open(pid)
+        except (AttributeError, OSError):  # an old Python, an old kernel, or the process is gone
+            pidfd = -1
+        try:
+            now = look_up(pid)  # after the descriptor was opened: it is of this process, or of none
+            if now is None or now.start != table[pid].start:
+                continue
+            if pidfd >= 0:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            else:
+                os.kill(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             pass  # ended, or it runs as another user now
+        finally:
+            if pidfd >= 0:
+                os.close(pidfd)
 
 
 def main() -> None:
     """Wait for the end of the launcher."""
-    directory, mark = sys.argv[1], sys.argv[2].encode()
+    directory, mark, limit = sys.argv[1], os.fsencode(sys.argv[2]), int(sys.argv[3])
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # a terminal's Ctrl-C is for the launcher
-    told = sys.stdin.buffer.read().splitlines()
-    if b"done" not in told:
-        ranks: set[int] = set()
+    told = [line.split() for line in sys.stdin.buffer.read().splitlines()]
+    if [b"done"] not in told:
+        ranks: dict[int, int] = {}
         for line in told:
-            if line.startswith(b"rank "):
-                ranks.add(int(line[5:]))
-            elif line.startswith(b"gone "):
-                ranks.discard(int(line[5:]))
-        kill_job(mark, ranks)
+            if line[0] == b"rank":
+                ranks[int(line[1])] = int(line[2])
+            elif line[0] == b"gone":
+                ranks.pop(int(line[1]), None)
+        kill_job(mark, ranks, limit)
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -80,8 +80,16 @@ class WorkerGroup:
         self._dying: dict[int, float] = {}  # members that have ended: until when to wait for the end of their descendants
 
     def prepare(self) -> None:
-        """Create the job's directory, whose name contains this process's id, and start the reaper."""
-        self.directory = tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-")  # mode 0700
+        """Create the job's directory, whose name contains this process's id, and start the reaper.
+
+        Raises:
+            LaunchError: when there is no place for the directory.
+        """
+        try:
+            self.directory = tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-")  # mode 0700
+        except OSError as error:
+            raise LaunchError(f"cannot create the job's directory: {error.strerror}; is the disk full, or `ulimit -f` 0? "
+                              "TMPDIR names another place") from None
         self._reaper = Reaper(self.directory)
 
     def watch(self, pid: int) -> None:
@@ -141,14 +149,19 @@ class WorkerGroup:
 
     def _start_process(self, key: int, world: World, order: Start | StartMember, cores: list[int],
                        member: int = -1) -> bool:
-        environment = commands.rank_environment(world, self.directory, self._inherited, order.environment)
+        settings = {name: os.fsdecode(value) for name, value in order.environment.items()}
+        environment = commands.rank_environment(world, self.directory, self._inherited, settings)
+        words = [os.fsdecode(word) for word in order.command]
         try:
-            command = commands.resolve_command(order.command, environment.get("PATH"))
-            self._adopt(RankProcess(key, command, environment, cores))
+            command = commands.resolve_command(words, environment.get("PATH"))
+            assert self._reaper is not None
+            with self._reaper.marks():
+                process = RankProcess(key, command, environment, cores)
+            self._adopt(process)
         except OSError as error:
             if error.errno in OUT_OF_DESCRIPTORS:
                 raise
-            refused = commands.refused(order.command, error)
+            refused = commands.refused(words, error)
             self._tell(StartRefused(str(refused), refused.code, member))
             return False
         except commands.CommandError as error:
@@ -190,7 +203,8 @@ class WorkerGroup:
                 self._read_rest([key for key in self._open if key[0] == rank])
             record = FailureRecord.read(self.directory, rank)
             self._tell(Exited(rank, code, self._asked or rank in self._killed,
-                              None if record is None else dataclasses.asdict(record),
+                              None if record is None else {**dataclasses.asdict(record),
+                                                           "when": time.time() - record.when},
                               monitor.reading_of(self.directory, rank)))
             if self._members is not None:
                 self._collect(process)

@@ -39,7 +39,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON_PATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 """Where processes find the packages and the tests."""
-HVDRUN = [sys.executable, "-m", "hvdlite_runner.cli"]
+HVDRUN = [sys.executable, "-m", "hvdlite_runner"]
 HANGS_SECONDS = 150.0
 """After so long, what a test waits for has hung: tests run on busy machines too, and none asserts how fast something is."""
 TORCH = ("torch", "torch._dynamo")

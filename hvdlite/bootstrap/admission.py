@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import select
 import socket
 import time
@@ -15,13 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from hvdlite.bootstrap.cancellation import Cancellation
-from hvdlite.bootstrap.refused_connections import RefusedConnections
 from hvdlite.control.codec import RankInfo, Welcome
 from hvdlite.control.handshake import Greeting, ServerHandshake
 from hvdlite.control.wire import Connection
 from hvdlite.core.config import poll_timeout
 from hvdlite.core.errors import HvdliteError, LaunchError, ProtocolError
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
+from hvdlite.core.refused_connections import RefusedConnections
 from hvdlite.core.socket_paths import check_same_user
 
 HALF_OPEN_LIMIT: Final = 64
@@ -101,7 +102,7 @@ class Admission:
                                        "(HVDLITE_START_TIMEOUT); did their processes start, and do they call init()?",
                                        missing)
                 self._drop_late(now)
-                ready = self._poller.poll(poll_timeout(min([deadline, *self._first_deadline()]) - now))
+                ready = self._poller.poll(poll_timeout(min([deadline, *self._deadlines()]) - now))
                 self._cancellation.check()
                 for descriptor, _ in ready:
                     if descriptor == listener.fileno():
@@ -174,6 +175,8 @@ class Admission:
             if half_open.connection is None:
                 half_open.connection = half_open.handshake.advance()
                 self._check_version(half_open)
+                if half_open.connection is not None:
+                    half_open.deadline = math.inf  # it is no stranger; this rank's own deadline holds
             if half_open.connection is not None and (messages := half_open.connection.receive()):
                 info, *rest = messages
                 if not isinstance(info, RankInfo):
@@ -213,8 +216,8 @@ class Admission:
 
     # --- strangers -----------------------------------------------------------------------------------------------------
 
-    def _first_deadline(self) -> list[float]:
-        return [half_open.deadline for half_open in self._half_open.values()][:1]
+    def _deadlines(self) -> list[float]:
+        return [half_open.deadline for half_open in self._half_open.values()]
 
     def _drop_late(self, now: float) -> None:
         for half_open in [each for each in self._half_open.values() if each.deadline <= now]:

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from hvdlite.core import launch_contract as contract
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.held_port import HeldPort
 from hvdlite.core.world import World
 
 PORTS: Final = range(20_000, 32_000)
@@ -78,6 +79,7 @@ class LaunchInfo:
     knows_local_ranks: bool = True  # false: the ranks of this host must be determined over MPI
     communicator: Any = dataclasses.field(default=None, repr=False)  # an MPI communicator of all ranks, owned by the job
     coordinator_port: int = 0  # elastic jobs: where rank 0 of later worlds listens; 0: at any free port
+    held_port: HeldPort | None = dataclasses.field(default=None, repr=False)  # on rank 0: where it will listen
     mpi_problem: str = ""  # why there is no communicator, although one was wanted
 
     @property

@@ -44,6 +44,8 @@ class JobDirectory:
             return
         where = Path(self.path)
         try:
+            for left in _own(where):  # by a job that was killed while its ranks met
+                shutil.rmtree(left, ignore_errors=True)
             self._made = tempfile.mkdtemp(prefix=f"{where.name}.", dir=where.parent)
         except OSError as error:
             raise LaunchError(f"cannot make a directory in {where.parent}, where the ranks of this host meet: "
@@ -94,11 +96,8 @@ def _is_private(status: os.stat_result) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
-def _newest(prefix: Path) -> int:
-    """Return a descriptor of the newest directory of this user whose name begins with a prefix and a dot.
-
-    Older ones are left by jobs that were killed while their ranks met.
-    """
+def _own(prefix: Path) -> list[str]:
+    """Return the directories of this user whose names begin with a prefix and a dot, the newest one first."""
     found = []
     with os.scandir(prefix.parent) as entries:
         for entry in entries:
@@ -107,7 +106,12 @@ def _newest(prefix: Path) -> int:
                     status = entry.stat(follow_symlinks=False)
                     if _is_private(status):
                         found.append((status.st_ctime_ns, entry.path))
-    for _, path in sorted(found, reverse=True):
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _newest(prefix: Path) -> int:
+    """Return a descriptor of the newest directory of this user with a prefix."""
+    for path in _own(prefix):
         with contextlib.suppress(LaunchError):
             return _opened(path)
     raise FileNotFoundError(errno.ENOENT, "rank 0 has not made the directory where the ranks of this host meet",

@@ -65,7 +65,7 @@ def _over_mpi(info: LaunchInfo, config: Config) -> LaunchInfo:
     communicator = module.COMM_WORLD.Dup()
     mpi.check_thread_level(module, communicator)
     if info.is_mpi and not info.is_complete:
-        return launch_info_over_mpi(module, communicator, info.coordinator)
+        return launch_info_over_mpi(module, communicator, info.coordinator, info.key)
     return dataclasses.replace(info, communicator=communicator)
 
 

@@ -59,7 +59,6 @@ class Member:
     Attributes:
         number: the member's id.
         is_at_rest: whether `boundary` has stopped this member in its present world.
-        has_finished: whether `elastic.run` has returned on all members, so that no others join any more.
 
     Raises:
         LaunchError: when nobody serves members there.
@@ -67,7 +66,7 @@ class Member:
 
     def __init__(self, directory: str, number: int) -> None:
         self.number = number
-        self.is_at_rest = self.has_finished = False
+        self.is_at_rest = False
         self._pid = os.getpid()
         self._changed = threading.Condition()  # guards what follows
         self._lost = ""  # why there is no authority any more
@@ -187,7 +186,6 @@ class Member:
         with self._changed:
             while True:
                 if isinstance(self._take_order(), AllFinished):
-                    self.has_finished = True
                     return True
                 if self._stopped.epoch >= epoch:
                     return False

@@ -6,6 +6,7 @@ passed to `hvd.init`. Only bytes are transferred; nothing is pickled.
 
 from __future__ import annotations
 
+import hmac
 import secrets
 import socket
 import tempfile
@@ -15,19 +16,25 @@ from typing import Any, Final
 import numpy as np
 
 from hvdlite.bootstrap.environments import LaunchInfo
+from hvdlite.bootstrap.x25519 import BASE, x25519
+from hvdlite.core.array import Array
+from hvdlite.core.errors import LaunchError
+from hvdlite.core.held_port import HeldPort
 from hvdlite.core.world import World
 
 KEY_BYTES: Final = 32
 _ANYWHERE: Final = ("192.0.2.1", 9)  # from a block reserved for documentation; no packet is sent
 
 
-def launch_info_over_mpi(mpi: Any, communicator: Any, coordinator: tuple[str, int] | None = None) -> LaunchInfo:
+def launch_info_over_mpi(mpi: Any, communicator: Any, coordinator: tuple[str, int] | None = None,
+                         key: bytes = b"") -> LaunchInfo:
     """Return this rank's launch information; all ranks of the communicator call this.
 
     Args:
         mpi: the module `mpi4py.MPI`.
         communicator: owned by the result.
         coordinator: the address where rank 0 listens, if the user has set it.
+        key: the job's, likewise.
     """
     rank, size = communicator.Get_rank(), communicator.Get_size()
     if size == 1:
@@ -37,15 +44,59 @@ def launch_info_over_mpi(mpi: Any, communicator: Any, coordinator: tuple[str, in
     world = World(rank, size, local.Get_rank(), local.Get_size(), cross.Get_rank(), cross.Get_size())
     directory = str(Path(tempfile.gettempdir()) / f"hvdlite-{secrets.token_hex(8)}") if world.local_rank == 0 else ""
     directory = broadcast_bytes(local, directory.encode()).decode()
-    key = broadcast_bytes(communicator, secrets.token_bytes(KEY_BYTES) if rank == 0 else b"")
+    held = None
+    key = _agreed_key(mpi, communicator, local, cross, key)
     if world.local_size < size and coordinator is None:
         names = [broadcast_bytes(communicator, socket.gethostname().encode(), each).decode() for each in range(size)]
-        own = f"{route_address(names)}:{_free_port()}" if rank == 0 else ""
+        held = HeldPort() if rank == 0 else None
+        own = f"{route_address(names)}:{held.port}" if held is not None else ""
         host, _, port = broadcast_bytes(communicator, own.encode()).decode().rpartition(":")
         coordinator = host, int(port)
     local.Free()
     cross.Free()
-    return LaunchInfo("MPI", world, directory, coordinator, key, owns_directory=True, is_mpi=True, communicator=communicator)
+    return LaunchInfo("MPI", world, directory, coordinator, key, owns_directory=True, is_mpi=True, communicator=communicator,
+                      held_port=held)
+
+
+def _agreed_key(mpi: Any, communicator: Any, local: Any, cross: Any, own: bytes) -> bytes:
+    """Return the job's key: the user's, if all ranks have one, or a new one.
+
+    A new key is sent inside a host as it is. To other hosts it is encrypted with secrets that the first rank of each host
+    agrees on with rank 0 (X25519): who only listens to MPI's connections does not learn it. Who can change what MPI sends
+    does, because MPI authenticates nothing.
+    """
+    has_key = np.array([bool(own)], np.int64)
+    communicator.Allreduce(mpi.IN_PLACE, has_key, mpi.MIN)
+    if has_key[0]:
+        return own
+    key = secrets.token_bytes(KEY_BYTES) if communicator.Get_rank() == 0 else b""
+    if local.Get_rank() == 0 and cross.Get_size() > 1:
+        key = _encrypted(cross, key)
+    return broadcast_bytes(local, key)
+
+
+def _encrypted(leaders: Any, key: bytes) -> bytes:
+    """Send rank 0's key to the first ranks of the other hosts, encrypted; return it."""
+    secret = secrets.token_bytes(KEY_BYTES)
+    rank, size = leaders.Get_rank(), leaders.Get_size()
+    public = np.empty((size, KEY_BYTES), np.uint8)
+    leaders.Allgather(np.frombuffer(x25519(secret, BASE), np.uint8).copy(), public)
+
+    def pad(other: int) -> Array:
+        """Return what hides the key between rank 0 and the first rank of host `other`."""
+        shared = x25519(secret, public[other if rank == 0 else 0].tobytes())
+        if not any(shared):
+            raise LaunchError("MPI has brought a public value that no process sends: the key of the job cannot be agreed on")
+        both = public[0].tobytes() + public[other].tobytes()
+        return np.frombuffer(hmac.digest(shared, b"hvdlite" + both, "sha256"), np.uint8)
+
+    hidden = np.empty((size, KEY_BYTES), np.uint8)
+    if rank == 0:
+        for other in range(1, size):
+            hidden[other] = np.frombuffer(key, np.uint8) ^ pad(other)
+    mine = np.empty(KEY_BYTES, np.uint8)
+    leaders.Scatter(hidden if rank == 0 else None, mine, 0)
+    return key if rank == 0 else (mine ^ pad(rank)).tobytes()
 
 
 def broadcast_bytes(communicator: Any, text: bytes, root: int = 0) -> bytes:
@@ -91,9 +142,3 @@ def _own_address(target: tuple[str, int]) -> str:
         except OSError:
             return ""
         return str(probe.getsockname()[0])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

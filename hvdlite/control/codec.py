@@ -9,6 +9,7 @@ import msgspec
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
+from hvdlite.core.texts import with_encodable_texts
 from hvdlite.negotiation.messages import Decision, DirectMessages, HostReport, Message, Report
 
 
@@ -76,7 +77,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 def encode(message: Message) -> Encoded:
     """Return a message as bytes."""
-    return Encoded(_KINDS[type(message)], _encode(message))
+    try:
+        return Encoded(_KINDS[type(message)], _encode(message))
+    except UnicodeEncodeError:  # the names of files in a stack, for instance
+        return Encoded(_KINDS[type(message)], _encode(with_encodable_texts(message)))
 
 
 def decode(kind: int, body: bytes) -> Message:
@@ -87,5 +91,5 @@ def decode(kind: int, body: bytes) -> Message:
     """
     try:
         return _DECODERS[Kind(kind)].decode(body)  # type: ignore[no-any-return]
-    except (ValueError, msgspec.DecodeError) as error:  # ValidationError is a DecodeError
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:  # ValidationError is a DecodeError
         raise ProtocolError(f"message of kind {kind} is not valid: {error}") from None

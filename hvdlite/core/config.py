@@ -16,6 +16,8 @@ from hvdlite.core import config_file, launch_contract
 from hvdlite.core.errors import ConfigError
 
 KIB, MIB = 1 << 10, 1 << 20
+MOST_SECONDS: Final = 1e9
+"""Thirty years: longer waits are no different from an infinite one, and system calls refuse them."""
 _MAX_SOCKET_TIMEOUT: Final = 2_000_000.0
 """In seconds; `socket.settimeout` stores milliseconds in 31 bits."""
 
@@ -29,8 +31,12 @@ def _at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str]
     return parse
 
 
-_seconds = _at_least(0, float)
-"""Parses a knob in seconds; 0 means never (see `timeout_or_inf`)."""
+def _seconds(text: str) -> float:
+    """Parse a knob in seconds; 0 means never (see `timeout_or_inf`), and so does what no clock reaches."""
+    value = float(text)
+    if not value >= 0:  # NaN is not
+        raise ValueError("must be a number of seconds from 0")
+    return value if value < MOST_SECONDS else 0.0
 
 
 def _one_of(*words: str) -> Callable[[str], str]:

@@ -47,12 +47,18 @@ def read(path: str, knobs: Sequence[str]) -> dict[str, tuple[str, str]]:
             content = yaml.safe_load(file)
     except OSError as error:
         raise ConfigError(f"the config file {path} cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the config file {path} is not UTF-8 (byte {error.start})") from None
+    except RecursionError:
+        raise ConfigError(f"the config file {path} is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:  # a date that does not exist, for instance
         raise ConfigError(f"the config file {path} is not valid YAML: {error}") from None
     if content is not None and not isinstance(content, Mapping):
         raise ConfigError(f"the config file {path} must contain keys and values, not a {type(content).__name__}")
     values: dict[str, tuple[str, str]] = {}
-    for key, value in _flat(content or {}):
+    for key, value in _flat(content or {}, path):
+        if isinstance(value, (list, dict, set)):
+            raise ConfigError(f"the config file {path}: {key} must be one value, not a {type(value).__name__}")
         text = {True: "1", False: "0", None: ""}.get(value) if isinstance(value, bool) or value is None else str(value)
         assert text is not None
         name = key.replace("-", "_")
@@ -75,11 +81,17 @@ def read(path: str, knobs: Sequence[str]) -> dict[str, tuple[str, str]]:
     return values
 
 
-def _flat(content: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (section.key, value)."""
-    for key, value in content.items():
-        name = f"{section}{key}"
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{name}.")
-        else:
-            yield name, value
+def _flat(content: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) and (section.key, value) of a file: sections are not nested.
+
+    Raises:
+        ConfigError: for a section in a section, which may be itself (a YAML alias).
+    """
+    for section, values in content.items():
+        if not isinstance(values, Mapping):
+            yield str(section), values
+            continue
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                raise ConfigError(f"the config file {path}: {section}.{key} must be one value, not a section")
+            yield f"{section}.{key}", value

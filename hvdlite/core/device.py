@@ -154,8 +154,8 @@ class DeviceAccess(Protocol):
 
         Args:
             empty: see `DeviceArray`.
-            reclaim: makes the framework free the GPU memory that it keeps unused; called, on any thread, if the plane finds no
-                memory.
+            reclaim: makes the framework free the GPU memory that it keeps unused; called, on any thread, if the plane finds
+                no memory.
 
         Raises:
             UnsupportedError: for a second GPU, and while `stream` is being captured into a CUDA graph.

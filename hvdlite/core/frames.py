@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from hvdlite.core.errors import ProtocolError
+from hvdlite.core.texts import with_encodable_texts
 
 _LENGTH: Final = struct.Struct("!I")
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -19,7 +20,10 @@ def to_frame(message: msgspec.Struct, limit: int) -> bytes:
     Raises:
         ProtocolError: when it has more than `limit` bytes.
     """
-    body = _ENCODER.encode(message)
+    try:
+        body = _ENCODER.encode(message)
+    except UnicodeEncodeError:
+        body = _ENCODER.encode(with_encodable_texts(message))
     if len(body) > limit:
         raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes; the limit is {limit}")
     return _LENGTH.pack(len(body)) + body
@@ -54,7 +58,7 @@ class FrameReader:
                 break
             try:
                 messages.append(self._decoder.decode(bytes(self._unread[_LENGTH.size:end])))
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is not UTF-8
                 raise ProtocolError(f"not a message: {error}") from None
             del self._unread[:end]
         return messages

@@ -7,8 +7,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from hvdlite.diagnostics.stall_report import rank_status
-from hvdlite.negotiation.messages import RankStatus
+from hvdlite.negotiation.messages import GpuProgress, RankStatus
 
 RECENT: Final = 200
 """How many collectives a rank remembers."""
@@ -27,6 +29,7 @@ class CallHistory:
         self._recent.append(name)
         self._count = next(self._numbers)
 
-    def status(self, thread: int, waiting: Sequence[str]) -> RankStatus:
-        """Describe this rank; the arguments are those of `rank_status`."""
-        return rank_status(thread, tuple(self._recent), self._count - len(self._recent) + 1, waiting)
+    def status(self, thread: int, waiting: Sequence[str], gpu: tuple[GpuProgress, ...] = ()) -> RankStatus:
+        """Describe this rank; the first arguments are those of `rank_status`."""
+        status = rank_status(thread, tuple(self._recent), self._count - len(self._recent) + 1, waiting)
+        return msgspec.structs.replace(status, gpu=gpu)

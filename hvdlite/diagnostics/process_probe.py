@@ -21,6 +21,7 @@ from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
 WRITTEN_SECONDS: Final = 0.3
 """Seconds that a rank has to write its stacks."""
 _LOOK_SECONDS: Final = 0.01
+_FILE_NAME: Final = "hvdlite-stacks"
 
 STATES: Final = {"T": "stopped (SIGSTOP, or a full terminal): kill -CONT {pid}", "t": "stopped by a debugger",
                  "D": "blocked in the kernel (a disk or a network file system?)", "Z": "dead, and not yet collected",
@@ -75,9 +76,10 @@ class ProcessProbe:
         if pid is None or not number:
             return ""
         with contextlib.suppress(OSError):
-            if not _catches(pid, number):  # it would end the process
-                return ""
-            with open(f"/proc/{pid}/fd/{descriptor}", encoding="utf-8", errors="replace") as file:
+            path = f"/proc/{pid}/fd/{descriptor}"
+            if not _catches(pid, number) or not os.readlink(path).startswith(f"/memfd:{_FILE_NAME}"):
+                return ""  # the signal would end the process, or another process has got the rank's id since
+            with open(path, encoding="utf-8", errors="replace") as file:
                 file.seek(0, os.SEEK_END)
                 os.kill(pid, number)
                 return _until_quiet(file.fileno(), file.tell())
@@ -91,7 +93,7 @@ def enable_stack_dump(number: int) -> StackDumpTarget:
     """
     if not number or not hasattr(os, "memfd_create") or signal.getsignal(number) is not signal.SIG_DFL:
         return NO_STACK_DUMP
-    descriptor = os.memfd_create("hvdlite-stacks", os.MFD_CLOEXEC)
+    descriptor = os.memfd_create(_FILE_NAME, os.MFD_CLOEXEC)
     faulthandler.register(number, file=descriptor, all_threads=True)
     return StackDumpTarget(descriptor, number)
 

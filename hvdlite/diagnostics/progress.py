@@ -40,15 +40,20 @@ class Progress:
         self._last = 0.0
 
     def publish(self, job_directory: str, rank: int) -> None:
-        """From now on let others on this host read it."""
+        """From now on let others on this host read it, unless there is no room for the file: no job depends on it."""
         path = Path(job_directory) / f"{PROGRESS_FILE}.{rank}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        except OSError:
+            return
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(descriptor, 0, _SIZE)  # no room is an error now, not a signal later
             else:
                 os.ftruncate(descriptor, _SIZE)
             self._memory = mmap.mmap(descriptor, _SIZE)
+        except OSError:  # a full disk, or `ulimit -f`
+            path.unlink(missing_ok=True)
         finally:
             os.close(descriptor)
         self._write()

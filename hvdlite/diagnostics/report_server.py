@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import queue
 import socket
@@ -15,11 +14,10 @@ from typing import Final
 
 from hvdlite.core.errors import HvdliteError
 from hvdlite.core.launch_contract import REPORT_SOCKET
+from hvdlite.core.refused_connections import RefusedConnections
 from hvdlite.core.socket_paths import check_same_user, short_socket_path
 from hvdlite.diagnostics.stall_inspector import ANSWER_SECONDS, Receiver
 from hvdlite.diagnostics.stall_report import StallReport
-
-_log = logging.getLogger("hvdlite")
 
 TIMEOUT_SECONDS: Final = 3 * ANSWER_SECONDS
 """Seconds to wait for a report of the background thread, and for a client that does not read."""
@@ -36,6 +34,7 @@ class ReportServer:
     def __init__(self, directory: str, demand: Callable[[Receiver], None]) -> None:
         self._path = str(Path(directory) / REPORT_SOCKET)
         self._demand = demand
+        self._refused = RefusedConnections(self._path)
         Path(self._path).unlink(missing_ok=True)  # left by rank 0 of an earlier world, which has died
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with short_socket_path(self._path) as path:
@@ -52,6 +51,7 @@ class ReportServer:
         self.close_in_child()
         with contextlib.suppress(OSError):
             os.unlink(self._path)
+        self._refused.log_rest()
 
     def close_in_child(self) -> None:
         """In a forked child: close the copy of the descriptor."""
@@ -68,8 +68,10 @@ class ReportServer:
                     check_same_user(connection)
                     connection.settimeout(TIMEOUT_SECONDS)
                     connection.sendall(self._report())
-                except (OSError, HvdliteError, queue.Empty) as error:
-                    _log.warning("a request for a report was not answered: %s", error or "the background thread is busy")
+                except (OSError, HvdliteError) as error:
+                    self._refused.note("this host", error)
+                except queue.Empty:
+                    self._refused.note("this host", TimeoutError("the background thread is busy"))
 
     def _report(self) -> bytes:
         made: queue.SimpleQueue[StallReport] = queue.SimpleQueue()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -21,8 +22,8 @@ from hvdlite.core.errors import DeadlockError
 from hvdlite.diagnostics.process_probe import ProcessProbe
 from hvdlite.diagnostics.stall_report import RankState, StallReport, location_in_dump
 from hvdlite.negotiation.coordinator import Coordinator
-from hvdlite.negotiation.messages import FailureNotice, RankStatus, SideMessage
-from hvdlite.negotiation.stalls import Stall
+from hvdlite.negotiation.messages import FailureNotice, OverdueWork, RankStatus, SideMessage
+from hvdlite.negotiation.stalls import GpuStall, Stall, gpu_stall
 
 _log = logging.getLogger("hvdlite")
 
@@ -86,6 +87,8 @@ class StallInspector:
         self._wanted: list[Receiver] = []  # on demand, not begun
         self._report_requested = False  # by some rank's user
         self._statuses: dict[int, RankStatus] = {}  # what ranks answered when they were last asked
+        self._overdue: deque[OverdueWork] = deque()  # on GPUs, not looked at
+        self._overdue_told: set[tuple[int, int, bool]] = set()  # process set, sequence number, and whether it ends the job
         self._suspects: set[int] = set()  # ranks that hold up others in the middle of a collective
         self._stuck: frozenset[int] = frozenset()  # ranks that wait for each other in a circle
         self._stuck_since = math.inf
@@ -97,6 +100,8 @@ class StallInspector:
             self._statuses[rank] = message.status
         self._suspects.update(message.slow_peers)
         self._report_requested |= message.requests_report
+        if message.overdue is not None:
+            self._overdue.append(message.overdue)
 
     def demand(self, receiver: Receiver) -> None:
         """Make a report now, of everything that waits and of every rank."""
@@ -107,7 +112,7 @@ class StallInspector:
         """Whether there is anything to look after."""
         coordinator = self._coordinator
         return bool(coordinator.is_anything_pending or coordinator.blocked or self._suspects or self._report_requested
-                    or self._wanted or self._pending or self._asked)
+                    or self._overdue or self._wanted or self._pending or self._asked)
 
     def look(self, now: float) -> bool:
         """Do what is due at `now`; return whether the coordinator has something to say for it."""
@@ -118,7 +123,7 @@ class StallInspector:
         if not self.busy:
             self._next_look = math.inf
             return False
-        acted = self._find_deadlock(now)
+        acted = self._find_deadlock(now) | self._find_overdue(now)
         if self._wanted:
             wanted, self._wanted = self._wanted, []
             everybody = set(range(coordinator.size)) - coordinator.negotiator.left
@@ -159,6 +164,17 @@ class StallInspector:
         missing = {rank for stall in found for rank in stall.missing}
         reference = min((rank for stall in found for rank in stall.enqueued), default=0)  # for comparison
         return self._begin(found, missing | {reference}, now, [self._deliver], ends_job=ends)
+
+    def _find_overdue(self, now: float) -> bool:
+        acted = False
+        while self._overdue:
+            work = self._overdue.popleft()
+            ends = 0 < self._times.shutdown <= work.seconds
+            key = work.process_set_id, work.sequence, ends
+            if key not in self._overdue_told:  # by another of its ranks
+                self._overdue_told.add(key)
+                acted = self._begin([gpu_stall(work)], set(work.ranks), now, [self._deliver], ends_job=ends) or acted
+        return acted
 
     def _find_silence(self, now: float) -> bool:
         coordinator, after = self._coordinator, self._times.silence
@@ -205,8 +221,8 @@ class StallInspector:
         if self._pending is None:
             self._pending = _PendingReport(stalls, ask, now + ANSWER_SECONDS, receivers, ends_job)
             return bool(ask)
-        known = {stall.name for stall in stalls}
-        self._pending.stalls = stalls + [stall for stall in self._pending.stalls if stall.name not in known]
+        known = {(type(stall), stall.name) for stall in stalls}
+        self._pending.stalls = stalls + [stall for stall in self._pending.stalls if (type(stall), stall.name) not in known]
         self._pending.asked |= ask
         self._pending.receivers += [receiver for receiver in receivers if receiver not in self._pending.receivers]
         self._pending.ends_job |= ends_job
@@ -215,7 +231,15 @@ class StallInspector:
     def _finish(self, pending: _PendingReport, now: float) -> bool:
         """Make the report; return whether it ends the job."""
         waiting = {stall.name: stall for stall in self._coordinator.pending(now)}
-        stalls = [waiting.get(stall.name, stall) for stall in pending.stalls]  # leaders have said by now whom they wait for
+        stalls: list[Stall] = []
+        for stall in pending.stalls:
+            if not isinstance(stall, GpuStall):
+                stalls.append(waiting.get(stall.name, stall))  # leaders have said by now whom they wait for
+            elif (known := stall.with_progress({rank: status.gpu for rank, status in self._statuses.items()},
+                                               stall.missing)) is not None:
+                stalls.append(known)
+        if not stalls and pending.stalls:
+            return False  # GPUs have finished meanwhile
         rank_states = {rank: self._rank_state(rank) for rank in sorted(pending.asked)}
         stories = {stall.name: story for stall in stalls if (story := self._story(stall.name))}
         report = StallReport(stalls, rank_states, stories)

@@ -98,16 +98,16 @@ class StallReport:
 
     def diagnosis(self, rank: int) -> str:
         """Say in one line what others wait for from a missing rank, and what it is doing instead."""
-        names = [stall.name for stall in self.stalls if rank in stall.missing]
-        told = f"'{names[0]}'" + (f" (and {len(names) - 1} more)" if names[1:] else "")
+        stalls = [stall for stall in self.stalls if rank in stall.missing]
+        told = f"{stalls[0].fault(rank)} '{stalls[0].name}'" + (f" (and {len(stalls) - 1} more)" if stalls[1:] else "")
         rank_state = self.rank_states.get(rank, RankState(rank, "unknown", None))
         status = rank_state.status
         if status is None:
             where = location_in_dump(rank_state.stacks)
-            return (f"rank {rank} never enqueued {told} and does not answer: {rank_state.state}"
+            return (f"rank {rank} {told} and does not answer: {rank_state.state}"
                     f"{f'; it is in {where}' if where else ''}")
         doing = f"waits for '{status.waiting[0]}'" if status.waiting else "is"
-        return f"rank {rank} never enqueued {told}: it {doing} in {status.location}"
+        return f"rank {rank} {told}: it {doing} in {status.location}"
 
     def difference(self, rank: int) -> str:
         """Say where a rank's collectives first differ from those of one that is not missing; "" when that is not known."""

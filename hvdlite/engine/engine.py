@@ -40,6 +40,7 @@ from hvdlite.negotiation.messages import (
     FailureNotice,
     LayoutStale,
     MailboxStale,
+    OverdueWork,
     RankStatus,
     Retired,
     RoundDone,
@@ -132,6 +133,10 @@ class Engine:
     def request_report(self) -> None:
         """Let rank 0 report which tensors wait for which ranks."""
         self._controller.send_side_message(SideMessage(requests_report=True))
+
+    def report_overdue(self, work: OverdueWork) -> None:
+        """Tell rank 0 what this rank's GPU has not finished for long."""
+        self._controller.send_side_message(SideMessage(overdue=work))
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -271,8 +276,9 @@ class Engine:
         self.fail(FailureNotice(self._control.parent, "lost", reason))
 
     def _status(self) -> RankStatus:
-        waiting = [entry.handle.name for entry in self._execution.pending()]
-        return self._history.status(self._inbox.last_caller, waiting + list(self._mailboxes.waiting.values()))
+        devices = self._connections.devices
+        waiting = [*(entry.handle.name for entry in self._execution.pending()), *self._mailboxes.waiting.values()]
+        return self._history.status(self._inbox.last_caller, waiting, () if devices is None else devices.progress())
 
     def _close(self) -> None:
         """Close every part, whatever others raise; in the end no thread waits for this one any more."""

@@ -26,6 +26,18 @@ class WaitDeferred(Exception):
     """Raised by a deferrable wait that the coordinator has ended, because ranks wait for each other in a circle."""
 
 
+class WaitLeftToCaller(WaitDeferred):
+    """Raised by a deferrable wait that takes long on a thread that Python did not start, such as torch's for a GPU.
+
+    The thread that called `backward()` is blocked in C++ meanwhile, where Ctrl-C does not interrupt it.
+    """
+
+
+def is_foreign_thread() -> bool:
+    """Return whether this thread was not started by Python."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
 @dataclasses.dataclass(eq=False)
 class _LongWait:
     """A thread that has been blocked for long. Woken when its handle is done, or when the wait is deferred."""
@@ -174,12 +186,13 @@ class Handle:
         May be called again, and returns the same.
 
         Args:
-            deferrable: whether the coordinator may end the wait early.
+            deferrable: whether the wait may end early.
 
         Raises:
             HorovodInternalError: when the collective failed; see `hvdlite.core.errors`.
             TimeoutError: when it took longer than `timeout` seconds; the collective goes on.
-            WaitDeferred: when the coordinator ended the wait; the collective goes on.
+            WaitDeferred: when that is allowed and the coordinator ended the wait; the collective goes on.
+            WaitLeftToCaller: likewise, when this thread cannot be interrupted and has waited for long.
         """
         if not self._done:
             begun = self._waiters.progress.block()
@@ -187,10 +200,12 @@ class Handle:
             try:
                 if self._lock.acquire(timeout=LONG_SECONDS if timeout is None else timeout):
                     self._lock.release()  # for other waiters
-                elif timeout is None:
-                    self._waiters.wait_long(self, deferrable)
-                else:
+                elif timeout is not None:
                     raise TimeoutError(f"'{self.name}' is not complete after {timeout} s")
+                elif deferrable and is_foreign_thread():
+                    raise WaitLeftToCaller
+                else:
+                    self._waiters.wait_long(self, deferrable)
             finally:
                 self._waiters.remove(self)
                 self._waiters.progress.unblock(begun)

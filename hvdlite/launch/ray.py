@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvdlite.core.errors import LaunchError, NotInitializedError
+from hvdlite.core.held_port import HeldPort
 from hvdlite.launch import workers
 
 try:
@@ -41,11 +42,13 @@ class _Worker:
     def __init__(self) -> None:
         self.executable: Any = None
         self._directory: workers.JobDirectory | None = None
+        self._held_port: HeldPort | None = None  # at which this one listens if it becomes rank 0
 
     def node_info(self) -> tuple[str, str, int, list[str]]:
         """Return node, address, a free port, and the GPUs that Ray gave this actor."""
         context = ray.get_runtime_context()
-        return context.get_node_id(), ray.util.get_node_ip_address(), workers.free_port(), [
+        self._held_port = HeldPort()
+        return context.get_node_id(), ray.util.get_node_ip_address(), self._held_port.port, [
             str(gpu) for gpu in context.get_accelerator_ids().get("GPU", [])]
 
     def create_job_directory(self) -> str:

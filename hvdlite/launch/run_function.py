@@ -117,7 +117,7 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
         write_private_file(Path(directory) / KEY_FILE, key.encode())
         call = _pickled(func, args, dict(kwargs or {}))
         write_private_file(Path(directory) / TASK_FILE, sign(call, bytes.fromhex(key), "task"))
-        command = [sys.executable, "-m", "hvdlite_runner.cli", *arguments, *options, "--task-directory", directory,
+        command = [sys.executable, "-m", "hvdlite_runner", *arguments, *options, "--task-directory", directory,
                    executable or sys.executable, "-m", "hvdlite.launch.run_task"]
         code, messages = _launch(command, {**os.environ, **(env or {})})
         if code not in (0, OUTPUT_LOST):

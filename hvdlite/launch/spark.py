@@ -17,6 +17,7 @@ from typing import Any
 import cloudpickle
 
 from hvdlite.core.errors import LaunchError, PeerLostError
+from hvdlite.core.held_port import HeldPort
 from hvdlite.launch import workers
 from hvdlite.launch.run_function import RankTraceback
 
@@ -99,7 +100,8 @@ def _task(call: bytes, env: Mapping[str, str], secret: str) -> Callable[[Iterabl
         assigned = workers.assign_ranks(nodes)
         world = next(world for worker, world in assigned if worker == worker_index)
         directory = workers.JobDirectory() if world.local_rank == 0 else None
-        own_endpoint = json.dumps([directory.path if directory else "", workers.free_port()])
+        held = HeldPort()
+        own_endpoint = json.dumps([directory.path if directory else "", held.port])
         endpoints = [json.loads(text) for text in context.allGather(own_endpoint)]
         leader = next(worker for worker, its_world in assigned
                       if its_world.local_rank == 0 and nodes[worker] == nodes[worker_index])
@@ -110,6 +112,7 @@ def _task(call: bytes, env: Mapping[str, str], secret: str) -> Callable[[Iterabl
             with workers.as_rank(variables):
                 yield world.rank, *_called(call)
         finally:
+            held.close()
             if directory is not None:
                 directory.remove()
 

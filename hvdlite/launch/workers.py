@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -53,12 +52,6 @@ class JobDirectory:
     def remove(self) -> None:
         """Remove the directory and the failure records in it."""
         self._cleanup.communicate()
-
-
-def free_port() -> int:
-    """Return a port that is currently free on all addresses."""
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -28,7 +28,8 @@ from hvdlite.membership.messages import (
     Met,
 )
 from hvdlite.membership.roster import Roster
-from hvdlite.membership.worlds import Stage, Worlds
+from hvdlite.membership.stages import Stage
+from hvdlite.membership.worlds import Worlds
 
 
 def _itself(host: str) -> str:
@@ -80,7 +81,7 @@ class Authority:
 
     def wake_at(self) -> float | None:
         """Return when `TimePassed` is due; None: after the next other event only."""
-        times = [self._worlds.gives_up_at, self._worlds.asks_at,
+        times = [self._worlds.gives_up_at,
                  *(min(member.deadline, member.answer_by, member.ask_at) for member in self._roster.alive())]
         if self._worlds.stage is not Stage.FINISHED:
             times.append(self._hosts.next_end(self._roster.now))

@@ -37,7 +37,7 @@ class Member:
         boundary: its answer to the `PrepareStop` under way.
         deadline: when it is killed, if it has not done by then what it was told.
         answer_by: when it is killed, if it has not told by then what it was asked: its boundary, or whether it lives.
-        ask_at: when it is asked whether it lives, because it has not stopped.
+        ask_at: when it is asked whether it lives, because others wait for it.
         give_up_at: when it is killed if it has not stopped by then, though it lives.
         is_noted: whether the user has been told that the others wait for it.
         fault: why it was killed, if that is its own failure; "" if it was not, or if others are the reason.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from hvdlite.membership.events import Command, Kill, StartMember, Tell
+from hvdlite.membership.events import Command, Kill, Note, StartMember, Tell
 from hvdlite.membership.hosts import Hosts, Slot
 from hvdlite.membership.limits import Limits
 from hvdlite.membership.members import IN_WORLD, JOINING, Member, Phase
@@ -87,6 +87,10 @@ class Roster:
         self.commands.append(StartMember(member.id, *slot, rank, size, is_joiner=phase is Phase.STARTING))
         return member.id
 
+    def note(self, text: str) -> None:
+        """Tell the user something."""
+        self.commands.append(Note(text))
+
     def tell(self, member: Member, order: MemberOrder) -> None:
         """Send an order to a member."""
         self.commands.append(Tell(member.id, order))
@@ -107,11 +111,13 @@ class Roster:
         self.tell(member, AskAlive(self.epoch))
 
     def is_alive(self, member: Member, *, in_user_code: bool) -> None:
-        """A member has answered `ask`: if it was told to stop and computes, wait for it longer."""
+        """A member has answered `ask`: wait for it longer, if it was told to stop and computes, or was not told."""
         member.answer_by = math.inf
-        if member.deadline == math.inf or not member.is_ready:  # others cannot go on in another world
+        if member.deadline == math.inf:
+            member.ask_at = self.now + 2 * self._limits.quiesce_timeout
+        elif not member.is_ready:  # others cannot go on in another world
             return
-        if in_user_code:
+        elif in_user_code:
             member.deadline = min(self.now + self._limits.quiesce_timeout, member.give_up_at)
             member.ask_at = self.now + self._limits.quiesce_timeout / 2
         else:  # its background thread may be slow to end, while the script computes

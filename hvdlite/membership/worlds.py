@@ -11,13 +11,13 @@ A world passes through these stages:
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable
 from typing import Final
 
+from hvdlite.membership.awaited import Awaited
 from hvdlite.membership.changes import Changes
-from hvdlite.membership.events import EndJob, Note, WorldBegun
+from hvdlite.membership.events import EndJob, WorldBegun
 from hvdlite.membership.failures import Failure, FailureHistory
 from hvdlite.membership.hosts import Hosts
 from hvdlite.membership.limits import Limits
@@ -27,24 +27,10 @@ from hvdlite.membership.messages import AllFinished, PrepareStop, StopAt, WorldO
 from hvdlite.membership.planning import Plan, plan
 from hvdlite.membership.recovery import recover
 from hvdlite.membership.roster import Roster
+from hvdlite.membership.stages import IN_FORCE, Stage
 
 TOO_FEW: Final = 75
 """The exit code of a job that had too few members for too long: EX_TEMPFAIL, try again later."""
-
-
-class Stage(enum.Enum):
-    """Where the current world is."""
-
-    FOUNDING = enum.auto()  # too few slots so far
-    RUNNING = enum.auto()
-    PREPARING = enum.auto()
-    STOPPING = enum.auto()
-    ENDING = enum.auto()  # also while too few idle members wait
-    FINISHED = enum.auto()  # elastic.run has returned on all members; it may be called again
-    OVER = enum.auto()
-
-
-IN_FORCE = (Stage.RUNNING, Stage.PREPARING, Stage.STOPPING)
 
 
 class Worlds:
@@ -79,25 +65,23 @@ class Worlds:
         self.gives_up_at = now + limits.elastic_timeout  # while there are too few slots or members; else infinity
         self._order: WorldOrder | None = None  # of this world; None for the first one
         self._has_met = False
-        self._asks_at = math.inf  # when members for which others wait are asked again whether they live
+        self._awaited = Awaited(limits, roster)
         self._runs_finished = 0  # how often elastic.run has returned on all members
+        self._is_noted = False  # whether the user has been told that nobody can join any more
         self._end_reason = ""  # why this world is lost, if it is
-
-    @property
-    def asks_at(self) -> float:
-        """When members are asked again whether they live; infinity while nobody waits for them without a deadline."""
-        return self._asks_at if self.stage in (Stage.RUNNING, Stage.STOPPING) else math.inf
 
     def settle(self) -> None:
         """Do what follows from all that is known."""
-        self._expire()
+        self._awaited.expire(self.stage)
+        if self.gives_up_at <= self._roster.now:
+            self._give_up(f" after {self._limits.elastic_timeout:g} s")
         if self.stage is Stage.FOUNDING:
             self._found()
         if self.stage is Stage.FINISHED:
             self._run_again()
         if self.stage in IN_FORCE:
             self._follow_world()
-        self._ask_awaited()
+        self._awaited.begin_to_ask(self.stage)
         if self.stage in (Stage.STOPPING, Stage.ENDING) and all(
                 member.phase is Phase.IDLE for member in self._roster.living()):
             self._begin_next()
@@ -107,31 +91,6 @@ class Worlds:
         if self.stage is Stage.FINISHED and not self._roster.alive():
             failure = self.failure_at_end
             self._end_job(failure.shell_code if failure else 0, str(failure or ""), failure)
-
-    def _expire(self) -> None:
-        for member in self._roster.alive():
-            if min(member.deadline, member.answer_by) <= self._roster.now:
-                if member.phase is not Phase.DISMISSED:
-                    given = (self._limits.elastic_timeout if member.give_up_at <= self._roster.now
-                             else self._limits.quiesce_timeout)
-                    member.fault = f"it did not stop within {given:g} s"
-                self._roster.kill(member, member.fault or "it did not exit when it was dismissed")
-            elif member.ask_at <= self._roster.now:
-                self._note_awaited(member)
-                self._roster.ask(member)
-        if self.gives_up_at <= self._roster.now:
-            self._give_up(f" after {self._limits.elastic_timeout:g} s")
-
-    def _note_awaited(self, member: Member) -> None:
-        """Tell the user, once, that others wait for a member that does not stop."""
-        waits = self.stage is Stage.ENDING or any(other.phase is Phase.IDLE for other in self._roster.living())
-        if waits and member.is_ready and not member.is_noted and member.phase is not Phase.FINISHED:
-            member.is_noted = True
-            where, limit = "reached the boundary at which all ranks stop", "as long as it computes"
-            if self.stage is Stage.ENDING:
-                where, limit = "stopped", f"{self._limits.elastic_timeout:g} s"
-            self.note(f"{self._roster.who(member)} has not {where}; the others wait for it, at most "
-                      f"{self._limits.quiesce_timeout:g} s if it does not answer, else {limit}")
 
     def _give_up(self, when: str) -> None:
         """End the job because there are too few slots or members."""
@@ -180,24 +139,6 @@ class Worlds:
             if self._order is not None:
                 self.note(self.changes.met(self._order, self._roster.now))
 
-    def _ask_awaited(self) -> None:
-        """Ask members whether they live, when others wait that have finished or stopped at a boundary.
-
-        A member may compute for as long as it likes, but others would wait for a stopped process for ever: they are in no
-        collective with it, so none of them misses it.
-        """
-        phases = {member.phase for member in self._roster.living()}
-        if self.stage not in (Stage.RUNNING, Stage.STOPPING) or not phases & {Phase.FINISHED, Phase.IDLE}:
-            self._asks_at = math.inf
-        elif self._asks_at == math.inf:
-            self._asks_at = self._roster.now + self._limits.quiesce_timeout
-        elif self._asks_at <= self._roster.now:
-            self._asks_at = self._roster.now + 2 * self._limits.quiesce_timeout
-            for member in self._roster.living():
-                if member.phase is Phase.RUNNING and member.deadline == math.inf:
-                    self._note_awaited(member)
-                    self._roster.ask(member)
-
     def _run_again(self) -> None:
         """Return to a running world when all members that are left have called elastic.run again.
 
@@ -228,8 +169,13 @@ class Worlds:
         room = len(joiners) + len(free)
         if self._limits.max_np is not None:
             room = min(room, max(0, self._limits.max_np - len(staying)))
-        if not self._has_resets() or (not staying and self._limits.max_np == 1) or self._runs_finished:
-            room = 0  # there is no other world, or none in which a joiner could get the state of the same elastic.run
+        if not self._has_resets() or (not staying and self._limits.max_np == 1):
+            room = 0  # there is no other world
+        elif self._runs_finished:  # a joiner would begin with the script's first elastic.run
+            if room and not self._is_noted:
+                self._is_noted = True
+                self.note(f"slots that stay free: {room}; ranks can join in the script's first hvd.elastic.run only")
+            room = 0
         self._roster.dismiss(joiners[room:], "there are enough ranks without it")
         may_start = any(each.is_ready for each in living) and not any(each.phase is Phase.FINISHED for each in living)
         if may_start and room > len(joiners):
@@ -322,7 +268,7 @@ class Worlds:
         return self._limits.reset_limit is None or self._roster.epoch <= self._limits.reset_limit
 
     def note(self, text: str) -> None:
-        self._roster.commands.append(Note(text))
+        self._roster.note(text)
 
     def _end_job(self, code: int, reason: str, blamed: Failure | None = None) -> None:
         if self.stage is not Stage.OVER:

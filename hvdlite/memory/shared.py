@@ -31,6 +31,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdlite.core.array import Array
+from hvdlite.core.errors import LaunchError
 from hvdlite.memory.fence import Fence, fence_file
 from hvdlite.memory.mailbox_area import MailboxArea, area_bytes
 
@@ -57,9 +58,11 @@ def anonymous_file() -> int:
         try:
             os.ftruncate(descriptor, span)
             break
-        except OSError:  # 32 bits, another file system, or `ulimit -f`
+        except OSError as error:  # 32 bits, another file system, or `ulimit -f`
             if span <= LEAST_SPAN:
-                raise
+                os.close(descriptor)
+                raise LaunchError(f"cannot make shared memory of {LEAST_SPAN >> 30} GiB (only used pages take memory): "
+                                  f"{error.strerror}; `ulimit -f` must allow as much") from None
             span >>= 1
     if seals:  # a process that shrank it would end the others with SIGBUS
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)

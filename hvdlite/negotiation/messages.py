@@ -131,6 +131,25 @@ class FailureNotice(Message, frozen=True):
     traceback: str = ""
 
 
+class GpuProgress(Message, frozen=True):
+    """How far the GPU of a rank is in the plans of a process set: their sequence numbers, which are equal on all ranks."""
+
+    process_set_id: int
+    launched: int  # the last one launched
+    reached: int  # the last one before which the GPU has nothing else to do any more
+    done: int  # the last one that is over
+
+
+class OverdueWork(Message, frozen=True):
+    """A plan that a GPU was given long ago, and has not done."""
+
+    process_set_id: int
+    sequence: int
+    ranks: tuple[int, ...]  # of the process set
+    name: str  # of the tensor; of several, the first and the last
+    seconds: float  # since the launch
+
+
 class RankStatus(Message, frozen=True, kw_only=True):
     """The state of a rank, for a stall report."""
 
@@ -139,6 +158,7 @@ class RankStatus(Message, frozen=True, kw_only=True):
     recent: tuple[str, ...]  # names of its last collectives, oldest first
     first_number: int  # the number of the first of them, counted from 1
     waiting: tuple[str, ...]  # names of its pending collectives
+    gpu: tuple[GpuProgress, ...] = ()  # by process set
 
 
 class TraceEvent(Message, frozen=True):
@@ -174,6 +194,7 @@ class SideMessage(Message, frozen=True, kw_only=True):
     ping: bool = False  # rank 0 is to answer with a decision
     slow_peers: tuple[int, ...] = ()  # the other ranks of a collective that has been under way for long
     requests_report: bool = False  # its user requests a stall report
+    overdue: OverdueWork | None = None  # its GPU has been at it for long
     trace: tuple[TraceEvent, ...] = ()  # while there is a timeline
     oob_messages: tuple[OobMessage, ...] = ()
     oob_requests: tuple[OobKey, ...] = ()  # messages of other ranks that it fetches

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 
-from hvdlite.negotiation.messages import Key
+from hvdlite.negotiation.messages import GpuProgress, Key, OverdueWork
 from hvdlite.negotiation.pending_buckets import PendingBucket
 from hvdlite.negotiation.readiness import ReadinessTable
 
@@ -21,6 +22,55 @@ class Stall:
     def __str__(self) -> str:
         return (f"'{self.name}' has waited {self.waited:.0f} s: enqueued by ranks {list(self.enqueued)}, "
                 f"not yet by ranks {list(self.missing)}")
+
+    def fault(self, rank: int) -> str:
+        """Say what a missing rank has not done to it, for "rank 2 ... 'name'"."""
+        return "never enqueued"
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuStall(Stall):
+    """A launched collective that GPUs do not finish.
+
+    `enqueued` are the ranks that have launched it, and `missing` those that hold it up, as far as known: ranks that have not
+    launched it, else those whose GPU has not come to it, else those that are at it.
+    """
+
+    process_set_id: int
+    sequence: int
+    late: tuple[int, ...] = ()  # ranks that have launched it, and whose GPU is not there yet
+
+    def __str__(self) -> str:
+        absent = [rank for rank in self.missing if rank not in self.enqueued]
+        return (f"'{self.name}' was launched {self.waited:.0f} s ago, and GPUs have not finished it: launched by ranks "
+                f"{list(self.enqueued)}" + (f", not yet by ranks {absent}" if absent else "")
+                + (f"; the GPUs of ranks {list(self.late)} are busy with something before it" if self.late else ""))
+
+    def fault(self, rank: int) -> str:
+        if rank not in self.enqueued:
+            return "has not launched"
+        return "has launched, but its GPU has not come to," if rank in self.late else "has not finished"
+
+    def with_progress(self, progress: Mapping[int, Iterable[GpuProgress]], ranks: Iterable[int]) -> GpuStall | None:
+        """Return this with what ranks answered; None if all of them have finished it.
+
+        Args:
+            progress: of the ranks that answered.
+            ranks: the ranks of the process set. One that did not answer counts as one that has not launched it.
+        """
+        mine = {rank: each for rank, all_sets in progress.items() for each in all_sets
+                if each.process_set_id == self.process_set_id}
+        absent = [rank for rank in ranks if rank not in mine or mine[rank].launched < self.sequence]
+        launched = tuple(rank for rank in ranks if rank not in absent)
+        late = tuple(rank for rank in launched if mine[rank].reached < self.sequence)
+        unfinished = [rank for rank in launched if mine[rank].done < self.sequence]
+        missing = tuple(absent or late or unfinished)
+        return dataclasses.replace(self, enqueued=launched, missing=missing, late=late) if missing else None
+
+
+def gpu_stall(work: OverdueWork) -> GpuStall:
+    """Describe what a rank's GPU has not finished; ranks are to be asked how far they are."""
+    return GpuStall(work.name, work.seconds, (), work.ranks, work.process_set_id, work.sequence)
 
 
 def tensor_stall(table: ReadinessTable, key: Key, now: float) -> Stall:

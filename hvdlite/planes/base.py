@@ -11,7 +11,7 @@ import numpy as np
 from hvdlite.core.array import Array
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray
 from hvdlite.core.errors import HorovodInternalError
-from hvdlite.negotiation.messages import Response
+from hvdlite.negotiation.messages import GpuProgress, OverdueWork, Response
 
 CHUNK_KNOB: Final = "shm_chunk"
 """The knob for the bytes per NumPy call of every host plane; HVDLITE_SHM_CHUNK is named after the first one."""
@@ -167,6 +167,16 @@ class DevicePlane(DeviceAccess, Protocol):
 
     def set_error_handler(self, report: Callable[[Exception], None]) -> None:
         """Set the function that is called, from any thread, with an error in launched work."""
+
+    def set_overdue_handler(self, times: Sequence[float], report: Callable[[OverdueWork], None]) -> None:
+        """Set the function that is called, from any thread, with launched work that takes long.
+
+        Args:
+            times: in seconds; it is called once at each of them. 0 is never.
+        """
+
+    def progress(self) -> tuple[GpuProgress, ...]:
+        """Return how far the GPU is in the plans of each process set."""
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
         """Launch `plan`. Sources must be kept, and outputs are not valid, until the returned completion is done."""

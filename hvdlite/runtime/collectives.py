@@ -13,6 +13,7 @@ from hvdlite.core.array import Array, check_reducible, dtype_name, flat
 from hvdlite.core.device import CPU, AnyArray, DeviceArray, device_of
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
+from hvdlite.core.texts import encodable
 from hvdlite.core.types import ROOTED, Collective, ReduceOp
 from hvdlite.core.world import World
 from hvdlite.handoff.entry import Entry
@@ -318,6 +319,9 @@ class Collectives:
             what = f"this job (0..{self._world.size - 1})" if process_set == GLOBAL_PROCESS_SET_ID else \
                 f"process set {process_set}, which is ranks {list(members)}"
             raise UnsupportedError(f"'{name}': root_rank {root_rank} is not a rank of {what}")
+        if not name.isascii() and encodable(name) != name:
+            raise UnsupportedError(f"'{encodable(name)}': the name of a tensor is sent as UTF-8, and this one has lone "
+                                   "surrogates; use another name")
         return Request(name, collective, dtype, shape, root_rank=root_rank, process_set_id=process_set, **rest)
 
     def _check_member(self, name: str, process_set: int) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from hvdlite.control.wire import Connection
 from hvdlite.core.config import Config, matching_knobs, timeout_or_inf
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.stack_dump import StackDumpTarget
+from hvdlite.core.texts import encodable
 from hvdlite.core.world import Hosts, World
 from hvdlite.memory import fence
 from hvdlite.memory.shared import SharedMemory, anonymous_file
@@ -127,7 +128,8 @@ class Meeting:
         no_mpi = "" if info.communicator is not None else info.mpi_problem or "the job was not started with mpirun"
         reasons = {"mpi": no_mpi, "gloo": gloo_unavailable_reason()}
         lacks = tuple((name, reason) for name, reason in reasons.items() if reason)
-        return RankInfo(rank=world.rank, size=world.size, pid=os.getpid(), host=f"{host_identity()}:{info.job_directory}",
+        return RankInfo(rank=world.rank, size=world.size, pid=os.getpid(),
+                        host=encodable(f"{host_identity()}:{info.job_directory}"),
                         version=__version__, stack_dump=stack_dump, settings=matching_knobs(self.config), unavailable=lacks,
                         epoch=world.epoch)
 

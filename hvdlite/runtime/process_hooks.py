@@ -12,6 +12,7 @@ from types import FrameType
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
 from hvdlite.core.errors import PeerLostError
+from hvdlite.core.texts import LONGEST_TRACEBACK, shortened, text_of
 from hvdlite.runtime import tracebacks
 from hvdlite.runtime.runtime import Runtime
 
@@ -63,7 +64,8 @@ def tell_failure(runtime: Runtime, error: BaseException) -> tuple[int, str]:
     suffered = [known.rank for known in (*tracebacks.causes(error), runtime.failure)
                 if isinstance(known, PeerLostError) and known.rank >= 0]
     origin = suffered[0] if suffered else runtime.world.rank
-    runtime.fail(type(error).__name__, str(error), text, origin)
+    text = shortened(text, LONGEST_TRACEBACK)
+    runtime.fail(type(error).__name__, text_of(error), text, origin)
     return origin, text
 
 
@@ -77,5 +79,5 @@ def record_failure(directory: str, error: BaseException, process: int, origin: i
         text: the traceback.
         shown: whether it was printed to standard error.
     """
-    launch_contract.FailureRecord(process, origin, time.time(), type(error).__name__, str(error), text, shown).write(
+    launch_contract.FailureRecord(process, origin, time.time(), type(error).__name__, text_of(error), text, shown).write(
         directory)

@@ -15,6 +15,7 @@ from hvdlite.core.config import Config
 from hvdlite.core.device import CPU, DeviceAccess
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
+from hvdlite.core.texts import LONGEST_MESSAGE, LONGEST_TRACEBACK, shortened
 from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.progress import Progress
@@ -62,6 +63,9 @@ class Runtime:
         self._engine, self._rank_zero = build_engine(world, config, connections, coordinator, self._handoff, self._recorder)
         if connections.devices is not None:
             connections.devices.set_error_handler(lambda error: self.fail(type(error).__name__, str(error), ""))
+            connections.devices.set_overdue_handler(
+                (config.stall_check_time_seconds, config.stall_shutdown_time_seconds),
+                lambda work: self._inbox.post(Task(lambda: self._engine.report_overdue(work))))
         self._compose(Collectives(world, self._handoff, min(config.eager_limit, EAGER_TRAFFIC // world.size)))
 
     def _compose(self, collectives: Collectives) -> None:
@@ -103,7 +107,8 @@ class Runtime:
         """
         if self.in_child or self._state.ended.is_set():
             return
-        notice = FailureNotice(self.world.rank if origin is None else origin, kind, message, traceback)
+        notice = FailureNotice(self.world.rank if origin is None else origin, kind, shortened(message, LONGEST_MESSAGE),
+                               shortened(traceback, LONGEST_TRACEBACK))
         self._inbox.post(Task(lambda: self._engine.fail(notice)))
         self._state.ended.wait(FLUSH_SECONDS)
 

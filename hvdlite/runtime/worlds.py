@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 
 from hvdlite.bootstrap.cancellation import Cancellation
 from hvdlite.bootstrap.environments import LaunchInfo
+from hvdlite.bootstrap.job_key import JobKey
 from hvdlite.bootstrap.launch_info import resolve_launch
 from hvdlite.bootstrap.member import Member
 from hvdlite.core import launch_contract
@@ -40,7 +41,8 @@ class Worlds:
     """The world of this process, and what outlives it. Only user threads call it; not two at a time.
 
     Args:
-        environ: the process's environment; in an elastic job, coordinates are rewritten with each world.
+        environ: the process's environment; the job's key is removed from it, and in an elastic job coordinates are rewritten
+            with each world.
 
     Attributes:
         runtime: this process's runtime; None without a world.
@@ -62,6 +64,7 @@ class Worlds:
         self.defaults: dict[str, str] = {}
         self.runs_elastically = False
         self._environ = environ
+        self._key = JobKey(environ)
         self._process_sets = RegisteredSets()
         self._members: tuple[int, ...] = ()  # of an elastic job's world, by rank; of world 1: the ranks
         self._tuned: dict[str, int] = {}  # knobs, in the last world of an elastic job in which any were
@@ -107,7 +110,8 @@ class Worlds:
             if self.member is not None:  # each change collects garbage; what has been imported would make that slow
                 gc.collect()
                 gc.freeze()
-        info = resolve_launch(comm, self._environ, os.getppid(), config)
+        info = resolve_launch(comm, self._key.environment(), os.getppid(), config)
+        self._key.take()
         self._full_tracebacks = config.full_tracebacks
         configure_logging(config, lambda: self.coordinates.rank if self.is_initialized else info.world.rank)
         if launch_contract.JOINER in self._environ:
@@ -223,7 +227,7 @@ class Worlds:
         self.end_world("it joins the job", at_rest=True)  # where it has been alone
         _take_coordinates(order, self.member.number, self._environ)
         config = self._config()
-        self._enter(resolve_launch(None, self._environ, os.getppid(), config), config,
+        self._enter(resolve_launch(None, self._key.environment(), os.getppid(), config), config,
                     Learned(self.followers.carried(), self._tuned))
         self._members = order.members
         self.member.met(order.epoch)

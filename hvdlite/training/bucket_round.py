@@ -12,7 +12,7 @@ gradients again, every member goes by itself, and the layout is marked stale on 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, Generic
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
@@ -37,6 +37,8 @@ class BucketViews(Generic[Parameter]):
         where: by a parameter's identity: its bucket's index, its index in the bucket, its view, and whether it is small.
         members: by bucket: the parameters and their bucket views, in order.
         small: by bucket: those of them whose gradients are copied together.
+        small_keys: by bucket: their identities.
+        small_indices: by bucket: their indices in the bucket.
     """
 
     def __init__(self, learned: LearnedLayout, buckets: Sequence[LearnedBucket], framework: Framework[Parameter],
@@ -45,8 +47,10 @@ class BucketViews(Generic[Parameter]):
         self.where: dict[int, tuple[int, int, Any, bool]] = {}
         self.members: list[Sequence[tuple[Parameter, Any]]] = []
         self.small: list[Sequence[tuple[Parameter, Any]]] = []
+        self.small_keys: list[frozenset[int]] = []
+        self.small_indices: list[list[int]] = []
         for bucket_index, bucket in enumerate(buckets):
-            viewed, small = [], []
+            viewed, small, indices = [], [], []
             at_once = bucket.definition.response.device != CPU  # a GPU copies many gradients as fast as one
             for index, member in enumerate(bucket.definition.members):
                 parameter = parameters[member.name]
@@ -55,8 +59,11 @@ class BucketViews(Generic[Parameter]):
                 is_small = at_once or bucket.places[index].nbytes <= SMALL
                 if is_small:
                     small.append((parameter, view))
+                    indices.append(index)
                 self.where[id(parameter)] = (bucket_index, index, view, is_small)
             self.members.append(framework.batch(viewed))
+            self.small_indices.append(indices)
+            self.small_keys.append(frozenset(id(parameter) for parameter, _ in small))
             self.small.append(self.members[-1] if len(small) == len(viewed) else framework.batch(small))
 
     @classmethod
@@ -76,7 +83,7 @@ class BucketViews(Generic[Parameter]):
 class _Filling:
     """One bucket in one round."""
 
-    __slots__ = ("broken", "bucket", "count", "handle", "later", "missing", "present", "size")
+    __slots__ = ("broken", "bucket", "count", "handle", "has_small", "later", "missing", "present", "size")
 
     def __init__(self, bucket: LearnedBucket) -> None:
         self.bucket = bucket
@@ -85,6 +92,7 @@ class _Filling:
         self.present: list[int] = []  # members that lie in their places
         self.later: list[int] = []  # small members with a gradient that is not in its place yet
         self.missing: list[int] = []
+        self.has_small = False  # a small member was given
         self.broken = False
         self.handle: BucketHandle | None = None
 
@@ -98,6 +106,7 @@ class BucketRound(Generic[Parameter]):
         closes: whether the round is over when all buckets are reported: no member goes by itself.
 
     Attributes:
+        bucket_views: see above.
         detached: parameters whose reduced gradient was moved out of its place, because they are missing, and new marks.
         gathered: after `wait`: members for which another rank had a sparse gradient, and all ranks' rows.
         contributors: after `wait`: members that were answered one by one, and the ranks that contributed to each.
@@ -113,7 +122,7 @@ class BucketRound(Generic[Parameter]):
         self.detached: list[tuple[Parameter, Any]] = []
         self.behind: set[int] = set()
         self._step, self._closes = step, closes
-        self._runtime, self._framework, self._bucket_views, self._round_id = runtime, framework, bucket_views, round_id
+        self._runtime, self._framework, self.bucket_views, self._round_id = runtime, framework, bucket_views, round_id
         self._where = bucket_views.where
         self._fillings = [_Filling(bucket) for bucket in bucket_views.buckets]
         self._reported = itertools.count(1)
@@ -126,6 +135,7 @@ class BucketRound(Generic[Parameter]):
         """
         bucket_index, index, view, small = self._where[id(parameter)]
         filling = self._fillings[bucket_index]
+        filling.has_small = filling.has_small or small
         if filling.broken:
             return [(parameter, present)]
         if present and small:
@@ -141,9 +151,27 @@ class BucketRound(Generic[Parameter]):
             return [*self._break(bucket_index), (parameter, True)]
         return () if next(filling.count) < filling.size else self._complete(bucket_index, in_step)
 
-    def wait(self, errors: list[HvdliteError], deferrable: bool) -> Iterator[tuple[Sequence[tuple[Parameter, Any]],
+    def give_small(self, keys: Set[int], in_step: bool) -> Iterator[tuple[int, Alone[Parameter]]]:
+        """Like `give`, for all small members of a bucket together, where all are present.
+
+        Yield the indices of buckets whose small members are given, and what has to go by itself instead.
+
+        Args:
+            keys: members that could be given, by identity.
+        """
+        views = self.bucket_views
+        for index, (filling, small_keys) in enumerate(zip(self._fillings, views.small_keys, strict=True)):
+            if (not small_keys or filling.has_small or filling.broken or not small_keys <= keys
+                    or not self._framework.fill_all(views.small[index])):
+                continue
+            filling.has_small = True
+            filling.present += views.small_indices[index]
+            given = next(itertools.islice(filling.count, len(small_keys) - 1, None))
+            yield index, () if given < filling.size else self._complete(index, in_step)
+
+    def wait(self, errors: list[HvdliteError], deferrable: bool) -> Iterator[tuple[int, Sequence[tuple[Parameter, Any]],
                                                                                    Sequence[Any]]]:
-        """Wait for every bucket; yield the members whose gradients are now the reduced ones, and their marks.
+        """Wait for every bucket; yield its index, the members whose gradients are now the reduced ones, and their marks.
 
         Raises:
             WaitDeferred: when that is allowed; may be called again then.
@@ -151,7 +179,7 @@ class BucketRound(Generic[Parameter]):
         self.gathered.clear()
         self.contributors.clear()
         self.partly_unused.clear()
-        for filling, members in zip(self._fillings, self._bucket_views.members, strict=True):
+        for index, (filling, members) in enumerate(zip(self._fillings, self.bucket_views.members, strict=True)):
             if filling.handle is None:
                 continue
             try:
@@ -163,16 +191,15 @@ class BucketRound(Generic[Parameter]):
                 self._framework.follow(filling.handle.completion)
             self.behind.update(filling.handle.behind)
             reduced = self._reduced(filling, members, errors, deferrable)
-            if copy is None:
-                yield reduced, self._framework.install_views(reduced)
-            else:
-                yield reduced, self._framework.take_copies(reduced, copy, filling.bucket.memory)
+            marks = (self._framework.install_views(reduced) if copy is None
+                     else self._framework.take_copies(reduced, copy, filling.bucket.memory))
+            yield index, reduced, marks
 
     def _complete(self, bucket_index: int, in_step: bool) -> Alone[Parameter]:
         """Every member is given: copy the small ones and report the bucket."""
-        filling, members = self._fillings[bucket_index], self._bucket_views.members[bucket_index]
+        filling, members = self._fillings[bucket_index], self.bucket_views.members[bucket_index]
         if filling.later:
-            small = self._bucket_views.small[bucket_index]
+            small = self.bucket_views.small[bucket_index]
             if not self._framework.fill_all(small if len(filling.later) == len(small)
                                             else [members[index] for index in filling.later]):
                 return self._break(bucket_index)
@@ -192,9 +219,9 @@ class BucketRound(Generic[Parameter]):
         return ()
 
     def _break(self, bucket_index: int) -> Alone[Parameter]:
-        filling, members = self._fillings[bucket_index], self._bucket_views.members[bucket_index]
+        filling, members = self._fillings[bucket_index], self.bucket_views.members[bucket_index]
         filling.broken = True
-        self._runtime.mark_stale(self._bucket_views.learned.layout)
+        self._runtime.mark_stale(self.bucket_views.learned.layout)
         for index in filling.present:
             self._framework.install_view(*members[index])
         return [*((members[index][0], True) for index in (*filling.present, *filling.later)),

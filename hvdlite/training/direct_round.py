@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Sequence, Set
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HvdliteError
@@ -11,9 +12,11 @@ from hvdlite.handoff.handle import Handle
 from hvdlite.training.bucket_round import BucketRound, BucketViews
 from hvdlite.training.framework import Parameter, StagedGradient
 from hvdlite.training.gradient_set import GradientSet
-from hvdlite.training.members import Member
+from hvdlite.training.members import Member, set_on_all
 from hvdlite.training.order_errors import overwritten, sparse
 from hvdlite.training.round import Round, Rounds
+
+_set_given = set_on_all("given")
 
 
 class DirectRounds(Rounds[Parameter]):
@@ -22,11 +25,15 @@ class DirectRounds(Rounds[Parameter]):
     Attributes:
         bucket_views: for that layout, one after the other by rounds; None when there is none, or when it does not describe
             the set.
+        members: of that layout, by bucket.
+        small: those of them that `bucket_views` have as small.
     """
 
     def __init__(self) -> None:
         self.by_bucket = False
         self.bucket_views: Sequence[BucketViews[Parameter]] | None = None
+        self.members: list[list[Member[Parameter]]] = []
+        self.small: list[list[Member[Parameter]]] = []
 
     def begin(self, gradient_set: GradientSet[Parameter]) -> Round[Parameter]:
         begun = DirectRound(gradient_set, self)
@@ -50,6 +57,10 @@ class DirectRounds(Rounds[Parameter]):
                 member.sparse = member.sparse or member.name in learned.layout.unbucketed
             self.bucket_views = None if not gradient_set.has_factors_of(learned.layout) else BucketViews.of(
                 learned, framework, {member.name: member.parameter for member in gradient_set.members if not member.sparse})
+            if self.bucket_views is not None:
+                by_key = gradient_set.members.by_key
+                self.members, self.small = ([[by_key[id(parameter)] for parameter, _ in pairs] for pairs in buckets]
+                                            for buckets in (self.bucket_views[0].members, self.bucket_views[0].small))
         if self.bucket_views is None:
             runtime.mark_stale(learned.layout)
             return None
@@ -88,6 +99,19 @@ class DirectRound(Round[Parameter]):
         if not present:
             member.missing = self.round_id
 
+    def give_small(self, keys: Set[int]) -> Set[int]:
+        taken: set[int] = set()
+        if self.buckets is None:
+            return taken
+        for index, alone in self.buckets.give_small(keys, self._set.in_step):
+            small = self._rounds.small[index]
+            self._set.gradients.touch_all(small)
+            _set_given(small, itertools.repeat(self.round_id))
+            taken |= self.buckets.bucket_views.small_keys[index]
+            for parameter, has_gradient in alone:
+                self._enqueue(self._set.members.by_key[id(parameter)], has_gradient)
+        return taken
+
     def close(self) -> None:
         if self._alone or self.buckets is None:
             self._set.runtime.close_round(self._set.label, self.round_id, self._set.process_set_id)
@@ -97,8 +121,10 @@ class DirectRound(Round[Parameter]):
         framework, by_key = self._set.framework, self._set.members.by_key
         self.reduced = []
         if self.buckets is not None:
-            for reduced, marks in self.buckets.wait(errors, deferrable):
-                self._mark_all([by_key[id(parameter)] for parameter, _ in reduced], marks)
+            for index, reduced, marks in self.buckets.wait(errors, deferrable):
+                members = self._rounds.members[index]
+                self._mark_all(members if len(reduced) == len(members)
+                               else [by_key[id(parameter)] for parameter, _ in reduced], marks)
             for parameter, contributors in self.buckets.contributors:
                 self._check_again(by_key[id(parameter)], contributors)
             for parameter in self.buckets.partly_unused:

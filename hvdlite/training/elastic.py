@@ -72,9 +72,6 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
             raise TypeError(f"the first argument of {getattr(func, '__name__', 'the function')}() must be an elastic state, "
                             f"such as hvd.elastic.ObjectState(epoch=0); it is a {type(state).__name__}")
         with api.worlds().elastic_run() as member:
-            if member is not None and member.has_finished and api.rank() == 0:
-                _log.info("hvd.elastic.run is called again: ranks may be lost, but none can join any more, because they "
-                          "would begin with the script's first call")
             if member is None:
                 state.sync()
                 return func(state, *args, **kwargs)

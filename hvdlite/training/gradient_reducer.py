@@ -36,7 +36,7 @@ Rules (docs/protocol.md#rounds, #final-gradients, #same-step, #reduced-again)
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from typing import Generic
 
@@ -44,6 +44,7 @@ from hvdlite.core.array import Array
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
+from hvdlite.training.bucket_round import BucketViews
 from hvdlite.training.direct_round import DirectRounds
 from hvdlite.training.framework import Framework, Parameter
 from hvdlite.training.gradient_set import GradientSet
@@ -120,6 +121,12 @@ class GradientReducer(Generic[Parameter]):
         """The parameters of all members, and of those that become members after the round."""
         return filter(self._set.framework.is_trainable, self._members.parameters())
 
+    @property
+    def bucket_views(self) -> BucketViews[Parameter] | None:
+        """The places of gradients in the first set of learned buckets; None when there are none."""
+        views = self.sequence.rounds.bucket_views
+        return views[0] if views else None
+
     def change_framework(self, framework: Framework[Parameter]) -> None:
         """Between rounds: access gradients in another way, because they are in another memory now."""
         self._set.framework = self.gradients.framework = framework
@@ -165,6 +172,19 @@ class GradientReducer(Generic[Parameter]):
         member.passes += 1
         if member.passes >= passes.per_round:
             (current or sequence.begin()).give(member, self._set.framework.has_gradient(parameter))
+
+    def hand_over_small(self, keys: Set[int]) -> Set[int]:
+        """Like `hand_over`, for all small gradients of a bucket at once; return the parameters that are handed over.
+
+        Args:
+            keys: parameters, by identity, whose gradients a backward pass has accumulated once.
+        """
+        sequence, passes = self.sequence, self._passes
+        if passes.is_suspended or passes.per_round > 1 or self.gradients.has_marks:
+            return frozenset()
+        taken = sequence.begin().give_small(keys)
+        sequence.is_touched = sequence.is_touched or bool(taken)
+        return taken
 
     def end_backward(self) -> bool:
         """The outermost backward pass is over; return whether its caller is to `wait_and_make_due` now.

@@ -51,6 +51,7 @@ class HookRounds(Rounds[Parameter], Generic[Parameter]):
     """
 
     by_bucket = False
+    bucket_views = None
 
     def __init__(self, reduce_round: ReduceRound[Parameter], *, is_repeatable: bool = False) -> None:
         self.reduce_round, self.is_repeatable = reduce_round, is_repeatable

@@ -13,11 +13,14 @@ before a step are exact, also where only some ranks compute the gradient again.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic
 
 from hvdlite.training.framework import Framework, Parameter
-from hvdlite.training.members import Member
+from hvdlite.training.members import Member, set_on_all
+
+_set_mark, _set_marked = set_on_all("mark"), set_on_all("marked")
+_set_period = set_on_all("period")
 
 
 class MemberGradients(Generic[Parameter]):
@@ -43,11 +46,15 @@ class MemberGradients(Generic[Parameter]):
         if member.period != self.period:
             member.period, member.passes = self.period, 0
 
-    def mark_all(self, members: Iterable[Member[Parameter]], marks: Iterable[Any]) -> None:
+    def touch_all(self, members: Sequence[Member[Parameter]]) -> None:
+        """Like `touch`, of members that are given to a round, so that their passes are not counted further."""
+        _set_period(members, itertools.repeat(self.period))
+
+    def mark_all(self, members: Sequence[Member[Parameter]], marks: Sequence[Any]) -> None:
         """The reduced gradients are the parameters'."""
-        generation, self.has_marks = self._generation, True
-        for member, mark in zip(members, marks, strict=True):
-            member.mark, member.marked = mark, generation
+        self.has_marks = True
+        _set_mark(members, marks)
+        _set_marked(members, itertools.repeat(self._generation))
 
     def forget_reduced(self, members: Iterable[Member[Parameter]]) -> None:
         """What was reduced of these members in this generation counts as reduced in an earlier one."""

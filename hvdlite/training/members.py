@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic
 
 from hvdlite.training.framework import Parameter
@@ -27,6 +28,15 @@ class Member(Generic[Parameter]):
     sparse: bool = False  # some rank had a sparse gradient for it once: it always goes by itself
     mark: Any = None  # identifies the reduced gradient
     marked: int = -1  # the generation in which `mark` counts
+
+
+def set_on_all(field: str) -> Callable[[Iterable[Member[Any]], Iterable[Any]], None]:
+    """Return a function that sets a field of many members, without a statement of Python for each."""
+    set_on = vars(Member)[field].__set__
+
+    def set_all(members: Iterable[Member[Any]], values: Iterable[Any]) -> None:
+        deque(map(set_on, members, values), maxlen=0)
+    return set_all
 
 
 class Members(Generic[Parameter]):

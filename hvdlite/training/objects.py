@@ -1,9 +1,9 @@
 """Collectives on Python objects: pickled to bytes, and carried as arrays.
 
 Only bytes that an authenticated rank of the job has sent are unpickled: their length and SHA-256 travel over the control
-plane, which is authenticated, and are compared with the bytes that a data plane brings (docs/protocol.md#objects). Names never
-derive from the object's type, which may differ between ranks; sizes are 64-bit. What a rank cannot pickle is an error on all
-of them: it sends the reason instead, with a negative length.
+plane, which is authenticated, and are compared with the bytes that a data plane brings (docs/protocol.md#objects). Names
+never derive from the object's type, which may differ between ranks; sizes are 64-bit. What a rank cannot pickle is an error
+on all of them: it sends the reason instead, with a negative length.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _Payload:
     def summary(self) -> Array:
         """Return the length, negative for an error's text, and the digest of the payload."""
         length = self.payload.size if self.error is None else -self.payload.size
-        return np.frombuffer(_SUMMARY.pack(length, hashlib.sha256(self.payload).digest()), np.uint8).copy()
+        return np.frombuffer(_SUMMARY.pack(length, hashlib.sha256(self.payload.data).digest()), np.uint8).copy()
 
 
 def _verify(payload: Array, digest: bytes, name: str, rank: int) -> None:
@@ -108,14 +108,15 @@ def _verify(payload: Array, digest: bytes, name: str, rank: int) -> None:
     Raises:
         ProtocolError: when they are not.
     """
-    if hashlib.sha256(payload).digest() != digest:
-        raise ProtocolError(f"'{name}': the object of rank {rank} arrived with other bytes than rank {rank} has sent, and is "
-                            "not unpickled: a process that is not of this job takes part in the connections between ranks, or "
-                            "memory or network are faulty")
+    if hashlib.sha256(payload.data).digest() != digest:
+        raise ProtocolError(f"'{name}': the object of rank {rank} arrived with other bytes than rank {rank} has sent, and "
+                            "is not unpickled: a process that is not of this job takes part in the connections between "
+                            "ranks, or memory or network are faulty")
 
 
 def _refusal(texts: Mapping[int, Array]) -> UnsupportedError:
-    told = "; ".join(f"rank {rank}'s object cannot be pickled: {text.tobytes().decode(errors='replace')}" for rank, text in texts.items())
+    told = "; ".join(f"rank {rank}'s object cannot be pickled: {text.tobytes().decode(errors='replace')}"
+                     for rank, text in texts.items())
     return UnsupportedError(f"{told}; send what can be, such as a state_dict")
 
 

@@ -59,7 +59,8 @@ def check_replicas(runtime: Runtime, named: Sequence[tuple[str, Array | int]], n
         raise ReplicaMismatchError(f"replicas differ in '{named[first][0]}'{others}: {who}. {advice}")
 
 
-def named_parts(name: str, value: Any, array_of: Callable[[str, Any], Array | int | None]) -> Iterator[tuple[str, Array | int]]:
+def named_parts(name: str, value: Any,
+                array_of: Callable[[str, Any], Array | int | None]) -> Iterator[tuple[str, Array | int]]:
     """Yield the tensors and plain data in a structure of dicts, lists, tuples and sets, each as an array with a name.
 
     Other objects are left out, because equal ones may have different bytes.

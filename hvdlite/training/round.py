@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Collection, Sequence, Set
 from typing import Any, Generic, Protocol
 
 from hvdlite.core.errors import HvdliteError
+from hvdlite.training.bucket_round import BucketViews
 from hvdlite.training.framework import Parameter
 from hvdlite.training.gradient_set import GradientSet
 from hvdlite.training.members import Member
 from hvdlite.training.order_errors import computed_again_without
+
+_parameter_of = operator.attrgetter("parameter")
 
 
 class Round(Generic[Parameter]):
@@ -44,6 +48,14 @@ class Round(Generic[Parameter]):
     def give(self, member: Member[Parameter], present: bool) -> None:
         """Take a member in, with or without a gradient; from any thread."""
         raise NotImplementedError
+
+    def give_small(self, keys: Set[int]) -> Set[int]:
+        """Take in the small members of buckets, all of which have a gradient; return those that were taken.
+
+        Args:
+            keys: of members that could be given.
+        """
+        return frozenset()
 
     def close(self) -> None:
         """Every member is given."""
@@ -107,7 +119,7 @@ class Round(Generic[Parameter]):
     def _mark_all(self, members: Sequence[Member[Parameter]], marks: Sequence[Any]) -> None:
         """The results are these members' gradients."""
         self._set.gradients.mark_all(members, marks)
-        self.reduced += [member.parameter for member in members]
+        self.reduced += map(_parameter_of, members)
 
 
 class Rounds(Protocol[Parameter]):
@@ -115,9 +127,12 @@ class Rounds(Protocol[Parameter]):
 
     Attributes:
         by_bucket: whether the last round that began goes by learned buckets.
+        bucket_views: for each set of buckets of the layout that was learned last; None when there is none, or when it does
+            not describe the set.
     """
 
     by_bucket: bool
+    bucket_views: Sequence[BucketViews[Parameter]] | None
 
     def begin(self, gradient_set: GradientSet[Parameter]) -> Round[Parameter]:
         """Begin a round of a set; the one before is over."""

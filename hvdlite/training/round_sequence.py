@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic
 
 from hvdlite.core.errors import HvdliteError, MismatchError, UnsupportedError
-from hvdlite.handoff.handle import WaitDeferred
+from hvdlite.handoff.handle import WaitDeferred, WaitLeftToCaller
 from hvdlite.training.framework import Parameter
 from hvdlite.training.gradient_set import GradientSet
 from hvdlite.training.later_call import LaterCall
@@ -89,8 +89,8 @@ class RoundSequence(Generic[Parameter]):
         May be called again after an interrupt. Raises like `finish`.
 
         Args:
-            deferrable: whether the coordinator may end the wait early because ranks wait for each other in a circle. The
-                round then stays under way.
+            deferrable: whether the wait may end early: the coordinator ends it if ranks wait for each other in a circle, and
+                a thread that cannot be interrupted leaves a long one to another thread. The round then stays under way.
         """
         errors: list[HvdliteError] = []
         with self.lock:
@@ -100,6 +100,8 @@ class RoundSequence(Generic[Parameter]):
             current.set_late_aside(errors)
             try:
                 current.collect(errors, deferrable)
+            except WaitLeftToCaller:
+                return False
             except WaitDeferred:
                 self.waiting.defer(self._set.label, self._set.rank)
                 return False

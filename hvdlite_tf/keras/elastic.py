@@ -82,7 +82,7 @@ class KerasState(ObjectState):
         count = len(self.model.variables)
         return [*super()._parts(), f"a model with {count} variables", f"an optimizer with {len(self._variables()) - count}"]
 
-    def _replicated(self, sent: Collection[str]) -> Iterator[tuple[str, Array]]:
+    def _replicated(self, sent: Collection[str]) -> Iterator[tuple[str, Array | int]]:
         yield from super()._replicated(sent)
         yield from named_values(self._variables())
 

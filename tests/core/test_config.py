@@ -67,3 +67,27 @@ def test_of_every_knob_in_seconds_0_is_never() -> None:
     assert len(seconds) == 7 and all("; 0 is never" in field.metadata["help"] for field in seconds)
     assert timeout_or_inf(0.0) == math.inf and timeout_or_inf(1.5) == 1.5
     assert socket_timeout(math.inf) is None and socket_timeout(1.5) == 1.5
+
+
+@pytest.mark.parametrize(("content", "told"), [
+    (b"\xff\xfe: 1\n", "is not UTF-8 (byte 0)"),
+    (b"a: &a\n  b: *a\n", "a.b must be one value, not a section"),
+    (b"a: " + b"[" * 5000, "is nested too deeply"),
+    (b"a: &a [x, x]\nfusion-threshold: [*a, *a]\n", "a must be one value, not a list"),
+    (b"a: 2026-99-99\n", "is not valid YAML"),
+    (b"1: 2\n", "has an unknown key 1"),
+])
+def test_a_config_file_that_is_hostile_is_one_line(tmp_path: Path, content: bytes, told: str) -> None:
+    (tmp_path / "knobs.yaml").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        Config.from_environment({}, config_file=str(tmp_path / "knobs.yaml"))
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("inf", 0.0), ("1e300", 0.0), ("1e3", 1000.0), ("nan", None), ("-inf", None)])
+def test_times_that_no_clock_reaches(text: str, seconds: float | None) -> None:
+    if seconds is None:
+        with pytest.raises(ConfigError, match="must be a number of seconds from 0"):
+            Config.from_environment({"HVDLITE_START_TIMEOUT": text})
+    else:
+        assert Config.from_environment({"HVDLITE_START_TIMEOUT": text}).start_timeout == seconds

@@ -1,7 +1,9 @@
 """Random failures, or all failpoints; exit with 1 if something was wrong.
 
     python -m tests.elastic --kills 200
-    python -m tests.elastic --points [--only TEXT]
+    python -m tests.elastic --points [--only TEXT] [--from NUMBER]
+
+Failpoints have numbers, and no random choices. To continue a run, give `--from` the next number.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--points", action="store_true", help="run all failpoints instead")
     parser.add_argument("--only", default="", help="those whose description contains this text")
+    parser.add_argument("--from", type=int, default=1, dest="number", help="the number of the first failpoint")
     options = parser.parse_args()
 
     def tell(line: str) -> None:
         print(line, flush=True)
 
-    wrong = points(options.only, tell) if options.points else campaign(options.kills, options.first, tell)
+    wrong = points(options.only, options.number, tell) if options.points else campaign(options.kills, options.first, tell)
     print(f"{len(wrong)} jobs went wrong")
+    for problem in wrong:
+        print(f"- {problem.splitlines()[0]}")
     return 1 if wrong else 0
 
 

@@ -45,8 +45,8 @@ def one(seed: int, hosts: Hosts | None = None) -> tuple[int, str]:
             most = 6 if "--blacklist-cooldown-range" in job.flags else 2  # else few slots are left
             injuries.hurt(chance.randint(1, most), seconds=chance.choice([0.1, 1.0, 4.0]))
             job.succeed(lost=injuries.lost)
-        except AssertionError as error:
-            return injuries.kills, f"seed {seed}: {job.flags}: {injuries.done}: {error}"
+        except Exception as error:  # of any kind: the other jobs are tried, too
+            return injuries.kills, f"seed {seed}: {job.flags}: {injuries.done}: {type(error).__name__}: {error}"
         finally:
             injuries.recover()
             job.close()
@@ -76,20 +76,23 @@ def campaign(kills: int, first: int, tell: Callable[[str], object]) -> list[str]
     return wrong
 
 
-def points(only: str, tell: Callable[[str], object]) -> list[str]:
-    """Run the failpoints whose descriptions contain a text; return what was wrong."""
-    wrong = []
-    for case in cases():
-        if only not in str(case):
-            continue
+def points(only: str, first: int, tell: Callable[[str], object]) -> list[str]:
+    """Run the failpoints whose descriptions contain a text, in their order; return what was wrong.
+
+    Args:
+        first: the number of the case with which to begin; the first one is 1.
+    """
+    wrong: list[str] = []
+    chosen = [case for case in cases() if only in str(case)]
+    for number, case in enumerate(chosen[first - 1:], first):
         problem = ""
         with tempfile.TemporaryDirectory(prefix="hvdlite-elastic-") as name:
             try:
                 run_case(case, Path(name))
-            except AssertionError as error:
-                problem = f"{case}: {error}"
+            except Exception as error:  # of any kind: the other cases are tried, too
+                problem = f"{case}: {type(error).__name__}: {error}"
                 wrong.append(problem)
-        tell(f"{case}{': WRONG' if problem else ''}")
+        tell(f"{number} of {len(chosen)}: {case}{': WRONG' if problem else ''}")
         if problem:
             tell(problem)
     return wrong

@@ -32,12 +32,19 @@ def test_importing_needs_no_framework_and_no_engine() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
 
 
+def test_importing_the_frontend_for_torch_loads_nothing() -> None:
+    code = ("import sys, typing; before = set(sys.modules); import hvdlite_torch; found = set(sys.modules) - before; "
+            "assert found == {'hvdlite_torch'}, found")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def test_public_names_exist_and_are_listed() -> None:
     """What all frontends offer stands in one list, `hvdlite.frontend`."""
     torch = importlib.import_module("hvdlite_torch") if _has("torch") else None
     keras = importlib.import_module("hvdlite_tf.keras") if _has("tensorflow") else None
     for module in filter(None, (hvdlite, torch, keras)):
         assert sorted(module.__all__) == sorted(set(module.__all__))
+        assert set(module.__all__) <= set(dir(module))
         for name in module.__all__:
             assert hasattr(module, name), name
         listed = {name for name, value in vars(module).items() if not name.startswith("_") and not inspect.ismodule(value)}

@@ -70,6 +70,29 @@ def test_a_stopped_process_for_which_others_wait_when_training_ends_is_killed() 
     assert talk.idle(0, 1, commits=1).order().members == (0, 1)
 
 
+def test_a_stopped_process_for_which_others_wait_to_run_again_is_killed() -> None:
+    talk = founded(3)
+    talk.finished(0, 1, 2)
+    talk.gone(2)
+    talk.ready(0)
+    talk.idle(0, commits=1)
+    assert talk.wait(10).asked() == [1]
+    assert talk.notes[-1] == ("rank 1 on a has not called elastic.run again; the others wait for it, at most 10 s if it "
+                              "does not answer, else as long as it computes")
+    assert talk.alive(1).wait(19).commands == [] and talk.wait(1).asked() == [1], "it computes"
+    assert talk.wait(10).killed() == [1]
+    assert talk.gone(1).order().members == (0,)
+    assert "rank 1 on a: it did not answer within 10 s (killed by signal 9 (SIGKILL)); training had finished" in talk.notes
+
+
+def test_nobody_is_asked_between_two_runs_while_none_waits() -> None:
+    talk = founded(3)
+    talk.finished(0, 1, 2)
+    talk.gone(2)
+    talk.ready(0)
+    assert talk.wait(1000).commands == []
+
+
 def test_a_member_that_does_not_tell_its_boundary_is_killed() -> None:
     talk = founded(3, slots={"a": 2, "b": 1})
     talk.hosts(a=2)

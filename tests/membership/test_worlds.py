@@ -206,6 +206,8 @@ def test_elastic_run_is_called_again_and_ranks_are_lost_in_it() -> None:
     talk.ready(0, 1)
     assert talk.hosts(a=5).commands == [], "others would begin with the first run"
     talk.ready(2)
+    assert talk.notes == ["slots that stay free: 2; ranks can join in the script's first hvd.elastic.run only"]
+    assert talk.started() == [] and talk.hosts(a=6).commands == [], "the user knows"
     talk.gone(1, -9)
     assert talk.stopped() == [0, 2]
     order = talk.idle(0, 2, commits=1).order()

@@ -20,9 +20,10 @@ from hvdlite.planes.nccl.peer_info import PeerInfo, check_peers
 from hvdlite.planes.nccl.watcher import CommunicatorRef, abort
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
-from tests.device_double import CommunicatorDouble, GpuDouble, Gpus, Meetings, NcclErrorDouble
+from tests.device_double import GpuDouble, Gpus
 from tests.gpu_worlds import allreduce, begun, spin
 from tests.gpu_worlds import gpus as gpus
+from tests.planes.communicator_double import CommunicatorDouble, Meetings, NcclErrorDouble
 
 SUM, AVERAGE = ReduceOp.SUM, ReduceOp.AVERAGE
 

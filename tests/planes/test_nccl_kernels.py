@@ -194,7 +194,8 @@ def test_nvrtc_takes_the_source(pair: tuple[str, str], scaling: bool) -> None:
         nvrtc.getVersion()
     except Exception as error:  # CuPy raises many kinds
         pytest.skip(f"needs NVRTC: {error}")
-    options = importlib.import_module("cupy._core.core").assemble_cupy_compiler_options(("--std=c++17",))  # finds CUDA's headers
+    core = importlib.import_module("cupy._core.core")
+    options = core.assemble_cupy_compiler_options(("--std=c++17",))  # finds CUDA's headers
     for code in (kernels.source_code(*pair, scaling), kernels.row_major_code(SUPPORTED_DTYPES[pair[0]].itemsize)):
         program = compiler._NVRTCProgram(code, "kernel.cu")
         binary, _ = program.compile((*options, "-arch=sm_90"))

@@ -93,7 +93,7 @@ class _Watched(np.ndarray):
 
 @pytest.mark.parametrize(("waits", "is_free"), [([], False), (["lender"], True), (["other"], False),
                                                 (["other", "lender"], True)])
-def test_memory_is_held_until_its_own_stream_follows_or_the_work_is_done(gpus: Gpus, waits: list[str], is_free: bool) -> None:
+def test_memory_is_held_until_its_own_stream_follows_or_work_is_done(gpus: Gpus, waits: list[str], is_free: bool) -> None:
     def step(runtime: Runtime) -> None:
         gpu = begun(gpus, runtime)
         streams = {"lender": gpu.make_stream(), "other": gpu.make_stream()}

@@ -19,7 +19,8 @@ from hvdlite_runner.messages import MAGIC, AgentReady, Exited, Frames, Output, P
 from hvdlite_runner.reaper import marked_processes
 from tests.worlds import HANGS_SECONDS, HVDRUN, clean_environment
 
-ORDERS = [Ping(), Signal(15), Stop(), Start([(0, 2, 0, 1, 0, 2)], ["python", "é"], {"A": "b"}, True), TaskPiece(b"\0parcel")]
+ORDERS = [Ping(), Signal(15), Stop(), TaskPiece(b"\0parcel"),
+          Start([(0, 2, 0, 1, 0, 2)], [b"python", b"\xff"], {"A": b"b"}, True)]
 EVENTS = [AgentReady("3.11.2", "0.1.0", "a", 8, 77), Output(3, "stderr", b"\xff\n"), Exited(3, -9, False, {"rank": 3}, {})]
 
 

@@ -263,7 +263,7 @@ def _assert_gone(argument: str) -> None:
 
 
 def test_an_orphan_without_environment_ends_with_the_job(tmp_path: Path) -> None:
-    """Nothing marks it any more: neither parent, nor session, nor environment; but the launcher adopts orphans."""
+    """Neither parent, nor session, nor environment tell that it is of the job; but its limit does."""
     assert hvdrun("-np", "1", PYTHON, BARE, str(tmp_path)).returncode == 0
     _assert_gone(str(tmp_path))
 
@@ -321,8 +321,9 @@ def test_a_reader_that_goes_away_does_not_end_the_job() -> None:
     assert run.process.wait(HANGS_SECONDS) == 6
 
 
-def test_a_long_temporary_directory_is_no_obstacle(tmp_path: Path) -> None:
-    directory = tmp_path / ("long" * 40)
+@pytest.mark.parametrize("name", ["long" * 40, "\udcff"])
+def test_a_temporary_directory_of_any_name_is_no_obstacle(tmp_path: Path, name: str) -> None:
+    directory = tmp_path / name
     directory.mkdir()
     ended = subprocess.run([*HVDRUN, "-np", "2", sys.executable, "-c",
                             "import hvdlite as hvd; hvd.init(); hvd.barrier(); hvd.shutdown()"],
@@ -330,3 +331,39 @@ def test_a_long_temporary_directory_is_no_obstacle(tmp_path: Path) -> None:
                            timeout=HANGS_SECONDS, check=False)
     assert ended.returncode == 0, ended.stderr
     assert not list(directory.iterdir())
+
+
+def test_an_interrupt_while_modules_are_imported_makes_no_traceback() -> None:
+    program = ("import os, runpy, signal, sys\nclass Interrupting:\n    def find_spec(self, name, *rest):\n"
+               "        if name == 'hvdlite_runner.cli': os.kill(os.getpid(), signal.SIGINT)\n"
+               "sys.meta_path.insert(0, Interrupting())\nrunpy.run_module('hvdlite_runner', run_name='__main__')")
+    ended = subprocess.run([PYTHON, "-c", program], capture_output=True, text=True, timeout=HANGS_SECONDS, check=False,
+                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+
+
+def test_ctrl_c_ends_a_job_whose_output_nobody_reads(tmp_path: Path) -> None:
+    """hvdrun was blocked in a write, and every signal waited for that."""
+    full = tmp_path / "full"
+    run = Running("-np", "1", PYTHON, "-c", "import pathlib, sys, time\nfor _ in range(512): print('x' * 1000)\n"
+                  "pathlib.Path(sys.argv[1]).touch()\ntime.sleep(1000)", str(full))
+    while not full.exists():
+        time.sleep(0.05)
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(HANGS_SECONDS) == 130
+    _, errors = run.process.communicate()
+    assert "hvdrun: ended by SIGINT\n" in errors and "bytes of output were not read, and are lost\n" in errors
+
+
+def test_a_list_of_hosts_that_is_not_text_and_a_directory_that_is_deleted(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"\xff\n")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    program = ("import os, sys\nos.rmdir(os.getcwd())\nfrom hvdlite_runner.cli import main\n"
+               "print(main(['--hostfile', '../hosts', 'true']),\n"
+               "      main(['-np', '1', '-H', 'b:1', '--remote-shell', '/bin/true', 'true']), main(['-np', '1', 'true']))")
+    ended = subprocess.run([PYTHON, "-c", program], capture_output=True, text=True, timeout=HANGS_SECONDS, check=False,
+                           env=_environment(), cwd=gone)
+    assert ended.stdout == "2 2 0\n", ended.stderr
+    assert [line.split(":")[1] for line in ended.stderr.splitlines()] == [
+        " cannot read the list of hosts ../hosts", " the working directory has been deleted"]

@@ -7,55 +7,16 @@ from __future__ import annotations
 
 import os
 import random
-import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from hvdlite_runner.reaper import marked_processes
-from tests.worlds import HANGS_SECONDS, HVDRUN, shared_memory
+from tests.runner.kills import kill_a_rank
 
 pytest.importorskip("torch")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [each if each < 2 else pytest.param(each, marks=pytest.mark.long)
                                   for each in range(int(os.environ.get("KILL_TRIES", "4")))])
-def test_a_rank_killed_at_any_moment(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chance = random.Random(seed)
-    size, tag = chance.choice([2, 3]), f"kill-{os.getpid()}-{seed}"
-    victim, delay = chance.randrange(size), chance.choice([0.0, chance.uniform(0, 4)])
-    shared = shared_memory()
-    command = [*HVDRUN, "-np", str(size), sys.executable]
-    run = subprocess.Popen([*command, str(Path(__file__).parent / "programs/loaders.py")],
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                           env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "TEST_JOB": tag,
-                                "HVDLITE_START_TIMEOUT": "20"})
-    assert run.stdout is not None
-    pids: dict[int, int] = {}
-    training = chance.random() < 0.7  # else: while the ranks still start
-    seen = 0
-    for line in run.stdout:
-        if match := re.search(r"pid (\d+) (\d+)", line):
-            pids[int(match[1])] = int(match[2])
-        seen += "training" in line
-        if len(pids) == size and (not training or seen == size):
-            break
-    time.sleep(delay if training else delay / 4)
-    os.kill(pids[victim], signal.SIGKILL)
-    started = time.monotonic()
-    _, errors = run.communicate(timeout=HANGS_SECONDS)
-    took = time.monotonic() - started
-    assert run.returncode == 128 + signal.SIGKILL, errors
-    assert f"hvdrun: rank {victim} failed first: killed by signal 9 (SIGKILL)" in errors
-    if training:
-        for rank in set(range(size)) - {victim}:
-            lines = [line for line in errors.splitlines() if line.startswith(f"[{rank}]")]
-            assert any(f"rank {victim} was lost" in line for line in lines), f"rank {rank} does not name {victim}\n{errors}"
-    print(f"size {size}, victim {victim}, training {training}, over after {took:.2f} s")
-    assert not marked_processes(f"TEST_JOB={tag}".encode()), "a process was left behind"
-    assert not list(tmp_path.glob("*hvdlite*")), "a file of ours was left behind"  # torch leaves caches of its own
-    assert shared_memory() == shared
+def test_a_rank_killed_at_any_moment(seed: int, tmp_path: Path) -> None:
+    print(kill_a_rank(random.Random(seed), tmp_path))

@@ -44,3 +44,16 @@ def test_ranks_are_placed_by_slots_and_know_their_place_on_uneven_hosts() -> Non
 def test_cores_are_shared_evenly_or_taken_in_turn() -> None:
     assert [cores_for(rank, 2, [0, 1, 2, 3, 4]) for rank in range(2)] == [[0, 1], [2, 3]]
     assert [cores_for(rank, 3, [4, 5]) for rank in range(3)] == [[4], [5], [4]]
+
+
+@pytest.mark.parametrize("text", ["a:99999999999999999999", "a:" + "9" * 5000, "a:1048577"])
+def test_more_slots_than_any_host_has_are_a_mistake(text: str) -> None:
+    with pytest.raises(LaunchError, match=r"a cannot have \d+(\.\.\.)? slots; at most 1,048,576"):
+        parse_hosts(text)
+
+
+def test_many_hosts_with_many_slots_are_placed_as_far_as_ranks_need_them() -> None:
+    hosts = parse_hosts(",".join(f"h{number}:1000000" for number in range(1000)))
+    assert [host_ranks.ranks for host_ranks in assign_ranks(2, hosts)] == [(0, 1)]
+    with pytest.raises(LaunchError, match="1,000,000,000 slots"):
+        assign_ranks(None, hosts)

@@ -1,8 +1,19 @@
-"""Which processes belong to a job."""
+"""Which processes belong to a job, and that no other is killed."""
 
 from __future__ import annotations
 
-from hvdlite_runner.reaper import Process, members
+import resource
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdlite_runner import processes
+from hvdlite_runner.processes import Reaper
+from hvdlite_runner.reaper import Process, kill_all, kill_job, members, process_table
+from tests.worlds import HANGS_SECONDS
 
 
 def table(*rows: tuple[int, int, int, str]) -> dict[int, Process]:
@@ -11,14 +22,51 @@ def table(*rows: tuple[int, int, int, str]) -> dict[int, Process]:
 
 
 def test_a_job_is_its_ranks_their_sessions_and_their_descendants() -> None:
-    processes = table((1, 0, 1, "S"), (10, 1, 10, "S"), (11, 10, 11, "S"),  # init, the launcher, the reaper
+    found = table((1, 0, 1, "S"), (10, 1, 10, "S"), (11, 10, 11, "S"),  # init, the launcher, the reaper
                       (20, 10, 20, "Z"), (21, 1, 20, "S"),  # a rank that has ended, and an orphan of its session
                       (30, 10, 30, "S"), (31, 30, 31, "S"), (32, 31, 31, "R"),  # a rank, a child with a session, its child
                       (40, 1, 40, "S"), (41, 10, 10, "S"))  # strangers
-    assert members(processes, ranks={20, 30}) == {21, 30, 31, 32}
+    assert members(found, ranks={20, 30}) == {21, 30, 31, 32}
 
 
-def test_orphans_that_the_launcher_adopted_belong_to_the_job_but_not_its_own_children() -> None:
-    processes = table((10, 1, 10, "S"), (11, 10, 11, "S"), (12, 10, 10, "S"), (13, 12, 10, "S"),
+def test_processes_that_are_marked_belong_to_the_job_with_their_descendants() -> None:
+    found = table((10, 1, 10, "S"), (11, 10, 11, "S"), (12, 10, 10, "S"), (13, 12, 10, "S"),
                       (50, 10, 50, "S"), (51, 50, 51, "S"), (52, 10, 52, "Z"))
-    assert members(processes, ranks=set(), subreaper=10, excluded={11, 12}) == {50, 51}
+    assert members(found, ranks=set(), marked={50, 52}) == {50, 51}, "12 is the launcher's child, but not of the job"
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "1000"], start_new_session=True, env={})
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_process_that_has_got_the_id_of_another_one_is_not_killed(sleeper: subprocess.Popen[bytes]) -> None:
+    now = process_table()[sleeper.pid]
+    earlier = now._replace(start=now.start - 1)
+    kill_all({sleeper.pid: earlier}, [sleeper.pid])
+    kill_job(b"no=mark", {sleeper.pid: earlier.start}, timeout=1.0)
+    assert sleeper.poll() is None
+    kill_job(b"no=mark", {sleeper.pid: now.start})
+    assert sleeper.wait(HANGS_SECONDS) == -signal.SIGKILL
+
+
+def test_the_jobs_limit_marks_what_a_rank_starts_and_nothing_else(tmp_path: Path,
+                                                                  sleeper: subprocess.Popen[bytes],
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_adopt_orphans", lambda: False)
+    before = resource.getrlimit(resource.RLIMIT_MSGQUEUE)
+    reaper = Reaper(str(tmp_path))
+    with reaper.marks():
+        orphan = subprocess.run(["/bin/sh", "-c", "sleep 1000 >/dev/null & echo $!"], env={}, start_new_session=True,
+                                stdout=subprocess.PIPE, check=True)
+    try:
+        assert resource.getrlimit(resource.RLIMIT_MSGQUEUE) == before
+        reaper.end_job(HANGS_SECONDS)
+        left = process_table()
+        assert int(orphan.stdout) not in left or left[int(orphan.stdout)].state in "ZX"
+        assert sleeper.poll() is None
+    finally:
+        reaper.stop()

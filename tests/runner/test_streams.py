@@ -165,7 +165,8 @@ def job_output(directory: Path | None, stdout: int, stderr: int) -> JobOutput:
 def test_a_full_disk_ends_the_files_and_not_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = os.open(tmp_path / "shown", os.O_RDWR | os.O_CREAT)
     output = job_output(tmp_path / "out", shown, shown)
-    monkeypatch.setattr(Streams, "open_file", lambda self, folder, name, label: Target(os.open("/dev/full", os.O_WRONLY), label))
+    monkeypatch.setattr(Streams, "open_file",
+                        lambda self, folder, name, label: Target(os.open("/dev/full", os.O_WRONLY), label))
     for rank in (0, 1):
         output.open_files(rank, f"rank.{rank}")
     for rank in (0, 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,34 @@ def test_tensorflow_numbers_only_the_gpus_that_it_sees(tf: Any, monkeypatch: pyt
     assert gpu.cuda_index(second) == 3, "one GPU, divided"
     seen.append(types.SimpleNamespace(name="/physical_device:GPU:5"))
     assert gpu.cuda_index(second) == 5
+
+
+def test_memory_that_tensorflow_takes_is_told_once(tf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hvdlite_tf import gpu
+    seen = [types.SimpleNamespace(name=f"GPU:{index}") for index in range(3)]
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: seen)
+    monkeypatch.setattr(tf.config.experimental, "get_memory_growth", lambda device: device is seen[0])
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration",
+                        lambda device: [types.SimpleNamespace(memory_limit=1000)] if device is seen[1] else None)
+    gpu._check_memory.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"takes nearly all memory of GPU:2, .*set_memory_growth"):
+        gpu._check_memory()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gpu._check_memory()
+    gpu._check_memory.cache_clear()
+
+
+def test_results_are_handed_over_by_the_dlpack_protocol(tf: Any) -> None:
+    from hvdlite_tf import gpu
+
+    class Array:
+        """Stands for CuPy's, over the host's memory."""
+
+        def __dlpack__(self, *, stream: int) -> Any:
+            assert stream == -1, "the host has waited"
+            return np.arange(3.0).__dlpack__()
+    assert gpu.tensor_of(Array()).numpy().tolist() == [0, 1, 2]
 
 
 def test_a_strategy_takes_memory_of_its_ranks_gpu_only(tf: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,8 @@ torch = pytest.importorskip("torch")
 
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.planes.base import FusionBuffer, Plane  # noqa: E402
-from hvdlite.runtime.assemble import assemble_threads  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
-from tests import worlds  # noqa: E402
 from tests.torch.models import by_bucket, net, reducer_of, settle, train, weights, wrapped  # noqa: E402
 from tests.torch.programs import buckets as programs  # noqa: E402
 from tests.worlds import TORCH, processes, threads  # noqa: E402
@@ -290,13 +288,7 @@ def test_no_memory_on_one_rank_means_no_buckets_on_all(caplog: pytest.LogCapture
             assert not by_bucket(optimizer)
         return weights(model)
 
-    made = worlds.assemble_threads
-    try:
-        worlds.assemble_threads = lambda size, config, **learned: assemble_threads(  # type: ignore[assignment]
-            size, config, lambda rank, plane: Poor(plane) if rank == 1 else plane)
-        first, second = threads(2, step)
-    finally:
-        worlds.assemble_threads = made
+    first, second = threads(2, step, wrap=lambda rank, plane: Poor(plane) if rank == 1 else plane)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
     assert "goes on without learned buckets" in caplog.text
 

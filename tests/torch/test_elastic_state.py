@@ -319,6 +319,37 @@ def test_a_sync_that_fails_changes_nothing(as_ranks: Callable[..., list[Any]], m
     as_ranks(step)
 
 
+@pytest.mark.parametrize(("change", "sent"), [
+    (lambda own, state: None, False),
+    (lambda own, state: own.optimizer.param_groups[0].update(lr=0.2), True),
+    (lambda own, state: own.model[0].weight.data[0, 0].neg_(), True),
+    (lambda own, state: own.model[0].weight.data.copy_(own.model[0].weight.data.flip(0)), True),
+    (lambda own, state: state.mask["kept"].add_(1), True)], ids=["nothing", "rate", "sign", "order", "attribute"])
+def test_only_what_differs_on_some_rank_is_sent(as_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch,
+                                                change: Callable[[Training, TorchState], Any], sent: bool) -> None:
+    counts = []
+    broadcast = elastic_state.broadcast_tensors
+    monkeypatch.setattr(elastic_state, "broadcast_tensors",
+                        lambda *arguments: (counts.append(len(arguments[1])), broadcast(*arguments)))
+
+    def step(rank: int) -> Any:
+        training = Training("sgd")
+        training.train(0, 2)
+        state = training.state(mask={"kept": torch.ones(2)})
+        if rank == 1:
+            change(training, state)
+        state.sync()
+        synced = training.bits(), state.mask["kept"].tolist()
+        training.train(2, 3)
+        state.mask["kept"].zero_()
+        state.restore()
+        assert (training.bits(), state.mask["kept"].tolist()) == synced
+        return synced
+
+    first, second = as_ranks(step)
+    assert first == second and [bool(each) for each in counts] == [sent] * 2
+
+
 def test_states_that_differ_are_an_error(as_ranks: Callable[..., list[Any]]) -> None:
     def step(rank: int) -> None:
         training = Training()

@@ -255,7 +255,8 @@ class CupyDevice:
         return True
 
     def has_kernels(self) -> bool:
-        return self._kernel(("float32", "float32", True), lambda: kernels.source_code("float32", "float32", True)) is not None
+        kernel = self._kernel(("float32", "float32", True), lambda: kernels.source_code("float32", "float32", True))
+        return kernel is not None
 
     def unique_id(self) -> bytes:
         return bytes(self._nccl.get_unique_id())

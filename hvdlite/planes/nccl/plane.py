@@ -29,16 +29,17 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from hvdlite.core.device import Completion, CopySpec, DeviceArray
+from hvdlite.core.device import Completion, CopySpec, DeviceArray, Event
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.negotiation.messages import GpuProgress, OverdueWork
 from hvdlite.planes.base import FusionBuffer, OobChannel, Plan, WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl import collectives, library
 from hvdlite.planes.nccl.collectives import DTYPES, Launch, StagingBuffer
 from hvdlite.planes.nccl.device import CupyDevice, Device, EventPool, PooledEvent, check_not_captured
 from hvdlite.planes.nccl.peer_info import PeerInfo, check_peers
-from hvdlite.planes.nccl.watcher import POLL_SECONDS, CommunicatorRef, LaunchedWork, Watcher, abort
+from hvdlite.planes.nccl.watcher import POLL_SECONDS, CommunicatorRef, LaunchedGroup, LaunchedWork, Watcher, abort
 
 _log = logging.getLogger("hvdlite")
 
@@ -71,18 +72,22 @@ class NcclPlane:
         unavailable_reason: returns why there is no GPU, or "".
         shared_gpu: whether several ranks may share a GPU.
         exit_timeout: see `EXIT_SECONDS`; 0 skips the final all-reduce.
+        clock: in seconds; for work that takes long.
     """
 
     name = "nccl"
 
     def __init__(self, rank: int, host: str, oob: OobChannel, wake: Callable[[], None], make_device: MakeDevice,
                  unavailable_reason: Callable[[], str] = library.unavailable_reason, *, shared_gpu: bool = False,
-                 exit_timeout: float = EXIT_SECONDS) -> None:
+                 exit_timeout: float = EXIT_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         self._rank, self._host, self._oob, self._make_device = rank, host, oob, make_device
         self._find_unavailable_reason = unavailable_reason
         self._thread = LaunchThread(f"hvdlite-nccl-{rank}", wake, lambda: self._opened(None).make_current())
         self._report: Callable[[Exception], None] = lambda error: None
-        self._shared_gpu, self._exit_timeout = shared_gpu, exit_timeout
+        self._overdue_times: tuple[float, ...] = ()
+        self._report_overdue: Callable[[OverdueWork], None] = lambda work: None
+        self._launched: dict[int, int] = {}  # by process set: the sequence number of the last plan launched
+        self._shared_gpu, self._exit_timeout, self._clock = shared_gpu, exit_timeout, clock
         self._opening = threading.Lock()
         self._device: Device | None = None
         self._events: EventPool | None = None
@@ -132,6 +137,19 @@ class NcclPlane:
 
     def set_error_handler(self, report: Callable[[Exception], None]) -> None:
         self._report = report
+
+    def set_overdue_handler(self, times: Sequence[float], report: Callable[[OverdueWork], None]) -> None:
+        self._overdue_times, self._report_overdue = tuple(sorted(time for time in times if time > 0)), report
+
+    def progress(self) -> tuple[GpuProgress, ...]:
+        if self._device is None:
+            return ()
+        try:
+            done, reached = self._watcher.progress()
+        except self._device.failure:  # the watcher tells it
+            return ()
+        return tuple(GpuProgress(number, launched, max(done.get(number, 0), reached.get(number, 0)), done.get(number, 0))
+                     for number, launched in sorted(self._launched.items()))
 
     def enter_thread(self) -> None:
         if not self._has_entered:
@@ -260,7 +278,8 @@ class NcclPlane:
                 device = self._make_device(index)
                 self._events = EventPool(device)
                 self._staging = StagingBuffer(device, functools.partial(self._allocate, device))
-                self._watcher = Watcher(device, self._check, lambda error: self._report(error))
+                self._watcher = Watcher(device, self._check, lambda error: self._report(error), self._overdue_times,
+                                        lambda work: self._report_overdue(work), self._clock)
                 self._device = device
         return self._device
 
@@ -328,17 +347,21 @@ class NcclPlane:
     def _launch(self, device: Device, plan: Plan) -> LaunchedWork:
         if self._closing:
             raise HorovodInternalError("the plane for GPUs is closed")
-        ref = self._communicator_refs[plan.response.process_set_id]
+        response = plan.response
+        ref = self._communicator_refs[response.process_set_id]
         communicator = ref.communicator
         try:
-            for event in _ready_events(plan):
-                device.wait(device.stream, event)
+            ready = _ready_events(plan)
+            for event in ready:
+                device.wait(device.stream, event.handle)
             collectives.launch(Launch(device, communicator, self._staging, plan, plan.ranks.index(self._rank),
                                       ref.has_kernels))
             assert self._events is not None
-            return LaunchedWork(device, self._events.record(device.stream), self._watcher)
+            self._launched[response.process_set_id] = plan.sequence
+            group = LaunchedGroup(response.process_set_id, plan.sequence, plan.ranks, response.names, ready,
+                                  self._clock())
+            return LaunchedWork(device, self._events.record(device.stream), self._watcher, group)
         except device.failure as error:
-            response = plan.response
             what = f"{response.collective.name.lower()} of '{response.names[0]}'"
             if len(response.names) > 1:
                 what += f" and {len(response.names) - 1} more"
@@ -363,10 +386,11 @@ class NcclPlane:
                                     f"{device.explain(communicator, error)}; NCCL_DEBUG=INFO tells more")
 
 
-def _ready_events(plan: Plan) -> set[int]:
+def _ready_events(plan: Plan) -> list[Event]:
     """Return the distinct ready events of a plan's arrays."""
     arrays = [*plan.sources, *plan.outputs]
-    return {array.ready.handle for array in arrays if isinstance(array, DeviceArray) and array.ready is not None}
+    return list({array.ready.handle: array.ready for array in arrays
+                 if isinstance(array, DeviceArray) and array.ready is not None}.values())
 
 
 def create_nccl_plane(rank: int, local_rank: int, host: str, oob: OobChannel, wake: Callable[[], None],

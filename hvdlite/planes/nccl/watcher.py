@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import logging
 import threading
 import time
@@ -10,7 +11,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
+from hvdlite.core.device import Event
 from hvdlite.core.errors import HorovodInternalError
+from hvdlite.negotiation.messages import OverdueWork
 from hvdlite.planes.nccl.device import Communicator, Device, PooledEvent, check_not_captured
 
 _log = logging.getLogger("hvdlite")
@@ -20,6 +23,32 @@ POLL_SECONDS: Final = 0.01
 MAX_POLL_SECONDS: Final = 1.0
 """An upper bound of the duration of one poll, unless it hangs."""
 _MIN_SLEEP, _MAX_SLEEP = 20e-6, 1e-3
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class LaunchedGroup:
+    """One launch, which may have several entries.
+
+    Attributes:
+        names: of the tensors.
+        ready: the events for which it waits on the GPU; kept until it is done.
+        since: when it was launched, on the plane's clock.
+        told: how many of the times have passed at which it is reported.
+    """
+
+    process_set_id: int
+    sequence: int
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    ready: Sequence[Event]
+    since: float
+    told: int = 0
+
+    def overdue(self, seconds: float) -> OverdueWork:
+        """Describe it for rank 0."""
+        first, *more = self.names
+        name = first + (f"' and {len(more)} more, until '{more[-1]}" if more else "")
+        return OverdueWork(self.process_set_id, self.sequence, self.ranks, name, seconds)
 
 
 class LaunchedWork:
@@ -33,11 +62,11 @@ class LaunchedWork:
             reusing it during the work.
     """
 
-    __slots__ = ("_device", "_streams", "_watcher", "event", "keep_alive")
+    __slots__ = ("_device", "_streams", "_watcher", "event", "group", "keep_alive")
 
-    def __init__(self, device: Device, event: PooledEvent, watcher: Watcher, keep_alive: object = None,
+    def __init__(self, device: Device, event: PooledEvent, watcher: Watcher, group: LaunchedGroup, keep_alive: object = None,
                  streams: Collection[int] = ()) -> None:
-        self._device, self.event, self._watcher = device, event, watcher
+        self._device, self.event, self._watcher, self.group = device, event, watcher, group
         self.keep_alive, self._streams = keep_alive, streams
 
     @property
@@ -47,7 +76,7 @@ class LaunchedWork:
 
     def for_entry(self, keep_alive: object, streams: Collection[int] = ()) -> LaunchedWork:
         """Return the completion of another entry of the same launch."""
-        share = LaunchedWork(self._device, self.event, self._watcher, keep_alive, streams)
+        share = LaunchedWork(self._device, self.event, self._watcher, self.group, keep_alive, streams)
         self._watcher.watch(share)
         return share
 
@@ -77,10 +106,17 @@ class Watcher:
     Args:
         check: raises asynchronous errors of NCCL.
         fail: called once, with the first error.
+        times: in seconds, ascending: when work that is not done is reported.
+        report: called with that work.
+        clock: in seconds.
     """
 
-    def __init__(self, device: Device, check: Callable[[], None], fail: Callable[[Exception], None]) -> None:
+    def __init__(self, device: Device, check: Callable[[], None], fail: Callable[[Exception], None],
+                 times: Sequence[float] = (), report: Callable[[OverdueWork], None] = lambda work: None,
+                 clock: Callable[[], float] = time.monotonic) -> None:
         self._device, self._check, self._fail = device, check, fail
+        self._times, self._report, self._clock = times, report, clock
+        self._done: dict[int, int] = {}  # by process set: the sequence number of the last plan that is done
         self._pending: deque[LaunchedWork] = deque()
         self._failure: HorovodInternalError | None = None
         self._condition = threading.Condition()
@@ -97,6 +133,17 @@ class Watcher:
                 self._started = True
                 self._thread.start()
             self._condition.notify()
+
+    def progress(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Return by process set the last plan that is done, and the last one to which the GPU has come."""
+        done = dict(self._done)
+        for launched in self._pending.copy():
+            group = launched.group
+            if not launched.is_done():  # the stream is there, or waits for what that needs
+                is_there = all(self._device.is_event_done(event.handle) for event in group.ready)
+                return done, {group.process_set_id: group.sequence if is_there else group.sequence - 1}
+            done[group.process_set_id] = group.sequence
+        return done, {}
 
     def drain(self, timeout: float) -> bool:
         """Wait until all watched work is done; return whether it was done within `timeout` seconds."""
@@ -144,10 +191,23 @@ class Watcher:
 
     def _poll(self) -> None:
         while self._pending and self._pending[0].is_done():
-            self._pending.popleft().keep_alive = None
+            launched = self._pending.popleft()
+            launched.keep_alive = None
+            self._done[launched.group.process_set_id] = launched.group.sequence
+        if self._pending and self._times:
+            self._tell_overdue(self._pending[0].group)
         with self._polling:
             if self._pending and not self._ended:
                 self._check()
+
+
+    def _tell_overdue(self, group: LaunchedGroup) -> None:
+        """Report what the GPU is at, if it is time. What was launched later waits for that."""
+        seconds = self._clock() - group.since
+        told = sum(limit <= seconds for limit in self._times)
+        if told > group.told:
+            group.told = told
+            self._report(group.overdue(seconds))
 
 
 class CommunicatorRef:

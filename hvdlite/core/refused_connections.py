@@ -1,11 +1,11 @@
-"""The log of connections that rank 0 refuses: nobody can fill it by connecting again and again."""
+"""The log of connections that a listener refuses: nobody can fill it by connecting again and again."""
 
 from __future__ import annotations
 
 import logging
 
 LOGGED_REFUSALS = 10
-"""Peers and reasons that are logged in one rendezvous; other refusals are only counted."""
+"""Peers and reasons that are logged by one listener; other refusals are only counted."""
 
 _log = logging.getLogger("hvdlite.control")
 
@@ -14,7 +14,7 @@ class RefusedConnections:
     """Logs each reason once per peer, and counts the other refusals (docs/protocol.md#frames).
 
     Args:
-        address: of rank 0.
+        address: of the listener.
     """
 
     def __init__(self, address: object) -> None:
@@ -32,7 +32,7 @@ class RefusedConnections:
         _log.warning("a connection from %s to %s was refused: %s", peer, self._address, error)
 
     def log_rest(self) -> None:
-        """The rendezvous is over: log how many refusals were not logged."""
+        """Nobody listens any more: log how many refusals were not logged."""
         rest, self._rest = self._rest, 0
         if rest:
             _log.warning("%d more connections to %s were refused", rest, self._address)

@@ -1,0 +1,79 @@
+"""The report of chaos: a row for each kind of trouble, with what was tried and what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+import traceback
+from collections.abc import Callable, Iterable
+
+
+@dataclasses.dataclass
+class Row:
+    """One kind of trouble.
+
+    Attributes:
+        what: the trouble.
+        tried: hostile acts, faults, or jobs.
+        survived: jobs or servers that did their work in spite of them.
+        refused: hostile acts that were refused, or jobs that ended at once with a reason.
+        wrong: what must not happen: a hang, a wrong result, an error without a reason, something left behind.
+        remark: what the numbers do not say.
+    """
+
+    what: str
+    tried: int = 0
+    survived: int = 0
+    refused: int = 0
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    remark: str = ""
+
+
+Round = Callable[[random.Random, Row], None]
+"""Make some trouble, and count it; an exception is something wrong."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trouble:
+    """A kind of trouble that can be made again and again.
+
+    Attributes:
+        share: of the time; the shares of all kinds need not add up to anything.
+        unavailable: returns why it cannot be made here, "" when it can.
+    """
+
+    what: str
+    make: Round
+    share: float = 1.0
+    unavailable: Callable[[], str] = lambda: ""
+
+
+def chance_of(seed: int, what: str, number: int) -> random.Random:
+    """Return the random numbers of one round, whatever ran before it."""
+    return random.Random(f"{seed} {what} {number}")
+
+
+def rounds(trouble: Trouble, seed: int, seconds: float, numbers: Iterable[int]) -> Row:
+    """Make trouble for some seconds, at least once; three rounds that go wrong are enough."""
+    row = Row(trouble.what)
+    if reason := trouble.unavailable():
+        row.remark = f"left out: {reason}"
+        return row
+    until = time.monotonic() + seconds
+    for number in numbers:
+        try:
+            trouble.make(chance_of(seed, trouble.what, number), row)
+        except Exception:
+            row.wrong.append(f"{trouble.what}, seed {seed}, round {number}:\n{traceback.format_exc()}")
+        if time.monotonic() >= until or len(row.wrong) >= 3:
+            break
+    return row
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return the rows as a table in Markdown."""
+    lines = ["| trouble | tried | survived | refused | wrong | |", "|---|---:|---:|---:|---:|---|"]
+    lines += [f"| {row.what} | {row.tried:,} | {row.survived:,} | {row.refused:,} | {len(row.wrong)} | {row.remark} |"
+              for row in rows]
+    return "\n".join(lines)

@@ -1,0 +1,73 @@
+"""Small gradients of learned buckets, which a hook in C records and which are handed over together."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite_torch.recorder import Recorder  # noqa: E402
+from tests.torch.models import net, reducer_of, settle, train, wrapped  # noqa: E402
+from tests.torch.one_process import Case, compare  # noqa: E402
+from tests.worlds import threads  # noqa: E402
+
+
+def test_a_recorder_calls_python_unless_it_records() -> None:
+    called: list[torch.Tensor] = []
+    recorder = Recorder(called.append)
+    recorder.hook.owner = weakref.ref(recorder)  # type: ignore[attr-defined]
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    handles = {id(parameter): parameter.register_post_accumulate_grad_hook(called.append) for parameter in parameters}
+    small = frozenset(map(id, parameters[:2]))
+    recorder.record_only(small, [id(parameters[1])], handles)
+
+    def accumulate() -> None:
+        called.clear()
+        torch.autograd.backward([parameter.sum() for parameter in parameters])
+
+    accumulate()
+    assert len(called) == 3 and recorder.parameters == []
+    recorder.start()
+    accumulate()
+    assert {id(parameter) for parameter in called} == {id(parameters[1]), id(parameters[2])}
+    assert [id(parameter) for parameter in recorder.take()] == [id(parameters[0])] and recorder.parameters == []
+    recorder.stop()
+    accumulate()
+    assert len(called) == 3 and recorder.parameters == [] and recorder.hook.owner() is recorder  # type: ignore[attr-defined]
+
+
+def test_a_learned_buckets_small_gradients_are_handed_over_together() -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = wrapped(runtime, model)
+        settle(runtime, model, optimizer)
+        reducer, calls = reducer_of(optimizer), []
+        reducer.hand_over = calls.append
+        for _ in range(3):
+            train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
+        assert calls == [] and reducer.sequence.rounds.by_bucket
+    threads(2, step)
+
+
+def layers_in_a_changing_order(case: Case) -> None:
+    """With parts of the layers in some turns, so that the gradient that was the last one does not come, or comes early."""
+    layers = [torch.nn.Linear(6, 6) for _ in range(4)]
+    for number, layer in enumerate(layers):
+        torch.nn.init.constant_(layer.weight, 0.1 + 0.01 * number)
+        torch.nn.init.zeros_(layer.bias)
+    case.model.extend(layers)
+    optimizer = case.optimizer()
+    for turn in range(12):
+        optimizer.zero_grad()
+        order = [layers[(turn + place) % 4] for place in range(4 if turn % 3 else 2)]
+        case.loss(turn, lambda x, order=order: torch.nn.Sequential(*order, *case.model[:3])(x)).backward()
+        torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.1)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("size", [512, 1 << 20])
+def test_gradients_in_a_changing_order(size: int) -> None:
+    compare([layers_in_a_changing_order], bucket_size=size, bucket_edge=size)
