@@ -136,7 +136,7 @@ class Execution:
             self._release(entry).abandon(error)
         for bucket in self._buckets.values():
             bucket.abandon(error)
-        self._mailboxes.fail(error)
+        self._mailboxes.end(error)
 
     def _open_set(self, number: int, ranks: tuple[int, ...]) -> None:
         self._plane.add_process_set(number, ranks)
