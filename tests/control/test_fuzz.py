@@ -22,16 +22,16 @@ from tests.worlds import HANGS_SECONDS, Processes, free_port, over_tcp
 
 
 @contextlib.contextmanager
-def job(delay: float) -> Iterator[tuple[Processes, int, bytes]]:
+def job(*, is_late: bool) -> Iterator[tuple[Processes, int, bytes]]:
     port = free_port()
     environment = over_tcp(port)
-    with Processes(3, reduce_until_told, delay, environment=environment) as world:
+    with Processes(3, reduce_until_told, is_late, environment=environment) as world:
         yield world, port, bytes.fromhex(environment["HVDLITE_SECRET"])
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{world.directory}/go")
 
 
-def connected(port: int, seconds: float = 10.0) -> socket.socket:
+def connected(port: int, seconds: float = HANGS_SECONDS) -> socket.socket:
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -60,7 +60,7 @@ def overheard(port: int, key: bytes) -> bytes:
 
 def test_strangers_while_the_ranks_meet_and_while_they_work() -> None:
     generator = random.Random(7)
-    with job(4.0) as (world, port, key):
+    with job(is_late=True) as (world, port, key):
         world.wait_for(2, "late")
         connected(port).close()  # a port scan
         replay = overheard(port, key)
@@ -76,6 +76,7 @@ def test_strangers_while_the_ranks_meet_and_while_they_work() -> None:
                     pass
         with connected(port) as sock, pytest.raises((HvdliteError, OSError, EOFError)):
             greet_rank_0(sock, Greeting(1, __version__), secrets.token_bytes(32), 1 << 20, time.monotonic() + 5)
+        open(f"{world.directory}/join", "w").close()
         world.wait_for_all("ready")
         for sock in held:
             sock.close()
@@ -136,7 +137,7 @@ def test_a_meddler_in_the_middle_ends_that_connection_only_with_a_reason(kind: s
     port = free_port()
     proxy = Proxy(port, MEDDLING[kind])
     environment = {**over_tcp(port), "HVDLITE_SILENCE_CHECK_SECONDS": "1"}
-    with Processes(3, reduce_until_told, 0.0, proxy.port, environment=environment) as world:
+    with Processes(3, reduce_until_told, False, proxy.port, environment=environment) as world:
         world.wait_for_all("ready")
         proxy.armed.set()
         for ended in world.wait(HANGS_SECONDS):

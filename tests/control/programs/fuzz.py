@@ -11,12 +11,13 @@ import numpy as np
 import hvdlite as hvd
 
 
-def reduce_until_told(delay: float, proxy: int | None = None) -> None:
-    """Work until a file in the job directory ends it; rank 2 comes late, rank 1 through the port `proxy`."""
+def reduce_until_told(is_late: bool, proxy: int | None = None) -> None:
+    """Work until a file in the job directory ends it; rank 2 may wait for another one, rank 1 comes through a port."""
     rank = int(os.environ["HVDLITE_RANK"])
     if rank == 2:
         print("late", flush=True)
-        time.sleep(delay)
+        while is_late and not os.path.exists(os.environ["HVDLITE_JOB_DIRECTORY"] + "/join"):
+            time.sleep(0.01)
     if rank == 1 and proxy is not None:
         os.environ["HVDLITE_COORDINATOR"] = f"127.0.0.1:{proxy}"
     hvd.init()
