@@ -42,7 +42,7 @@ def test_memory_that_tensorflow_takes_is_told_once(tf: Any, monkeypatch: pytest.
     monkeypatch.setattr(tf.config, "get_logical_device_configuration",
                         lambda device: [types.SimpleNamespace(memory_limit=1000)] if device is seen[1] else None)
     gpu._check_memory.cache_clear()
-    with pytest.warns(RuntimeWarning, match=r"takes nearly all memory of GPU:2, .*set_memory_growth"):
+    with pytest.warns(RuntimeWarning, match=r"takes nearly all memory of GPU:2 .*set_memory_growth"):
         gpu._check_memory()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -78,6 +78,7 @@ def checkpoints(gpus: Any) -> None:
 
 def interrupt(gpus: Any) -> None:
     """Ctrl-C ends a backward pass whose gradients wait for another rank; they are final when they are read."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     settings = Config.from_environment({}, shutdown_timeout=20.0)
     runtimes = assemble_threads(2, settings, devices=gpus.plane)
     computed, interrupted = threading.Event(), threading.Event()
