@@ -109,6 +109,18 @@ def _training(rows: Rows, ranks: int) -> list[str]:
                                                             if name in names)], body)]
 
 
+def _keras(rows: Rows, ranks: int) -> list[str]:
+    (row,) = rows
+    speed, used = row["images_per_second"], row["cpu_milliseconds_of_a_step"]
+    peers = {"fit": ("fit ceiling", "one process", "ddp"), "tape": ("tape ceiling",), "ddp": ("loop ceiling",)}
+    body = [[who, f"{speed[who]:.0f}", f"{used[who]:.1f}",
+             ", ".join(f"**{speed[who] / speed[peer]:.3f}** of {peer}" for peer in peers.get(who, ()) if peer in speed)]
+            for who in speed]
+    return [f"## Keras on {row['backend']}: the example's CNN, {ranks} ranks", "",
+            "Images per second of all ranks. The ceilings are the same ranks without communication; one process is rank 0 "
+            "alone.", "", *_table(["contender", "images/s", "ms of CPU time a step", "speed"], body)]
+
+
 def _idle(rows: Rows, ranks: int) -> list[str]:
     return [f"## Idle job, {ranks} ranks", "", f"{rows[0]['cpu_seconds_per_minute']:.4f} s of CPU a minute, over all ranks."]
 
@@ -145,6 +157,7 @@ _TABLES = {"planes": _planes, "planes_openmpi": functools.partial(_planes, under
            "latency": _latency,
            "gradients": _gradients, "small_gradients": _small_gradients, "batch_norm": _batch_norm, "training": _training,
            "hooks": _hooks, "idle": _idle,
+           **{f"keras_{backend}": _keras for backend in ("tensorflow", "torch", "jax")},
            "control_scale": _control_scale,
            **{f"two_hosts_{engine}_{plane}": _two_hosts for engine in ("mpi", "gloo") for plane in (engine, "hierarchical")}}
 

@@ -140,6 +140,10 @@ def main() -> None:
         plan += [("collectives", 4, rounds), ("training", 4, long_rounds)]
     for script, ranks, options in plan:
         run(script, ranks, *options, record=arguments.results / f"{script}-{ranks}.json")
+    if importlib.util.find_spec("keras") and importlib.util.find_spec("tensorflow"):
+        for backend in filter(importlib.util.find_spec, ("tensorflow", "torch", "jax")):
+            run("keras_fit", 2, *long_rounds, record=arguments.results / f"keras_{backend}-2.json",
+                environment={"KERAS_BACKEND": backend, "TF_NUM_INTRAOP_THREADS": "1"})
     run("planes", 2, *rounds, *short, record=arguments.results / "planes-2.json")
     if not arguments.short:
         for plane in ("mpi", "hierarchical"):

@@ -63,8 +63,8 @@ def _check_memory() -> None:
     taken = [device.name for device in config.get_visible_devices("GPU")
              if not config.experimental.get_memory_growth(device) and not config.get_logical_device_configuration(device)]
     if taken:
-        warnings.warn(f"TensorFlow takes nearly all memory of {', '.join(taken)} unless TF_FORCE_GPU_ALLOW_GROWTH=true is set,"
-                      " and NCCL needs some: call tf.config.experimental.set_memory_growth(gpu, True) for each gpu of "
+        warnings.warn(f"TensorFlow takes nearly all memory of {', '.join(taken)} unless TF_FORCE_GPU_ALLOW_GROWTH=true is "
+                      "set, and NCCL needs some: call tf.config.experimental.set_memory_growth(gpu, True) for each gpu of "
                       "tf.config.list_physical_devices('GPU') before anything uses one", RuntimeWarning, stacklevel=2)
 
 

@@ -163,7 +163,8 @@ class BackwardHooks(SharedParameters):
     def _record(self) -> None:
         """From here to the end of the backward pass, only record small gradients of learned buckets."""
         views = self._reducer.bucket_views
-        if views is None or self.elsewhere or self.weight != 1.0 or torch.cuda.is_initialized():
+        if (views is None or self.elsewhere or self.weight != 1.0
+                or self._note is not None or torch.cuda.is_initialized()):
             return  # gradients on GPUs come from other threads, and count from the moment they are accumulated
         if views is not self._recorded_views:
             self._recorded_views = views

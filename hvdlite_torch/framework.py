@@ -97,7 +97,6 @@ class TorchGradients:
 
     unseen_sparse_dims = 0
     needs_notes = False
-    takes_copies = False
 
     def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool = True,
                  devices: DeviceAccess | None = None) -> None:
@@ -237,10 +236,6 @@ class TorchGradients:
             if marks is not None:
                 return marks
         return [self.install_view(parameter, view) for parameter, view in pairs]
-
-    def take_copies(self, pairs: Sequence[tuple[torch.Tensor, BucketView]], reduced: Array,
-                    memory: AnyArray) -> Sequence[Any]:
-        raise NotImplementedError  # gradients lie in buckets
 
     def is_marked(self, parameter: torch.Tensor, mark: Mark | None) -> bool:
         return mark is not None and mark.tensor() is get_grad(parameter)

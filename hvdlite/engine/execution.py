@@ -7,7 +7,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from hvdlite.core.array import SUPPORTED_DTYPES, aligned_empty
 from hvdlite.core.device import CPU, AnyArray, Completion
 from hvdlite.core.errors import HorovodInternalError, MismatchError, PeerLeftError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
@@ -137,7 +136,7 @@ class Execution:
             self._release(entry).abandon(error)
         for bucket in self._buckets.values():
             bucket.abandon(error)
-        self._mailboxes.fail(error)
+        self._mailboxes.end(error)
 
     def _open_set(self, number: int, ranks: tuple[int, ...]) -> None:
         self._plane.add_process_set(number, ranks)
@@ -182,21 +181,18 @@ class Execution:
 
     def _learn(self, layout: Layout) -> None:
         ranks = layout.buckets[0].response.contributors
-        sizes = buffer_bytes(layout)
-        is_copied = layout.takes_copies and set(sizes) == {CPU} and len(ranks) <= self._plane.copies_buckets
-        buffers: list[dict[str, FusionBuffer]] = [{} for _ in range(2 if is_copied else 1)]
+        buffers: dict[str, FusionBuffer] = {}
         try:
-            for each in buffers:
-                for device, nbytes in sizes.items():
-                    buffer = self._buffer(device, nbytes, ranks)
-                    if buffer is not None:
-                        each[device] = buffer
+            for device, nbytes in buffer_bytes(layout).items():
+                buffer = self._buffer(device, nbytes, ranks)
+                if buffer is None:
+                    return
+                buffers[device] = buffer
         except MemoryError as error:
             _log.warning("rank %d: '%s' goes on without learned buckets: %s", self._rank, layout.label, error)
             self._mark_stale(layout.layout_id)
             return
-        if any(buffers):  # this rank is one of them
-            self._layouts[layout.label] = LearnedLayout(layout, buffers)
+        self._layouts[layout.label] = LearnedLayout(layout, buffers)
 
     def _buffer(self, device: str, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
         if device == CPU:
@@ -207,13 +203,12 @@ class Execution:
     def _reduce_bucket(self, release: BucketRelease) -> None:
         entry = self._buckets[release.bucket_id]
         response, lanes = entry.bucket.definition.response, (bucket_lane(release.bucket_id),)
-        memory = entry.memory
-        reduced = memory if not entry.bucket.is_copied else aligned_empty(memory.shape, SUPPORTED_DTYPES[response.dtype])
+        memory = [entry.memory]
         self._recorder.moving(lanes, response)
-        completion = self._move(response, [memory], [reduced], entry.bucket.buffer_slice)
+        completion = self._move(response, memory, memory, entry.bucket.buffer_slice)
         del self._buckets[release.bucket_id]
         self._recorder.done(lanes, response)
-        entry.complete(release, completion, reduced)
+        entry.complete(release, completion)
 
     def _perform(self, response: Response) -> None:
         entries = [self._entries[response.process_set_id, name] for name in response.names]

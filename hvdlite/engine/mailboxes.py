@@ -87,6 +87,12 @@ class Mailboxes:
             self._withdraw(end)
             end.fail(error)
 
+    def end(self, error: HorovodInternalError) -> None:
+        """The world ends: fail what is under way, and let go of the memory."""
+        self.fail(error)
+        self._ends.clear()
+        self._areas.clear()
+
     def _withdraw(self, end: MailboxEnd) -> None:
         key = end.mailbox.process_set_id, end.mailbox.stem
         if self._state.mailboxes.get(key) is end:

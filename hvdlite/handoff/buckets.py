@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ ALIGNMENT = 4096
 
 
 class BucketHandle(Handle):
-    """A bucket in flight. Its result is the new memory that has the reduced values; None when they are in the bucket.
+    """A bucket in flight.
 
     Attributes:
         parts: after completion, its members' own handles when they are answered one by one, else empty.
@@ -43,15 +43,13 @@ class LearnedBucket:
     """A bucket with memory.
 
     Attributes:
-        is_copied: whether each reduction writes to new memory, from which nobody has to copy. The bucket belongs to one of
-            two sets, so no barrier ends a round: when its memory is written again, two rounds later, all ranks have reported
-            the round between, which they do after they have read it.
         memory: the whole bucket on this rank, flat, padding included.
         places: each member's part of `memory`, flat, in order.
     """
 
-    def __init__(self, definition: Bucket, buffer_slice: BufferSlice, *, is_copied: bool = False) -> None:
-        self.definition, self.buffer_slice, self.is_copied = definition, buffer_slice, is_copied
+    def __init__(self, definition: Bucket, buffer_slice: BufferSlice) -> None:
+        self.definition = definition
+        self.buffer_slice = buffer_slice
         dtype = SUPPORTED_DTYPES[definition.response.dtype]
         begin = buffer_slice.begin // dtype.itemsize
         self.memory: AnyArray = _part(buffer_slice.buffer.own, begin, definition.elements, dtype)
@@ -92,27 +90,20 @@ class LearnedBucket:
 class LearnedLayout:
     """A layout with memory: a fusion buffer for all its buckets on the host, and one for those on a GPU.
 
-    Or two sets of buckets, for alternate rounds, whose values are not changed by the reduction: see `LearnedBucket`.
-
     Attributes:
         is_suspended: whether it is not used, until all ranks have joined.
-        sets: one set of buckets, or two; a round uses that of its id.
     """
 
-    def __init__(self, layout: Layout, buffers: Sequence[Mapping[str, FusionBuffer]]) -> None:
+    def __init__(self, layout: Layout, buffers: Mapping[str, FusionBuffer]) -> None:
         self.layout = layout
         self.is_suspended = False
-        self.sets = tuple(_buckets(layout, each, is_copied=len(buffers) > 1) for each in buffers)
-
-
-def _buckets(layout: Layout, buffers: Mapping[str, FusionBuffer], *, is_copied: bool) -> tuple[LearnedBucket, ...]:
-    buckets, begins = [], dict.fromkeys(buffers, 0)
-    for definition in layout.buckets:
-        device = definition.response.device
-        begin, end = begins[device], begins[device] + _nbytes(definition)
-        buckets.append(LearnedBucket(definition, BufferSlice(buffers[device], begin, end), is_copied=is_copied))
-        begins[device] = -(-end // ALIGNMENT) * ALIGNMENT
-    return tuple(buckets)
+        buckets, begins = [], dict.fromkeys(buffers, 0)
+        for definition in layout.buckets:
+            device = definition.response.device
+            begin, end = begins[device], begins[device] + _nbytes(definition)
+            buckets.append(LearnedBucket(definition, BufferSlice(buffers[device], begin, end)))
+            begins[device] = -(-end // ALIGNMENT) * ALIGNMENT
+        self.buckets = tuple(buckets)
 
 
 class BucketEntry:
@@ -134,15 +125,14 @@ class BucketEntry:
         memory = self.bucket.memory
         return memory.after(self._event) if isinstance(memory, DeviceArray) else memory
 
-    def complete(self, release: BucketRelease, completion: Completion | None, reduced: AnyArray) -> None:
-        """The bucket is reduced, into `reduced`; on a GPU, after `completion`."""
+    def complete(self, release: BucketRelease, completion: Completion | None) -> None:
+        """The bucket is reduced; on a GPU, after `completion`."""
         self.handle.globally_unused, self.handle.partly_unused = frozenset(release.globally_unused), release.partly_unused
         self.handle.behind = release.ranks_in_step
         if completion is not None:
             completion = completion.for_entry(self.bucket)
         if not self._abandoned:
-            self.handle._complete(reduced if self.bucket.is_copied else None,
-                                  self.bucket.definition.response.contributors, completion)
+            self.handle._complete(None, self.bucket.definition.response.contributors, completion)
 
     def split(self, split: SplitBucket, devices: DevicePlane | None) -> list[Entry]:
         """The bucket's members are answered one by one: return their entries, over the same memory.

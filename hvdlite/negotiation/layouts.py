@@ -103,10 +103,10 @@ def carried_over(layout: Layout, label: str, ranks: Ranks, first_round: int, lay
 
 def _member(requests: Mapping[int, Request]) -> Request:
     """Return the member as all ranks know it; it is row-major when the ranks' strides differ."""
-    first, others = first_of(requests), [request for _, request in grouped(requests)]
-    agreed = all(request.strides == first.strides for request in others)
+    first = first_of(requests)
+    agreed = all(request.strides == first.strides for _, request in grouped(requests))
     return msgspec.structs.replace(first, absent=False, strides=first.strides if agreed else (), round_id=0, step=0,
-                                  in_step=False, takes_copies=all(request.takes_copies for request in others))
+                                  in_step=False)
 
 
 def _bucket(bucket_id: int, members: Sequence[Request], ranks: Ranks) -> Bucket:

@@ -28,8 +28,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class Request(Message, frozen=True, tag=1):
     """One tensor, or one group of tensors, that is ready on one rank.
 
-    Every field must agree between the ranks of the process set but `absent`, `strides`, `takes_copies`, `splits`, `payload`,
-    `blocking` and, for gathers and alltoall, `shape[0]`.
+    Every field must agree between the ranks of the process set but `absent`, `strides`, `splits`, `payload`, `blocking` and,
+    for gathers and alltoall, `shape[0]`.
     """
 
     name: str
@@ -53,7 +53,6 @@ class Request(Message, frozen=True, tag=1):
     group_id: int = 0  # members of a gradient set with the same one, from 1, share a bucket
     step: int = 0  # of a gradient set: steps of its optimizer since all ranks have last joined
     in_step: bool = False  # of a gradient set: this rank reports it from within its optimizer's step
-    takes_copies: bool = False  # of a gradient set: this rank wants results in new memory, not in its bucket
     blocking: bool = False  # a thread of this rank is blocked until it is done, so a mailbox may replace such requests
 
     @property
@@ -298,11 +297,6 @@ class Layout(Message, frozen=True, kw_only=True):
     first_round: int  # the set's first round that is reported by bucket
     buckets: tuple[Bucket, ...]
     unbucketed: tuple[str, ...] = ()  # members that are never put into a bucket: they were sparse once, on some rank
-
-    @property
-    def takes_copies(self) -> bool:
-        """Whether all ranks want the results of all members in new memory."""
-        return all(member.takes_copies for bucket in self.buckets for member in bucket.members)
 
 
 class Mailbox(Message, frozen=True, kw_only=True):

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-import numpy as np
-
 from hvdlite.core.array import Array
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray
 from hvdlite.core.errors import HorovodInternalError
@@ -87,10 +85,6 @@ class BufferSlice:
     begin: int
     end: int
 
-    def slots(self, dtype: np.dtype[Any]) -> list[Array]:
-        """Return every rank's slice, if the plane shares them."""
-        return [slot[self.begin:self.end].view(dtype) for slot in self.buffer.slots]
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -101,9 +95,8 @@ class Plan:
     only (None on other ranks). The source of an alltoall holds the rows for each rank in rank order (`splits.send_rows`),
     its output the rows from each rank.
 
-    With `buffer_slice`, the only source is that slice of a fusion buffer on every rank, and every rank contributes. The only
-    output is the slice, too, or new memory of its size (`Plane.copies_buckets`). Then the slices are not changed, and
-    another rank may still read them when `execute` returns.
+    With `buffer_slice`, the only source and output is that slice of a fusion buffer on every rank, and every rank
+    contributes.
 
     `sources[i]` is None if this rank does not contribute to a reduction. A broadcast copies the root's source to all
     outputs.
@@ -119,14 +112,9 @@ class Plan:
 
 
 class Plane(Protocol):
-    """Transfers and reduces host memory between ranks. A new plane implements this interface.
-
-    Attributes:
-        copies_buckets: up to how many ranks the plane reduces buckets into new memory; 0 for never.
-    """
+    """Transfers and reduces host memory between ranks. A new plane implements this interface."""
 
     name: str
-    copies_buckets: int
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
         """Carry out `plan`; when it returns, the outputs hold the result and the sources may be reused."""

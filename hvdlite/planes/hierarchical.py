@@ -51,8 +51,6 @@ class HierarchicalPlane:
         chunk: bytes reduced per NumPy call.
     """
 
-    copies_buckets = 0
-
     def __init__(self, rank: int, hosts: Hosts, memory: HostMemory, wake_rank: Callable[[int], None], cross_plane: Plane, *,
                  slot: int, chunk: int, direct: int, casts: Casts | None = None) -> None:
         self.name = f"hierarchical ({cross_plane.name})"
@@ -147,7 +145,7 @@ class HierarchicalPlane:
                             wait_until: WaitUntil) -> None:
         """The bucket's slices are summed in the slot of the host's first rank, and copied from there."""
         reduction = self._reduction(levels, response)
-        slots = buffer_slice.slots(reduction.dtype)
+        slots = [slot[buffer_slice.begin:buffer_slice.end].view(reduction.dtype) for slot in buffer_slice.buffer.slots]
         begin, end = levels.own_slice(0, slots[0].size, reduction.dtype)
         if begin < end:
             terms = [slot[begin:end] for slot in slots]

@@ -31,7 +31,6 @@ class LoopbackPlane:
     """
 
     name = "loopback"
-    copies_buckets = 3  # as `ShmPlane`
 
     def __init__(self, rank: int, hub: LoopbackHub, wake_rank: Callable[[int], None], casts: Casts | None = None) -> None:
         self._rank, self._hub, self._wake_rank = rank, hub, wake_rank

@@ -41,8 +41,6 @@ class ProcessGroupPlane:
         chunk: bytes reduced per NumPy call.
     """
 
-    copies_buckets = 0
-
     def __init__(self, name: str, rank: int, connect: Connect, *, chunk: int, casts: Casts | None = None) -> None:
         self.name = name
         self._rank, self._connect, self._chunk = rank, connect, chunk

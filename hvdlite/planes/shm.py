@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from hvdlite.core.array import SUPPORTED_DTYPES, Array
+from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.adasum import AdasumReduction
@@ -50,7 +50,6 @@ class ShmPlane:
     """
 
     name = "shm"
-    copies_buckets = 3  # every rank reads all slices whole, instead of a part of each
 
     def __init__(self, rank: int, memory: HostMemory, wake_rank: Callable[[int], None], *, slot: int, chunk: int,
                  direct: int, casts: Casts | None = None) -> None:
@@ -64,10 +63,7 @@ class ShmPlane:
         area = self._areas[plan.response.process_set_id]
         match plan.response.collective:
             case Collective.ALLREDUCE if plan.buffer_slice is not None:
-                if plan.outputs[0] is plan.sources[0]:
-                    self._allreduce_in_place(area, plan.buffer_slice, plan.response, wait_until)
-                else:
-                    self._allreduce_copy(area, plan.buffer_slice, plan.response, plan.outputs[0])
+                self._allreduce_in_place(area, plan.buffer_slice, plan.response, wait_until)
             case Collective.ALLREDUCE | Collective.REDUCE if plan.response.op is ReduceOp.ADASUM:
                 self._adasum(area, plan, wait_until)
             case Collective.ALLREDUCE | Collective.REDUCE:
@@ -112,7 +108,7 @@ class ShmPlane:
     def _allreduce_in_place(self, area: StagingArea, buffer_slice: BufferSlice, response: Response,
                             wait_until: WaitUntil) -> None:
         reduction = self._reduction(area, response)
-        slots = buffer_slice.slots(reduction.dtype)
+        slots = [slot[buffer_slice.begin:buffer_slice.end].view(reduction.dtype) for slot in buffer_slice.buffer.slots]
         begin, end = slice_bounds(0, slots[0].size, area.size, reduction.dtype)[area.index:area.index + 2]
         for start in range(begin, end, reduction.chunk):
             pieces = [slot[start:min(start + reduction.chunk, end)] for slot in slots]
@@ -122,13 +118,6 @@ class ShmPlane:
             for piece in pieces[1:]:
                 np.copyto(piece, pieces[0])
         area.barrier(wait_until)
-
-    def _allreduce_copy(self, area: StagingArea, buffer_slice: BufferSlice, response: Response, output: Array) -> None:
-        reduction = self._reduction(area, response)
-        slots = buffer_slice.slots(reduction.dtype)
-        for start in range(0, output.size, reduction.chunk):
-            piece = slice(start, min(start + reduction.chunk, output.size))
-            reduction.combine([reduction.prescaled(slot[piece]) for slot in slots], output[piece])
 
     def _reduce(self, area: StagingArea, plan: Plan, wait_until: WaitUntil) -> None:
         """Allreduce or reduce; for reduce, only the root has outputs."""

@@ -40,19 +40,17 @@ class GradientSets:
 
     def enqueue_gradient(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, moment: Moment, *,
                 prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = (), group_id: int = 0,
-                takes_copies: bool = False, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+                process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Like `allreduce`, of a member of a gradient set in a round; never travels eagerly.
 
         Args:
             strides: in elements; how `output` lies in the framework's memory. () is row-major.
             group_id: members with the same one, from 1, are learned as one bucket; 0 leaves that to the coordinator.
-            takes_copies: whether results of learned buckets are wanted in new memory.
         """
         request = self._collectives.request(
             name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op, prescale=float(prescale),
             postscale=float(postscale), absent=source is None, label=moment.label, round_id=moment.round, step=moment.step,
-            in_step=moment.in_step, strides=strides, group_id=group_id, takes_copies=takes_copies, process_set=process_set,
-            device=device_of(output))
+            in_step=moment.in_step, strides=strides, group_id=group_id, process_set=process_set, device=device_of(output))
         return self._inbox.enqueue(Entry(request, [source], [output], output, self._waiters))
 
     def enqueue_rows(self, name: str, rows: Array, moment: Moment, *,

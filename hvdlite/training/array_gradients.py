@@ -97,7 +97,6 @@ class ArrayGradients:
     """The gradients of slots, for `GradientReducer`. Results are new arrays: what was handed out is not written again."""
 
     needs_notes = False
-    takes_copies = True
 
     def note(self, parameter: Slot) -> None:
         return None
@@ -192,13 +191,6 @@ class ArrayGradients:
         """See `Framework`. All gradients share one new block: ten times as fast; it lasts as long as any of them."""
         if pairs:
             (pairs if isinstance(pairs, _Batch) else _Batch(pairs)).copy_out()
-        return [None] * len(pairs)
-
-    def take_copies(self, pairs: Sequence[tuple[Slot, BucketView]], reduced: Array, memory: AnyArray) -> Sequence[Any]:
-        assert isinstance(memory, np.ndarray)
-        begin = memory.ctypes.data
-        for slot, view in pairs:
-            slot.gradient = np.ndarray(view.array.shape, view.array.dtype, reduced, view.address - begin)
         return [None] * len(pairs)
 
     def is_marked(self, parameter: Slot, mark: Any) -> bool:

@@ -30,10 +30,9 @@ Alone = Sequence[tuple[Parameter, bool]]
 
 
 class BucketViews(Generic[Parameter]):
-    """Which parameter sits where in one set of a learned layout's buckets; lasts as long as the layout.
+    """Which parameter sits where in a learned layout; lasts as long as the layout.
 
     Attributes:
-        buckets: the set.
         where: by a parameter's identity: its bucket's index, its index in the bucket, its view, and whether it is small.
         members: by bucket: the parameters and their bucket views, in order.
         small: by bucket: those of them whose gradients are copied together.
@@ -41,15 +40,14 @@ class BucketViews(Generic[Parameter]):
         small_indices: by bucket: their indices in the bucket.
     """
 
-    def __init__(self, learned: LearnedLayout, buckets: Sequence[LearnedBucket], framework: Framework[Parameter],
-                 parameters: Mapping[str, Parameter]) -> None:
-        self.learned, self.buckets = learned, buckets
+    def __init__(self, learned: LearnedLayout, framework: Framework[Parameter], parameters: Mapping[str, Parameter]) -> None:
+        self.learned = learned
         self.where: dict[int, tuple[int, int, Any, bool]] = {}
         self.members: list[Sequence[tuple[Parameter, Any]]] = []
         self.small: list[Sequence[tuple[Parameter, Any]]] = []
         self.small_keys: list[frozenset[int]] = []
         self.small_indices: list[list[int]] = []
-        for bucket_index, bucket in enumerate(buckets):
+        for bucket_index, bucket in enumerate(learned.buckets):
             viewed, small, indices = [], [], []
             at_once = bucket.definition.response.device != CPU  # a GPU copies many gradients as fast as one
             for index, member in enumerate(bucket.definition.members):
@@ -68,16 +66,16 @@ class BucketViews(Generic[Parameter]):
 
     @classmethod
     def of(cls, learned: LearnedLayout, framework: Framework[Parameter],
-           parameters: Mapping[str, Parameter]) -> Sequence[BucketViews[Parameter]] | None:
-        """Return the bucket views of each set of buckets, or None when the layout does not describe these parameters."""
-        members = {member.name: member for bucket in learned.layout.buckets for member in bucket.members}
+           parameters: Mapping[str, Parameter]) -> BucketViews[Parameter] | None:
+        """Return the bucket_views, or None when the layout does not describe these parameters."""
+        members = {member.name: member for bucket in learned.buckets for member in bucket.definition.members}
         if members.keys() != parameters.keys():
             return None
         for name, member in members.items():
             now = framework.shape(parameters[name])
             if (now.dtype, now.shape) != (member.dtype, member.shape) or member.strides not in ((), now.strides):
                 return None
-        return [cls(learned, buckets, framework, parameters) for buckets in learned.sets]
+        return cls(learned, framework, parameters)
 
 
 class _Filling:
@@ -124,7 +122,7 @@ class BucketRound(Generic[Parameter]):
         self._step, self._closes = step, closes
         self._runtime, self._framework, self.bucket_views, self._round_id = runtime, framework, bucket_views, round_id
         self._where = bucket_views.where
-        self._fillings = [_Filling(bucket) for bucket in bucket_views.buckets]
+        self._fillings = [_Filling(bucket) for bucket in bucket_views.learned.buckets]
         self._reported = itertools.count(1)
 
     def give(self, parameter: Parameter, present: bool, in_step: bool) -> Alone[Parameter]:
@@ -183,7 +181,7 @@ class BucketRound(Generic[Parameter]):
             if filling.handle is None:
                 continue
             try:
-                copy = filling.handle.wait(deferrable=deferrable)
+                filling.handle.wait(deferrable=deferrable)
             except HvdliteError as error:
                 errors.append(error)
                 continue
@@ -191,9 +189,7 @@ class BucketRound(Generic[Parameter]):
                 self._framework.follow(filling.handle.completion)
             self.behind.update(filling.handle.behind)
             reduced = self._reduced(filling, members, errors, deferrable)
-            marks = (self._framework.install_views(reduced) if copy is None
-                     else self._framework.take_copies(reduced, copy, filling.bucket.memory))
-            yield index, reduced, marks
+            yield index, reduced, self._framework.install_views(reduced)
 
     def _complete(self, bucket_index: int, in_step: bool) -> Alone[Parameter]:
         """Every member is given: copy the small ones and report the bucket."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Set
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HvdliteError
@@ -23,15 +23,14 @@ class DirectRounds(Rounds[Parameter]):
     """Begins rounds by the layout that was learned last.
 
     Attributes:
-        bucket_views: for that layout, one after the other by rounds; None when there is none, or when it does not describe
-            the set.
+        bucket_views: for that layout; None when there is none, or when it does not describe the set.
         members: of that layout, by bucket.
         small: those of them that `bucket_views` have as small.
     """
 
     def __init__(self) -> None:
         self.by_bucket = False
-        self.bucket_views: Sequence[BucketViews[Parameter]] | None = None
+        self.bucket_views: BucketViews[Parameter] | None = None
         self.members: list[list[Member[Parameter]]] = []
         self.small: list[list[Member[Parameter]]] = []
 
@@ -52,7 +51,7 @@ class DirectRounds(Rounds[Parameter]):
             if not runtime.is_suspended(gradient_set.label):  # else gradients may lie in bucket views that are used again
                 self.bucket_views = None
             return None
-        if self.bucket_views is None or self.bucket_views[0].learned is not learned:
+        if self.bucket_views is None or self.bucket_views.learned is not learned:
             for member in gradient_set.members:
                 member.sparse = member.sparse or member.name in learned.layout.unbucketed
             self.bucket_views = None if not gradient_set.has_factors_of(learned.layout) else BucketViews.of(
@@ -60,13 +59,12 @@ class DirectRounds(Rounds[Parameter]):
             if self.bucket_views is not None:
                 by_key = gradient_set.members.by_key
                 self.members, self.small = ([[by_key[id(parameter)] for parameter, _ in pairs] for pairs in buckets]
-                                            for buckets in (self.bucket_views[0].members, self.bucket_views[0].small))
+                                            for buckets in (self.bucket_views.members, self.bucket_views.small))
         if self.bucket_views is None:
             runtime.mark_stale(learned.layout)
             return None
         closes = not any(member.sparse for member in gradient_set.members)
-        views = self.bucket_views[round_id % len(self.bucket_views)]
-        return BucketRound(runtime, framework, views, round_id, gradient_set.step, closes=closes)
+        return BucketRound(runtime, framework, self.bucket_views, round_id, gradient_set.step, closes=closes)
 
 
 class DirectRound(Round[Parameter]):
@@ -178,7 +176,7 @@ class DirectRound(Round[Parameter]):
         handle = runtime.enqueue_gradient(
             member.name, staged.array if present else None, staged.array, owner.op, moment,
             prescale=owner.prescale, postscale=owner.postscale, strides=framework.shape(member.parameter).strides,
-            group_id=member.group_id, takes_copies=framework.takes_copies, process_set=owner.process_set_id)
+            group_id=member.group_id, process_set=owner.process_set_id)
         self._alone.append((member, handle, staged))
 
     def _take_rows(self, member: Member[Parameter], rows: Array, errors: list[HvdliteError]) -> None:

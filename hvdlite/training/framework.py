@@ -42,11 +42,9 @@ class Framework(Protocol[Parameter]):
 
     Attributes:
         needs_notes: whether `note` is to be called for each gradient that is made.
-        takes_copies: whether `install_views` copies out of the views, so that `take_copies` is better.
     """
 
     needs_notes: bool
-    takes_copies: bool
 
     def note(self, parameter: Parameter) -> None:
         """The parameter's gradient was made on the stream that is current on this thread."""
@@ -119,9 +117,6 @@ class Framework(Protocol[Parameter]):
 
     def install_views(self, pairs: Sequence[tuple[Parameter, Any]]) -> Sequence[Any]:
         """Like `install_view`, of many gradients of one bucket at once."""
-
-    def take_copies(self, pairs: Sequence[tuple[Parameter, Any]], reduced: Array, memory: AnyArray) -> Sequence[Any]:
-        """Like `install_views`, of gradients that lie in new memory, at the offsets that their views have in `memory`."""
 
     def is_marked(self, parameter: Parameter, mark: Any) -> bool:
         """Return whether the gradient is still the one that `mark` identified (accumulated into, perhaps)."""

@@ -123,9 +123,8 @@ class GradientReducer(Generic[Parameter]):
 
     @property
     def bucket_views(self) -> BucketViews[Parameter] | None:
-        """The places of gradients in the first set of learned buckets; None when there are none."""
-        views = self.sequence.rounds.bucket_views
-        return views[0] if views else None
+        """The places of gradients in learned buckets; None when there are none."""
+        return self.sequence.rounds.bucket_views
 
     def change_framework(self, framework: Framework[Parameter]) -> None:
         """Between rounds: access gradients in another way, because they are in another memory now."""

@@ -127,12 +127,11 @@ class Rounds(Protocol[Parameter]):
 
     Attributes:
         by_bucket: whether the last round that began goes by learned buckets.
-        bucket_views: for each set of buckets of the layout that was learned last; None when there is none, or when it does
-            not describe the set.
+        bucket_views: for the layout that was learned last; None when there is none, or when it does not describe the set.
     """
 
     by_bucket: bool
-    bucket_views: Sequence[BucketViews[Parameter]] | None
+    bucket_views: BucketViews[Parameter] | None
 
     def begin(self, gradient_set: GradientSet[Parameter]) -> Round[Parameter]:
         """Begin a round of a set; the one before is over."""

@@ -33,6 +33,9 @@ if _keras.backend.backend() == "tensorflow":
 else:
     from hvdlite_tf.keras.strategy import MirroredStrategy  # type: ignore[assignment]
 
+if _keras.backend.backend() == "jax":
+    import hvdlite_tf.keras.backends.jax as _jax  # noqa: F401 - before JAX first computes
+
 _install()
 _install_sync_batch_norm()
 

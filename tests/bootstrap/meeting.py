@@ -8,6 +8,7 @@ from typing import Any
 from hvdlite.bootstrap.rendezvous import Address, accept_ranks, connect_to_rank_0, listen
 from hvdlite.control.codec import RankInfo
 from hvdlite.core.errors import LaunchError
+from tests.worlds import HANGS_SECONDS
 
 LIMIT = 1 << 16
 
@@ -18,7 +19,7 @@ def rank_info(rank: int, size: int = 3, version: str = "1") -> RankInfo:
     return RankInfo(rank=rank, size=size, pid=1000 + rank, host="host", version=version, settings=SETTINGS)
 
 
-def meet(address: Address, rank_infos: list[RankInfo], timeout: float = 10.0, stranger: Any = None) -> list[Any]:
+def meet(address: Address, rank_infos: list[RankInfo], timeout: float = 30.0, stranger: Any = None) -> list[Any]:
     """Let rank 0 receive and the others join; return each one's welcome or error."""
     listener = listen(address)
     if not address.path:
@@ -45,7 +46,7 @@ def meet(address: Address, rank_infos: list[RankInfo], timeout: float = 10.0, st
     for worker in workers[1:]:
         worker.start()
     for worker in workers:
-        worker.join(30)
+        worker.join(HANGS_SECONDS)
         assert not worker.is_alive()
     listener.close()
     return results

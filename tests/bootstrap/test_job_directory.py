@@ -16,6 +16,7 @@ from hvdlite.bootstrap.rendezvous import Address, connect_to_rank_0
 from hvdlite.core.errors import LaunchError
 from tests.bootstrap.meeting import LIMIT, meet, rank_info
 from tests.bootstrap.other_user import as_other_user, needs_root, other_user, shared_by_all
+from tests.worlds import HANGS_SECONDS
 
 
 def test_ranks_find_the_directory_that_the_first_one_makes(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def connected(path: str) -> socket.socket:
 def test_another_user_that_connects_gets_nothing(tmp_path: Path) -> None:
     path = str(shared_by_all(tmp_path) / "memory.sock")
     file = os.memfd_create("memory")
-    sender = threading.Thread(target=send_fds, args=(path, [file], [[]], 30.0))
+    sender = threading.Thread(target=send_fds, args=(path, [file], [[]], HANGS_SECONDS))
     sender.start()
 
     def attack() -> None:
@@ -133,7 +134,7 @@ def test_another_user_that_connects_gets_nothing(tmp_path: Path) -> None:
         pass
     os.chmod(path, 0o777)
     as_other_user(attack)
-    (received,) = recv_fds(lambda: path, 0, 30.0)
-    sender.join(30)
+    (received,) = recv_fds(lambda: path, 0, HANGS_SECONDS)
+    sender.join(HANGS_SECONDS)
     os.close(received)
     os.close(file)

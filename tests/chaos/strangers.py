@@ -284,12 +284,12 @@ def gloo(chance: random.Random, row: Row) -> None:
     try:
         for turn in range(3):
             reduce_with(planes, wakes, turn)
+        over.set()
+        disturbing.join()
         kept = len(os.listdir("/proc/self/fd")) - sum(sock.fileno() >= 0 for sock in held)
         for port in ports():
             disturb(chance, lambda port=port: socket.create_connection(("127.0.0.1", port), 0.02), 20, held)  # type: ignore[misc]
-        over.set()
-        disturbing.join()
-        assert len(os.listdir("/proc/self/fd")) - sum(sock.fileno() >= 0 for sock in held) <= kept + 5
+        assert len(os.listdir("/proc/self/fd")) - sum(sock.fileno() >= 0 for sock in held) <= kept + 5 * size
     finally:
         over.set()
         disturbing.join()

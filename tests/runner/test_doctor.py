@@ -93,7 +93,7 @@ def test_ways_to_a_port() -> None:
 
 def test_strangers_at_the_probe_server_give_way_to_the_next() -> None:
     with contextlib.closing(ProbeServer()) as server:
-        held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
+        held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(80)]
         assert probe(["127.0.0.1"], server.port) == {"127.0.0.1": ""}
         held[0].settimeout(HANGS_SECONDS)
         assert held[0].recv(1) == b""

@@ -33,11 +33,15 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     made.end()
 
 
+ON_THE_HOST = ("test_bad_arguments", "test_no_memory_on_one_rank_means_no_buckets_on_all")
+"""Tests that are about the host's plane, or need no ranks."""
+
+
 def _again() -> None:
     """Collect the tests of other files that run on threads."""
     for module in (test_optimizer, test_buckets):
         for name, test in vars(module).items():
-            if name.startswith("test_") and name != "test_bad_arguments" and "processes" not in test.__code__.co_names:
+            if name.startswith("test_") and name not in ON_THE_HOST and "processes" not in test.__code__.co_names:
                 again = types.FunctionType(test.__code__, test.__globals__, f"{name}_on_a_gpu", closure=test.__closure__)
                 again.pytestmark = [SIZE if mark.args[:1] == ("size",) else mark for mark in getattr(test, "pytestmark", [])]
                 again.__annotations__ = test.__annotations__
@@ -168,6 +172,20 @@ def test_buckets_take_the_place_of_what_torch_keeps_unused(gpus: Gpus, monkeypat
             model(torch.ones(1, 100)).sum().backward()
             optimizer.step()
         assert by_bucket(optimizer) and gpu.reclaimed
+    threads(2, step)
+
+
+def test_no_memory_on_one_ranks_gpu_means_no_buckets_on_all(gpus: Gpus) -> None:
+    def step(runtime: Runtime) -> None:
+        if runtime.world.rank == 1:
+            gpus.made[1].memory = 1 << 14  # enough to make a communicator
+        model = torch.nn.Linear(100, 100)
+        optimizer = wrapped(runtime, model)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(1, 100)).sum().backward()
+            optimizer.step()
+            assert not by_bucket(optimizer)
     threads(2, step)
 
 

@@ -223,7 +223,11 @@ class CupyDevice:
     def _free(self, pointer: int) -> None:
         try:
             with self._here():  # else a thread that has used no GPU gets a context on GPU 0
-                self._runtime.free(pointer)
+                mode = self._driver.relax_captures()  # it may be a thread of the user's, in the middle of a capture
+                try:
+                    self._runtime.free(pointer)
+                finally:
+                    self._driver.relax_captures(mode)
         except self._runtime.CUDARuntimeError as error:  # the GPU has failed, or the process ends
             _log.debug("memory of GPU %d is not freed: %s", self.index, error)
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 _log = logging.getLogger("hvdlite")
 
-_RELAXED: Final = 2
+RELAXED: Final = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED: this thread's calls do not invalidate a capture by another thread."""
 
 
@@ -30,10 +30,16 @@ class Driver:
             return
         self._query.argtypes = [ctypes.c_void_p]
 
-    def relax_captures(self) -> None:
-        """Let the calling thread do anything while another one captures a CUDA graph."""
+    def relax_captures(self, mode: int = RELAXED) -> int:
+        """Let the calling thread do anything while a CUDA graph is captured; return its mode before.
+
+        Args:
+            mode: another mode.
+        """
+        before = ctypes.c_int(mode)
         if self._exchange is not None:
-            self._exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
+            self._exchange(ctypes.byref(before))
+        return before.value
 
     def event_status(self, event: int) -> int | None:
         """Return the status of an event: 0 when it is done. None without a driver."""

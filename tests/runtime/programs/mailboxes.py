@@ -109,6 +109,7 @@ def _process_sets() -> None:
             assert result[0] == 2 * index + 1
     if hvd.rank() in pair.ranks:
         assert LEARNED in hvd.story("y")
+    hvd.barrier()  # the others remove it only now
     hvd.remove_process_set(pair)
 
 
