@@ -193,7 +193,8 @@ class Agent:
             select.select([], [self._out], [], _CHECK_SECONDS)
             self._push()
             if len(self._unsent) < left:
-                left, until = len(self._unsent), time.monotonic() + SILENCE
+                self._last_heard = time.monotonic()  # its pings are read later
+                left, until = len(self._unsent), self._last_heard + SILENCE
 
     def _push(self) -> None:
         """Write events while the launcher reads; while it does not, stop reading from the ranks."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +34,7 @@ from hvdlite_runner.shells import Shell, explain, forwarded
 
 _CLOSE_SECONDS: Final = 2.0  # for a remote shell whose agent has ended: srun informs its controller
 _EXIT_SECONDS: Final = 1.0  # for one that has closed its output
+_LOOK_SECONDS: Final = 0.01
 _WRITE_BYTES: Final = 1 << 16
 _ERROR_BYTES: Final = 1 << 16  # the last ones of a remote shell's standard error that are read
 
@@ -59,10 +62,10 @@ class RemoteAgent:
         self._lock = threading.Lock()  # of the shell's standard input, and of `_unsent`
         self._unsent = bytearray()
         self._reason = ""
+        self.last_heard = time.monotonic()
         self._process = subprocess.Popen(shell.command(host.name), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          stderr=self._errors, bufsize=0, start_new_session=True)
         self.pid = self._process.pid
-        self.last_heard = time.monotonic()
         assert self._process.stdout is not None and self._process.stdin is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         os.set_blocking(self._process.stdin.fileno(), False)
@@ -127,21 +130,24 @@ class RemoteAgent:
                 self._selector.unregister(end)
         with self._lock:
             self._process.stdin.close()
-        try:
-            self._process.wait(_CLOSE_SECONDS if orderly else 0.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._end_shell(_CLOSE_SECONDS if orderly else 0.0)
         self._process.stdout.close()
 
     def _exit_code(self) -> int | None:
         """Return the exit code of the remote shell; None, and kill it, if it has closed its output and does not end."""
-        try:
-            return self._process.wait(_EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        return self._process.wait() if self._end_shell(_EXIT_SECONDS) else None
+
+    def _end_shell(self, seconds: float) -> bool:
+        """Wait for the remote shell and kill what is left in its group; return whether it has ended by itself."""
+        until = time.monotonic() + seconds
+        while (is_alive := self._process.returncode is None and os.waitid(
+                os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None) and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        if self._process.returncode is None:  # not reaped: no other group has its id
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
-            return None
+        return not is_alive
 
     def _write(self, content: bytes) -> None:
         with self._lock:
@@ -157,6 +163,7 @@ class RemoteAgent:
             try:
                 while self._unsent:
                     del self._unsent[:os.write(stdin.fileno(), self._unsent[:_WRITE_BYTES])]
+                    self.last_heard = time.monotonic()  # the link moves; the answer to a ping waits behind this
             except BlockingIOError:
                 pass
             except OSError:

@@ -156,7 +156,7 @@ def test_each_slot_of_a_machine_has_cores_of_its_own() -> None:
     starts = MemberStarts(JobSettings((), ["sh"], {}, bind=True, share_cores=False), None, workers, hosts, "key")
     founders = [StartMember(0, "localhost", 0, 0, 2, is_joiner=False), StartMember(1, "127.0.0.1", 0, 1, 2, is_joiner=False)]
     joiner = StartMember(2, "localhost", 1, 2, 3, is_joiner=True)
-    shares = [order.core_share for some in (founders, [joiner]) for _, order in starts.orders(some, b"")]
+    shares = [order.core_share for some in (founders, [joiner]) for _, order in starts.orders(some)]
     assert shares == [(0, 3), (2, 3), (1, 3)]
 
 
