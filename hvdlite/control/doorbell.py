@@ -18,6 +18,7 @@ class Doorbell:
 
     def __init__(self, descriptors: Sequence[int] = ()) -> None:
         self._lock = threading.RLock()  # a signal handler may ring in the middle of a ring
+        self._pid = os.getpid()
         self.descriptors: tuple[int, ...]
         if descriptors:
             self.descriptors = tuple(descriptors)
@@ -52,7 +53,7 @@ class Doorbell:
 
     def close(self) -> None:
         """Close the descriptors, once."""
-        acquired = self._lock.acquire(timeout=FORKED_SECONDS)
+        acquired = self._lock.acquire(timeout=-1 if os.getpid() == self._pid else FORKED_SECONDS)
         descriptors, self.descriptors = self.descriptors, ()
         for descriptor in descriptors:
             os.close(descriptor)
