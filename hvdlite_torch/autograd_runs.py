@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -59,20 +59,48 @@ _runs: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
 
 
 class RunEnd:
-    """What autograd calls at the end of a run. When the run fails, this is deleted without having been called."""
+    """What autograd calls at the end of a run. When the run fails, this is deleted without having been called.
+
+    Autograd may call this on a thread of its own, and deletes it on the thread that called `backward()`. That must run no
+    Python code then, or a pending KeyboardInterrupt is raised in it, where it is ignored. So this lets go of all that it has
+    when it is called.
+    """
 
     def __init__(self, listener: Listener, task: int) -> None:
-        self._listener, self._task, self._is_reached = listener, task, False
-        self.run = _runs.setdefault(task, Run())
-        self.run.listeners.add(listener)
+        self._unreached: _Unreached | None = _Unreached(listener, task)
+        self._run: Run | None = _runs.setdefault(task, Run())
+        self._run.listeners.add(listener)
 
     def __call__(self) -> None:
-        self._is_reached = True
-        self._listener.end_backward(self.run)
+        unreached, run, self._unreached, self._run = self._unreached, self._run, None, None
+        assert unreached is not None
+        assert run is not None
+        unreached.is_reached = True
+        unreached.listener.end_backward(run)
+
+
+class _Unreached:
+    """Tells a listener that a run has failed, when this is deleted."""
+
+    def __init__(self, listener: Listener, task: int) -> None:
+        self.listener, self._task, self.is_reached = listener, task, False
 
     def __del__(self) -> None:
-        if not self._is_reached:
-            self._listener.fail_backward(self._task)
+        if not self.is_reached:
+            self.listener.fail_backward(self._task)
+
+
+class Once:
+    """Calls a function with an argument, of which nothing is kept afterwards; see `RunEnd`."""
+
+    def __init__(self, function: Callable[[Any], None], argument: Any) -> None:
+        self._call: tuple[Callable[[Any], None], Any] | None = (function, argument)
+
+    def __call__(self) -> None:
+        assert self._call is not None
+        function, argument = self._call
+        self._call = None
+        function(argument)
 
 
 def at_end(callback: Any) -> None:

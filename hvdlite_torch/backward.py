@@ -17,7 +17,7 @@ from hvdlite.training.gradient_reducer import GradientReducer
 from hvdlite.training.order_errors import GradientOrderError
 from hvdlite.training.round import Round
 from hvdlite_torch import cuda
-from hvdlite_torch.autograd_runs import Run, RunEnd, at_end, check_not_compiled, enclosing, graph_task
+from hvdlite_torch.autograd_runs import Once, Run, RunEnd, at_end, check_not_compiled, enclosing, graph_task
 from hvdlite_torch.framework import is_elsewhere
 from hvdlite_torch.recorder import Recorder
 from hvdlite_torch.shared_parameters import SharedParameters, come_last
@@ -333,7 +333,7 @@ class BackwardHooks(SharedParameters):
             self._hand_over_later()
             self._weigh_own()
             if self._reducer.end_backward():
-                at_end(lambda: self._wait(run))  # behind the other optimizers' ends
+                at_end(Once(self._wait, run))  # behind the other optimizers' ends
                 return
         run.listeners.discard(self)
         self.guard()
