@@ -62,6 +62,7 @@ class BackwardHooks(SharedParameters):
         self._note = _note_of(reducer.framework)
         self._hook = _hook(weakref.ref(self))
         self._recorder = Recorder(self._hook)
+        self._belongs(self._recorder.hook)
         self._recorded_views: BucketViews[torch.Tensor] | None = None  # which tell what is recorded
         self._first: torch.Tensor | None = None  # the first watched parameter
         self.on_moved: Callable[[], Framework[torch.Tensor]] | None = None

@@ -30,7 +30,7 @@ class Digests:
             return None
         if value.layout is not torch.strided:
             return _digest(name, value)
-        key = value.data_ptr(), value.device, value.dtype, value.shape, value.stride()
+        key = value.data_ptr(), value.device, value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()
         if key not in self._known:
             self._known[key] = value, _digest(name, value)
         return self._known[key][1]
@@ -77,7 +77,9 @@ def _is_same(one: Any, other: Any) -> bool:
     if kind is not type(other):
         return False
     if isinstance(one, Mapping):
-        return _is_same(list(one), list(other)) and _is_same(list(one.values()), list(other.values()))
+        more = (getattr(each, "__dict__", None) for each in (one, other))  # a subclass may have more than its items
+        return (_is_same(*more) and _is_same(list(one), list(other))
+                and _is_same(list(one.values()), list(other.values())))
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_is_same, one, other))
     if kind is Placeholder:

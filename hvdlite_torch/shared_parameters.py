@@ -108,8 +108,12 @@ class SharedParameters:
                     other.elsewhere[key] = weakref.ref(self)
                 elif key not in other.elsewhere:
                     self.elsewhere[key] = weakref.ref(other)
-        setattr(hook, _OWNER, weakref.ref(self))
+        self._belongs(hook)
         return parameter.register_post_accumulate_grad_hook(hook)
+
+    def _belongs(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Let `owners` find these gradients' owner by a hook."""
+        setattr(hook, _OWNER, weakref.ref(self))
 
     def _unshare(self) -> None:
         """Hand nothing over any more."""

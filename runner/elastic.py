@@ -152,7 +152,7 @@ class _ElasticJob:
     def close(self, code: int) -> int:
         """Wait for the readers of the output, and return hvdrun's exit code."""
         termination = self.workers.termination
-        code = self._output.close(code, lambda: termination.user_signal or termination.late_signal)
+        code = self._output.close(code, termination.user_signal, lambda: termination.late_signal)
         self.workers.close()
         return code
 
@@ -184,7 +184,7 @@ class _ElasticJob:
             return self._end.code
         if went_on:
             cause = dataclasses.replace(cause, consequences=())  # of other worlds, too, whose ranks were others
-        lines = cause.describe(self._authority.host_of(cause.exit.rank), self._who(cause.exit.rank), repeats=True)
+        lines = cause.describe(self._authority.host_of(cause.exit.rank), self._who(cause.exit.rank), repeats=went_on)
         for line in lines:
             self._output.note(line)
         self._task.write_cause(cause.exit.rank, lines[0])

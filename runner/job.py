@@ -134,10 +134,13 @@ class _Job:
         if others:
             directory = self._settings.working_directory or commands.current_directory()
             self._workers.ignore_stop_signal()
-            self._workers.agents.reach(others, self._settings.shell, bootstrap_input(directory, self._inherited),
-                                       self._settings.start_timeout)
+            try:
+                self._workers.agents.reach(others, self._settings.shell, bootstrap_input(directory, self._inherited),
+                                           self._settings.start_timeout)
+            finally:  # before anything reaps orphans
+                for remote in self._workers.agents.remotes:
+                    self._workers.local.watch(remote.pid)
         for remote in self._workers.agents.remotes:
-            self._workers.local.watch(remote.pid)
             if self._settings.verbose and remote.ready is not None:
                 self._output.note(f"host {remote.host.name} is {remote.ready.describe()}")
 
@@ -184,7 +187,7 @@ class _Job:
     def close(self, code: int) -> int:
         """Wait for the readers of the output, and return hvdrun's exit code."""
         termination = self._workers.termination
-        code = self._output.close(code, lambda: termination.user_signal or termination.late_signal)
+        code = self._output.close(code, termination.user_signal, lambda: termination.late_signal)
         self._workers.close()
         return code
 
@@ -211,7 +214,7 @@ class _Job:
             return 0
         self._output.console.reveal(cause.exit.rank)
         several = len(self._settings.hosts) > 1
-        lines = cause.describe(self._rank_hosts[cause.exit.rank] if several else "")
+        lines = cause.describe(self._rank_hosts[cause.exit.rank] if several else "", repeats=self._settings.show == "rank0")
         for line in lines:
             self._output.note(line)
         self._task.write_cause(cause.exit.rank, lines[0])

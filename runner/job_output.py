@@ -136,15 +136,15 @@ class JobOutput:
         for key, _ in list(self._files):
             self.close_files(key)
 
-    def close(self, code: int, user_signal: Callable[[], int]) -> int:
+    def close(self, code: int, user_signal: int, late_signal: Callable[[], int]) -> int:
         """Wait for the readers of the output, and tell the user if some of it is lost; return hvdrun's exit code.
 
         Args:
             code: the job's exit code.
-            user_signal: returns the user's signal, 0 for none: then hvdrun ends soon.
+            user_signal: the signal by which the user has ended the job; 0 for none.
+            late_signal: returns a signal that came later: it ends the wait.
         """
-        before = user_signal()
-        patience = READER_SECONDS_AFTER_SIGNAL if before else READER_SECONDS
+        patience = READER_SECONDS_AFTER_SIGNAL if user_signal else READER_SECONDS
         begun, told = time.monotonic(), False
 
         def gives_up() -> bool:
@@ -152,15 +152,15 @@ class JobOutput:
             if not told and time.monotonic() > begun + _NOTE_SECONDS and not self._streams.is_busy("stderr"):
                 told = True
                 self.note("the job has ended; waiting for the reader of its output (Ctrl-C ends hvdrun)")
-            return not before and bool(user_signal())
+            return bool(late_signal())
 
         is_written = self._streams.flush(patience, gives_up)
         if not is_written:
             self.note(f"the last {self._streams.lost():,} bytes of output were not read, and are lost")
             self._streams.flush(READER_SECONDS_AFTER_SIGNAL, lambda: False)
         self._streams.close()
-        if not before and user_signal():
-            return 128 + user_signal()
+        if not user_signal and late_signal():
+            return 128 + late_signal()
         return OUTPUT_LOST if code == 0 and self._streams.lost() else code
 
     def _failed(self, target: Target) -> None:

@@ -159,17 +159,18 @@ class RemoteAgent:
         stdin = self._process.stdin
         if stdin is None or stdin.closed:
             return
+        is_waiting = stdin.fileno() in self._selector.get_map()
         with self._lock:
             try:
                 while self._unsent:
                     del self._unsent[:os.write(stdin.fileno(), self._unsent[:_WRITE_BYTES])]
-                    self.last_heard = time.monotonic()  # the link moves; the answer to a ping waits behind this
+                    if is_waiting:  # the link was full, and moves; the answer to a ping waits behind this
+                        self.last_heard = time.monotonic()
             except BlockingIOError:
                 pass
             except OSError:
                 self._unsent.clear()  # the reader notices its end
             is_unsent = bool(self._unsent)
-        is_waiting = stdin.fileno() in self._selector.get_map()
         if is_unsent and not is_waiting:
             self._selector.register(stdin, selectors.EVENT_WRITE, self._push)
         elif is_waiting and not is_unsent:

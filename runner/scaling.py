@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.launch_contract import OUTPUT_LOST
 from hvdlite_runner.job import JobSettings, run_job
 from hvdlite_runner.monitor import ThroughputRecorder
 
@@ -57,7 +58,7 @@ def compare_sizes(jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
     rows: list[tuple[int, Throughput]] = []
     for size, settings in sorted(jobs, key=lambda job: int(job[0])):
         code, readings = _measured(f"{size} rank{'s' if size != '1' else ''}", settings, environ)
-        if code != 0:
+        if code not in (0, OUTPUT_LOST):
             return code
         rows.append((int(size), Throughput.of(readings)))
     table = scaling_rows(rows)
@@ -95,7 +96,7 @@ def sweep(name: str, jobs: Jobs, environ: Mapping[str, str], results: str) -> in
     rows: list[tuple[str, Throughput]] = []
     for value, settings in jobs:
         code, readings = _measured(f"--{name} {value}", settings, environ)
-        if code != 0:
+        if code not in (0, OUTPUT_LOST):
             return code
         rows.append((value, Throughput.of(readings)))
     best = max(measured.rate for _, measured in rows)

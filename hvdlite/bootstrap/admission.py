@@ -191,7 +191,7 @@ class Admission:
 
     def _check_version(self, half_open: _HalfOpen) -> None:
         """Give the world up when an authenticated process has another version: its messages may have another form."""
-        peer, own = half_open.handshake.peer, self._own.version
+        peer, own = half_open.handshake.peer, Greeting(0, self._own.version).version
         if half_open.connection is not None and peer.version != own:
             self.refusal = (f"rank {peer.rank} (at {half_open.peer}) runs hvdlite {peer.version}, rank 0 runs {own}; "
                             "install the same version everywhere")

@@ -221,7 +221,7 @@ def _authenticated(address: Address, own: RankInfo, deadline: float, frame_limit
         except BaseException:
             sock.close()
             raise
-        if peer.version != own.version:
+        if peer.version != Greeting(own.rank, own.version).version:
             sock.close()
             raise LaunchError(f"rank {own.rank} runs hvdlite {own.version}, rank 0 (at {address}) runs {peer.version}; "
                               "install the same version everywhere")

@@ -35,7 +35,10 @@ class Greeting:
     """What a process says of itself first."""
 
     rank: int
-    version: str
+    version: str  # of at most 20 bytes
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "version", self.version[:20])
 
     def encode(self) -> bytes:
         """Return the greeting's bytes."""

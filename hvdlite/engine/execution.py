@@ -175,9 +175,7 @@ class Execution:
             case FreezeMailbox(mailbox_id):
                 self._mailboxes.freeze(mailbox_id)
             case CloseMailbox(mailbox_id):
-                entry = self._mailboxes.close(mailbox_id)
-                if entry is not None:
-                    self._enqueue(entry)
+                self._mailboxes.close(mailbox_id)
 
     def _learn(self, layout: Layout) -> None:
         ranks = layout.buckets[0].response.contributors

@@ -33,11 +33,13 @@ class Mailboxes:
 
     def __init__(self, rank: int, areas: Areas | None, state: JobState,
                  report: Callable[[MailboxStale | MailboxFrozen], None],
-                 tell: Callable[[MailboxStale], None], finished: Callable[[MailboxCall], None]) -> None:
+                 tell: Callable[[MailboxStale], None], finished: Callable[[MailboxCall], None],
+                 later: Callable[[Callable[[], None]], None], enqueue: Callable[[Entry], None]) -> None:
         self.waiting: dict[int, str] = {}
         self._rank = rank
         self._make_area, self._state, self._report = areas, state, report
-        self._tell, self._finished = tell, finished
+        self._tell, self._finished, self._later, self._enqueue = tell, finished, later, enqueue
+        self._last: dict[int, MailboxEnd] = {}  # by area
         self._areas: dict[int, MailboxArea | None] = {}
         self._ends: dict[int, MailboxEnd] = {}
         self._unusable: dict[int, int] = {}  # mailboxes without memory here, and the round before their first
@@ -48,16 +50,18 @@ class Mailboxes:
         ranks, number = self._state.process_sets[mailbox.process_set_id], mailbox.area
         if number not in self._areas:
             self._areas[number] = None
-            with contextlib.suppress(MemoryError):
+            with contextlib.suppress(MemoryError, OSError):
                 self._areas[number] = self._make_area(mailbox.capacity, ranks)
         area = self._areas[number]
         if self._rank not in ranks:
             return
-        if area is None:  # there was no memory
+        last = self._last.get(number)
+        if area is None or (last is not None and last.is_busy):  # there was no memory, or a thread is still in it
             self._unusable[mailbox.mailbox_id] = mailbox.first_round - 1
             self._report(MailboxStale(mailbox.mailbox_id, mailbox.stem))
         else:
-            end = MailboxEnd(mailbox, ranks, area, Casts.of_numpy(), self._tell, self._finished)
+            end = MailboxEnd(mailbox, ranks, area, Casts.of_numpy(), self._tell, self._finished, self._later)
+            self._last[number] = end
             self._ends[mailbox.mailbox_id] = self._state.mailboxes[mailbox.process_set_id, mailbox.stem] = end
 
     def stale(self, stale: MailboxStale) -> None:
@@ -71,15 +75,21 @@ class Mailboxes:
         end = self._ends.get(mailbox_id)
         if end is not None:
             self._withdraw(end)
-            self._report(MailboxFrozen(mailbox_id, end.freeze()))
+            end.when_unlocked(lambda: self._report(MailboxFrozen(mailbox_id, end.freeze())))
         elif mailbox_id in self._unusable:
             self._report(MailboxFrozen(mailbox_id, self._unusable.pop(mailbox_id)))
 
-    def close(self, mailbox_id: int) -> Entry | None:
-        """All ranks have frozen a mailbox; return what this rank is to make a request of."""
+    def close(self, mailbox_id: int) -> None:
+        """All ranks have frozen a mailbox; what is not complete becomes a request."""
         end = self._ends.pop(mailbox_id, None)
         self.waiting.pop(mailbox_id, None)
-        return end.close() if end is not None else None
+        if end is not None:
+            end.when_unlocked(lambda: self._close(end))
+
+    def _close(self, end: MailboxEnd) -> None:
+        entry = end.close()
+        if entry is not None:
+            self._enqueue(entry)
 
     def fail(self, error: HorovodInternalError) -> None:
         """Let no thread use a mailbox any more; fail what is under way in them. The coordinator may go on closing them."""
@@ -92,6 +102,7 @@ class Mailboxes:
         self.fail(error)
         self._ends.clear()
         self._areas.clear()
+        self._last.clear()
 
     def _withdraw(self, end: MailboxEnd) -> None:
         key = end.mailbox.process_set_id, end.mailbox.stem

@@ -51,8 +51,9 @@ class Inbox:
         self.last_caller = threading.get_ident()
         self.pid: Final = os.getpid()
         self._rank, self._state, self._wake, self._spins = rank, state, wake, spins
-        self._names: set[tuple[int, str]] = set()  # of tensors under way, with their process sets; guarded by the lock
-        self._names_lock = threading.Lock()
+        # Of tensors under way, with their process sets. There is no lock: a signal handler may interrupt its holder, and
+        # wait for other threads.
+        self._names: dict[tuple[int, str], object] = {}
 
     # --- user threads ----------------------------------------------------------------------------------------------
 
@@ -99,11 +100,10 @@ class Inbox:
         """
         name = key[1]
         self.check_usable(name)
-        with self._names_lock:
-            if key in self._names:
-                raise DuplicateNameError(f"'{name}' is still being processed on rank {self._rank}; wait for its handle "
-                                         "first, or use another name")
-            self._names.add(key)
+        own = object()
+        if self._names.setdefault(key, own) is not own:  # one step
+            raise DuplicateNameError(f"'{name}' is still being processed on rank {self._rank}; wait for its handle "
+                                     "first, or use another name")
 
     def put(self, item: Item, *, at_once: bool = True) -> None:
         """Enqueue an item of the thread that calls collectives."""
@@ -133,8 +133,7 @@ class Inbox:
 
     def release(self, key: tuple[int, str]) -> None:
         """Make a name free again; callable from any thread."""
-        with self._names_lock:
-            self._names.discard(key)
+        self._names.pop(key, None)
 
     # --- the background thread -------------------------------------------------------------------------------------
 

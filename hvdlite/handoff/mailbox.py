@@ -10,7 +10,8 @@ Theory of operation
 - A thread that is interrupted leaves its call behind, which the end of the mailbox completes like that of any other thread.
 - A mailbox serves one call at a time; a second thread's call becomes a request immediately.
 
-The lock is held while values are written and while they are reduced, never while a thread sleeps.
+The lock is held while values are written and while they are reduced, never while a thread sleeps. The background thread
+never waits for it: a signal handler may interrupt its holder, and wait for the background thread.
 See `negotiation/mailboxes.py` for the rules.
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -71,13 +73,17 @@ class MailboxEnd:
         members: the ranks of the process set.
         tell: called by user threads when the coordinator is to end the mailbox; more than once is fine.
         finished: called when a call is done, by the thread that does it; the name of its tensor is free from then on.
+        later: called by user threads: lets the background thread call a function.
     """
 
     def __init__(self, mailbox: Mailbox, members: tuple[int, ...], area: MailboxArea, casts: Casts,
-                 tell: Callable[[MailboxStale], None], finished: Callable[[MailboxCall], None]) -> None:
+                 tell: Callable[[MailboxStale], None], finished: Callable[[MailboxCall], None],
+                 later: Callable[[Callable[[], None]], None] = lambda act: None) -> None:
         self.mailbox, self.members = mailbox, members
         self._area, self._casts, self._tell, self._finished = area, casts, tell, finished
         self._lock = threading.RLock()  # guards the rest; a signal handler may make a call while its thread holds it
+        self._later, self._deferred = later, deque[Callable[[], object]]()  # for the background thread, under the lock
+        self._error: Exception | None = None
         self._is_writing = False
         self._call: MailboxCall | None = None  # under way
         self._is_frozen = False
@@ -103,6 +109,7 @@ class MailboxEnd:
         try:
             if not self.write(call):
                 return False
+            self._let_act()
             if self.is_complete(call):
                 self._wake(call.round_id & 0x7FFFFFFF)
                 self.finish(call)
@@ -115,13 +122,16 @@ class MailboxEnd:
         except BaseException:
             self.abandon(call)
             raise
+        finally:
+            self._let_act()
         return True
 
     def write(self, call: MailboxCall) -> bool:
         """Write this rank's part of the next round; return whether that was possible."""
         area = self._area
         with self._lock:
-            if self._is_frozen or self._is_writing or self._call is not None or call.source.nbytes > area.capacity:
+            if (self._is_frozen or self._error is not None or self._is_writing or self._call is not None
+                    or call.source.nbytes > area.capacity):
                 return False
             self._is_writing = True
             try:
@@ -171,6 +181,8 @@ class MailboxEnd:
         has_told, begun = False, clock()
         while True:
             seen = word.value
+            if self._error is not None:
+                self._fail(self._error)
             if call.is_done or call.entry is not None:
                 return
             if call.error is not None:
@@ -185,7 +197,32 @@ class MailboxEnd:
             else:
                 word.wait(seen, LONG_SECONDS if has_told else PATIENCE_SECONDS)
 
+    def _let_act(self) -> None:
+        """The lock is free, if this is not a signal handler's call inside another one."""
+        if self._deferred:
+            self._later(self._act)
+
     # --- the background thread -------------------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the background thread has not got the lock yet."""
+        return bool(self._deferred)
+
+    def when_unlocked(self, act: Callable[[], object]) -> None:
+        """Call `freeze` or `close` now, or when the thread that holds the lock has finished.
+
+        Nothing may wait for the lock here: its holder may be interrupted by a signal handler, which waits for this thread.
+        """
+        self._deferred.append(act)
+        self._act()
+
+    def _act(self) -> None:
+        while self._deferred and self._lock.acquire(blocking=False):
+            try:
+                self._deferred.popleft()()
+            finally:
+                self._lock.release()
 
     def freeze(self) -> int:
         """Write no more; return the last round that this rank has written."""
@@ -212,6 +249,14 @@ class MailboxEnd:
 
     def fail(self, error: Exception) -> None:
         """This rank leaves, or the job has failed: finish the call under way if all have taken part, else fail it."""
+        self._error = error  # whoever has the lock now finds it before it waits
+        if self._lock.acquire(blocking=False):
+            try:
+                self._fail(error)
+            finally:
+                self._lock.release()
+
+    def _fail(self, error: Exception) -> None:
         with self._lock:
             self._is_frozen = True
             call = self._call

@@ -120,7 +120,7 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
         command = [sys.executable, "-m", "hvdlite_runner", *arguments, *options, "--task-directory", directory,
                    executable or sys.executable, "-m", "hvdlite.launch.run_task"]
         code, messages = _launch(command, {**os.environ, **(env or {})})
-        if code not in (0, OUTPUT_LOST):
+        if code not in (0, OUTPUT_LOST) or (Path(directory) / CAUSE_FILE).exists():  # a rank may end with that code, too
             _raise_root_error(Path(directory), bytes.fromhex(key), code, messages)
         return _results(Path(directory), bytes.fromhex(key))
 
@@ -166,7 +166,7 @@ def _launch(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, st
     messages: list[str] = []
     assert launcher.stdout is not None and launcher.stderr is not None and launcher.stdin is not None
     readers = [threading.Thread(target=_forward, args=pair, daemon=True, name="hvdlite-run-output")
-               for pair in ((launcher.stdout, sys.stdout, []), (launcher.stderr, sys.stderr, messages))]
+               for pair in ((launcher.stdout, sys.stdout, None), (launcher.stderr, sys.stderr, messages))]
     for reader in readers:
         reader.start()
     with launcher.stdin:
@@ -181,12 +181,13 @@ def _launch(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, st
     return code, "".join(messages)
 
 
-def _forward(source: IO[bytes], target: TextIO, messages: list[str]) -> None:
+def _forward(source: IO[bytes], target: TextIO, messages: list[str] | None) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     while content := source.read(1 << 16):
         text = decoder.decode(content)
-        messages.append(text)
-        with contextlib.suppress(OSError, ValueError):  # a stream that is closed or full; the launcher must not block
+        if messages is not None:
+            messages.append(text)
+        with contextlib.suppress(Exception):  # a stream that is closed, full or None, or a notebook's: hvdrun must not block
             target.write(text)
             target.flush()
 

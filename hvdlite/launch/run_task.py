@@ -28,7 +28,10 @@ def main(environ: Mapping[str, str]) -> None:
 
     def write_result(failed: bool, value: object) -> None:
         content = sign(cloudpickle.dumps((failed, value)), key, f"result {sender}")
-        write_private_file(directory / f"{RESULT_FILE}.{sender}", content)
+        part = directory / f"part.{sender}"
+        part.unlink(missing_ok=True)  # of a result for which there was no room
+        write_private_file(part, content)
+        part.replace(directory / f"{RESULT_FILE}.{sender}")  # now, and not before, it is whole
 
     try:
         func, args, kwargs = cloudpickle.loads(call)

@@ -92,7 +92,8 @@ class Reduction:
             if out is not source:
                 np.copyto(out, source)
         else:
-            self._scale(source, self._prescale, out)
+            with np.errstate(all="ignore"):
+                self._scale(source, self._prescale, out)
 
     def prescaled(self, source: Array) -> Array:
         """Return `source` multiplied by the prescale factor; `source` itself if the factor is 1."""

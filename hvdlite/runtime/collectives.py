@@ -319,9 +319,6 @@ class Collectives:
             what = f"this job (0..{self._world.size - 1})" if process_set == GLOBAL_PROCESS_SET_ID else \
                 f"process set {process_set}, which is ranks {list(members)}"
             raise UnsupportedError(f"'{name}': root_rank {root_rank} is not a rank of {what}")
-        if not name.isascii() and encodable(name) != name:
-            raise UnsupportedError(f"'{encodable(name)}': the name of a tensor is sent as UTF-8, and this one has lone "
-                                   "surrogates; use another name")
         return Request(name, collective, dtype, shape, root_rank=root_rank, process_set_id=process_set, **rest)
 
     def _check_member(self, name: str, process_set: int) -> tuple[int, ...]:
@@ -330,6 +327,9 @@ class Collectives:
         if self._world.rank not in members:
             raise UnsupportedError(f"'{name}': rank {self._world.rank} is not a member of process set {process_set}, "
                                    f"which is ranks {list(members)}")
+        if not name.isascii() and encodable(name) != name:
+            raise UnsupportedError(f"'{encodable(name)}': the name of a tensor is sent as UTF-8, and this one has lone "
+                                   "surrogates; use another name")
         return members
 
     def _payload(self, array: AnyArray | None, always: bool = False) -> bytes | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from hvdlite.core.errors import DeadlockError, HvdliteError, PeerLostError, StallError
+from hvdlite.core.errors import DeadlockError, HvdliteError, PeerLeftError, PeerLostError, StallError
 
 _PACKAGES: Final = frozenset({"hvdlite", "hvdlite_torch", "hvdlite_tf", "hvdlite_runner"})
 
@@ -51,9 +51,11 @@ def print_failure(error: BaseException, directory: str | None, rank: int, *, ful
         full: with hvdlite's frames, and nothing left to other ranks.
 
     Returns:
-        Whether all of it was printed to the process's standard error.
+        Whether nobody else need tell of it: it was printed to the standard error of this process, or of the first rank of
+        this host that raised it.
     """
-    if full or directory is None or not _is_told_elsewhere(error, directory, rank):
+    is_whole = full or directory is None or not _is_told_elsewhere(error, directory, rank)
+    if is_whole:
         text = text_of(error, full=full)
     else:
         name, first_line = type(error).__name__, str(error).partition("\n")[0]
@@ -62,7 +64,7 @@ def print_failure(error: BaseException, directory: str | None, rank: int, *, ful
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
-        return sys.stderr.fileno() == 2
+        return sys.stderr.fileno() == 2 and (is_whole or not _is_consequence(error))
     except (OSError, ValueError, AttributeError):  # closed, replaced by the script, or None
         return False
 
@@ -84,8 +86,8 @@ def _is_told_elsewhere(error: BaseException, directory: str, rank: int) -> bool:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Return whether it follows from what happened on one rank; other errors of hvdlite are raised on all ranks alike."""
-    return isinstance(error, PeerLostError) and not isinstance(error, StallError | DeadlockError)
+    """Return whether it follows from a failure of one rank; other errors of hvdlite are raised by several ranks alike."""
+    return isinstance(error, PeerLostError) and not isinstance(error, StallError | DeadlockError | PeerLeftError)
 
 
 def _place(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from hvdlite.memory import futex
 from hvdlite.memory.mailbox_area import MailboxArea, area_bytes
 from hvdlite.negotiation.messages import Mailbox, MailboxStale
 from hvdlite.planes.arithmetic import Casts, Reduction
+from tests.worlds import HANGS_SECONDS
 
 CAPACITY = 256
 
@@ -118,3 +119,19 @@ def test_what_an_interrupted_thread_has_written_counts() -> None:
     assert told and not over
     assert exchange(other, second) and second.output[0] == 3.0
     assert end.close() is None and over == [second, first] and first.output[0] == 3.0
+
+
+def test_the_background_thread_never_waits_for_a_thread_that_writes() -> None:
+    """A signal handler may have interrupted that thread, and wait for the background thread."""
+    (end, *_), _, _ = ends(2)
+    frozen: list[int] = []
+    later: list[Callable[[], None]] = []
+    end._later = later.append
+    with end._lock:
+        background = thread_of(lambda: end.when_unlocked(lambda: frozen.append(end.freeze())))
+        background.join(HANGS_SECONDS)
+        assert not background.is_alive() and end.is_busy and not frozen
+    assert not exchange(end, call(1.0, elements=CAPACITY)), "it is too large"
+    for act in later:
+        act()
+    assert frozen == [0] and not end.is_busy and not exchange(end, call(1.0))

@@ -104,7 +104,8 @@ class Rank:
         self.inbox: deque[Decision] = deque()
         made = iter(range(1 << 30))
         self.mailboxes = Mailboxes(rank, lambda capacity, _: job.area(rank, next(made), capacity), self.state,
-                                   self.controller.report_mailbox, lambda stale: self.mailboxes.stale(stale), self._finished)
+                                   self.controller.report_mailbox, lambda stale: self.mailboxes.stale(stale), self._finished,
+                                   lambda act: act(), self._enqueue)
         self.entries: dict[str, tuple[Call, Entry]] = {}
         self.in_use: set[str] = set()
         self.position = 0
@@ -208,9 +209,7 @@ class Rank:
                 case FreezeMailbox(mailbox_id):
                     self.mailboxes.freeze(mailbox_id)
                 case CloseMailbox(mailbox_id):
-                    entry = self.mailboxes.close(mailbox_id)
-                    if entry is not None:
-                        self._enqueue(entry)
+                    self.mailboxes.close(mailbox_id)
                 case Response(names=(name,)):
                     call, _ = self.entries.pop(name)
                     self.in_use.discard(name)

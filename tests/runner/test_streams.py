@@ -172,7 +172,7 @@ def test_a_full_disk_ends_the_files_and_not_the_job(tmp_path: Path, monkeypatch:
     for rank in (0, 1):
         output.feed(Output(rank, "stdout", b"hello\n"))
     output.finish()
-    assert output.close(0, lambda: 0) == OUTPUT_LOST
+    assert output.close(0, 0, lambda: 0) == OUTPUT_LOST
     text = (tmp_path / "shown").read_text()
     assert "[0]<stdout>:hello\n[1]<stdout>:hello\n" in text and text.count("hvdrun: ") == 1
     assert (f"hvdrun: --output-filename {tmp_path}/out: rank.0/stdout: No space left on device; the file ends here, and "
@@ -187,7 +187,7 @@ def test_lost_lines_end_with_a_code_of_their_own_unless_the_job_failed(tmp_path:
     output = job_output(None, full, shown)
     output.feed(Output(0, "stdout", b"hello\n"))
     output.finish()
-    assert output.close(code, lambda: 0) == expected
+    assert output.close(code, 0, lambda: 0) == expected
     assert (tmp_path / "shown").read_text() == ("hvdrun: standard output: No space left on device; the job goes on without "
                                                 "it\n")
     os.close(shown)
@@ -205,7 +205,7 @@ def test_the_users_signal_ends_the_wait_for_a_reader(pipe: tuple[int, int], tmp_
         calls.append(0)
         return 2 if len(calls) > 3 else 0
 
-    assert output.close(0, user_signal) == 130
+    assert output.close(0, 0, user_signal) == 130
     assert "bytes of output were not read, and are lost" in (tmp_path / "shown").read_text()
     os.close(pipe[0])
     os.close(shown)
@@ -236,7 +236,7 @@ def test_threads_and_descriptors_of_the_output_end_with_the_job(tmp_path: Path) 
         output.open_files(0, "rank.0")
         output.feed(Output(0, "stdout", b"hello\n"))
         output.finish()
-        assert output.close(0, lambda: 0) == 0
+        assert output.close(0, 0, lambda: 0) == 0
     deadline = time.monotonic() + HANGS_SECONDS
     while left := {each.ident for each in threading.enumerate() if each.name == "hvdrun-output"} - before:
         assert time.monotonic() < deadline, left

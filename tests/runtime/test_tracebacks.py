@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.api import set_id
-from hvdlite.core.errors import MismatchError, PeerFailedError, StallError
+from hvdlite.core.errors import HvdliteError, MismatchError, PeerFailedError, PeerLeftError, StallError
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.tracebacks import print_failure, text_of
 
@@ -74,10 +74,11 @@ def test_a_rank_that_ends_because_of_another_prints_a_line(job: str, capfd: pyte
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_a_report_of_a_stall_is_printed_once(job: str, capfd: pytest.CaptureFixture[str]) -> None:
-    error = _raised(StallError("stalled\nthe report", 0))
-    for rank in (1, 0):
-        print_failure(error, job, rank)
+@pytest.mark.parametrize("error", [StallError("stalled\nthe report", 0), PeerLeftError("rank 0 left\nthe report", 0)])
+def test_a_failure_that_nobody_else_tells_of_is_printed_once(error: HvdliteError, job: str,
+                                                             capfd: pytest.CaptureFixture[str]) -> None:
+    for rank in (1, 2):
+        print_failure(_raised(error), job, rank)
     assert capfd.readouterr().err.count("the report") == 1
 
 

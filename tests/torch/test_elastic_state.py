@@ -332,9 +332,12 @@ def test_only_what_differs_on_some_rank_is_sent(as_ranks: Callable[..., list[Any
     monkeypatch.setattr(elastic_state, "broadcast_tensors",
                         lambda *arguments: (counts.append(len(arguments[1])), broadcast(*arguments)))
 
-    def step(rank: int) -> Any:
-        training = Training("sgd")
+    trainings = [Training("sgd") for _ in range(2)]  # not on the threads: torch's generator is everybody's
+    for training in trainings:
         training.train(0, 2)
+
+    def step(rank: int) -> Any:
+        training = trainings[rank]
         state = training.state(mask={"kept": torch.ones(2)})
         if rank == 1:
             change(training, state)

@@ -8,7 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite_torch import DistributedOptimizer  # noqa: E402
 from hvdlite_torch.recorder import Recorder  # noqa: E402
 from tests.torch.models import net, reducer_of, settle, train, wrapped  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
@@ -71,3 +73,27 @@ def layers_in_a_changing_order(case: Case) -> None:
 @pytest.mark.parametrize("size", [512, 1 << 20])
 def test_gradients_in_a_changing_order(size: int) -> None:
     compare([layers_in_a_changing_order], bucket_size=size, bucket_edge=size)
+
+
+def test_two_optimizers_with_the_same_parameters_reduce_gradients_once() -> None:
+    def step(runtime: Runtime) -> list[float]:
+        parameters = [torch.nn.Parameter(torch.zeros(4)) for _ in range(4)]
+
+        def made() -> DistributedOptimizer:
+            return DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0),
+                                        [(str(number), parameter) for number, parameter in enumerate(parameters)],
+                                        op=ReduceOp.SUM, _runtime=runtime)
+
+        def train_with(clears: DistributedOptimizer, steps: DistributedOptimizer) -> None:
+            clears.zero_grad()
+            sum(parameter.sum() for parameter in parameters).backward()
+            steps.step()
+
+        optimizers = [made(), made()]
+        for optimizer in optimizers:
+            for _ in range(5):
+                train_with(optimizer, optimizer)
+        before = [parameter.detach().clone() for parameter in parameters]
+        train_with(optimizers[1], optimizers[0])
+        return [float((old - new.detach())[0]) for old, new in zip(before, parameters, strict=True)]
+    assert threads(2, step) == [[2.0] * 4] * 2
