@@ -40,7 +40,7 @@ class Trouble:
 
     Attributes:
         share: of the time; the shares of all kinds need not add up to anything.
-        goal: tries after which it is enough; its row says how far it came, and in what time. 0: as many as there is time for.
+        goal: tries after which it is enough; its row says how far it came, and in what time. 0: there is none.
         unavailable: returns why it cannot be made here, "" when it can.
     """
 
