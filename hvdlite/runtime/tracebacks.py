@@ -16,9 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from hvdlite.core.errors import DeadlockError, HvdliteError, PeerLeftError, PeerLostError, StallError
+from hvdlite.core.errors import DeadlockError, HvdliteError, MismatchError, PeerLeftError, PeerLostError, StallError
 
 _PACKAGES: Final = frozenset({"hvdlite", "hvdlite_torch", "hvdlite_tf", "hvdlite_runner"})
+
+_SHORT: Final = 120
+"""Characters of a mismatch that all ranks repeat in their lines about it."""
 
 
 def text_of(error: BaseException, *, full: bool = False) -> str:
@@ -60,7 +63,12 @@ def print_failure(error: BaseException, directory: str | None, rank: int, *, ful
     else:
         name, first_line = type(error).__name__, str(error).partition("\n")[0]
         text = f"rank {rank} ended{_place(error)}"
-        text += f": {name}: {first_line}\n" if _is_consequence(error) else f", with the same {name} as another rank\n"
+        if _is_consequence(error):
+            text += f": {name}: {first_line}\n"
+        else:
+            values = first_line.partition(". ")[0]  # without what to do
+            is_short = isinstance(error, MismatchError) and len(values) <= _SHORT
+            text += f", with the same {name} as another rank{f': {values}' if is_short else ''}\n"
     try:
         sys.stderr.write(text)
         sys.stderr.flush()

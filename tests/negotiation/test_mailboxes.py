@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdlite.core.types import Collective
+from hvdlite.negotiation import mailboxes
+from hvdlite.negotiation.mailboxes import MailboxTable
+from hvdlite.negotiation.messages import MailboxFrozen, Request
 from tests.negotiation.mailbox_ranks import Call, Job, expected
 
 
@@ -26,11 +31,36 @@ def scripts(size: int, choice: random.Random) -> list[list[Call]]:
 
 # docs/protocol.md#mailboxes
 @settings(max_examples=40, deadline=None)
-@given(st.integers(2, 4), st.integers(0, 2**32))
-def test_each_call_is_answered_once_and_alike_on_all_ranks(size: int, seed: int) -> None:
+@given(st.integers(2, 4), st.integers(0, 2**32), st.sampled_from([1, 2, mailboxes.AREAS]))
+def test_each_call_is_answered_once_and_alike_on_all_ranks(size: int, seed: int, areas: int) -> None:
     choice = random.Random(seed)
     job = Job(scripts(size, choice), choice)
-    job.play()
+    with mock.patch.object(mailboxes, "AREAS", areas):
+        job.play()
     for calls in zip(*(rank.script for rank in job.ranks), strict=True):
         want = expected(calls[0], size) if len({call.elements for call in calls}) == 1 else -1
         assert [call.result for call in calls] == [want] * size, calls
+
+
+def test_without_a_free_area_the_mailbox_that_was_opened_first_is_given_back() -> None:
+    table = MailboxTable(1 << 10)
+
+    def call(*names: str) -> None:
+        for name in names:
+            request = Request(name, Collective.ALLREDUCE, "int64", (1,), blocking=True)
+            table.observe(request, (0, 1), 8, 0.0, all_blocking=True)
+
+    with mock.patch.object(mailboxes, "AREAS", 2):
+        call("x", "x", "y", "y", "z", "z")
+        assert [mailbox.stem for mailbox in table.opened] == ["x", "y"]
+        call("z", "w", "w")
+        assert table.frozen == [1], "one at a time"
+        for rank in (0, 1):
+            table.member_frozen(rank, MailboxFrozen(1, 7), sequence=5)
+        call("z", "w")
+        assert table.closed == [1] and table.frozen == [1], "its area is free when all ranks have applied that"
+        table.applied = lambda: 6
+        call("z")
+        assert [(mailbox.stem, mailbox.area, mailbox.first_round) for mailbox in table.opened[2:]] == [("z", 0, 8)]
+        call("w")
+        assert table.frozen == [1, 2]

@@ -71,14 +71,15 @@ def test_a_meeting_that_fails_is_printed_by_the_first_rank_only(job: str, capfd:
 
 
 def test_a_mismatch_is_printed_by_the_first_rank_only(job: str, capfd: pytest.CaptureFixture[str]) -> None:
-    error = _raised(MismatchError("ranks disagree about 'x': rank 0: [3]; rank 1: [4]\nwhat happened on this rank"))
+    values = "ranks disagree about 'x': rank 0: [3]; rank 1: [4]"
+    error = _raised(MismatchError(f"{values}. Use the same.\nwhat happened on this rank"))
     print_failure(error, job, 1)
     first = capfd.readouterr().err
     print_failure(error, job, 0)
     second = capfd.readouterr().err
     assert "Traceback" in first and "what happened" in first
     assert second.startswith("rank 0 ended in _raised (")
-    assert second.endswith("with the same MismatchError as another rank\n")
+    assert second.endswith(f", with the same MismatchError as another rank: {values}\n")
     print_failure(_raised(MismatchError("another")), job, 0)
     assert "Traceback" in capfd.readouterr().err
 
