@@ -155,7 +155,7 @@ class MailboxTable:
         return len(self._areas) - 1
 
     def _take_back(self, members: tuple[int, ...], capacity: int, now: float) -> None:
-        """End the mailbox that was opened first, unless an area is about to be free: a later call of another stem gets it."""
+        """End the mailbox that was opened first, unless an area is about to be free; a later call gets it."""
         mine = [number for number, area in enumerate(self._areas) if (area.members, area.capacity) == (members, capacity)]
         in_use = [found for found in self._open.values() if found.mailbox.area in mine]
         if in_use and len(in_use) == len(mine) and all(found.awaited is None for found in in_use):

@@ -85,8 +85,11 @@ class Job:
         actions: list[Callable[[], None]] = [self.decide]
         for rank in self.ranks:
             actions += [rank.step, rank.step, rank.step, rank.send, rank.receive, rank.apply]
+        laggard = self.choice.choice([None, *self.ranks])  # applies decisions late
         for _ in range(200_000):
-            self.choice.choice(actions)()
+            action = self.choice.choice(actions)
+            if laggard is None or action != laggard.apply or self.choice.random() < 0.03:
+                action()
             if self.choice.random() < 0.01:
                 self.choice.choice(self.ranks).lose_patience()
             if all(rank.is_over for rank in self.ranks):

@@ -19,13 +19,14 @@ def scripts(size: int, choice: random.Random) -> list[list[Call]]:
     """Return calls under a few names, mostly blocking, sometimes not on all ranks, or of another size on one rank."""
     names, numbers = ["x", "y", "z.1", "z.2"], dict.fromkeys(["x", "y", "z.1", "z.2"], 0)
     made: list[list[Call]] = [[] for _ in range(size)]
+    abandoned = choice.choice([0.1, 0.5])
     for _ in range(60):
         name = choice.choice(names)
         number, numbers[name] = numbers[name], numbers[name] + 1
         differs, other = choice.random() < 0.05, choice.randrange(size)
         for rank, script in enumerate(made):
             script.append(Call(name, number, choice.random() < 0.95, 2 if differs and rank == other else 1,
-                               abandoned=choice.random() < 0.1))
+                               abandoned=choice.random() < abandoned))
     return made
 
 
