@@ -11,8 +11,8 @@ Rules (docs/protocol.md#mailboxes)
 - A mailbox ends in two decisions. After the first, no rank writes to it, and each one says so. After the second, all ranks
   see the same memory: a call in a round that is not complete becomes an ordinary request.
 - It ends when a rank waits long in it or finds another description, and before a rank joins or leaves, before its process
-  set is removed, while there is a timeline, and when another stem needs its area and there are no more. The coordinator needs no other reason: everything else that can happen to
-  the tensor happens to the requests.
+  set is removed, while there is a timeline, and when another stem needs its area and there are no more. The coordinator
+  needs no other reason: everything else that can happen to the tensor happens to the requests.
 - An area is used again when all ranks have applied the decision that closed its mailbox: they have applied a later one, too,
   because a rank may send reports in the middle of a decision.
 """
