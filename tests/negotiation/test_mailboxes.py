@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from unittest import mock
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from hvdlite.core.types import Collective
 from hvdlite.negotiation import mailboxes
 from hvdlite.negotiation.mailboxes import MailboxTable
 from hvdlite.negotiation.messages import MailboxFrozen, Request
-from tests.negotiation.mailbox_ranks import Call, Job, expected
+from tests.negotiation.mailbox_ranks import Call, Job, Rank, expected
 
 
 def scripts(size: int, choice: random.Random) -> list[list[Call]]:
@@ -65,3 +66,48 @@ def test_without_a_free_area_the_mailbox_that_was_opened_first_is_given_back() -
         assert [(mailbox.stem, mailbox.area, mailbox.first_round) for mailbox in table.opened[2:]] == [("z", 0, 8)]
         call("w")
         assert table.frozen == [1, 2]
+
+
+# docs/protocol.md#mailboxes
+@pytest.mark.parametrize("is_too_early", [False, True])
+def test_an_area_is_used_again_only_when_all_ranks_have_applied_the_end_of_its_mailbox(is_too_early: bool) -> None:
+    """A rank that has applied it would write round 3 over round 1, which another one has still to read.
+
+    That rank's thread has left the call of round 1, and its next call became a request; so the other one is a round ahead.
+    """
+    made = [[Call("z.1", 0, True), Call("z.1", 1, True, abandoned=rank == 0), Call("z.2", 0, True, abandoned=rank == 0),
+             Call("z.1", 2, True)] for rank in (0, 1)]
+    job = Job(made, random.Random(1))
+    slow, fast = job.ranks
+    if is_too_early:
+        job.coordinator.negotiator.mailboxes.applied = lambda: 1 << 60
+
+    def exchange(*applying: Rank) -> None:
+        for rank in job.ranks:
+            rank.send()
+            rank.receive()
+        job.decide()
+        for rank in applying:
+            rank.apply()
+
+    with mock.patch.multiple(mailboxes, OPENS_AFTER=1, MOST_CALLS=1):
+        for rank in job.ranks:
+            rank.step()
+        exchange(slow, fast)
+        assert all(rank.state.mailboxes for rank in job.ranks)
+        while slow.position < 3 or slow.current is not None:
+            slow.step()
+        while fast.position < 3:
+            fast.step()
+        fast.step()  # writes round 2
+        exchange(slow, fast)  # the mailbox is frozen
+        exchange(fast)  # closed
+        exchange(fast)  # z.2 is answered
+        while fast.position < 4:
+            fast.step()
+        fast.step()  # writes round 3, if there is a mailbox
+        try:
+            job.play(20_000)
+        except AssertionError:
+            assert is_too_early
+    assert is_too_early != all(call.result == expected(call, 2) for calls in made for call in calls)
