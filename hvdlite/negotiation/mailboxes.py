@@ -11,8 +11,8 @@ Rules (docs/protocol.md#mailboxes)
 - A mailbox ends in two decisions. After the first, no rank writes to it, and each one says so. After the second, all ranks
   see the same memory: a call in a round that is not complete becomes an ordinary request.
 - It ends when a rank waits long in it or finds another description, and before a rank joins or leaves, before its process
-  set is removed, and while there is a timeline. The coordinator needs no other reason: everything else that can happen to
-  the tensor happens to the requests.
+  set is removed, while there is a timeline, and when another stem needs its area and there are no more. The coordinator
+  needs no other reason: everything else that can happen to the tensor happens to the requests.
 - An area is used again when all ranks have applied the decision that closed its mailbox: they have applied a later one, too,
   because a rank may send reports in the middle of a decision.
 """
@@ -127,11 +127,12 @@ class MailboxTable:
             if self._calls[key] >= OPENS_AFTER:  # it has room for smaller tensors only
                 self._freeze(found, now)
         elif self._calls[key] >= self._needed.get(key, OPENS_AFTER):
-            self._open_for(key, members, min(SMALL, self._limit) if nbytes <= SMALL else self._limit)
+            self._open_for(key, members, min(SMALL, self._limit) if nbytes <= SMALL else self._limit, now)
 
-    def _open_for(self, key: StemKey, members: tuple[int, ...], capacity: int) -> None:
+    def _open_for(self, key: StemKey, members: tuple[int, ...], capacity: int, now: float) -> None:
         number = self._free_area(members, capacity)
         if number is None:
+            self._take_back(members, capacity, now)
             return
         area = self._areas[number]
         area.closed_in = None
@@ -152,6 +153,13 @@ class MailboxTable:
             return None
         self._areas.append(_Area(members, capacity))
         return len(self._areas) - 1
+
+    def _take_back(self, members: tuple[int, ...], capacity: int, now: float) -> None:
+        """End the mailbox that was opened first, unless an area is about to be free; a later call gets it."""
+        mine = [number for number, area in enumerate(self._areas) if (area.members, area.capacity) == (members, capacity)]
+        in_use = [found for found in self._open.values() if found.mailbox.area in mine]
+        if in_use and len(in_use) == len(mine) and all(found.awaited is None for found in in_use):
+            self._freeze(in_use[0], now)
 
     # --- the end of a mailbox ------------------------------------------------------------------------------------------
 
