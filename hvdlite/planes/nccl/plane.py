@@ -112,12 +112,12 @@ class NcclPlane:
         self._events: EventPool | None = None
         self._sets: dict[int, tuple[int, ...]] = {}
         self._communicator_refs: dict[int, CommunicatorRef] = {}  # by process set
-        self._reason: str | None = None  # why there is no GPU, once it is known
-        self._closing = False
-        self._has_entered = False  # the background thread
         self._options, self._keeper = options, keeper if options.shrink else None
         self._tokens: dict[int, bytes] = {}  # by process set: see `KeptInfo`
         self._to_abort: list[CommunicatorRef] = []  # by `close`, also if no process set has them yet
+        self._reason: str | None = None  # why there is no GPU, once it is known
+        self._closing = False
+        self._has_entered = False  # the background thread
         self._reclaim: Callable[[], None] | None = None  # see `DeviceAccess.wrap`
         self._pid = os.getpid()
 
