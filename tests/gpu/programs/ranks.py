@@ -12,7 +12,8 @@ import torch
 
 import hvdlite
 import hvdlite_torch as hvd
-from tests.gpu.programs.support import begin, share_even_alone
+from benchmarks.gpu_sheet import sharing_alone
+from tests.gpu.programs.support import begin
 from tests.raising import raises
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -167,7 +168,6 @@ def memory_of_dropped_tensors_is_not_reused_too_early() -> None:
 
 def a_collective_in_a_graph_is_refused_and_graphs_of_the_model_work() -> None:
     _, _, gpu = begin()
-    share_even_alone()
     tensor = torch.ones(8, device=gpu)
     hvd.allreduce_(tensor, op=hvd.Sum)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -183,7 +183,8 @@ def a_collective_in_a_graph_is_refused_and_graphs_of_the_model_work() -> None:
     assert "CUDA graph" in str(error), error
     model = torch.nn.Linear(16, 4).to(gpu)
     graphed: Any = torch.cuda.make_graphed_callables(model, (torch.randn(8, 16, device=gpu),))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    with sharing_alone():
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     for _ in range(6):
         optimizer.zero_grad()
         graphed(torch.randn(8, 16, device=gpu)).square().mean().backward()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 import hvdlite_torch as hvd
-from hvdlite.training.gradient_reducer import GradientReducer
 
 
 def begin(shared_gpu: bool = True) -> tuple[int, int, torch.device]:
@@ -55,13 +54,3 @@ def step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
 def same_everywhere(model: Any) -> None:
     hvd.check_replicas(model.state_dict())
 
-
-def share_even_alone() -> None:
-    """Let a job of one rank go all the way, as if there were others."""
-    real = GradientReducer.__init__
-
-    def init(self: Any, *arguments: Any, **options: Any) -> None:
-        real(self, *arguments, **options)
-        self.is_shared = True
-
-    GradientReducer.__init__ = init  # type: ignore[method-assign]

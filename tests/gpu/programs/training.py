@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import hvdlite_torch as hvd
+from benchmarks.gpu_sheet import sharing_alone
 from benchmarks.gpu_training import STEPS, is_wait, names_within
-from tests.gpu.programs.support import batches, begin, net, same_everywhere, share_even_alone, step
+from tests.gpu.programs.support import batches, begin, net, same_everywhere, step
 from tests.torch.models import has_learned
 
 
@@ -142,9 +143,9 @@ def sparse_gradients_norms_and_parameters_on_both_sides() -> None:
 
 def nothing_waits_for_the_gpu_in_a_step() -> None:
     begin()
-    share_even_alone()
     model = net(wide=512)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+    with sharing_alone():
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
     data = list(batches(12, 1))
     for x, y in data[:8]:
         step(model, optimizer, x, y)
