@@ -155,10 +155,11 @@ def median_of(work: Callable[[], object], repeats: int) -> float:
     """Return the host microseconds of a call."""
     import torch
     times = []
-    for turn in range(repeats + 20):
+    warm_up = min(20, repeats)
+    for turn in range(repeats + warm_up):
         began = time.perf_counter()
         work()
-        if turn >= 20:
+        if turn >= warm_up:
             times.append(time.perf_counter() - began)
         if turn % 50 == 0:
             torch.cuda.synchronize()  # a full queue would be in the figure

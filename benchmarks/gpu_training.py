@@ -194,6 +194,7 @@ def overlap(sheet: Sheet, setup: Setup) -> None:
             future.set_result(bucket.buffer())
         return future
 
+    theirs.__annotations__.clear()  # torch takes others than its own for a mistake
     contenders = {"sharing": stepper(setup, "sharing", work.model, data),
                   "DDP": stepper(setup, "DDP", work.model, data, hook=theirs)}
     with replaced_all_reduce(ours):

@@ -109,7 +109,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Gpus:
         monkeypatch.setattr(owner, name, call)
 
     def synchronize() -> None:
-        for gpu in gpus.made:
+        for gpu in (each for each in gpus.made if not each.closed_streams):
             for stream in gpu._streams:
                 event = gpu.make_event()
                 gpu.record(event, stream)
