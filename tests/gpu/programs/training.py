@@ -62,9 +62,9 @@ def two_ranks_equal_one(variants: list[str], views: bool) -> None:
         alone, _ = train(variant, False)
         try:
             assert has_learned(optimizer), "buckets were never learned"
-            tolerance = 2e-2 if variant in ("fp16", "bf16") else 1e-4
+            rtol, atol = (5e-2, 1e-2) if variant in ("fp16", "bf16") else (1e-4, 1e-5)
             for mine, theirs in zip(ours.parameters(), alone.parameters(), strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance / 10)
+                torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
             assert all(parameter.grad.device == parameter.device for parameter in ours.parameters())
             if views and variant not in OPTIONS:
                 assert all(parameter.grad.data_ptr() % 256 == 0 for parameter in ours.parameters())
