@@ -74,13 +74,13 @@ class Check:
 
 SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all")
 CHECKS = (
-    Check("environment", "GPUs, versions, which NCCL, what opens", 50, 1),
-    Check("device tests", "memory, streams, events, the kernel", 60, 1, tests="tests/gpu/test_device.py"),
+    Check("environment", "GPUs, versions, which NCCL, what opens", 40, 1),
+    Check("device tests", "memory, streams, events, the kernel", 75, 1, tests="tests/gpu/test_device.py"),
     Check("pack", "pack, unpack and casts against a device copy, GB/s", 45, 1),
     Check("host", "host microseconds: a call, a launch, a bucket, a gradient", 45, 1),
     Check("training", "one rank: plain, wrapped, wrapped and sharing with itself, DDP; ms a step", 115, 1),
     Check("small steps", "the same, where the host limits; ms a step on the host, CPU time", 40, 1),
-    Check("waits", "calls that wait for the GPU within training steps; where a step's time goes", 45, 1),
+    Check("waits", "calls that wait for the GPU within training steps; where a step's time goes", 35, 1),
     Check("launch", "from 'bucket full' to 'NCCL enqueued', idle and beside a thread that holds the GIL", 45, 1),
     Check("overlap", "how much of a communication the backward pass hides, ours and DDP's", 40, 1),
     Check("situations", "reentrant checkpoints, another stream, peak memory, a nearly full GPU", 45, 1),

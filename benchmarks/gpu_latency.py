@@ -27,14 +27,14 @@ def gil_held() -> Iterator[None]:
         thread.join()
 
 
-def measure_launches(sheet: Sheet, setup: Setup, step: Callable[[], None], name: str) -> None:
+def measure_launches(sheet: Sheet, setup: Setup, step: Callable[[], None], name: str, steps: int) -> None:
     """Write down the time from "bucket full" to "NCCL enqueued" in training steps, idle and beside a busy thread."""
     import torch
-    for what, beside, steps in (("idle", contextlib.nullcontext(), 200),
-                                ("beside a thread that holds the GIL", gil_held(), 40)):
+    for what, beside, count in (("idle", contextlib.nullcontext(), steps),
+                                ("beside a thread that holds the GIL", gil_held(), steps // 5)):
         with sheet.part(f"{name}, {what}"), launch_times() as seconds:
             with beside:
-                for _ in range(setup.work.times(steps, 2)):
+                for _ in range(setup.work.times(count, 2)):
                     step()
             torch.cuda.synchronize()
             add_percentiles(sheet, f"{name}, {what}", seconds)
@@ -45,10 +45,10 @@ def launch(sheet: Sheet, setup: Setup) -> None:
     gpu, work = setup.gpu(), setup.work
     import hvdlite_torch as hvd
     hvd.init()
-    for name, batch, pixels in (("small images", work.small_batch, work.small_pixels),
-                                ("large images", work.batch, work.pixels)):
+    for name, batch, pixels, steps in (("small images", work.small_batch, work.small_pixels, 300),
+                                       ("large images", work.batch, work.pixels, 100)):
         step = stepper(setup, "sharing", work.model, images(setup, gpu, batch, pixels))
-        measure_launches(sheet, setup, step, name)
+        measure_launches(sheet, setup, step, name, steps)
     hvd.shutdown()
 
 
@@ -65,6 +65,6 @@ def two_ranks(sheet: Sheet, setup: Setup) -> None:
     of = [kind for kind in kinds() if kind != "sharing"]
     contest(sheet, "small resnet50, 2 ranks", makers(setup, of, work.model, data), work.times(4), work.times(3))
     hvd.barrier()
-    measure_launches(sheet, setup, stepper(setup, "wrapped", work.model, data), "2 ranks")
+    measure_launches(sheet, setup, stepper(setup, "wrapped", work.model, data), "2 ranks", 75)
     hvd.shutdown()
     setup.leave_torch()

@@ -124,8 +124,8 @@ def nearly_full(sheet: Sheet, setup: Setup, gpu: Any) -> None:
     step()
     torch.cuda.synchronize()
     free, _ = torch.cuda.mem_get_info()
-    hog = torch.empty(max(1, free - FREE), dtype=torch.uint8, device=gpu)
-    del hog  # into torch's cache
+    hogs = [torch.empty((free - FREE) // 32, dtype=torch.uint8, device=gpu) for _ in range(32)]
+    del hogs  # into torch's cache, of which it can give back what it does not use a part of
     sheet.add("nearly full GPU: free before buckets are learned", torch.cuda.mem_get_info()[0] / 1e6, "MB")
     for _ in range(5):
         step()
