@@ -125,7 +125,7 @@ def nearly_full(sheet: Sheet, setup: Setup, gpu: Any) -> None:
     torch.cuda.synchronize()
     free, _ = torch.cuda.mem_get_info()
     hogs = [torch.empty((free - FREE) // 32, dtype=torch.uint8, device=gpu) for _ in range(32)]
-    del hogs  # into torch's cache, of which it can give back what it does not use a part of
+    del hogs  # into torch's cache, which gives back blocks of which nothing is used
     sheet.add("nearly full GPU: free before buckets are learned", torch.cuda.mem_get_info()[0] / 1e6, "MB")
     for _ in range(5):
         step()

@@ -96,8 +96,12 @@ WORK = Work(tiny, lambda: [(4, 3), (7,), (2, 2, 3)], divisor=1000, shrink=1 << 1
             small_pixels=8)
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> Gpus:
-    """Put the stand-ins in their places, for one test."""
+def install(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Gpus:
+    """Put the stand-ins in their places, for one test.
+
+    Args:
+        count: of GPUs.
+    """
     gpus = gpu_double.install(monkeypatch)
 
     def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -122,7 +126,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Gpus:
             (torch.cuda, "reset_peak_memory_stats", lambda: None), (torch.cuda, "max_memory_allocated", lambda: 1 << 20),
             (torch.cuda, "get_device_properties", lambda gpu: types.SimpleNamespace(
                 name="a double", multi_processor_count=1, major=9, minor=0)),
-            (torch.cuda, "device_count", lambda: 1), (torch.cuda.nccl, "version", lambda: (2, 28, 9)),
+            (torch.cuda, "device_count", lambda: count), (torch.cuda.nccl, "version", lambda: (2, 28, 9)),
             (dist, "all_reduce", lambda tensor, op: None)):
         replace(owner, name, replacement)
     for owner, name, replacement in (

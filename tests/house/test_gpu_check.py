@@ -8,6 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -15,20 +16,21 @@ pytest.importorskip("torch")
 
 import torch
 
-from benchmarks import gpu_check, gpu_checks, gpu_report
+from benchmarks import gpu_check, gpu_checks, gpu_report, gpu_sheet
 from benchmarks.gpu_check import CHECKS, Check
 from benchmarks.gpu_sheet import Setup
+from hvdlite.planes.nccl import device
 from tests.house import gpu_stand_in
 
 ENDING = "tests.house.programs.ending_checks"
 
 
-def sheets(names: Any, size: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run checks over doubles; return rank 0's sheets."""
-    gpus = gpu_stand_in.install(monkeypatch)
+def sheets(names: Any, size: int, path: Path, monkeypatch: pytest.MonkeyPatch, count: int = 1) -> dict[str, Any]:
+    """Run checks over doubles of `count` GPUs; return rank 0's sheets."""
+    gpus = gpu_stand_in.install(monkeypatch, count)
     found, errors = {}, {}
     for name in names:
-        directory = path / name
+        directory = path / f"{name}, {count} GPUs"
         directory.mkdir()
         gpu_stand_in.run_check(name, size, gpus, directory, monkeypatch)
         each = [json.loads((directory / str(rank)).read_text(encoding="utf-8")) for rank in range(size)]
@@ -53,9 +55,8 @@ def test_every_check_of_two_ranks_runs(tmp_path: Path, monkeypatch: pytest.Monke
     names = [check.name for check in CHECKS if check.ranks == 2]
     found = sheets(names, 2, tmp_path, monkeypatch)
     assert all("share one GPU" in found[name]["notes"]["what it means"] for name in names)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    (tmp_path / "more").mkdir()
-    found = sheets(["nccl"], 2, tmp_path / "more", monkeypatch)
+    found = sheets(["nccl"], 2, tmp_path, monkeypatch, count=2)
+    assert found["nccl"]["notes"]["what it means"] == "ranks have a GPU each"
 
 
 def test_checks_fit_their_part_and_have_what_runs_them() -> None:
@@ -89,6 +90,31 @@ def test_ranks_that_share_a_gpu_are_hosts_to_nccl(monkeypatch: pytest.MonkeyPatc
         Setup(0, 1).gpu()
 
 
+def test_the_gpu_is_opened_as_the_plane_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = MagicMock()
+    monkeypatch.setattr(device, "CupyDevice", made)
+    assert Setup(0, 1).device(torch.device("cuda", 1)) is made.return_value
+    made.assert_called_once_with(1, 0, {})
+    made.return_value.make_current.assert_called_once_with()
+
+
+def test_the_gradients_that_are_packed_are_those_of_the_network() -> None:
+    with torch.device("meta"):
+        shapes = [tuple(parameter.shape) for parameter in gpu_sheet.resnet50().parameters()]
+    assert sorted(shapes) == sorted(gpu_sheet.resnet_shapes()) and len(shapes) == 161
+
+
+def test_a_check_that_raises_is_recorded_and_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    file = tmp_path / "sheet"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["gpu_checks", "pack", str(file)])
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(gpu_checks, "faulthandler", MagicMock())
+    gpu_checks.main()
+    assert codes == [1] and "sees no GPU" in json.loads(file.read_text(encoding="utf-8"))["errors"]["all"]
+
+
 def test_what_ends_in_any_way_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                           capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(gpu_check, "NEEDED", {})
@@ -98,17 +124,18 @@ def test_what_ends_in_any_way_is_recorded(tmp_path: Path, monkeypatch: pytest.Mo
               Check("part fails", "goes on", 60, 1, module=ENDING),
               Check("dies", "is killed", 60, 1, module=ENDING),
               Check("hangs", "takes too long", 0.5, 1, module=ENDING),
-              Check("under", "needs a program", 60, 2, module=ENDING, under=("no-such-program-anywhere",)),
+              Check("without", "needs a program", 60, 2, module=ENDING, under=("no-such-program-anywhere",)),
+              Check("under", "has its program", 60, 2, module=ENDING, under=("env", "CHECKED=there")),
               Check("broken", "cannot start", 60, 2, module=ENDING, ranks="two"))  # type: ignore[arg-type]
     assert gpu_check.main(["--record", str(file), "--commit", "abc"], checks) == 1
     record = json.loads(file.read_text(encoding="utf-8"))
     states = {name: result["state"] for name, result in record["checks"].items()}
-    assert states == {"good": "ok", "part fails": "failed", "dies": "failed", "hangs": "too long", "under": "skipped",
-                      "broken": "broken"}
+    assert states == {"good": "ok", "part fails": "failed", "dies": "failed", "hangs": "too long",
+                      "without": "skipped", "under": "ok", "broken": "broken"}
     assert record["commit"] == "abc" and record["versions"]["torch"]
     figures = {name: [figure["value"] for figure in result.get("figures", ())] for name, result in record["checks"].items()}
     assert figures["good"] == [0, "yes"] and figures["part fails"] == [0] and figures["dies"] == [0]
-    assert record["checks"]["dies"]["codes"] == [-9]
+    assert record["checks"]["dies"]["codes"] == [-9] and "said" in record["checks"]["under"]
     assert "ZeroDivisionError" in record["checks"]["part fails"]["errors"]["rank 0: division"]
     printed = capsys.readouterr().out
     assert "division: ZeroDivisionError" in printed and "NOT MET" not in printed
@@ -146,6 +173,8 @@ def test_outcomes_of_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     result = gpu_check.run_tests(Check("tests", "", 60, 1, tests=str(tests)), 60)
     assert (result["state"], result["passed"], result["failed"], result["skipped"]) == ("failed", 1, 1, 1)
     assert "why" in result["tests"]["test_bad"] and "no GPU" in result["tests"]["test_left_out"]
+    tests.write_text("import pytest\n@pytest.mark.skip(reason='no GPU')\ndef test_left_out(): pass\n", encoding="utf-8")
+    assert gpu_check.run_tests(Check("tests", "", 60, 1, tests=str(tests)), 60)["state"] == "skipped"
     assert "1 passed, 1 failed" in gpu_report.summary("tests", {**result, "seconds": 1})
     log = ("tests/a.py::test_one PASSED [ 50%]\n[gw1] [ 60%] FAILED tests/a.py::test_two[2] \ntests/a.py::test_three \n"
            "[gw0] [ 70%] SKIPPED tests/a.py::test_four\n")

@@ -177,7 +177,7 @@ def python_calls(function: Any, *inputs: Any) -> list[str]:
     return [each.type for each in function.get_concrete_function(*inputs).graph.get_operations() if "PyFunc" in each.type]
 
 
-def test_collectives_in_a_graph_stay_on_the_gpu(gpus: Any, tf: Any, seen: Any) -> None:
+def test_collectives_in_a_graph_stay_on_the_gpu(gpus: Any, tf: Any, seen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def step(runtime: Runtime) -> None:
         seen.runtime = runtime
 
@@ -197,6 +197,8 @@ def test_collectives_in_a_graph_stay_on_the_gpu(gpus: Any, tf: Any, seen: Any) -
             return received, counts, hvd.allreduce(tf.cast(x, tf.int16), op=hvd.Sum), hvd.size_op()
         assert (on_the_host(x)[0].numpy() == x.numpy()).all()
         assert set(python_calls(on_the_host, x)) == {"PyFunc"}
+        monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [])
+        assert python_calls(tf.function(lambda x: hvd.allreduce(x)), x) == ["PyFunc"], "there is no GPU"
     worlds.threads(1, step)
     assert {"allReduce", "broadcast"} <= set(gpus.made[0].launches)
 

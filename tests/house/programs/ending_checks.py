@@ -16,7 +16,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR2)
     name, sheet = sys.argv[1], Sheet(Path(sys.argv[2]))
     sheet.add("rank", int(os.environ.get("HVDLITE_RANK", 0)))
-    if name == "good":
+    if name in ("good", "under"):
         sheet.add("variable", os.environ["CHECKED"])
     elif name == "part fails":
         with sheet.part("division"):
