@@ -55,6 +55,7 @@ class Check:
 
     Attributes:
         limit: in seconds.
+        ranks: if several: at least; one for each GPU.
         tests: runs pytest there instead of a function.
         module: has the function.
         under: a program that runs the check's process, and its arguments; without it the check is skipped.
@@ -88,8 +89,8 @@ CHECKS = (
           tests="tests/gpu/test_ranks.py"),
     Check("training tests", "equal to one rank, compression, scaling, beside DDP's NCCL", 160, 2,
           tests="tests/gpu/test_training.py"),
-    Check("nccl", "NCCL through CuPy against torch.distributed, on the same buffers, 2 ranks", 55, 2, ranks=2),
-    Check("two ranks", "2 ranks: the host's time of a step beside DDP's, and launches", 65, 2, ranks=2),
+    Check("nccl", "NCCL through CuPy against torch.distributed, on the same buffers", 55, 2, ranks=2),
+    Check("several ranks", "the host's time of a step beside DDP's, and launches, where others take part", 65, 2, ranks=2),
     Check("kernels", "every kernel under compute-sanitizer's memory checker", 60, 2, under=SANITIZER,
           variables=(("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)),  # the checker knows CUDA's allocations only
 )
@@ -161,7 +162,7 @@ def run_all(checks: Sequence[Check], options: argparse.Namespace) -> int:
         write(path, record)
         began = time.monotonic()
         try:
-            result = run_tests(check, limit) if check.tests else run_check(check, limit)
+            result = run_tests(check, limit) if check.tests else run_check(check, limit, record["gpus"])
         except Exception as error:  # a defect of this script must not cost the other checks
             result = {"state": "broken", "error": f"{type(error).__name__}: {error}"}
         result["seconds"] = round(time.monotonic() - began, 1)
@@ -237,8 +238,14 @@ def unpack_wheels(directory: Path, into: Path) -> None:
 # --- checks --------------------------------------------------------------------------------------------------------
 
 
-def run_check(check: Check, limit: float) -> Record:
+def ranks_of(check: Check, gpus: int) -> int:
+    """Return the number of ranks of a check on a machine with some GPUs."""
+    return max(check.ranks, gpus) if check.ranks > 1 else 1
+
+
+def run_check(check: Check, limit: float, gpus: int = 1) -> Record:
     """Run a check's function on its ranks, each a process."""
+    ranks = ranks_of(check, gpus)
     prefix: list[str] = []
     if check.under:
         program = find_program(check.under[0])
@@ -250,12 +257,12 @@ def run_check(check: Check, limit: float) -> Record:
         job = where / "job"
         job.mkdir(mode=0o700)
         processes = []
-        for rank in range(check.ranks):
+        for rank in range(ranks):
             command = [*prefix, sys.executable, "-m", check.module, check.name, str(where / f"{rank}.json")]
-            variables = rank_environment(rank, check.ranks, job, dict(check.variables))
+            variables = rank_environment(rank, ranks, job, dict(check.variables))
             processes.append(Running(command, where / f"{rank}.log", variables))
         codes = wait(processes, limit)
-        figures = [read(where / f"{rank}.json") for rank in range(check.ranks)]
+        figures = [read(where / f"{rank}.json") for rank in range(ranks)]
         logs = [process.log() for process in processes]
     result: Record = {"state": "ok", **(figures[0] or {})}
     if check.under:
@@ -283,16 +290,23 @@ def run_tests(check: Check, limit: float) -> Record:
         (code,) = wait([process], limit)
         log = process.log()
         tests = outcomes(report) if report.exists() else outcomes_so_far(log)
-    failed = {name: text for name, text in tests.items() if text not in ("passed",) and not text.startswith("skipped")}
-    state = "too long" if code is None else "ok" if code == 0 and not failed else "failed"
-    if state == "ok" and all(text.startswith("skipped") for text in tests.values()):
-        state = "skipped"
-    result: Record = {"state": state, "tests": {name: text[-TAIL:] for name, text in tests.items()},
-                      "passed": sum(text == "passed" for text in tests.values()), "failed": len(failed),
-                      "skipped": sum(text.startswith("skipped") for text in tests.values())}
+    passed = sum(text == "passed" for text in tests.values())
+    skipped = sum(text.startswith("skipped") for text in tests.values())
+    state = state_of(code, passed, skipped, len(tests))
+    result: Record = {"state": state, "tests": {name: text[-TAIL:] for name, text in tests.items()}, "passed": passed,
+                      "failed": len(tests) - passed - skipped, "skipped": skipped}
     if state != "ok":
         result["output"] = log[-2 * TAIL:]
     return result
+
+
+def state_of(code: int | None, passed: int, skipped: int, tests: int) -> str:
+    """Return the state of a check by pytest's exit code (None: it took too long) and its tests' outcomes."""
+    if code is None:
+        return "too long"
+    if code or passed + skipped < tests:
+        return "failed"
+    return "ok" if passed else "skipped"
 
 
 def outcomes(report: Path) -> dict[str, str]:

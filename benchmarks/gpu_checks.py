@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_latency import launch, two_ranks
+from benchmarks.gpu_latency import launch, several_ranks
 from benchmarks.gpu_sheet import Setup, Sheet, has_learned, sharing_alone
 from benchmarks.gpu_situations import kernels, situations
 from benchmarks.gpu_training import overlap, small_steps, training, waits
@@ -279,7 +279,7 @@ def _gradients(sheet: Sheet, setup: Setup, gpu: Any) -> None:
 
 
 def nccl(sheet: Sheet, setup: Setup) -> None:
-    """Reduce the same buffers through CuPy's NCCL and through torch's; two ranks, on one GPU or on two."""
+    """Reduce the same buffers through CuPy's NCCL and through torch's; ranks have a GPU each, or share one."""
     import torch
     gpu = setup.gpu()
     import torch.distributed as dist
@@ -309,7 +309,9 @@ def nccl(sheet: Sheet, setup: Setup) -> None:
                     if turn:
                         figures[name].append((time.perf_counter() - began) / repeats)
             for name, times in figures.items():
-                sheet.add(f"allreduce of {length * 4} bytes: {name}", statistics.median(times) * 1e3, "ms")
+                seconds, moved = statistics.median(times), 2 * (setup.size - 1) / setup.size * 4 * length
+                sheet.add(f"allreduce of {length * 4} bytes: {name}", seconds * 1e3, "ms")
+                sheet.add(f"allreduce of {length * 4} bytes: {name}, bus bandwidth", moved / seconds / 1e9, "GB/s")
             assert (one == 1).all() and (two == 1).all()
     torch.cuda.synchronize()
     hvd.shutdown()
@@ -318,7 +320,8 @@ def nccl(sheet: Sheet, setup: Setup) -> None:
 
 CHECKS: dict[str, Callable[[Sheet, Setup], None]] = {
     "environment": environment, "pack": pack, "host": host, "training": training, "small steps": small_steps, "waits": waits,
-    "overlap": overlap, "launch": launch, "situations": situations, "kernels": kernels, "nccl": nccl, "two ranks": two_ranks}
+    "overlap": overlap, "launch": launch, "situations": situations, "kernels": kernels, "nccl": nccl,
+    "several ranks": several_ranks}
 
 
 def run(name: str, path: Path, setup: Setup) -> int:

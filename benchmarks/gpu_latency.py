@@ -1,4 +1,4 @@
-"""The host's time for `gpu_check`: from "bucket full" to "NCCL enqueued", and two ranks beside DDP."""
+"""The host's time for `gpu_check`: from "bucket full" to "NCCL enqueued", and several ranks beside DDP."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def launch(sheet: Sheet, setup: Setup) -> None:
     hvd.shutdown()
 
 
-def two_ranks(sheet: Sheet, setup: Setup) -> None:
-    """Compare the host's time of a step with DDP's, and measure launches, where another rank takes part."""
+def several_ranks(sheet: Sheet, setup: Setup) -> None:
+    """Compare the host's time of a step with DDP's, and measure launches, where other ranks take part."""
     import torch
     gpu, work = setup.gpu(), setup.work
     import hvdlite_torch as hvd
@@ -63,8 +63,8 @@ def two_ranks(sheet: Sheet, setup: Setup) -> None:
     setup.join_torch(gpu)
     data = images(setup, gpu, work.small_batch, work.small_pixels)
     of = [kind for kind in kinds() if kind != "sharing"]
-    contest(sheet, "small resnet50, 2 ranks", makers(setup, of, work.model, data), work.times(4), work.times(3))
+    contest(sheet, f"small resnet50, {setup.size} ranks", makers(setup, of, work.model, data), work.times(4), work.times(3))
     hvd.barrier()
-    measure_launches(sheet, setup, stepper(setup, "wrapped", work.model, data), "2 ranks", 75)
+    measure_launches(sheet, setup, stepper(setup, "wrapped", work.model, data), f"{setup.size} ranks", 75)
     hvd.shutdown()
     setup.leave_torch()

@@ -51,7 +51,7 @@ def test_every_check_of_one_rank_runs_and_answers_its_targets(tmp_path: Path, mo
     assert "pack and unpack / copy" in gpu_report.table(record)
 
 
-def test_every_check_of_two_ranks_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_check_of_several_ranks_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [check.name for check in CHECKS if check.ranks == 2]
     found = sheets(names, 2, tmp_path, monkeypatch)
     assert all("share one GPU" in found[name]["notes"]["what it means"] for name in names)
@@ -149,7 +149,7 @@ def test_what_ends_in_any_way_is_recorded(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_run_that_is_killed_leaves_what_was_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(check: Check, limit: float) -> Any:
+    def killed(check: Check, limit: float, gpus: int) -> Any:
         raise KeyboardInterrupt
     monkeypatch.setattr(gpu_check, "NEEDED", {})
     monkeypatch.setattr(gpu_check, "run_check", killed)
@@ -157,6 +157,12 @@ def test_a_run_that_is_killed_leaves_what_was_under_way(tmp_path: Path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         gpu_check.main(["--record", str(file)], (Check("one", "", 60, 1),))
     assert json.loads(file.read_text(encoding="utf-8"))["checks"] == {"one": {"state": "under way"}}
+
+
+def test_ranks_have_all_gpus() -> None:
+    alone, several = Check("", "", 1, 1), Check("", "", 1, 1, ranks=2)
+    assert [gpu_check.ranks_of(alone, gpus) for gpus in (0, 1, 8)] == [1, 1, 1]
+    assert [gpu_check.ranks_of(several, gpus) for gpus in (0, 1, 8)] == [2, 2, 8]
 
 
 def test_ranks_do_not_wait_long_for_one_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,8 +179,8 @@ def test_outcomes_of_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     result = gpu_check.run_tests(Check("tests", "", 60, 1, tests=str(tests)), 60)
     assert (result["state"], result["passed"], result["failed"], result["skipped"]) == ("failed", 1, 1, 1)
     assert "why" in result["tests"]["test_bad"] and "no GPU" in result["tests"]["test_left_out"]
-    tests.write_text("import pytest\n@pytest.mark.skip(reason='no GPU')\ndef test_left_out(): pass\n", encoding="utf-8")
-    assert gpu_check.run_tests(Check("tests", "", 60, 1, tests=str(tests)), 60)["state"] == "skipped"
+    assert [gpu_check.state_of(*each) for each in ((None, 1, 0, 1), (0, 1, 1, 2), (0, 0, 2, 2), (1, 1, 0, 2), (0, 1, 0, 2))
+            ] == ["too long", "ok", "skipped", "failed", "failed"]
     assert "1 passed, 1 failed" in gpu_report.summary("tests", {**result, "seconds": 1})
     log = ("tests/a.py::test_one PASSED [ 50%]\n[gw1] [ 60%] FAILED tests/a.py::test_two[2] \ntests/a.py::test_three \n"
            "[gw0] [ 70%] SKIPPED tests/a.py::test_four\n")
