@@ -6,6 +6,7 @@ import dataclasses
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,10 +27,13 @@ class Scarcity:
     Attributes:
         shell: commands that take it away, before the job; `$FOLDER` is an empty folder, where temporary files are made.
         elastic: whether the job may change its members.
+        oom_events: a file of a control group that counts processes which the kernel has killed. hvdrun may be one, and then
+            tells nothing.
     """
 
     shell: str
     elastic: bool = False
+    oom_events: Path | None = None
 
 
 def _job(chance: random.Random, row: Row, scarcity: Scarcity) -> None:
@@ -47,12 +51,22 @@ def _job(chance: random.Random, row: Row, scarcity: Scarcity) -> None:
         assert ended.stdout.count(b"reduced") == 2, ended
         row.survived += 1
         return
+    if ended.returncode == -signal.SIGKILL and scarcity.oom_events and _oom_kills(scarcity.oom_events):
+        row.refused += 1
+        row.remark = "the kernel killed hvdrun itself"
+        return
     told = ended.stderr.decode(errors="replace")
     reasons = ("hvdrun: ", "Error: ", "Cannot allocate memory", "No space left")
     assert any(reason in told for reason in reasons), f"exit code {ended.returncode} without a reason: {told[-2000:]!r}"
     assert shared_memory() <= shared
     row.refused += 1
     row.remark = next((line for line in told.splitlines() if line.startswith("hvdrun: ")), told.splitlines()[-1])[:100]
+
+
+def _oom_kills(events: Path) -> int:
+    """Return how many processes of a control group the kernel has killed for memory."""
+    lines = events.read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
 def full_disk(chance: random.Random, row: Row) -> None:
@@ -76,9 +90,9 @@ def little_memory(chance: random.Random, row: Row) -> None:
     """Allow the job some MiB of memory: in a control group where one can be made, else of addresses (`ulimit -v`)."""
     limit = chance.randrange(30, 300) << 20
     name = f"hvdlite-chaos-{uuid.uuid4().hex[:8]}"
-    group, file = (MEMORY_CGROUP / name, "memory.limit_in_bytes")
+    group, file, events = (MEMORY_CGROUP / name, "memory.limit_in_bytes", "memory.oom_control")
     if not MEMORY_CGROUP.is_dir():
-        group, file = (UNIFIED_CGROUP / name, "memory.max")
+        group, file, events = (UNIFIED_CGROUP / name, "memory.max", "memory.events")
     try:
         group.mkdir()
         (group / file).write_text(str(limit), encoding="ascii")
@@ -87,7 +101,7 @@ def little_memory(chance: random.Random, row: Row) -> None:
         row.remark += " (ulimit -v)"
         return
     try:
-        _job(chance, row, Scarcity(f"echo 0 > {group}/cgroup.procs"))
+        _job(chance, row, Scarcity(f"echo 0 > {group}/cgroup.procs", oom_events=group / events))
     finally:
         while group.exists():  # processes that were killed leave it when they are waited for
             try:
