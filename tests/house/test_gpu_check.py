@@ -8,7 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, create_autospec
 
 import pytest
 
@@ -91,7 +91,7 @@ def test_ranks_that_share_a_gpu_are_hosts_to_nccl(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_gpu_is_opened_as_the_plane_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = MagicMock()
+    made = create_autospec(device.CupyDevice)
     monkeypatch.setattr(device, "CupyDevice", made)
     assert Setup(0, 1).device(torch.device("cuda", 1)) is made.return_value
     made.assert_called_once_with(1, 0, {})
