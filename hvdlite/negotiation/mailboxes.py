@@ -25,7 +25,7 @@ from typing import Final
 
 from hvdlite.core.device import CPU
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.messages import Mailbox, MailboxFrozen, MailboxStale, Request
+from hvdlite.negotiation.messages import Layout, Mailbox, MailboxFrozen, MailboxStale, Request
 from hvdlite.negotiation.stalls import Stall
 
 OPENS_AFTER: Final = 2
@@ -38,6 +38,8 @@ SMALL: Final = 31 << 10
 """Mailboxes have room for tensors of up to so many bytes, or for the largest that are allowed."""
 AREAS: Final = 64
 """Areas of a job."""
+LOCK: Final = "the buckets of "
+"""How the stem of a lock begins; its gradient set's label follows."""
 STEMS: Final = 1024
 """Stems whose calls are counted; of more, counting begins anew."""
 OPERATIONS: Final = frozenset({ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT})
@@ -62,6 +64,7 @@ class _Open:
     since: float = 0.0  # when it was frozen
     waiting: dict[int, str] = dataclasses.field(default_factory=dict)  # tensors that ranks wait for, by rank
     warned: bool = False
+    soon: int = SOON
 
 
 @dataclasses.dataclass
@@ -82,6 +85,7 @@ class MailboxTable:
         opened, frozen, closed: for the next decision.
         applied: returns the last decision that all ranks have applied.
         is_suspended: whether none is opened now.
+        lock: the one that is a lock, if there is one; see `locks.py`.
     """
 
     def __init__(self, limit: int) -> None:
@@ -90,6 +94,7 @@ class MailboxTable:
         self.closed: list[int] = []
         self.applied: Callable[[], int] = lambda: -1
         self.is_suspended = False
+        self.lock: _Open | None = None
         self._limit = limit
         self._open: dict[int, _Open] = {}
         self._stems: dict[StemKey, _Open] = {}  # likewise
@@ -129,18 +134,44 @@ class MailboxTable:
         elif self._calls[key] >= self._needed.get(key, OPENS_AFTER):
             self._open_for(key, members, min(SMALL, self._limit) if nbytes <= SMALL else self._limit)
 
-    def _open_for(self, key: StemKey, members: tuple[int, ...], capacity: int) -> None:
+    def open_lock(self, layout: Layout, members: tuple[int, ...], layout_round: int, rounds: int, opens_after: int) -> bool:
+        """Open a lock for a layout, if there is none and this is the time; return whether it is open now.
+
+        Args:
+            layout_round: the first round that is announced in it.
+            rounds: how many plain rounds there were, one after the other.
+            opens_after: how many are needed at first; the number is doubled each time that a lock has ended soon.
+        """
+        key = layout.buckets[0].response.process_set_id, LOCK + layout.label
+        if (self.lock is not None or self.is_suspended or len(members) < 2
+                or rounds < self._needed.get(key, opens_after)):
+            return False
+        self._needed.setdefault(key, opens_after)
+        self.lock = self._open_for(key, members, 0, layout.layout_id, layout_round)
+        if self.lock is None:
+            return False
+        self.lock.soon = SOON * len(layout.buckets)
+        return True
+
+    def freeze_lock(self, now: float) -> None:
+        """End the lock, if there is one."""
+        if self.lock is not None:
+            self._freeze(self.lock, now)
+
+    def _open_for(self, key: StemKey, members: tuple[int, ...], capacity: int, layout_id: int = 0,
+                  layout_round: int = 0) -> _Open | None:
         number = self._free_area(members, capacity)
         if number is None:
-            return
+            return None
         area = self._areas[number]
         area.closed_in = None
         mailbox = Mailbox(mailbox_id=self._next_id, stem=key[1], process_set_id=key[0], area=number, capacity=capacity,
-                          first_round=area.next_round)
+                          first_round=area.next_round, layout_id=layout_id, layout_round=layout_round)
         self._next_id += 1
-        self._open[mailbox.mailbox_id] = self._stems[key] = _Open(mailbox, members, area.next_round - 1)
+        opened = self._open[mailbox.mailbox_id] = self._stems[key] = _Open(mailbox, members, area.next_round - 1)
         self._calls.pop(key, None)
         self.opened.append(mailbox)
+        return opened
 
     def _free_area(self, members: tuple[int, ...], capacity: int) -> int | None:
         applied = self.applied()
@@ -211,7 +242,9 @@ class MailboxTable:
         area.next_round, area.closed_in = found.last_round + 1, sequence
         key = mailbox.process_set_id, mailbox.stem
         del self._stems[key]
-        if found.last_round - mailbox.first_round + 1 < SOON:
+        if found is self.lock:
+            self.lock = None
+        if found.last_round - mailbox.first_round + 1 < found.soon:
             self._needed[key] = min(2 * self._needed.get(key, OPENS_AFTER), MOST_CALLS)
         else:
             self._needed.pop(key, None)

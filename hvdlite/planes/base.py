@@ -169,6 +169,13 @@ class DevicePlane(DeviceAccess, Protocol):
     def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
         """Launch `plan`. Sources must be kept, and outputs are not valid, until the returned completion is done."""
 
+    def launch(self, plan: Plan) -> Completion:
+        """Like `execute`, on the calling thread, any thread. No other plan is launched meanwhile.
+
+        Args:
+            plan: of a process set whose ranks have executed another one. It is not counted.
+        """
+
     def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         """Like `Plane.add_process_set`."""
 

@@ -57,17 +57,17 @@ _log = logging.getLogger("hvdlite")
 
 
 def coordinator_for(world: World, config: Config, learned: Learned | None = None, *,
-                    mailbox_limit: int = 0) -> Coordinator | None:
+                    mailbox_limit: int = 0, locked_rounds: bool = False) -> Coordinator | None:
     """Return the coordinator on rank 0, None elsewhere.
 
     Args:
         learned: in the last world of an elastic job.
-        mailbox_limit: see `Policy`.
+        mailbox_limit, locked_rounds: see `Policy`.
     """
     if world.rank != 0:
         return None
     policy = Policy(config.fusion_threshold, BucketSizes(config.bucket_edge, config.bucket_size), config.bucket_layouts,
-                    config.join_divides_by_active, mailbox_limit, config.deterministic)
+                    config.join_divides_by_active, mailbox_limit, locked_rounds, config.deterministic)
     coordinator = Coordinator(world.size, policy, reduce_payloads, epoch=world.epoch)
     if learned is not None:
         if learned.tuned:
@@ -162,7 +162,8 @@ def _assembled(meeting: Meeting, casts: Casts, stack_dump: StackDumpTarget, envi
     connections = Connections(control, plane, oob, gpus(info, config, environment)(world.rank, oob, control.wake), probe,
                               common_clock(welcome), memory.mailbox_area if has_mailboxes else None)
     limit = min(config.mailbox_limit, EAGER_TRAFFIC // world.size) if has_mailboxes else 0
-    coordinator = coordinator_for(world, config, learned, mailbox_limit=limit)
+    locked = has_mailboxes and config.locked_rounds and not config.autotune  # autotune counts what is reported
+    coordinator = coordinator_for(world, config, learned, mailbox_limit=limit, locked_rounds=locked)
     runtime = Runtime(world, config, connections, coordinator, hosts)
     if not info.owns_directory:
         if world.rank == local[0]:

@@ -86,7 +86,7 @@ class NcclPlane:
         self._report: Callable[[Exception], None] = lambda error: None
         self._overdue_times: tuple[float, ...] = ()
         self._report_overdue: Callable[[OverdueWork], None] = lambda work: None
-        self._launched: dict[int, int] = {}  # by process set: the sequence number of the last plan launched
+        self._launched: dict[int, int] = {}  # by process set: how many plans were launched; equal on all its ranks
         self._shared_gpu, self._exit_timeout, self._clock = shared_gpu, exit_timeout, clock
         self._opening = threading.Lock()
         self._device: Device | None = None
@@ -166,6 +166,10 @@ class NcclPlane:
         if not plan.outputs:  # this rank has joined: no entry keeps the work alive, but other ranks need it
             launched.for_entry(None)
         return launched
+
+    def launch(self, plan: Plan) -> Completion:
+        """See `DevicePlane.launch`."""
+        return self._launch(self._opened(None), plan)
 
     def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         self._sets[process_set_id] = ranks  # its communicator is created when it is needed
@@ -357,9 +361,9 @@ class NcclPlane:
             collectives.launch(Launch(device, communicator, self._staging, plan, plan.ranks.index(self._rank),
                                       ref.has_kernels))
             assert self._events is not None
-            self._launched[response.process_set_id] = plan.sequence
-            group = LaunchedGroup(response.process_set_id, plan.sequence, plan.ranks, response.names, ready,
-                                  self._clock())
+            sequence = self._launched.get(response.process_set_id, 0) + 1
+            self._launched[response.process_set_id] = sequence
+            group = LaunchedGroup(response.process_set_id, sequence, plan.ranks, response.names, ready, self._clock())
             return LaunchedWork(device, self._events.record(device.stream), self._watcher, group)
         except device.failure as error:
             what = f"{response.collective.name.lower()} of '{response.names[0]}'"
