@@ -99,6 +99,7 @@ class Locks:
         if self._mailboxes.open_lock(layout, members, round_id + 2, rounds, OPENS_AFTER):
             self._layout, self._buckets = layout, frozenset(bucket.bucket_id for bucket in layout.buckets)
             self._gradient_sets.locked = layout.layout_id
+            self._rounds.clear()
 
     # --- the end -------------------------------------------------------------------------------------------------------
 
