@@ -202,6 +202,8 @@ class Engine:
                 self._history.add(request.name)
                 self._execution.add(item)
                 self._controller.enqueue(request)
+            case BucketEntry() | RoundDone() if self._mailboxes.keep(item):
+                pass
             case BucketEntry(bucket=bucket, ready=ready):
                 self._history.add(item.handle.name)
                 self._execution.add_bucket(item)

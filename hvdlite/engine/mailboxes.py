@@ -91,6 +91,10 @@ class Mailboxes:
         for lock in self._locks.values():
             lock.hurry()
 
+    def keep(self, item: BucketEntry | RoundDone) -> bool:
+        """Keep what is to be reported after what is announced in a lock; return whether it is kept."""
+        return any(lock.keep(item) for lock in self._locks.values())
+
     def freeze(self, mailbox_id: int) -> None:
         """Let no thread write to a mailbox, and say so."""
         end = self._ends.get(mailbox_id) or self._locks.get(mailbox_id)

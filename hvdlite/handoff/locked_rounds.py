@@ -20,6 +20,8 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
+
 from hvdlite.handoff.buckets import BucketEntry
 from hvdlite.handoff.deferring_lock import DeferringLock
 from hvdlite.memory.mailbox_area import MailboxArea
@@ -55,7 +57,8 @@ class LockedRounds:
         self._indices = {bucket.bucket_id: index for index, bucket in enumerate(layout.buckets)}
         self._entries: dict[int, BucketEntry] = {}  # full and not launched, by slot
         self._launched = mailbox.first_round - 1  # the last slot
-        self._filled: BucketReady | None = None  # the last bucket of a round that this rank has filled
+        self._kept: list[BucketEntry] = []  # came when the lock ended
+        self._done: RoundDone | None = None  # of the last round that this rank has finished
         self._is_frozen = self._has_told = False
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -84,8 +87,6 @@ class LockedRounds:
                 if self._is_frozen or self._error is not None:
                     return False
                 self._entries[self._slot(ready)] = entry
-                if ready.ends_round:
-                    self._filled = ready
                 self._announce()
         finally:
             self._unlocked()
@@ -135,7 +136,7 @@ class LockedRounds:
 
     def hurry(self) -> None:
         """A thread of this rank has been blocked for long, perhaps in what is announced here."""
-        for entry in list(self._entries.values())[:1]:
+        for entry in [*self._entries.values()][:1]:
             self._tell_stale(entry)
 
     def freeze(self) -> int:
@@ -144,24 +145,38 @@ class LockedRounds:
         self._end_launcher()
         return self.announced
 
-    def close(self, launch: Launch) -> tuple[list[BucketEntry], RoundDone | None]:
-        """All ranks have frozen the lock: launch what is complete; return the buckets that are to be reported.
+    def keep(self, item: BucketEntry | RoundDone) -> bool:
+        """Keep what is to be reported, if that must come after what is announced here; return whether it is kept.
 
-        With them goes the end of their round, if the bucket that would have told it is launched.
+        A round must not seem to be over while buckets of it are in the lock.
         """
+        if isinstance(item, RoundDone):
+            if item.label != self.label or item.round_id < self.mailbox.layout_round:
+                return False
+            self._done = item
+            return True
+        if item.ready.bucket_id not in self._indices or item.ready.round_id < self.mailbox.layout_round:
+            return False
+        self._kept.append(item)
+        return True
+
+    def close(self, launch: Launch) -> tuple[list[BucketEntry], RoundDone | None]:
+        """All ranks have frozen the lock: launch what is complete; return what is to be reported."""
         while self.is_complete(self._launched + 1):
             self._launch_next(launch)
-        rest = [self._entries[slot] for slot in sorted(self._entries)]
+        rest = [*(self._entries[slot] for slot in sorted(self._entries)), *self._kept]
         self._entries.clear()
-        done = None
-        if rest and self._filled is not None and self._filled.round_id == rest[0].ready.round_id and not any(
-                entry.ready.ends_round for entry in rest):
-            done = RoundDone(self.label, self._filled.round_id, self.mailbox.process_set_id)
-        return rest, done
+        self._kept.clear()
+        for entry in rest:
+            ready = entry.ready
+            if ready.ends_round:
+                self._done = RoundDone(self.label, ready.round_id, self.mailbox.process_set_id)
+                entry.ready = msgspec.structs.replace(ready, ends_round=False)
+        return rest, self._done
 
     def abandon(self, error: Exception) -> None:
         """This rank leaves: nobody waits for its buckets any more, but others need them. Called under the lock."""
-        for entry in self._entries.values():
+        for entry in (*self._entries.values(), *self._kept):
             entry.abandon(error)
 
     def fail(self, error: Exception) -> None:
@@ -205,7 +220,10 @@ class LockedRounds:
             mine[0] = slot
 
     def _launch_next(self, launch: Launch) -> None:
-        launch(self._entries[self._launched + 1])
+        entry = self._entries[self._launched + 1]
+        launch(entry)
+        if entry.ready.ends_round:
+            self._done = RoundDone(self.label, entry.ready.round_id, self.mailbox.process_set_id)
         self._launched += 1  # first: `is_complete` may look without the lock
         del self._entries[self._launched]
 
@@ -219,9 +237,9 @@ class LockedRounds:
         """Fail what is not launched, unless a thread has the lock: it does so afterwards."""
         if self._error is not None and self._lock.acquire(blocking=False):
             try:
-                for entry in self._entries.values():
-                    entry.abandon(self._error)
+                self.abandon(self._error)
                 self._entries.clear()
+                self._kept.clear()
             finally:
                 self._lock.release()
 

@@ -243,8 +243,12 @@ class GradientSetTable:
         release = self.pending.add(ranks, ready, bucket, now)
         if release is not None:
             self._layouts[layout_id] = self._layouts.pop(layout_id)  # used most recently
-            self._gradient_sets[layout.label].last_bucket_round = ready.round_id
+            self.reduced_by_bucket(layout.label, ready.round_id)
         return release, [], ranks, done
+
+    def reduced_by_bucket(self, label: str, round_id: int) -> None:
+        """Learn nothing from a round, because a bucket of it is not answered member by member."""
+        self._gradient_sets[label].last_bucket_round = round_id
 
     def out_of_step(self, ready: BucketReady) -> int | None:
         """Return the layout of a bucket that other ranks have reported at another optimizer step, or None."""

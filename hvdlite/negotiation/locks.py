@@ -25,7 +25,7 @@ from typing import Final
 from hvdlite.core.device import CPU
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.gradient_sets import GradientSetTable
-from hvdlite.negotiation.mailboxes import MailboxTable
+from hvdlite.negotiation.mailboxes import MailboxTable, OpenMailbox
 from hvdlite.negotiation.messages import (
     BucketReady,
     BucketRelease,
@@ -119,8 +119,13 @@ class Locks:
         self._rounds.clear()
         self._mailboxes.freeze_lock(now)
 
-    def closed(self) -> None:
-        """The lock is closed, or there is none."""
+    def closed(self, lock: OpenMailbox) -> None:
+        """All ranks have said what they have announced."""
+        assert self._layout is not None
+        slots = lock.last_round - lock.mailbox.first_round
+        if slots >= 0:
+            self._gradient_sets.reduced_by_bucket(self._layout.label,
+                                                  lock.mailbox.layout_round + slots // len(self._layout.buckets))
         self._gradient_sets.locked = 0
 
     def _ends(self, item: ReportItem | MergedRequests | RankReport) -> bool:

@@ -54,7 +54,7 @@ def stem_of(name: str) -> str:
 
 
 @dataclasses.dataclass
-class _Open:
+class OpenMailbox:
     """A mailbox that is not closed."""
 
     mailbox: Mailbox
@@ -94,10 +94,10 @@ class MailboxTable:
         self.closed: list[int] = []
         self.applied: Callable[[], int] = lambda: -1
         self.is_suspended = False
-        self.lock: _Open | None = None
+        self.lock: OpenMailbox | None = None
         self._limit = limit
-        self._open: dict[int, _Open] = {}
-        self._stems: dict[StemKey, _Open] = {}  # likewise
+        self._open: dict[int, OpenMailbox] = {}
+        self._stems: dict[StemKey, OpenMailbox] = {}  # likewise
         self._calls: dict[StemKey, int] = {}  # as requests, since the last mailbox was opened
         self._needed: dict[StemKey, int] = {}  # calls, where it is not `OPENS_AFTER`
         self._areas: list[_Area] = []
@@ -159,7 +159,7 @@ class MailboxTable:
             self._freeze(self.lock, now)
 
     def _open_for(self, key: StemKey, members: tuple[int, ...], capacity: int, layout_id: int = 0,
-                  layout_round: int = 0) -> _Open | None:
+                  layout_round: int = 0) -> OpenMailbox | None:
         number = self._free_area(members, capacity)
         if number is None:
             return None
@@ -168,7 +168,7 @@ class MailboxTable:
         mailbox = Mailbox(mailbox_id=self._next_id, stem=key[1], process_set_id=key[0], area=number, capacity=capacity,
                           first_round=area.next_round, layout_id=layout_id, layout_round=layout_round)
         self._next_id += 1
-        opened = self._open[mailbox.mailbox_id] = self._stems[key] = _Open(mailbox, members, area.next_round - 1)
+        opened = self._open[mailbox.mailbox_id] = self._stems[key] = OpenMailbox(mailbox, members, area.next_round - 1)
         self._calls.pop(key, None)
         self.opened.append(mailbox)
         return opened
@@ -225,12 +225,12 @@ class MailboxTable:
             found.last_round = max(found.last_round, frozen.round_id)
             self._answered(found, rank, sequence)
 
-    def _freeze(self, found: _Open, now: float) -> None:
+    def _freeze(self, found: OpenMailbox, now: float) -> None:
         if found.awaited is None:
             found.awaited, found.since = set(found.members), now
             self.frozen.append(found.mailbox.mailbox_id)
 
-    def _answered(self, found: _Open, rank: int, sequence: int) -> None:
+    def _answered(self, found: OpenMailbox, rank: int, sequence: int) -> None:
         assert found.awaited is not None
         found.awaited.discard(rank)
         if found.awaited:
@@ -267,11 +267,11 @@ class MailboxTable:
             each.warned = True
         return [_stall(each, now) for each in found]
 
-    def _ending(self) -> Iterator[_Open]:
+    def _ending(self) -> Iterator[OpenMailbox]:
         return (found for found in self._open.values() if found.awaited is not None)
 
 
-def _stall(found: _Open, now: float) -> Stall:
+def _stall(found: OpenMailbox, now: float) -> Stall:
     awaited = found.awaited or set()
     name = next(iter(found.waiting.values()), found.mailbox.stem)
     return Stall(name, now - found.since, tuple(sorted(found.waiting)), tuple(sorted(awaited - found.waiting.keys())))

@@ -198,9 +198,10 @@ class Negotiator:
 
     def receive_frozen(self, rank: int, frozen: MailboxFrozen) -> None:
         """Handle that a rank does not write to a mailbox any more."""
+        lock = self.mailboxes.lock
         self.mailboxes.member_frozen(rank, frozen, self._sequence)
-        if self.mailboxes.lock is None:
-            self.locks.closed()
+        if lock is not None and self.mailboxes.lock is None:
+            self.locks.closed(lock)
 
     def leave(self, rank: int, now: float) -> None:
         """Handle that a rank leaves: what waits for it is refused."""

@@ -12,6 +12,8 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from hvdlite.core.device import CPU, CUDA
 from hvdlite.core.types import Collective
 from hvdlite.engine.mailboxes import Mailboxes
@@ -57,23 +59,23 @@ class LockingController(Controller):
 
     def enqueue(self, request: Request) -> None:
         if request.collective is Collective.ALLREDUCE and not request.name.startswith("cpu"):
-            request = types.SimpleNamespace and _on_gpu(request)
+            request = msgspec.structs.replace(request, device=CUDA)
         super().enqueue(request)
 
     def enqueue_bucket(self, bucket: Bucket, ready: BucketReady) -> SplitBucket | None:
         entry = _entry(bucket, ready)
         lock = self._owner.state.locks.get(bucket.members[0].label)
-        if lock is not None and lock.put(entry):
+        if (lock is not None and lock.put(entry)) or self._owner.mailboxes.keep(entry):
             return None
         return self.report_bucket(entry)
+
+    def round_done(self, message: RoundDone) -> None:
+        if not self._owner.mailboxes.keep(message):
+            super().round_done(message)
 
     def report_bucket(self, entry: Any) -> SplitBucket | None:
         self._owner.ready[entry.ready.bucket_id] = entry.ready
         return super().enqueue_bucket(entry.bucket.definition, entry.ready)
-
-
-def _on_gpu(request: Request) -> Request:
-    return Request(**{field: getattr(request, field) for field in request.__struct_fields__} | {"device": CUDA})
 
 
 def _entry(bucket: Bucket, ready: BucketReady) -> Any:
@@ -111,7 +113,7 @@ class LockedRank:
 
     def _take(self, item: Any) -> None:
         if isinstance(item, RoundDone):
-            self.controller.round_done(item)
+            self.controller.round_done(item)  # the lock is gone
         else:
             self.controller.report_bucket(item)
 
@@ -119,7 +121,6 @@ class LockedRank:
         self.by_lock += 1
         self._launch_bucket(entry.bucket.definition, entry.ready)
         release = BucketRelease(bucket_id=entry.ready.bucket_id)
-        self.simulation.plans[self.rank].append(release)
         for reducer in self.reducers:
             reducer.follow(release)
 
@@ -225,7 +226,7 @@ class Play:
             rank.reducers.append(Reducer(self.simulation, rank.rank, epochs[0][rank.rank], rng, joins=joins,
                                          later=[epoch[rank.rank] for epoch in epochs[1:]]))
         if sets and not joins:
-            rounds = self._rounds(sets, joins=False)
+            rounds = self._rounds(sets, joins=False, prefix="second.")
             for rank in sets:
                 self.simulation.ranks[rank].reducers.append(Reducer(self.simulation, rank, rounds[rank], rng, process_set=1,
                                                                     label="second"))
@@ -240,10 +241,10 @@ class Play:
         self.simulation.settle()
         return members
 
-    def _rounds(self, ranks: Sequence[int], *, joins: bool) -> dict[int, list[Round]]:
+    def _rounds(self, ranks: Sequence[int], *, joins: bool, prefix: str = "") -> dict[int, list[Round]]:
         """Return what ranks bring: nearly always the same."""
         rng = self.rng
-        names = NAMES[:rng.randint(1, 5)]
+        names = [prefix + name for name in NAMES[:rng.randint(1, 5)]]
         shapes = {name: rng.randint(1, 40) for name in names}
         brought: dict[int, list[Round]] = {rank: [] for rank in ranks}
         odd = rng.choice([0.0, 0.03, 0.15])
@@ -258,7 +259,7 @@ class Play:
                 if event == "one changes" and mine:
                     members[name] += 1
                 if event == "one has more" and mine:
-                    members["z"] = 3
+                    members[prefix + "z"] = 3
                 missing = frozenset([name] if event == "missing everywhere" or (event == "missing" and mine) else [])
                 brought[rank].append(Round(members, missing, frozenset([name] if event == "sparse" else [])))
         if joins:
