@@ -28,6 +28,7 @@ from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import ProcessProbe
 from hvdlite.engine.connections import Connections
 from hvdlite.engine.limits import EAGER_TRAFFIC
+from hvdlite.engine.mailboxes import Areas
 from hvdlite.engine.oob import OobChannel
 from hvdlite.memory.futex import AVAILABLE as FUTEXES
 from hvdlite.memory.shared import SharedMemory
@@ -78,8 +79,13 @@ def coordinator_for(world: World, config: Config, learned: Learned | None = None
 
 def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank, plane: plane,
                      casts: Casts | None = None, devices: DevicePlaneMaker | None = None, *,
-                     epoch: int = 0, learned: Learned | None = None) -> list[Runtime]:
-    """Return the runtimes of `size` ranks that live in this process, not yet started; `wrap` may inject faults."""
+                     epoch: int = 0, learned: Learned | None = None,
+                     areas: Callable[[int], Areas] | None = None) -> list[Runtime]:
+    """Return the runtimes of `size` ranks that live in this process, not yet started; `wrap` may inject faults.
+
+    Args:
+        areas: makes the memory of locks for a rank.
+    """
     hub = LoopbackHub()
     casts = casts or Casts.of_numpy()
     runtimes = []
@@ -88,8 +94,9 @@ def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank
         plane = wrap(rank, LoopbackPlane(rank, hub, control.wake_rank, casts))
         oob = OobChannel(rank)
         gpu_plane = None if devices is None else devices(rank, oob, control.wake)
-        runtimes.append(Runtime(world, config, Connections(control, plane, oob, gpu_plane),
-                                coordinator_for(world, config, learned)))
+        connections = Connections(control, plane, oob, gpu_plane, mailbox_area=None if areas is None else areas(rank))
+        locked = areas is not None and config.locked_rounds
+        runtimes.append(Runtime(world, config, connections, coordinator_for(world, config, learned, locked_rounds=locked)))
     return runtimes
 
 

@@ -63,7 +63,7 @@ class LockingController(Controller):
         super().enqueue(request)
 
     def enqueue_bucket(self, bucket: Bucket, ready: BucketReady) -> SplitBucket | None:
-        entry = _entry(bucket, ready)
+        entry = entry_of(bucket, ready)
         lock = self._owner.state.locks.get(bucket.members[0].label)
         if (lock is not None and lock.put(entry)) or self._owner.mailboxes.keep(entry):
             return None

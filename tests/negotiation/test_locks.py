@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from hvdlite.core.types import Collective
 from hvdlite.handoff.locked_rounds import LockedRounds
+from hvdlite.memory.mailbox_area import MailboxArea, area_bytes
 from hvdlite.negotiation import locks
 from hvdlite.negotiation.locks import Locks
 from hvdlite.negotiation.mailboxes import MailboxTable
-from tests.negotiation.locked_ranks import Play
+from hvdlite.negotiation.messages import BucketReady, Layout, Mailbox, Request
+from tests.negotiation.locked_ranks import LockedSimulation, Play, entry_of
+from tests.negotiation.reducers import Reducer, Round, steady
 
 GAMES, BROKEN_GAMES = 40, 400
 
@@ -92,11 +97,6 @@ def a_lock_begins_in_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @breaks
-def steps_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.skip("the scripts of the model make no steps")
-
-
-@breaks
 def buckets_without_some_gradients_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     real = LockedRounds.put
 
@@ -117,3 +117,72 @@ def test_the_model_sees_what_is_broken(name: str, monkeypatch: pytest.MonkeyPatc
     BREAKS[name](monkeypatch)
     with pytest.raises(AssertionError):
         play(BROKEN_GAMES)
+
+
+def locked_simulation(size: int) -> tuple[LockedSimulation, list[Reducer]]:
+    """Return ranks that have made rounds until they have a lock, and are between two rounds."""
+    simulation = LockedSimulation(size)
+    reducers = [Reducer(simulation, rank, [Round({"a": 30, "b": 40})] * 20, random.Random(1)) for rank in range(size)]
+    for rank, reducer in zip(simulation.ranks, reducers, strict=True):
+        rank.reducers.append(reducer)
+    while simulation.ranks[0].by_lock < 4 or any(reducer.to_give is not None for reducer in reducers):
+        for reducer in reducers:
+            if reducer.number < 12 or reducer.to_give is not None:
+                reducer.act()
+        for rank in range(size):
+            simulation.look(rank)
+        simulation.settle()
+    return simulation, reducers
+
+
+# docs/protocol.md#locked-rounds
+def test_a_rank_that_does_not_come_is_named() -> None:
+    simulation, reducers = locked_simulation(3)
+    for _ in range(4):
+        reducers[0].act()
+        reducers[2].act()
+    assert not simulation.coordinator.is_anything_pending, "buckets of a lock are not reported"
+    simulation.ranks[0].mailboxes.hurry()  # its thread has been blocked for long
+    simulation.settle()
+    stalls = simulation.coordinator.pending(0.0)
+    assert stalls and all(stall.missing == (1,) and stall.enqueued == (0, 2) for stall in stalls)
+    for _ in range(4):
+        reducers[1].act()
+    simulation.settle()
+    assert not simulation.coordinator.is_anything_pending
+    simulation.check_order(is_over=True)
+
+
+def test_a_rank_that_does_not_end_a_lock_is_named() -> None:
+    """Its background thread does not answer."""
+    simulation, reducers = locked_simulation(2)
+    reducers[0].act()
+    simulation.controllers[0].enqueue(Request("gpu", Collective.ALLREDUCE, "uint8", (4,)))
+    simulation.say(0)
+    simulation.hear(0)
+    simulation.decide()
+    simulation.apply(0)
+    simulation.say(0)
+    simulation.hear(0)
+    (stall,) = simulation.coordinator.pending(0.0)
+    assert stall.name == "the buckets of set" and 1 in stall.missing
+    simulation.apply(1)
+    simulation.settle()
+    (stall,) = simulation.coordinator.pending(0.0)
+    assert stall.name == "gpu" and stall.missing == (1,), "what has waited for that comes to its turn"
+
+
+def test_ranks_at_different_steps_do_not_meet() -> None:
+    memory, told, launched = bytearray(area_bytes(0, 2)), [], []  # type: ignore[var-annotated]
+    simulation, _ = steady(2, {"a": 30}, 3)
+    (layout,) = [instruction for instruction in simulation.plans[0] if isinstance(instruction, Layout)]
+    mailbox = Mailbox(mailbox_id=1, stem="x", process_set_id=0, area=0, capacity=0, first_round=1, layout_id=1, layout_round=5)
+    ends = [LockedRounds(mailbox, layout, MailboxArea(memory, rank, 2, 0), launched.append, told.append, told.append,
+                         lambda act: act()) for rank in range(2)]
+    for end, step in zip(ends, (7, 8), strict=True):
+        ready = BucketReady(bucket_id=layout.buckets[0].bucket_id, round_id=5, step=step)
+        assert end.take(entry_of(layout.buckets[0], ready))
+    assert not launched and told
+    for end in ends:
+        assert end.freeze() == 1
+    assert [len(end.close(launched.append)[0]) for end in ends] == [1, 1] and not launched, "they are reported, and refused"
