@@ -219,8 +219,8 @@ class Engine:
             case MailboxStale():
                 self._mailboxes.stale(item)
             case BlockedWaiters():
-                self._controller.block(item.blocked())
-                self._mailboxes.hurry()
+                if not self._mailboxes.hurry(item):
+                    self._controller.block(item.blocked())
             case Task():
                 item.run()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.handoff.buckets import BucketEntry, LearnedLayout
 from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.handle import BlockedWaiters
 from hvdlite.handoff.job_state import JobState
 from hvdlite.handoff.locked_rounds import Launch, LockedRounds
 from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
@@ -42,7 +43,7 @@ class Mailboxes:
     def __init__(self, rank: int, areas: Areas | None, state: JobState,
                  report: Callable[[MailboxStale | MailboxFrozen], None],
                  tell: Callable[[MailboxStale], None], finished: Callable[[MailboxCall], None],
-                 later: Callable[[Callable[[], None]], None], enqueue: Callable[[Entry | BucketEntry | RoundDone], None],
+                 later: Callable[[Callable[[], None]], None], enqueue: Callable[[Entry | BucketEntry | RoundDone | BlockedWaiters], None],
                  launch: Launch = lambda entry: None, failed: Callable[[Exception], None] = lambda error: None) -> None:
         self.waiting: dict[int, str] = {}
         self._rank = rank
@@ -53,6 +54,7 @@ class Mailboxes:
         self._areas: dict[int, MailboxArea | None] = {}
         self._ends: dict[int, MailboxEnd] = {}
         self._locks: dict[int, LockedRounds] = {}
+        self._waiters: BlockedWaiters | None = None  # to be told to the coordinator when the lock is closed
         self._unusable: dict[int, int] = {}  # mailboxes without memory here, and the round before their first
 
     def open(self, mailbox: Mailbox) -> None:
@@ -86,10 +88,11 @@ class Mailboxes:
             self.waiting[stale.mailbox_id] = stale.name
             self._report(stale)
 
-    def hurry(self) -> None:
-        """A thread has been blocked for long: what it waits for may be announced in a lock."""
-        for lock in self._locks.values():
-            lock.hurry()
+    def hurry(self, waiters: BlockedWaiters) -> bool:
+        """A thread has been blocked for long, perhaps in a lock: end that; return whether the coordinator is told later."""
+        hurried = [lock for lock in self._locks.values() if lock.hurry()]
+        self._waiters = waiters if hurried else None
+        return bool(hurried)
 
     def keep(self, item: BucketEntry | RoundDone) -> bool:
         """Keep what is to be reported after what is announced in a lock; return whether it is kept."""
@@ -126,6 +129,9 @@ class Mailboxes:
                 self._enqueue(entry)
             if done is not None:
                 self._enqueue(done)
+            if self._waiters is not None:
+                self._enqueue(self._waiters)
+                self._waiters = None
 
     def _close(self, end: MailboxEnd) -> None:
         entry = end.close()

@@ -134,10 +134,12 @@ class LockedRounds:
         """Whether the background thread has not got the lock yet."""
         return self._deferring.is_busy
 
-    def hurry(self) -> None:
-        """A thread of this rank has been blocked for long, perhaps in what is announced here."""
-        for entry in [*self._entries.values()][:1]:
+    def hurry(self) -> bool:
+        """A thread of this rank has been blocked for long; return whether something here is not launched."""
+        waiting = [*self._entries.copy().values(), *self._kept]
+        for entry in waiting[:1]:
             self._tell_stale(entry)
+        return bool(waiting)
 
     def freeze(self) -> int:
         """Announce and launch no more; return the last slot that this rank has announced. Called under the lock."""

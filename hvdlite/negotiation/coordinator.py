@@ -20,6 +20,7 @@ from hvdlite.negotiation.deadlock import BlockedRanks
 from hvdlite.negotiation.fusion import fuse
 from hvdlite.negotiation.layouts import BucketSizes
 from hvdlite.negotiation.messages import (
+    Blocked,
     BucketReady,
     Decision,
     DirectMessage,
@@ -241,9 +242,15 @@ class Coordinator:
             self.fail(report.failure)
         self._receive_items((rank,), report.items, now)
         if report.blocked is not None:
-            self.blocked.update(rank, report.blocked)
+            self._note_blocked(rank, report.blocked)
         if report.leaving:
             self._leave(rank, now)
+
+    def _note_blocked(self, rank: int, blocked: Blocked) -> None:
+        if self.negotiator.locks.is_ending:  # what it waits for is not known yet
+            self._held.append(lambda: self._note_blocked(rank, blocked))
+        else:
+            self.blocked.update(rank, blocked)
 
     def _leave(self, rank: int, now: float) -> None:
         if not self._waits_for_lock(lambda: self._leave(rank, now), now) and rank not in self.negotiator.left:

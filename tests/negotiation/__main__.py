@@ -10,10 +10,8 @@ import sys
 import time
 import traceback
 
-from hvdlite.handoff.locked_rounds import LockedRounds
-from hvdlite.negotiation import locks
 from tests.membership.model import play_job
-from tests.negotiation.locked_ranks import Play
+from tests.negotiation.locked_ranks import Play, let_locks_open_soon
 from tests.negotiation.trainer import TrainingJob
 
 
@@ -44,8 +42,7 @@ def main() -> int:
 
 def play_locks(first: int, games: int) -> int:
     """Play jobs with locked rounds; see `locked_ranks.py`."""
-    LockedRounds.start = lambda self, name: None  # type: ignore[method-assign]
-    locks.OPENS_AFTER = 1  # type: ignore[misc]
+    let_locks_open_soon(setattr)
     began, locked, failed = time.monotonic(), 0, 0
     for seed in range(first, first + games):
         game = Play(seed)

@@ -11,11 +11,9 @@ import pytest
 from hvdlite.core.types import Collective
 from hvdlite.handoff.locked_rounds import LockedRounds
 from hvdlite.memory.mailbox_area import MailboxArea, area_bytes
-from hvdlite.negotiation import locks
 from hvdlite.negotiation.locks import Locks
-from hvdlite.negotiation.mailboxes import MailboxTable
 from hvdlite.negotiation.messages import BucketReady, Layout, Mailbox, Request
-from tests.negotiation.locked_ranks import LockedSimulation, Play, entry_of
+from tests.negotiation.locked_ranks import LockedSimulation, Play, entry_of, let_locks_open_soon
 from tests.negotiation.reducers import Reducer, Round, steady
 
 GAMES, BROKEN_GAMES = 40, 400
@@ -23,14 +21,12 @@ GAMES, BROKEN_GAMES = 40, 400
 
 @pytest.fixture(autouse=True)
 def _without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model lets launchers look when it is their turn."""
-    monkeypatch.setattr(LockedRounds, "start", lambda self, name: None)
-    monkeypatch.setattr(locks, "OPENS_AFTER", 1)
+    let_locks_open_soon(monkeypatch.setattr)
 
 
-def play(games: int) -> int:
+def play(games: int, first: int = 0) -> int:
     locked = 0
-    for seed in range(games):
+    for seed in range(first, first + games):
         game = Play(seed)
         game.play()
         locked += game.locked
@@ -90,13 +86,6 @@ def other_work_on_gpus_does_not_end_a_lock(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @breaks
-def a_lock_begins_in_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = MailboxTable.open_lock
-    monkeypatch.setattr(MailboxTable, "open_lock", lambda self, layout, members, layout_round, *more: real(
-        self, layout, members, layout_round - 1, *more))
-
-
-@breaks
 def buckets_without_some_gradients_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     real = LockedRounds.put
 
@@ -142,7 +131,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         reducers[0].act()
         reducers[2].act()
     assert not simulation.coordinator.is_anything_pending, "buckets of a lock are not reported"
-    simulation.ranks[0].mailboxes.hurry()  # its thread has been blocked for long
+    simulation.ranks[0].hurry()  # its thread has been blocked for long
     simulation.settle()
     stalls = simulation.coordinator.pending(0.0)
     assert stalls and all(stall.missing == (1,) and stall.enqueued == (0, 2) for stall in stalls)
