@@ -3,8 +3,8 @@
 The processes, messages and threads are the real ones. Only the GPU is a double that does nothing, and notes when the
 communicator is called. Figures are in microseconds:
 
-    own         on each rank: from its own full bucket to its call. With locked rounds a rank that is early waits for the others.
-    collective  from the moment at which the last rank's bucket is full to the last rank's call: until then NCCL cannot begin.
+    own         on each rank: from its own full bucket to its call. In locked rounds a rank that is early waits for the rest.
+    collective  from the moment when the last rank's bucket is full to the last rank's call: until then NCCL cannot begin
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def rounds(gpu: Gpu, count: int) -> list[int]:
     for number in range(1, WARM_UP + count + 1):
         learned = runtime.layout(LABEL, number)
         if learned is None:
-            handles: list[Any] = [runtime.enqueue_gradient(f"x.{index}", array, array, ReduceOp.AVERAGE, Moment(LABEL, number))
+            moment = Moment(LABEL, number)
+            handles: list[Any] = [runtime.enqueue_gradient(f"x.{index}", array, array, ReduceOp.AVERAGE, moment)
                                   for index, array in enumerate(members)]
             runtime.close_round(LABEL, number)
         else:
@@ -129,25 +130,38 @@ def rank(hogs: bool) -> None:
     ended = threading.Event()
     if hogs:
         threading.Thread(target=lambda: [None for _ in iter(ended.is_set, True)], daemon=True).start()
-    begun = time.monotonic()
     # As in torch, another thread than the main one fills buckets.
     trains = threading.Thread(target=lambda: full.extend(rounds(gpu, ROUNDS[hogs])))
     trains.start()
     trains.join()
     ended.set()
-    took = time.monotonic() - begun
     runtime = api.runtime()
     mine = np.array([full, gpu.made.calls[-len(full):]], np.int64).T
     both = runtime.allgather("times", np.ascontiguousarray(mine)).wait().reshape(api.size(), -1, 2)
     if api.rank() == 0:
         own = (both[:, :, 1] - both[:, :, 0]).ravel() / 1e3
         collective = (both[:, :, 1].max(axis=0) - both[:, :, 0].max(axis=0)) / 1e3
-        print(json.dumps({"own": _figures(own), "collective": _figures(collective), "seconds": round(took, 2)}))
+        print(json.dumps({"own": _figures(own), "collective": _figures(collective)}))
     api.shutdown()
 
 
 def _figures(values: Any) -> Sequence[float]:
     return [round(float(each), 1) for each in np.percentile(values, [50, 99])]
+
+
+def measure(hogs: str, locked: bool) -> None:
+    """Start the ranks for one setting, and print what they found."""
+    environment = {**os.environ, "HVDLITE_LOCKED_ROUNDS": str(int(locked)), "HVDLITE_BUCKET_SIZE": "65536",
+                   "HVDLITE_BUCKET_EDGE": "65536"}
+    command = [sys.executable, "-m", "hvdlite_runner", "-np", "2",
+               sys.executable, "-m", "benchmarks.launches", "--rank", hogs]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    lines = [line[line.index("{"):] for line in ended.stdout.splitlines() if "{" in line]
+    if ended.returncode or not lines:
+        sys.exit(ended.stdout + ended.stderr)
+    figures = json.loads(lines[0])
+    setting = f"{'locked' if locked else 'reported'}, {'beside a GIL hog' if hogs == 'hogs' else 'idle'}"
+    print(f"{setting:30}" + "".join(f"{each:10}" for kind in ("own", "collective") for each in figures[kind]), flush=True)
 
 
 def main() -> None:
@@ -159,22 +173,11 @@ def main() -> None:
     if options.rank:
         rank(options.rank == "hogs")
         return
-    print(f"{'setting':32} {'own p50':>9} {'p99':>9} {'collective p50':>15} {'p99':>9}")
+    print(f"{'':30}" + "".join(f"{each:>10}" for each in ("own p50", "p99", "coll. p50", "p99")))
     for _ in range(options.repeats):
         for hogs in ("idle", "hogs"):
-            for locked in ("0", "1"):
-                environment = {**os.environ, "HVDLITE_LOCKED_ROUNDS": locked, "HVDLITE_BUCKET_SIZE": "65536",
-                               "HVDLITE_BUCKET_EDGE": "65536"}
-                ended = subprocess.run([sys.executable, "-m", "hvdlite_runner", "-np", "2", sys.executable, "-m",
-                                        "benchmarks.launches", "--rank", hogs], env=environment, capture_output=True, text=True,
-                                       check=False, timeout=300)
-                lines = [line[line.index("{"):] for line in ended.stdout.splitlines() if "{" in line]
-                if ended.returncode or not lines:
-                    sys.exit(ended.stdout + ended.stderr)
-                figures = json.loads(lines[0])
-                print(f"{'locked' if locked == '1' else 'reported'}, {'beside a GIL hog' if hogs == 'hogs' else 'idle':24}"
-                      f"{figures['own'][0]:9} {figures['own'][1]:9} {figures['collective'][0]:15} {figures['collective'][1]:9}"
-                      f"   {figures['seconds']} s", flush=True)
+            for locked in (False, True):
+                measure(hogs, locked)
 
 
 if __name__ == "__main__":

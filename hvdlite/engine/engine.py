@@ -70,7 +70,8 @@ class Engine:
         self._history = CallHistory()
         self._mailboxes = Mailboxes(self._rank, connections.mailbox_area, self._state, controller.report_mailbox,
                                     self._inbox.post, self._exchanged, lambda act: self._inbox.post(Task(act)), self._take,
-                                    self._launch, self._launch_failed)
+                                    self._launch, self._launch_failed,
+                                    lambda: None if connections.devices is None else connections.devices.enter_thread())
         self._execution = Execution(
             self._rank, connections.plane, connections.devices, self._state, recorder, self._clock, self._mailboxes,
             wait_until=self._wait_until, release_name=self._inbox.release, mark_stale=controller.mark_stale,

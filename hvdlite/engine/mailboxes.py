@@ -38,18 +38,21 @@ class Mailboxes:
         enqueue: lets this thread take what is to be reported.
         launch: launches a full bucket; called by any thread.
         failed: called by any thread when that has failed.
+        enter: called first by a thread that launches.
     """
 
     def __init__(self, rank: int, areas: Areas | None, state: JobState,
                  report: Callable[[MailboxStale | MailboxFrozen], None],
                  tell: Callable[[MailboxStale], None], finished: Callable[[MailboxCall], None],
-                 later: Callable[[Callable[[], None]], None], enqueue: Callable[[Entry | BucketEntry | RoundDone | BlockedWaiters], None],
-                 launch: Launch = lambda entry: None, failed: Callable[[Exception], None] = lambda error: None) -> None:
+                 later: Callable[[Callable[[], None]], None],
+                 enqueue: Callable[[Entry | BucketEntry | RoundDone | BlockedWaiters], None],
+                 launch: Launch = lambda entry: None, failed: Callable[[Exception], None] = lambda error: None,
+                 enter: Callable[[], None] = lambda: None) -> None:
         self.waiting: dict[int, str] = {}
         self._rank = rank
         self._make_area, self._state, self._report = areas, state, report
         self._tell, self._finished, self._later, self._enqueue = tell, finished, later, enqueue
-        self._launch, self._failed = launch, failed
+        self._launch, self._failed, self._enter = launch, failed, enter
         self._last: dict[int, MailboxEnd | LockedRounds] = {}  # by area
         self._areas: dict[int, MailboxArea | None] = {}
         self._ends: dict[int, MailboxEnd] = {}
@@ -76,7 +79,7 @@ class Mailboxes:
         elif learned is not None:
             lock = LockedRounds(mailbox, learned.layout, area, self._launch, self._tell, self._failed, self._later)
             self._last[number] = self._locks[mailbox.mailbox_id] = self._state.locks[lock.label] = lock
-            lock.start(f"hvdlite-launcher-{self._rank}")
+            lock.start(f"hvdlite-launcher-{self._rank}", self._enter)
         else:
             end = MailboxEnd(mailbox, ranks, area, Casts.of_numpy(), self._tell, self._finished, self._later)
             self._last[number] = end

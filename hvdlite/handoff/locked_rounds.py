@@ -5,10 +5,10 @@ Theory of operation
   layout, round by round, into memory that the ranks of the host share. It announces no slot before all earlier ones.
 - A slot is *complete* when all ranks have announced it at the same optimizer step. Every rank launches complete slots, in
   their order. The rank that completes one does so in the thread that filled the bucket, and wakes the others' launchers.
-- The *launcher* is a thread that sleeps on a futex. It also launches for the main thread, which a signal handler may interrupt
-  anywhere: half a launch would be the end of the job.
-- A bucket with anything unusual (a member without a gradient, a report from within the optimizer's step) is not announced. It
-  ends the lock, and so does a thread that has been blocked for long. What is not complete then is reported as always.
+- The *launcher* is a thread that sleeps on a futex. It also launches for the main thread, which a signal handler may
+  interrupt anywhere: half a launch would be the end of the job.
+- A bucket with anything unusual (a member without a gradient, a report from within the optimizer's step) is not announced.
+  It ends the lock, and so does a thread that has been blocked for long. What is not complete then is reported as always.
 
 The lock of this class is held during a launch. The background thread never waits for it; see `DeferringLock`.
 See `negotiation/locks.py` for the rules.
@@ -61,7 +61,6 @@ class LockedRounds:
         self._done: RoundDone | None = None  # of the last round that this rank has finished
         self._is_frozen = self._has_told = False
         self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
 
     # --- user threads --------------------------------------------------------------------------------------------------
 
@@ -113,13 +112,21 @@ class LockedRounds:
 
     # --- the launcher --------------------------------------------------------------------------------------------------
 
-    def start(self, name: str) -> None:
-        """Start the launcher."""
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+    def start(self, name: str, begin: Callable[[], None]) -> None:
+        """Start the launcher.
 
-    def _run(self) -> None:
+        Args:
+            begin: what that thread calls first.
+        """
+        threading.Thread(target=self._run, args=(begin,), name=name, daemon=True).start()
+
+    def _run(self, begin: Callable[[], None]) -> None:
         word = self._area.word
+        try:
+            begin()
+        except Exception as error:
+            self._error = error
+            self._failed(error)
         while True:
             seen = word.value
             self.look()

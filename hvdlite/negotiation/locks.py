@@ -10,10 +10,10 @@ Rules (docs/protocol.md#locked-rounds)
 - So whatever could make a member launch something else ends the lock first, and waits until it is closed: requests for
   tensors on GPUs, buckets and members that are reported, joins, leaves, stale layouts, tuning. What ranks report meanwhile
   waits, too, in its order.
-- A lock ends in two decisions, like any mailbox. After the first, no rank announces or launches. After the second, memory does
-  not change, so all ranks find the same buckets complete. They launch those, and report the others.
-- What all ranks have announced can be launched without any script: the buckets are full. So ranks never wait for each other's
-  scripts between the two decisions.
+- A lock ends in two decisions, like any mailbox. After the first, no rank announces or launches. After the second, memory
+  does not change, so all ranks find the same buckets complete. They launch those, and report the others.
+- What all ranks have announced can be launched without any script: the buckets are full. So ranks never wait for each
+  other's scripts between the two decisions.
 - A lock is used from the second round after the one that opened it, for the reason for which layouts are.
 - There is one lock at a time, because there is one order of launches.
 """

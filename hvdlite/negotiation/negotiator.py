@@ -55,7 +55,7 @@ class Policy:
     """How tensors are decided about where there is a choice; sizes in bytes.
 
     `fusion_threshold` bounds a fused response (0: no fusion), `bucket_sizes` and `layout_capacity` are those of
-    `GradientSetTable`, `mailbox_limit` is that of `MailboxTable`, `locked_rounds` that of `Locks`. The defaults turn everything off; what a job runs with
+    `GradientSetTable`, `mailbox_limit` is that of `MailboxTable`. The defaults turn everything off; what a job runs with
     comes from `core.config`.
     """
 
@@ -64,7 +64,7 @@ class Policy:
     layout_capacity: int = 1
     join_divides_by_active: bool = False  # whether Average divides by the ranks that have not joined
     mailbox_limit: int = 0
-    locked_rounds: bool = False  # whether locks are opened
+    locked_rounds: bool = False  # whether there are locks; see `Locks`
     deterministic: bool = False  # whether the cut into buckets and fused responses must not depend on timing
 
 

@@ -151,7 +151,7 @@ class DevicePlane(DeviceAccess, Protocol):
     name: str
 
     def enter_thread(self) -> None:
-        """Make the GPU the current device of the calling thread, the background thread, for good."""
+        """Make the GPU the current device of the calling thread, one of our own, for good."""
 
     def set_error_handler(self, report: Callable[[Exception], None]) -> None:
         """Set the function that is called, from any thread, with an error in launched work."""

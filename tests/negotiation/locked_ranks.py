@@ -50,6 +50,8 @@ from tests.negotiation.simulation import Simulation, concatenated
 Launched = tuple[tuple[int, ...], object]
 """The ranks that have to launch it, and what it is."""
 NAMES = ("a", "b", "c", "d", "e")
+CALM_AFTER = 6000
+"""After so many turns nothing but the scripts themselves and threads that are blocked for long changes anything."""
 
 
 class LockingController(Controller):
@@ -214,7 +216,7 @@ class LockedSimulation(Simulation):
 
 def let_locks_open_soon(patch: Callable[[object, str, object], None]) -> None:
     """Adapt the product to the model: locks open after a plain round, and launchers look when it is their turn."""
-    patch(LockedRounds, "start", lambda self, name: None)
+    patch(LockedRounds, "start", lambda self, name, begin: None)
     patch(locks, "OPENS_AFTER", 1)
     patch(mailboxes, "SOON", 0)
 
@@ -245,7 +247,8 @@ class Play:
             for rank in sets:
                 self.simulation.ranks[rank].reducers.append(Reducer(self.simulation, rank, rounds[rank], rng, process_set=1,
                                                                     label="second"))
-        singles = [] if joins or rng.random() < 0.4 else [rng.choice(["gpu", "gpu", "cpu"]) for _ in range(rng.randint(1, 5))]
+        count = 0 if joins or rng.random() < 0.4 else rng.randint(1, 5)
+        singles = [rng.choice(["gpu", "gpu", "cpu"]) for _ in range(count)]
         self.singles = [[f"{kind}.{number}" for number, kind in enumerate(singles)] for _ in range(self.size)]
         self.dies = rng.choice([0, 0, 0, rng.randint(200, 4000)])
 
@@ -337,7 +340,7 @@ class Play:
         """Play the job to its end, and check it."""
         simulation, rng = self.simulation, self.rng
         for turn in range(100_000):
-            self.step(rng.randrange(self.size), rng.random())
+            self.step(rng.randrange(self.size), rng.random() * (1.0 if turn < CALM_AFTER else 0.9994))
             if turn == self.dies > 0:
                 dead = rng.randrange(1, self.size)
                 self.dead.add(dead)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hvdlite.core.types import Collective
+from hvdlite.engine.mailboxes import Mailboxes
 from hvdlite.handoff.locked_rounds import LockedRounds
 from hvdlite.memory.mailbox_area import MailboxArea, area_bytes
 from hvdlite.negotiation.locks import Locks
@@ -55,7 +56,17 @@ def buckets_are_launched_before_all_have_announced_them(monkeypatch: pytest.Monk
 
 
 @breaks
-def ranks_launch_on_after_the_first_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+def ranks_announce_on_after_the_first_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    withdraw, close = Mailboxes._withdraw, Mailboxes.close_lock
+
+    def wrong(self: Any, mailbox_id: int, launch: Any) -> None:
+        lock = self._locks.get(mailbox_id)
+        if lock is not None:
+            withdraw(self, lock)
+            lock._is_frozen = True
+        close(self, mailbox_id, launch)
+    monkeypatch.setattr(Mailboxes, "_withdraw", lambda self, lock: None)
+    monkeypatch.setattr(Mailboxes, "close_lock", wrong)
     monkeypatch.setattr(LockedRounds, "freeze", lambda self: self.announced)
 
 
@@ -82,7 +93,8 @@ def nothing_waits_for_the_end_of_a_lock(monkeypatch: pytest.MonkeyPatch) -> None
 @breaks
 def other_work_on_gpus_does_not_end_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Locks._ends
-    monkeypatch.setattr(Locks, "_ends", lambda self, item: real(self, item) and not getattr(item, "name", "").startswith("gpu"))
+    monkeypatch.setattr(Locks, "_ends",
+                        lambda self, item: real(self, item) and not getattr(item, "name", "").startswith("gpu"))
 
 
 @breaks
@@ -165,7 +177,8 @@ def test_ranks_at_different_steps_do_not_meet() -> None:
     memory, told, launched = bytearray(area_bytes(0, 2)), [], []  # type: ignore[var-annotated]
     simulation, _ = steady(2, {"a": 30}, 3)
     (layout,) = [instruction for instruction in simulation.plans[0] if isinstance(instruction, Layout)]
-    mailbox = Mailbox(mailbox_id=1, stem="x", process_set_id=0, area=0, capacity=0, first_round=1, layout_id=1, layout_round=5)
+    mailbox = Mailbox(mailbox_id=1, stem="x", process_set_id=0, area=0, capacity=0, first_round=1, layout_id=1,
+                      layout_round=5)
     ends = [LockedRounds(mailbox, layout, MailboxArea(memory, rank, 2, 0), launched.append, told.append, told.append,
                          lambda act: act()) for rank in range(2)]
     for end, step in zip(ends, (7, 8), strict=True):

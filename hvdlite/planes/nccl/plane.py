@@ -95,7 +95,7 @@ class NcclPlane:
         self._communicator_refs: dict[int, CommunicatorRef] = {}  # by process set
         self._reason: str | None = None  # why there is no GPU, once it is known
         self._closing = False
-        self._has_entered = False  # the background thread
+        self._entered = threading.local()  # has an attribute in threads that have called `enter_thread`
         self._reclaim: Callable[[], None] | None = None  # see `DeviceAccess.wrap`
         self._pid = os.getpid()
 
@@ -152,9 +152,9 @@ class NcclPlane:
                      for number, launched in sorted(self._launched.items()))
 
     def enter_thread(self) -> None:
-        if not self._has_entered:
+        if not hasattr(self._entered, "here"):
             self._opened(None).make_current()
-            self._has_entered = True
+            self._entered.here = True
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
         device = self._opened(None)
