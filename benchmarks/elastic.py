@@ -1,7 +1,7 @@
 """Elastic jobs: how long a death takes, and what elasticity costs while nobody dies.
 
     python -m benchmarks.elastic                recovery of 4 ranks with 100 MB of parameters, beside torchrun's restart
-    python -m benchmarks.elastic --overhead     steps per second: a plain job, an elastic one, one with commits
+    python -m benchmarks.elastic --overhead     steps per second: an elastic job and a plain one; turns with commits and without
 
 The time of a death runs from SIGKILL to the end of the first step that all survivors (torchrun: all new processes) complete
 afterwards, less one step of undisturbed training.
@@ -22,6 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.elastic_rank import TURN
 from benchmarks.run import HERE, variables
 
 RANK = HERE / "elastic_rank.py"
@@ -45,14 +46,14 @@ def pids(folder: Path) -> set[int]:
 
 
 def command(kind: str, ranks: int, folder: Path, megabytes: int, steps: int, every: int) -> list[str]:
-    """Return the command of a job: "elastic", "plain" or "torchrun"."""
+    """Return the command of a job: "elastic", "turns", "plain" or "torchrun"."""
     last = [str(RANK), str(folder), str(megabytes), str(steps), str(every)]
     if kind == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
                 "--max-restarts=3", *last, "ddp"]
     if kind == "plain":
         return [*HVDRUN, "-np", str(ranks), sys.executable, *last, "plain"]
-    return [*HVDRUN, "-np", str(ranks), "--min-np", "1", sys.executable, *last, "hvdlite"]
+    return [*HVDRUN, "-np", str(ranks), "--min-np", "1", sys.executable, *last, "turns" if kind == "turns" else "hvdlite"]
 
 
 def wait_for(condition: object, what: str, seconds: float = 120.0) -> None:
@@ -98,14 +99,29 @@ def recovery(kind: str, ranks: int, megabytes: int, victim_rank: int) -> tuple[f
                 job.wait()
 
 
-def rate(kind: str, ranks: int, megabytes: int, steps: int, every: int) -> float:
-    """Return the steps per second of an undisturbed job."""
+def undisturbed(kind: str, ranks: int, megabytes: int, steps: int, every: int) -> list[float]:
+    """Return when a rank completed its steps, after the first turn, in a job in which nobody dies."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         subprocess.run(command(kind, ranks, folder, megabytes, steps, every), env=variables(), cwd=HERE.parent, check=True,
                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        times = steps_of(folder, min(pids(folder)))[10:]
-        return (len(times) - 1) / (times[-1] - times[0])
+        return steps_of(folder, min(pids(folder)))[TURN - 1:]
+
+
+def rate(times: list[float]) -> float:
+    """Return steps per second."""
+    return (len(times) - 1) / (times[-1] - times[0])
+
+
+def share_of_turns(times: list[float]) -> list[float]:
+    """Return the rates of turns with commits, each as a share of the mean rate of the turns before and after it.
+
+    Args:
+        times: begins with the end of a turn without commits.
+    """
+    ends = times[::TURN]
+    rates = [1 / (after - before) for before, after in zip(ends, ends[1:], strict=False)]
+    return [2 * rates[turn] / (rates[turn - 1] + rates[turn + 1]) for turn in range(2, len(rates) - 1, 2)]
 
 
 def main() -> None:
@@ -116,21 +132,21 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--overhead", action="store_true")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
     rows: list[dict[str, object]] = []
     if options.overhead:
-        kinds = [("plain", 0), ("elastic", 0), ("elastic", 10)]
-        rates: dict[tuple[str, int], list[float]] = {kind: [] for kind in kinds}
+        rates: dict[str, list[float]] = {"plain": [], "elastic": []}
+        shares: list[float] = []
         for _ in range(options.rounds):
-            for kind, every in kinds:
-                rates[kind, every].append(rate(kind, options.ranks, options.megabytes, options.steps, every))
-        plain = statistics.median(rates["plain", 0])
-        for (kind, every), each in rates.items():
-            middle = statistics.median(each)
-            rows.append({"kind": kind, "commit_every": every, "steps_per_second": middle, "of_plain": middle / plain})
-            print(f"{kind}, commits every {every} steps: {middle:.2f} steps/s, {middle / plain:.3f} of plain", flush=True)
+            for kind, each in rates.items():
+                each.append(rate(undisturbed(kind, options.ranks, options.megabytes, options.steps, 0)))
+            shares += share_of_turns(undisturbed("turns", options.ranks, options.megabytes, options.steps, 10))
+        of_plain = sorted(elastic / plain for plain, elastic in zip(*rates.values(), strict=True))
+        for what, found in (("elastic, of plain", of_plain), ("commits every 10 steps, of none", sorted(shares))):
+            rows.append({"what": what, "median": statistics.median(found), "ratios": found})
+            print(f"{what}: {statistics.median(found):.3f} ({found[0]:.3f} to {found[-1]:.3f}, {len(found)} ratios)", flush=True)
     else:
         for kind in ("elastic", "torchrun"):
             found = [recovery(kind, options.ranks, options.megabytes, index % options.ranks)

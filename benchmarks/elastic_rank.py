@@ -1,6 +1,8 @@
 """A rank of `benchmarks/elastic.py`: trains parameters of a given size, and tells when each step was complete.
 
-    elastic_rank.py FOLDER MEGABYTES STEPS COMMIT_EVERY {hvdlite,plain,ddp}
+    elastic_rank.py FOLDER MEGABYTES STEPS COMMIT_EVERY {hvdlite,turns,plain,ddp}
+
+`turns` commits in every other `TURN` of steps only.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ import time
 from pathlib import Path
 
 import torch
+
+TURN = 50
+"""Steps."""
 
 
 class Model(torch.nn.Module):
@@ -42,7 +47,9 @@ def main() -> None:
         log.write(struct.pack("d", time.monotonic()))
 
     if kind == "ddp":
-        torch.distributed.init_process_group("gloo")
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]  # torchrun's own store keeps the addresses of the last attempt
+        torch.distributed.init_process_group("gloo", f"file://{folder.resolve()}/store.{attempt}", rank=int(os.environ["RANK"]),
+                                             world_size=int(os.environ["WORLD_SIZE"]))
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
         for _ in range(steps):
             step(wrapped)
@@ -63,7 +70,7 @@ def main() -> None:
         while state.step < steps:
             step(model)
             state.step += 1
-            if every and state.step % every == 0:
+            if every and state.step % every == 0 and (kind != "turns" or state.step // TURN % 2):
                 state.commit()
 
     train(state)

@@ -54,6 +54,7 @@ def rank_main(mode: str, steps: int) -> None:
     import keras_fashion_mnist
 
     import hvdlite_tf as hvd
+    from benchmarks.keras_fit import tensorflow_batches
     if strategy is None:
         hvd.init()
     keras.utils.set_random_seed(1)
@@ -74,9 +75,10 @@ def rank_main(mode: str, steps: int) -> None:
         model = build()
         model.compile(optimizer if mode.endswith("ceiling") else hvd.keras.DistributedOptimizer(optimizer), loss,
                       jit_compile=False, steps_per_execution=10)
-        model.fit(x, y, batch_size=BATCH, epochs=1, verbose=0)
+        data = tensorflow_batches(x, y, BATCH)
+        model.fit(data, epochs=1, verbose=0)
         begun, used = time.perf_counter(), time.process_time()
-        model.fit(x, y, batch_size=BATCH, epochs=steps // 50, verbose=0)
+        model.fit(data, epochs=steps // 50, verbose=0)
     else:
         if strategy is None:
             model, variables, velocity = _variables(tf, build)

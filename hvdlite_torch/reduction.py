@@ -94,7 +94,7 @@ def framework_for(runtime: Runtime, compression: type[Compressor], sparse_as_den
         unseen_sparse_dims: see `TorchGradients`.
     """
     devices, as_view = runtime.devices, runtime.config.gradient_as_bucket_view
-    if devices is None or devices.unavailable_reason() or not any(map(cuda.is_on_gpu, parameters)):
+    if devices is None or not any(map(cuda.is_on_gpu, parameters)) or devices.unavailable_reason():
         framework = TorchGradients(compression, sparse_as_dense, as_view)
     else:
         framework = CudaGradients(compression, sparse_as_dense, as_view, devices)
