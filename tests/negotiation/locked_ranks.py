@@ -116,6 +116,12 @@ class LockedRank:
             areas.append(bytearray(area_bytes(capacity, len(ranks))))
         return MailboxArea(areas[mine], list(ranks).index(self.rank), len(ranks), capacity) if self.rank in ranks else None
 
+    def leave(self) -> None:
+        """The script is over; what is decided is still done."""
+        self.controller.leave()
+        error: Any = None
+        self.mailboxes.leave(error)
+
     def hurry(self) -> None:
         """A thread has been blocked for long."""
         waiters: Any = None
@@ -251,6 +257,8 @@ class Play:
         singles = [rng.choice(["gpu", "gpu", "cpu"]) for _ in range(count)]
         self.singles = [[f"{kind}.{number}" for number, kind in enumerate(singles)] for _ in range(self.size)]
         self.dies = rng.choice([0, 0, 0, rng.randint(200, 4000)])
+        self.leaves = rng.choice([0, 0, 0, rng.randint(200, 4000)]) if not joins else 0
+        self.leaver: int | None = None
 
     def _add_set(self) -> tuple[int, ...]:
         members = tuple(sorted(self.rng.sample(range(self.size), 2)))
@@ -291,7 +299,7 @@ class Play:
 
     def is_over(self, rank: int) -> bool:
         """Whether a rank's script is over."""
-        return rank in self.dead or self.simulation.failures[rank] is not None or (
+        return rank in self.dead or rank == self.leaver or self.simulation.failures[rank] is not None or (
             not self.singles[rank] and self.blocked[rank] is None and all(
                 reducer.over for reducer in self.simulation.ranks[rank].reducers)
             and not self.simulation.controllers[rank].unanswered())
@@ -318,7 +326,8 @@ class Play:
         if rank in self.dead or simulation.failures[rank] is not None:
             return
         if action < 0.3:
-            self.act(rank)
+            if rank != self.leaver:
+                self.act(rank)
         elif action < 0.5:
             simulation.look(rank)
         elif action < 0.6:
@@ -345,6 +354,9 @@ class Play:
                 dead = rng.randrange(1, self.size)
                 self.dead.add(dead)
                 simulation.coordinator.lose(dead, "it died")
+            if turn == self.leaves > 0:
+                self.leaver = rng.randrange(self.size)
+                simulation.ranks[self.leaver].leave()
             if turn % 500 == 0:
                 if turn % 4000 == 0:
                     simulation.check_order(is_over=False)
@@ -352,8 +364,10 @@ class Play:
                     break
         else:
             raise AssertionError("somebody waits for ever")
-        simulation.check_order(is_over=not self.dead)
         if not self.dead:
+            simulation.settle()
+        simulation.check_order(is_over=not self.dead)
+        if not self.dead and self.leaver is None:
             for number in range(max(len(rank.reducers) for rank in simulation.ranks)):
                 here = [rank.reducers[number] for rank in simulation.ranks if number < len(rank.reducers)]
                 check(simulation, here)

@@ -17,7 +17,7 @@ from hvdlite.negotiation.messages import BucketReady, Layout, Mailbox, Request
 from tests.negotiation.locked_ranks import LockedSimulation, Play, entry_of, let_locks_open_soon
 from tests.negotiation.reducers import Reducer, Round, steady
 
-GAMES, BROKEN_GAMES = 40, 60
+GAMES, BROKEN_GAMES = 25, 60
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def ranks_announce_on_after_the_first_decision(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(LockedRounds, "freeze", lambda self: self.announced)
 
 
-@breaks(22)
+@breaks(14)
 def complete_buckets_are_reported_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     real = LockedRounds.close
 
@@ -83,7 +83,7 @@ def complete_buckets_are_reported_at_the_end(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(LockedRounds, "close", wrong)
 
 
-@breaks(19)
+@breaks(14)
 def nothing_waits_for_the_end_of_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Locks.holds
 
