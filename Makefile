@@ -50,7 +50,7 @@ fuzz: $(VENV)/installed
 	$(BIN)/python -m tests.negotiation
 	$(BIN)/python -m tests.elastic --kills 200
 
-# Strangers, kills, hosts that lack something, random schedules, and the same again and again; an hour. As root it does more.
+# Strangers, kills, slow and cut links, hosts that lack something, random schedules, and the same again and again; an hour. As root it does more.
 chaos: ready
 	$(BIN)/python -m tests.chaos --minutes 60
 

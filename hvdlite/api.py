@@ -61,7 +61,8 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
             _users += 1
             if not _worlds.is_initialized:
                 _users = 1
-                _install_hooks(_worlds.join(comm).report_signal)
+                _install_hooks()
+                answer_signal(_worlds.join(comm).report_signal, lambda: _worlds.runtime)
         for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
             if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
                 add_process_set(process_set)
@@ -70,6 +71,8 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
             if _users == 1 and _worlds.runtime is not None:  # nobody else uses it
                 tell_failure(_worlds.runtime, error)
             shutdown()
+            if not _worlds.is_initialized:
+                _worlds.refused_in = os.getpid()
         raise
 
 
@@ -311,9 +314,8 @@ def transfer_name(adapter: str, name: str | None, sender: int, receiver: int) ->
 # --- hooks: installed once, by the first init() ----------------------------------------------------------------------
 
 
-def _install_hooks(report_signal: int) -> None:
+def _install_hooks() -> None:
     global _hooks_installed
-    answer_signal(report_signal, lambda: _worlds.runtime)
     if _hooks_installed:
         return
     _hooks_installed = True

@@ -11,6 +11,7 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -103,8 +104,17 @@ class WorkerGroup:
             self._reaper.forget(pid)
 
     def add_task(self, order: TaskPiece) -> None:
-        """Write a piece of the function that the ranks are to call."""
-        append_private_file(Path(self.directory) / TASK_FILE, order.content)
+        """Write a piece of the function that the ranks are to call.
+
+        Raises:
+            LaunchError: when there is no room for it.
+        """
+        path = Path(self.directory) / TASK_FILE
+        try:
+            append_private_file(path, order.content)
+        except OSError as error:
+            raise LaunchError(f"cannot write the function and its arguments to {path} on {socket.gethostname()}: "
+                              f"{error.strerror}; make room there, or set TMPDIR to a place that has it") from None
 
     def start(self, order: Start, stop: Callable[[], bool] = lambda: False) -> None:
         """Start ranks, or report why they cannot be started; `stop` is called before each one."""

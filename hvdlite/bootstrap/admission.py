@@ -99,8 +99,8 @@ class Admission:
                 if now >= deadline:
                     missing = sorted(set(range(1, size)) - set(self.connections))
                     raise MissingRanks(f"ranks {missing} did not connect to {self._address} within {timeout:.0f} s "
-                                       "(HVDLITE_START_TIMEOUT); did their processes start, and do they call init()?",
-                                       missing)
+                                       "(HVDLITE_START_TIMEOUT); did their processes start, and do they call init()?"
+                                       f"{self.refused}", missing)
                 self._drop_late(now)
                 ready = self._poller.poll(poll_timeout(min([deadline, *self._deadlines()]) - now))
                 self._cancellation.check()

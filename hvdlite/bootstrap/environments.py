@@ -81,6 +81,7 @@ class LaunchInfo:
     coordinator_port: int = 0  # elastic jobs: where rank 0 of later worlds listens; 0: at any free port
     held_port: HeldPort | None = dataclasses.field(default=None, repr=False)  # on rank 0: where it will listen
     mpi_problem: str = ""  # why there is no communicator, although one was wanted
+    how_to_have_a_key: str = ""  # for ranks that need one and have none
 
     @property
     def is_complete(self) -> bool:
@@ -151,13 +152,13 @@ def _launch_info(environment: Environment, environ: Mapping[str, str], parent: i
             coordinator = coordinator or _likely_coordinator(environment, environ)
         if not key:
             raise LaunchError(f"{environment.name}: {world.size} ranks on several hosts ({world.local_size} here) need the "
-                              f"job's key, so that no other program can connect to them: set {contract.SECRET} (or "
-                              f"{contract.SECRET_FILE}) to the same value on all ranks; {MAKE_A_KEY}")
+                              f"job's key, so that no other program can connect to them: {how_to_have_a_key(environ)}")
     given = environ.get(contract.JOB_DIRECTORY)
     directory = given or _agreed_directory(environment, environ, parent)
     return LaunchInfo(environment.name, world, directory, coordinator, key, not given, is_mpi,
                       not is_mpi or environment.local_rank in environ,
-                      coordinator_port=_number(environ, contract.COORDINATOR_PORT, environment, default=0))
+                      coordinator_port=_number(environ, contract.COORDINATOR_PORT, environment, default=0),
+                      how_to_have_a_key=how_to_have_a_key(environ))
 
 
 def _world(environment: Environment, environ: Mapping[str, str]) -> World:
@@ -218,6 +219,16 @@ def _key(environ: Mapping[str, str]) -> bytes:
         raise LaunchError(f"{source} has {len(key)} bytes, and could be guessed: at least {LEAST_KEY_BYTES} are needed; "
                           f"{MAKE_A_KEY}")
     return key
+
+
+def how_to_have_a_key(environ: Mapping[str, str]) -> str:
+    """Return the end of an error's text: what a rank without the job's key can do."""
+    taker = environ.get(contract.SECRET_TAKEN)
+    if taker is None:
+        return f"set {contract.SECRET} (or {contract.SECRET_FILE}) to the same value on all ranks; {MAKE_A_KEY}"
+    return (f"process {taker}, from which this one has its environment, has taken the key out of it in init(), so that its "
+            f"children do not have it. Call init() in process {taker} only; or let it read {contract.SECRET} before its "
+            f"init(), and set it for this process")
 
 
 def _host_and_port(text: str) -> tuple[str, int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Mapping, MutableMapping
 
-from hvdlite.core.launch_contract import COORDINATOR, JOB_DIRECTORY, SECRET
+from hvdlite.core.launch_contract import COORDINATOR, JOB_DIRECTORY, SECRET, SECRET_TAKEN
 
 _JOB = (JOB_DIRECTORY, COORDINATOR)
 
@@ -34,6 +35,7 @@ class JobKey:
             return
         _overwrite(SECRET, self._environ[SECRET])
         self._kept, self._job = {SECRET: self._environ.pop(SECRET)}, self._identity()
+        self._environ[SECRET_TAKEN] = str(os.getpid())
 
     def _identity(self) -> list[str | None]:
         return [self._environ.get(name) for name in _JOB]

@@ -18,6 +18,7 @@ from typing import Any
 
 from hvdlite.bootstrap.admission import HANDSHAKE_SECONDS, Admission
 from hvdlite.bootstrap.cancellation import Cancellation
+from hvdlite.bootstrap.environments import how_to_have_a_key
 from hvdlite.control.codec import RankInfo, Welcome
 from hvdlite.control.handshake import Greeting, greet_rank_0
 from hvdlite.control.wire import Connection
@@ -41,6 +42,7 @@ class Address:
 
     Attributes:
         locate: returns the path at which the socket is now, if `path` is only for messages.
+        how_to_have_a_key: the end of the error's text without one.
     """
 
     path: str = ""
@@ -48,11 +50,12 @@ class Address:
     port: int = 0
     key: bytes = b""
     locate: Callable[[], str] | None = None
+    how_to_have_a_key: str = ""
 
     def __post_init__(self) -> None:
         if not self.path and not self.key:
-            raise LaunchError("ranks that meet over TCP need the job's key: set HVDLITE_SECRET to the same value on all "
-                              "ranks (make one with: python -c 'import secrets; print(secrets.token_hex())')")
+            raise LaunchError("ranks that meet over TCP need the job's key: "
+                              f"{self.how_to_have_a_key or how_to_have_a_key({})}")
 
     def __str__(self) -> str:
         return self.path or f"{self.host}:{self.port}"
@@ -196,7 +199,7 @@ def connect_to_rank_0(address: Address, own: RankInfo, *, timeout: float, frame_
     except (OSError, EOFError, ProtocolError) as error:
         connection.close_in_child()
         cancellation.check()
-        raise LaunchError(f"rank {own.rank} could not join the job at {address}: {error}") from error
+        raise LaunchError(f"this rank could not join the job at {address}: {error}") from error
     except BaseException:
         connection.close_in_child()
         raise
@@ -205,8 +208,9 @@ def connect_to_rank_0(address: Address, own: RankInfo, *, timeout: float, frame_
 def _authenticated(address: Address, own: RankInfo, deadline: float, frame_limit: int,
                    cancellation: Cancellation) -> Connection:
     """Return a connection to rank 0, which has the same version."""
+    refusal = ""
     while True:
-        sock = _connected(address, deadline, cancellation)
+        sock = _connected(address, deadline, cancellation, refusal)
         try:
             with cancellation.watch(sock):
                 until = min(deadline, time.monotonic() + HANDSHAKE_SECONDS)
@@ -215,7 +219,8 @@ def _authenticated(address: Address, own: RankInfo, deadline: float, frame_limit
             sock.close()
             cancellation.check()
             if time.monotonic() >= deadline:
-                raise LaunchError(f"rank {own.rank} could not join the job at {address}: {error}") from error
+                raise LaunchError(f"this rank could not join the job at {address}: {error}") from error
+            refusal = str(error)
             time.sleep(RETRY_SECONDS)
             continue
         except BaseException:
@@ -255,7 +260,15 @@ def host_identity() -> str:
     return ":".join((socket.gethostname(), read(boot_id), read(lambda: os.readlink("/proc/self/ns/pid"))))
 
 
-def _connected(address: Address, deadline: float, cancellation: Cancellation) -> socket.socket:
+def _connected(address: Address, deadline: float, cancellation: Cancellation, refusal: str) -> socket.socket:
+    """Return a connection.
+
+    Args:
+        refusal: why the one before was given up: it says more than that nobody listens any more; "" for the first one.
+
+    Raises:
+        LaunchError: when there is none before the deadline.
+    """
     pause = FIRST_RETRY_SECONDS
     while True:
         cancellation.check()
@@ -273,7 +286,8 @@ def _connected(address: Address, deadline: float, cancellation: Cancellation) ->
                 raise
         except (OSError, ProtocolError) as error:
             if time.monotonic() >= deadline:
-                raise LaunchError(f"cannot reach rank 0 at {address}: {error}; has its process started?") from error
+                raise LaunchError(f"this rank could not join the job at {address}: {refusal}" if refusal else
+                                  f"cannot reach rank 0 at {address}: {error}; has its process started?") from error
         time.sleep(pause)
         pause = min(2 * pause, RETRY_SECONDS)
 

@@ -30,6 +30,8 @@ SECRET = "HVDLITE_SECRET"
 """The job's key, hexadecimal; only needed if ranks connect over TCP."""
 SECRET_FILE = "HVDLITE_SECRET_FILE"
 """A file with the job's key, instead of `SECRET`; only its owner may read it."""
+SECRET_TAKEN = "HVDLITE_SECRET_TAKEN"
+"""The id of the process that has removed the key from its environment; for the messages of its children, which have none."""
 COORDINATOR = "HVDLITE_COORDINATOR"
 """host:port where rank 0 listens; not set if all ranks are on one host."""
 
@@ -78,7 +80,7 @@ COORDINATES = {
     CROSS_RANK: "cross_rank", CROSS_SIZE: "cross_size",
 }
 CONTRACT_VARIABLES = frozenset(COORDINATES) | {
-    JOB_DIRECTORY, SECRET, SECRET_FILE, COORDINATOR, COORDINATOR_PORT, MEMBER, JOINER, EPOCH, SLOT}
+    JOB_DIRECTORY, SECRET, SECRET_FILE, SECRET_TAKEN, COORDINATOR, COORDINATOR_PORT, MEMBER, JOINER, EPOCH, SLOT}
 
 
 def write_private_file(path: Path, content: bytes) -> None:

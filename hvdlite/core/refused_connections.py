@@ -20,11 +20,19 @@ class RefusedConnections:
     def __init__(self, address: object) -> None:
         self._address = address
         self._logged: set[tuple[str, str]] = set()  # peers and reasons
-        self._rest = 0
+        self._rest = self._count = 0
+        self._last = ""
+
+    def __str__(self) -> str:
+        """How many connections were refused, and why the last one; "" when none was."""
+        if not self._count:
+            return ""
+        return f" {self._count} connection{'s were' if self._count > 1 else ' was'} refused, the last one {self._last}"
 
     def note(self, peer: str, error: Exception) -> None:
         """A connection was refused."""
         refusal = peer, str(error)
+        self._count, self._last = self._count + 1, f"from {peer}: {error}"
         if refusal in self._logged or len(self._logged) >= LOGGED_REFUSALS:
             self._rest += 1
             return

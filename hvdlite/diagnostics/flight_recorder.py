@@ -6,6 +6,7 @@ QUEUE (other work comes first) and <PLANE>_<OPERATION> (bytes move) inside.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -128,7 +129,9 @@ class FlightRecorder:
             self._end((lane,))
 
     def story(self, name: str) -> str:
-        """Return what happened to a tensor here, oldest first, one line an event; "" when nothing is remembered.
+        """Return what happened to a tensor here, oldest first; "" when nothing is remembered.
+
+        One line an event; events that follow each other and are alike, such as calls in a mailbox, have one line.
 
         Args:
             name: as negotiated, or what follows the first dot of it ("x" for "allreduce.x").
@@ -138,8 +141,13 @@ class FlightRecorder:
         told = {each for _, names, _, _ in events for each in names}
         if name not in told:
             name = next((each for each in told if each.partition(".")[2] == name), name)
-        return "\n".join(f"{now - when:9.3f} s ago: {what}{_detail(detail)}" for when, names, what, detail in events
-                         if name in names)
+        lines = []
+        for _, alike in itertools.groupby((event for event in events if name in event[1]), lambda event: event[2:]):
+            first, *others = alike
+            when, _, what, detail = others[-1] if others else first
+            times = f"{len(others) + 1} times, the first {now - first[0]:.3f} s ago: " if others else ""
+            lines.append(f"{now - when:9.3f} s ago: {times}{what}{_detail(detail)}")
+        return "\n".join(lines)
 
     def _begin(self, lanes: Sequence[str], name: str, detail: str = "") -> None:
         assert self._open is not None

@@ -147,7 +147,8 @@ class Engine:
             self._serve()
         except JobFailed as failed:
             self._state.failure = failure_error(failed.notice, self._rank)
-            if failed.notice.origin not in (self._rank, -1) and not self._waiters:  # no thread raises it now
+            if failed.notice.origin not in (self._rank, -1) and not (self._waiters or self._mailboxes.in_use):
+                # No thread raises it now.
                 _log.error("rank %d: %s", self._rank, str(self._state.failure).splitlines()[0])
         finally:
             self._close()

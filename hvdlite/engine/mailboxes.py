@@ -60,6 +60,11 @@ class Mailboxes:
         self._waiters: BlockedWaiters | None = None  # to be told to the coordinator when the lock is closed
         self._unusable: dict[int, int] = {}  # mailboxes without memory here, and the round before their first
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a call is under way in some mailbox; then a thread most likely waits for it."""
+        return any(end.has_call for end in self._ends.values())
+
     def open(self, mailbox: Mailbox) -> None:
         """Let threads use a mailbox, if this rank is a member of its process set."""
         assert self._make_area is not None

@@ -201,6 +201,11 @@ class MailboxEnd:
     # --- the background thread -------------------------------------------------------------------------------------------
 
     @property
+    def has_call(self) -> bool:
+        """Whether a call is under way; looked at without the lock."""
+        return self._call is not None
+
+    @property
     def is_busy(self) -> bool:
         """Whether the background thread has not got the lock yet."""
         return self._deferring.is_busy

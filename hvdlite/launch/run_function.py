@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -114,15 +115,29 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
     arguments += ["--verbose"] if verbose else []
     with tempfile.TemporaryDirectory(prefix="hvdlite-run-") as directory:  # mode 0700
         key = secrets.token_hex()
-        write_private_file(Path(directory) / KEY_FILE, key.encode())
-        call = _pickled(func, args, dict(kwargs or {}))
-        write_private_file(Path(directory) / TASK_FILE, sign(call, bytes.fromhex(key), "task"))
+        task = sign(_pickled(func, args, dict(kwargs or {})), bytes.fromhex(key), "task")
+        for name, content in ((KEY_FILE, key.encode()), (TASK_FILE, task)):
+            _write(Path(directory) / name, content)
         command = [sys.executable, "-m", "hvdlite_runner", *arguments, *options, "--task-directory", directory,
                    executable or sys.executable, "-m", "hvdlite.launch.run_task"]
         code, messages = _launch(command, {**os.environ, **(env or {})})
         if code not in (0, OUTPUT_LOST) or (Path(directory) / CAUSE_FILE).exists():  # a rank may end with that code, too
             _raise_root_error(Path(directory), bytes.fromhex(key), code, messages)
         return _results(Path(directory), bytes.fromhex(key))
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file of a task.
+
+    Raises:
+        LaunchError: when there is no room for it.
+    """
+    try:
+        write_private_file(path, content)
+    except OSError as error:
+        raise LaunchError(f"cannot write {len(content):,} bytes (the function and its arguments) to {path} on "
+                          f"{socket.gethostname()}: {error.strerror}; make room there, or set TMPDIR to a place that has it"
+                          ) from None
 
 
 _IGNORED: Final = frozenset({"disable_cache"})

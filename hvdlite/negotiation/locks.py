@@ -95,8 +95,7 @@ class Locks:
             self._rounds.pop(label, None)
             return
         self._rounds[label] = rounds = self._rounds.get(label, 0) + 1
-        members = layout.buckets[0].response.contributors
-        if self._mailboxes.open_lock(layout, members, round_id + 2, rounds, OPENS_AFTER):
+        if self._mailboxes.open_lock(layout, round_id + 2, rounds, OPENS_AFTER):
             self._layout, self._buckets = layout, frozenset(bucket.bucket_id for bucket in layout.buckets)
             self._gradient_sets.locked = layout.layout_id
             self._rounds.clear()

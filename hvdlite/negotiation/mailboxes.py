@@ -11,8 +11,8 @@ Rules (docs/protocol.md#mailboxes)
 - A mailbox ends in two decisions. After the first, no rank writes to it, and each one says so. After the second, all ranks
   see the same memory: a call in a round that is not complete becomes an ordinary request.
 - It ends when a rank waits long in it or finds another description, and before a rank joins or leaves, before its process
-  set is removed, and while there is a timeline. The coordinator needs no other reason: everything else that can happen to
-  the tensor happens to the requests.
+  set is removed, while there is a timeline, and when another stem needs its area and there are no more. The coordinator
+  needs no other reason: everything else that can happen to the tensor happens to the requests.
 - An area is used again when all ranks have applied the decision that closed its mailbox: they have applied a later one, too,
   because a rank may send reports in the middle of a decision.
 """
@@ -132,9 +132,9 @@ class MailboxTable:
             if self._calls[key] >= OPENS_AFTER:  # it has room for smaller tensors only
                 self._freeze(found, now)
         elif self._calls[key] >= self._needed.get(key, OPENS_AFTER):
-            self._open_for(key, members, min(SMALL, self._limit) if nbytes <= SMALL else self._limit)
+            self._open_for(key, members, min(SMALL, self._limit) if nbytes <= SMALL else self._limit, now)
 
-    def open_lock(self, layout: Layout, members: tuple[int, ...], layout_round: int, rounds: int, opens_after: int) -> bool:
+    def open_lock(self, layout: Layout, layout_round: int, rounds: int, opens_after: int) -> bool:
         """Open a lock for a layout, if there is none and this is the time; return whether it is open now.
 
         Args:
@@ -142,12 +142,13 @@ class MailboxTable:
             rounds: how many plain rounds there were, one after the other.
             opens_after: how many are needed at first; the number is doubled each time that a lock has ended soon.
         """
+        members = layout.buckets[0].response.contributors
         key = layout.buckets[0].response.process_set_id, LOCK + layout.label
         if (self.lock is not None or self.is_suspended or len(members) < 2
                 or rounds < self._needed.get(key, opens_after)):
             return False
         self._needed.setdefault(key, opens_after)
-        self.lock = self._open_for(key, members, 0, layout.layout_id, layout_round)
+        self.lock = self._open_for(key, members, 0, 0.0, layout.layout_id, layout_round)  # no other area is like it
         if self.lock is None:
             return False
         self.lock.soon = SOON * len(layout.buckets)
@@ -158,10 +159,11 @@ class MailboxTable:
         if self.lock is not None:
             self._freeze(self.lock, now)
 
-    def _open_for(self, key: StemKey, members: tuple[int, ...], capacity: int, layout_id: int = 0,
+    def _open_for(self, key: StemKey, members: tuple[int, ...], capacity: int, now: float, layout_id: int = 0,
                   layout_round: int = 0) -> OpenMailbox | None:
         number = self._free_area(members, capacity)
         if number is None:
+            self._take_back(members, capacity, now)
             return None
         area = self._areas[number]
         area.closed_in = None
@@ -183,6 +185,13 @@ class MailboxTable:
             return None
         self._areas.append(_Area(members, capacity))
         return len(self._areas) - 1
+
+    def _take_back(self, members: tuple[int, ...], capacity: int, now: float) -> None:
+        """End the mailbox that was opened first, unless an area is about to be free; a later call gets it."""
+        mine = [number for number, area in enumerate(self._areas) if (area.members, area.capacity) == (members, capacity)]
+        in_use = [found for found in self._open.values() if found.mailbox.area in mine]
+        if in_use and len(in_use) == len(mine) and all(found.awaited is None for found in in_use):
+            self._freeze(in_use[0], now)
 
     # --- the end of a mailbox ------------------------------------------------------------------------------------------
 

@@ -16,7 +16,9 @@ import functools
 import importlib
 import importlib.util
 import itertools
+import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -32,6 +34,8 @@ from hvdlite.planes.base import OobChannel, WaitUntil
 from hvdlite.planes.gloo_listener import make_deaf
 from hvdlite.planes.process_group import library_error
 from hvdlite.planes.process_group_plane import ProcessGroupPlane
+
+_log = logging.getLogger("hvdlite")
 
 NO_TIMEOUT_SECONDS: Final = 10 * 365 * 86_400.0
 """Gloo requires a timeout, in nanoseconds; ten years fit."""
@@ -71,12 +75,14 @@ def gloo_plane(rank: int, oob: OobChannel, wake: Callable[[], None], address: st
         address: this host's IP address for the other hosts, or the name of a network interface.
         timeout: seconds after which Gloo aborts an operation; may be infinite.
     """
-    connect = functools.partial(_connect, rank, oob, wake, address, timeout)
+    warn_once = functools.cache(_log.warning)
+    connect = functools.partial(_connect, rank, oob, wake, address, timeout, warn_once)
     return ProcessGroupPlane("gloo", rank, connect, chunk=chunk, casts=casts)
 
 
-def _connect(rank: int, oob: OobChannel, wake: Callable[[], None], address: str, timeout: float, process_set_id: int,
-             ranks: tuple[int, ...], wait_until: WaitUntil) -> GlooProcessGroup:
+def _connect(rank: int, oob: OobChannel, wake: Callable[[], None], address: str, timeout: float,
+             warn: Callable[[str], object], process_set_id: int, ranks: tuple[int, ...],
+             wait_until: WaitUntil) -> GlooProcessGroup:
     distributed = importlib.import_module("torch.distributed")
     if not distributed.is_available() or not distributed.is_gloo_available():
         raise LaunchError("this build of torch comes without Gloo: install one from pypi.org or download.pytorch.org")
@@ -105,7 +111,9 @@ def _connect(rank: int, oob: OobChannel, wake: Callable[[], None], address: str,
         except BaseException:
             made.close()
             raise
-        make_deaf(store.published)
+        if not make_deaf(store.published) and sys.platform.startswith("linux"):
+            warn("Gloo's port on this rank stays open to strangers, because its socket was not found or the kernel refused "
+                 "a filter: programs that reach it can take descriptors of this rank (docs/security.md, What remains)")
     return made
 
 

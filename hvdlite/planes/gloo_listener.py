@@ -33,7 +33,8 @@ def make_deaf(published: bytes) -> bool:
         if address in published:
             instructions = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
             program = struct.pack("@HP", 1, ctypes.addressof(instructions))
-            found = not ctypes.CDLL(None).setsockopt(descriptor, socket.SOL_SOCKET, _SO_ATTACH_FILTER, program, len(program))
+            found |= not ctypes.CDLL(None).setsockopt(descriptor, socket.SOL_SOCKET, _SO_ATTACH_FILTER, program,
+                                                      len(program))
     return found
 
 

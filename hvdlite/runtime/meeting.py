@@ -159,10 +159,11 @@ class Meeting:
             assert self.member is not None
             host, port = ("", info.coordinator_port) if world.rank == 0 else self.member.coordinator(
                 world.epoch, timeout_or_inf(self.config.start_timeout))
-            return Address(host=host, port=port, key=info.key)
+            return Address(host=host, port=port, key=info.key, how_to_have_a_key=info.how_to_have_a_key)
         if info.coordinator is None:
             raise LaunchError("ranks that meet over TCP need HVDLITE_COORDINATOR=host:port, the same on all ranks")
-        return Address(host=info.coordinator[0], port=info.coordinator[1], key=info.key)
+        host, port = info.coordinator
+        return Address(host=host, port=port, key=info.key, how_to_have_a_key=info.how_to_have_a_key)
 
     def _socket_name(self, name: str) -> str:
         """Return the name of a socket in the job directory; in an elastic job each world has sockets of its own."""

@@ -1,8 +1,8 @@
 """What a rank prints when an exception ends it: each failure of a job once, without hvdlite's own frames.
 
 The rank where a failure began prints its traceback. Ranks that end because of it print one line each, under a launcher that
-tells of the failure itself. An error that all ranks raise alike (a mismatch, a stall) is printed by the first rank of each
-host. Without a launcher's job directory every rank prints its own traceback.
+tells of the failure itself. An error that all ranks raise alike (a mismatch, a stall, ranks that cannot meet) is printed by
+the first rank of each host. Without a launcher's job directory every rank prints its own traceback.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from hvdlite.core.errors import DeadlockError, HvdliteError, PeerLeftError, PeerLostError, StallError
+from hvdlite.core.errors import DeadlockError, HvdliteError, MismatchError, PeerLeftError, PeerLostError, StallError
 
 _PACKAGES: Final = frozenset({"hvdlite", "hvdlite_torch", "hvdlite_tf", "hvdlite_runner"})
+
+_SHORT: Final = 120
+"""Characters of a mismatch that all ranks repeat in their lines about it."""
 
 
 def text_of(error: BaseException, *, full: bool = False) -> str:
     """Return an exception's traceback as text.
 
     Args:
-        full: with the frames of hvdlite. Without them otherwise, unless the exception is one that hvdlite did not mean to
-            raise: its innermost frame is hvdlite's, and it is no `HvdliteError`.
+        full: with the frames of hvdlite, and with its internal causes. Without them otherwise, unless the exception is one
+            that hvdlite did not mean to raise: its innermost frame is hvdlite's, and it is no `HvdliteError`.
     """
     told = traceback.TracebackException.from_exception(error)
     if not full:
@@ -60,7 +63,12 @@ def print_failure(error: BaseException, directory: str | None, rank: int, *, ful
     else:
         name, first_line = type(error).__name__, str(error).partition("\n")[0]
         text = f"rank {rank} ended{_place(error)}"
-        text += f": {name}: {first_line}\n" if _is_consequence(error) else f", with the same {name} as another rank\n"
+        if _is_consequence(error):
+            text += f": {name}: {first_line}\n"
+        else:
+            values = first_line.partition(". ")[0]  # without what to do
+            is_short = isinstance(error, MismatchError) and len(values) <= _SHORT
+            text += f", with the same {name} as another rank{f': {values}' if is_short else ''}\n"
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -75,7 +83,7 @@ def _is_told_elsewhere(error: BaseException, directory: str, rank: int) -> bool:
         return False
     if isinstance(error, PeerLostError) and _is_consequence(error):
         return error.rank not in (-1, rank)
-    said = zlib.crc32(f"{type(error).__name__} {str(error).partition(chr(10))[0]}".encode(errors="replace"))
+    said = zlib.crc32(str(error).partition("\n")[0].encode(errors="replace"))
     try:
         os.close(os.open(Path(directory) / f"printed.{said:08x}", os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:
@@ -108,12 +116,25 @@ def _shorten(told: traceback.TracebackException, error: BaseException, passed: s
     for text, origin in ((told.__cause__, error.__cause__), (told.__context__, error.__context__)):
         if text is not None and origin is not None and id(origin) not in passed:
             _shorten(text, origin, passed)
+    if isinstance(error, HvdliteError) and _is_internal(error.__cause__ or error.__context__):
+        told.__cause__ = told.__context__ = None
+
+
+def _is_internal(cause: BaseException | None) -> bool:
+    """Return whether hvdlite has raised and caught it itself: then the text of the error that follows says what it was."""
+    packages = [] if cause is None else list(_packages(cause.__traceback__))
+    return (isinstance(cause, HvdliteError | OSError | EOFError) and bool(packages)
+            and _PACKAGES.union(sys.stdlib_module_names).issuperset(packages))
 
 
 def _frames(where: TracebackType | None) -> Iterator[tuple[traceback.FrameSummary, bool]]:
     """Yield the frames of a traceback, outermost first, and whether each is hvdlite's."""
-    while where is not None:
-        code, module = where.tb_frame.f_code, str(where.tb_frame.f_globals.get("__name__", ""))
-        summary = traceback.FrameSummary(code.co_filename, where.tb_lineno, code.co_name, lookup_line=False)
-        yield summary, module.partition(".")[0] in _PACKAGES
-        where = where.tb_next
+    for (frame, line), package in zip(traceback.walk_tb(where), _packages(where), strict=True):
+        summary = traceback.FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name, lookup_line=False)
+        yield summary, package in _PACKAGES
+
+
+def _packages(where: TracebackType | None) -> Iterator[str]:
+    """Yield the package of each frame of a traceback, outermost first."""
+    for frame, _ in traceback.walk_tb(where):
+        yield str(frame.f_globals.get("__name__", "")).partition(".")[0]

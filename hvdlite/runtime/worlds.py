@@ -53,6 +53,7 @@ class Worlds:
         casts: conversions of 16-bit floats.
         defaults: environment variables of knobs, as if they were set when they are not.
         runs_elastically: whether `hvd.elastic.run` is running.
+        refused_in: the id of the process whose last `init()` has failed; 0 for none.
     """
 
     def __init__(self, environ: MutableMapping[str, str]) -> None:
@@ -63,6 +64,7 @@ class Worlds:
         self.casts = Casts.of_numpy()
         self.defaults: dict[str, str] = {}
         self.runs_elastically = False
+        self.refused_in = 0
         self._environ = environ
         self._key = JobKey(environ)
         self._process_sets = RegisteredSets()
@@ -105,6 +107,7 @@ class Worlds:
             LaunchError, ConfigError, UnsupportedError: see `api.init`.
         """
         config = self._config()
+        self._full_tracebacks, self.refused_in = config.full_tracebacks, 0
         if self.member is None:
             self.member = _member(self._environ, comm, config)
             if self.member is not None:  # each change collects garbage; what has been imported would make that slow
@@ -112,7 +115,6 @@ class Worlds:
                 gc.freeze()
         info = resolve_launch(comm, self._key.environment(), os.getppid(), config)
         self._key.take()
-        self._full_tracebacks = config.full_tracebacks
         configure_logging(config, lambda: self.coordinates.rank if self.is_initialized else info.world.rank)
         if launch_contract.JOINER in self._environ:
             self._enter(LaunchInfo("none", World()), config)
@@ -138,18 +140,20 @@ class Worlds:
             prints: whether to print it first, so that the cause is on the screen before the others hear of it.
 
         Returns:
-            False if this process is in no job: then nothing is done.
+            False if this process is in no job and has not tried to join one: then nothing is done.
         """
-        if not self.is_initialized or self._in_child:
+        if self._in_child or not (self.is_initialized or self.refused_in == os.getpid()):
             return False
-        own = self.coordinates.rank if self.member is None else self.member.number
+        told = self._environ.get(launch_contract.RANK, "")
+        rank = self.coordinates.rank if self.is_initialized else int(told) if told.isdecimal() else 0
+        own = int(self._environ.get(launch_contract.MEMBER, rank))
         directory = self._environ.get(launch_contract.JOB_DIRECTORY)
-        shown = prints and tracebacks.print_failure(error, directory, self.coordinates.rank, full=self._full_tracebacks)
+        shown = prints and tracebacks.print_failure(error, directory, rank, full=self._full_tracebacks)
         if self.runtime is None:
             origin, text = own, tracebacks.text_of(error)
         else:
-            rank, text = tell_failure(self.runtime, error)
-            origin = self._members[rank] if self._members else rank
+            origin, text = tell_failure(self.runtime, error)
+            origin = self._members[origin] if self._members else origin
         if directory:
             record_failure(directory, error, own, origin, text, shown=shown)
         return True

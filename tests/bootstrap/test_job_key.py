@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
+
+from hvdlite.bootstrap.environments import read_launch_info
 from hvdlite.bootstrap.job_key import JobKey
+from hvdlite.bootstrap.rendezvous import Address
 from hvdlite.bootstrap.x25519 import BASE, x25519
+from hvdlite.core.errors import LaunchError
 from tests.bootstrap.programs import key_in_environment
 from tests.worlds import over_tcp, processes
 
@@ -18,12 +25,23 @@ def test_the_key_is_kept_for_the_same_job_only() -> None:
     key = JobKey(environ)
     key.take()
     key.take()
-    assert environ == {"HVDLITE_JOB_DIRECTORY": "/job"} and key.environment()["HVDLITE_SECRET"] == "ab"
+    assert environ == {"HVDLITE_JOB_DIRECTORY": "/job", "HVDLITE_SECRET_TAKEN": str(os.getpid())}
+    assert key.environment()["HVDLITE_SECRET"] == "ab"
     environ["HVDLITE_SECRET"] = "cd"
     assert key.environment()["HVDLITE_SECRET"] == "cd"
     key.take()
     environ["HVDLITE_JOB_DIRECTORY"] = "/another"
     assert "HVDLITE_SECRET" not in key.environment()
+
+
+@pytest.mark.parametrize("local_size", ["2", "1"])
+def test_a_child_of_a_rank_is_told_who_has_the_key(local_size: str) -> None:
+    environ = {"HVDLITE_SECRET": "ab" * 16, "HVDLITE_RANK": "0", "HVDLITE_SIZE": "2", "HVDLITE_LOCAL_SIZE": local_size,
+               "HVDLITE_LOCAL_RANK": "0", "HVDLITE_COORDINATOR": "localhost:1", "HVDLITE_JOB_DIRECTORY": "/job"}
+    JobKey(environ).take()
+    with pytest.raises(LaunchError, match=f"process {os.getpid()}, .* has taken the key .* HVDLITE_SECRET before its"):
+        info = read_launch_info(environ, 1)
+        Address(host="localhost", port=1, how_to_have_a_key=info.how_to_have_a_key)
 
 
 def test_x25519_against_the_vectors_of_rfc_7748() -> None:

@@ -85,12 +85,14 @@ def test_strangers_are_refused_and_the_job_starts(caplog: pytest.LogCaptureFixtu
 def test_a_peer_with_many_reasons_and_many_peers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """See docs/protocol.md#frames."""
     refused = RefusedConnections(Address(path="/socket"))
+    assert not str(refused)
     for number in range(300):
         refused.note(f"10.0.0.{number % 150}", ProtocolError(f"reason {number % 2}"))
     refused.log_rest()
     refused.log_rest()
     assert len(caplog.records) == LOGGED_REFUSALS + 1
     assert caplog.records[-1].message == "290 more connections to /socket were refused"
+    assert str(refused) == " 300 connections were refused, the last one from 10.0.0.149: reason 1", "for rank 0's error"
 
 
 @pytest.mark.parametrize("said", [b"", b"h", Greeting(1, "1").encode() + bytes(63)], ids=["silent", "a byte", "almost all"])
@@ -132,7 +134,7 @@ def test_one_deadline_holds_for_a_whole_handshake(monkeypatch: pytest.MonkeyPatc
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = threading.Thread(target=lambda: trickle(listener.accept()[0]))
         server.start()
-        with pytest.raises(LaunchError, match="rank 1 could not join the job"):
+        with pytest.raises(LaunchError, match="this rank could not join the job"):
             connect_to_rank_0(Address(host="127.0.0.1", port=listener.getsockname()[1], key=b"secret" * 6), rank_info(1),
                               timeout=0.1, frame_limit=LIMIT)
         server.join(30)
@@ -160,6 +162,23 @@ def test_another_program_at_rank_0s_port_is_tried_until_the_deadline() -> None:
         rank_1.join(30)
         for connection in [*connections.values(), results[0][0]]:  # type: ignore[index]
             connection.close()
+
+
+def test_a_rank_that_was_refused_says_so_when_rank_0_has_given_up() -> None:
+    """A connection that nobody accepts afterwards would hide that its key is another one."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = Address(host="127.0.0.1", port=listener.getsockname()[1], key=b"secret" * 6)
+
+        def refuse() -> None:
+            with listener.accept()[0] as sock:
+                listener.close()  # before rank 1 tries again
+                sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9)
+
+        rank_0 = threading.Thread(target=refuse)
+        rank_0.start()
+        with pytest.raises(LaunchError, match=r"could not join the job at .* it is another program"):
+            connect_to_rank_0(address, rank_info(1, 2), timeout=1.0, frame_limit=LIMIT)
+        rank_0.join()
 
 
 def test_tcp_without_a_key_says_how_to_make_one() -> None:

@@ -14,6 +14,7 @@ import sys
 import time
 
 from tests.chaos.kills import KILLS
+from tests.chaos.links import LINKS
 from tests.chaos.repeating import troubles
 from tests.chaos.rows import Row, rounds, table
 from tests.chaos.scarcity import SCARCITIES
@@ -24,7 +25,8 @@ from tests.chaos.strangers import STRANGERS
 def main() -> int:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Trouble of every kind.")
-    parser.add_argument("--minutes", type=float, default=60.0, help="for all troubles together")
+    parser.add_argument("--minutes", type=float, default=60.0,
+                        help="for all troubles together; what one does not need is left to those after it")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6),
                         help="of all random numbers; default: another one each time")
     parser.add_argument("--only", default="", help="troubles whose description contains this text")
@@ -32,14 +34,16 @@ def main() -> int:
     parser.add_argument("--results", help="a file for the table")
     options = parser.parse_args()
     logging.getLogger("hvdlite").setLevel(logging.CRITICAL)  # refusals are counted
-    known = [*STRANGERS, *KILLS, *SCARCITIES, *SCHEDULES, *troubles(max(2.0, options.minutes * 1.5))]
+    known = [*STRANGERS, *KILLS, *LINKS, *SCARCITIES, *SCHEDULES, *troubles(max(2.0, options.minutes * 1.5))]
     chosen = [trouble for trouble in known if options.only in trouble.what]
     total, began = sum(trouble.share for trouble in chosen), time.monotonic()
+    until = began + options.minutes * 60
     print(f"seed {options.seed}, {options.minutes:g} minutes", flush=True)
     rows: list[Row] = []
     for trouble in chosen:
         numbers = itertools.count() if options.round is None else [options.round]
-        row = rounds(trouble, options.seed, options.minutes * 60 * trouble.share / total, numbers)
+        row = rounds(trouble, options.seed, max(0.0, until - time.monotonic()) * trouble.share / total, numbers)
+        total -= trouble.share
         rows.append(row)
         print(f"{time.monotonic() - began:6.0f} s  {row.what}: {row.tried:,} tried, {row.survived:,} survived, "
               f"{row.refused:,} refused, {len(row.wrong)} wrong", *row.wrong, sep="\n", flush=True)

@@ -40,6 +40,7 @@ class Trouble:
 
     Attributes:
         share: of the time; the shares of all kinds need not add up to anything.
+        goal: tries after which it is enough; its row says how far it came, and in what time. 0: there is none.
         unavailable: returns why it cannot be made here, "" when it can.
     """
 
@@ -47,6 +48,7 @@ class Trouble:
     make: Round
     share: float = 1.0
     unavailable: Callable[[], str] = lambda: ""
+    goal: int = 0
 
 
 def chance_of(seed: int, what: str, number: int) -> random.Random:
@@ -60,14 +62,17 @@ def rounds(trouble: Trouble, seed: int, seconds: float, numbers: Iterable[int]) 
     if reason := trouble.unavailable():
         row.remark = f"left out: {reason}"
         return row
-    until = time.monotonic() + seconds
+    began = time.monotonic()
     for number in numbers:
         try:
             trouble.make(chance_of(seed, trouble.what, number), row)
         except Exception:
             row.wrong.append(f"{trouble.what}, seed {seed}, round {number}:\n{traceback.format_exc()}")
-        if time.monotonic() >= until or len(row.wrong) >= 3:
+        if time.monotonic() >= began + seconds or len(row.wrong) >= 3 or 0 < trouble.goal <= row.tried:
             break
+    if trouble.goal:
+        reached = f"{row.tried / trouble.goal:.0%} of the {trouble.goal:,} wanted"
+        row.remark = f"{reached}, in {time.monotonic() - began:.0f} s of {seconds:.0f} s; {row.remark}"
     return row
 
 

@@ -14,11 +14,24 @@ import pytest
 
 from hvdlite.core.errors import ConfigError
 from hvdlite.core.types import ReduceOp
+from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.timeline import TimelineFile
 from hvdlite.negotiation.messages import TraceEvent
 from hvdlite.runtime.runtime import Runtime
 from tests.diagnostics.programs import timeline as programs
 from tests.worlds import HANGS_SECONDS, TORCH, Processes, processes, threads
+
+
+def test_calls_in_a_mailbox_are_one_line_of_a_tensors_story() -> None:
+    now = iter(range(100))
+    recorder = FlightRecorder(0, "shm", lambda: float(next(now)))
+    for name in ("x", "x", "y", "x"):
+        recorder.exchanged(name)
+    recorder.split("bucket.1", ["x"])
+    recorder.exchanged("x")
+    assert [line.partition("s ago: ")[2] for line in recorder.story("x").splitlines()] == [
+        "3 times, the first 6.000 s ago: done in a mailbox",
+        "to be negotiated one by one: its bucket was given up (bucket.1)", "done in a mailbox"]
 
 
 def lanes(path: Path) -> dict[tuple[int, str], list[dict[str, Any]]]:

@@ -66,7 +66,9 @@ def test_what_a_mailbox_does_not_take() -> None:
     (end, _), _, _ = ends(2)
     assert not exchange(end, call(1.0, elements=CAPACITY))
     assert not exchange(end, call(1.0, name="x" * 2000))
+    assert not end.has_call
     assert end.write(call(1.0)) and not end.write(call(1.0, name="y")), "it serves one call at a time"
+    assert end.has_call, "a loss of a peer is told by the thread that waits, and not logged, too"
     end.freeze()
     assert not end.write(call(1.0))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -14,11 +16,13 @@ import pytest
 
 import hvdlite
 from hvdlite.core.errors import LaunchError, PeerLostError, ProtocolError
-from hvdlite.launch import run_task
+from hvdlite.launch import run_function, run_task
 from hvdlite.launch.run_function import sign, verified
-from hvdlite_runner.messages import PIECE_BYTES, Result
+from hvdlite_runner import worker_group
+from hvdlite_runner.messages import PIECE_BYTES, Result, TaskPiece
 from hvdlite_runner.reaper import marked_processes
 from hvdlite_runner.task_files import TaskFiles, pieces_of
+from hvdlite_runner.worker_group import WorkerGroup
 from tests.launch.failing import check_first_exception
 from tests.worlds import HANGS_SECONDS
 
@@ -32,6 +36,18 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     yield
     monkeypatch.delenv("TEST_JOB")
     assert not marked_processes(f"TEST_JOB={tmp_path}".encode())
+
+
+def test_a_function_for_which_the_disk_has_no_room_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for module, name in ((run_function, "write_private_file"), (worker_group, "append_private_file")):
+        monkeypatch.setattr(module, name, full)
+    with pytest.raises(LaunchError, match=r"/key on .*: No space left on device; make room there, or set TMPDIR"):
+        hvdlite.run(print, np=1)
+    with selectors.DefaultSelector() as selector, pytest.raises(LaunchError, match=r"to task on .*: No space left"):
+        WorkerGroup(selector, print, {}).add_task(TaskPiece(b"function"))
 
 
 def test_results_come_in_rank_order(capsys: pytest.CaptureFixture[str]) -> None:

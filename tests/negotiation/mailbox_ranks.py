@@ -80,13 +80,16 @@ class Job:
                 rank.inbox.append(msgspec.msgpack.decode(msgspec.msgpack.encode(decision), type=Decision))
         self.coordinator.negotiator.check_invariants()
 
-    def play(self) -> None:
+    def play(self, most: int = 200_000) -> None:
         """Let things happen in random order until all scripts are over; fail if they never are."""
         actions: list[Callable[[], None]] = [self.decide]
         for rank in self.ranks:
             actions += [rank.step, rank.step, rank.step, rank.send, rank.receive, rank.apply]
-        for _ in range(200_000):
-            self.choice.choice(actions)()
+        laggard = self.choice.choice([None, *self.ranks])  # applies decisions late
+        for _ in range(most):
+            action = self.choice.choice(actions)
+            if laggard is None or action != laggard.apply or self.choice.random() < 0.03:
+                action()
             if self.choice.random() < 0.01:
                 self.choice.choice(self.ranks).lose_patience()
             if all(rank.is_over for rank in self.ranks):

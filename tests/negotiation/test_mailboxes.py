@@ -3,34 +3,111 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.negotiation.mailbox_ranks import Call, Job, expected
+from hvdlite.core.types import Collective
+from hvdlite.negotiation import mailboxes
+from hvdlite.negotiation.mailboxes import MailboxTable
+from hvdlite.negotiation.messages import MailboxFrozen, Request
+from tests.negotiation.mailbox_ranks import Call, Job, Rank, expected
 
 
 def scripts(size: int, choice: random.Random) -> list[list[Call]]:
     """Return calls under a few names, mostly blocking, sometimes not on all ranks, or of another size on one rank."""
     names, numbers = ["x", "y", "z.1", "z.2"], dict.fromkeys(["x", "y", "z.1", "z.2"], 0)
     made: list[list[Call]] = [[] for _ in range(size)]
+    abandoned = choice.choice([0.1, 0.5])
     for _ in range(60):
         name = choice.choice(names)
         number, numbers[name] = numbers[name], numbers[name] + 1
         differs, other = choice.random() < 0.05, choice.randrange(size)
         for rank, script in enumerate(made):
             script.append(Call(name, number, choice.random() < 0.95, 2 if differs and rank == other else 1,
-                               abandoned=choice.random() < 0.1))
+                               abandoned=choice.random() < abandoned))
     return made
 
 
 # docs/protocol.md#mailboxes
 @settings(max_examples=40, deadline=None)
-@given(st.integers(2, 4), st.integers(0, 2**32))
-def test_each_call_is_answered_once_and_alike_on_all_ranks(size: int, seed: int) -> None:
+@given(st.integers(2, 4), st.integers(0, 2**32), st.sampled_from([1, 2, mailboxes.AREAS]))
+def test_each_call_is_answered_once_and_alike_on_all_ranks(size: int, seed: int, areas: int) -> None:
     choice = random.Random(seed)
     job = Job(scripts(size, choice), choice)
-    job.play()
+    with mock.patch.object(mailboxes, "AREAS", areas):
+        job.play()
     for calls in zip(*(rank.script for rank in job.ranks), strict=True):
         want = expected(calls[0], size) if len({call.elements for call in calls}) == 1 else -1
         assert [call.result for call in calls] == [want] * size, calls
+
+
+def test_without_a_free_area_the_mailbox_that_was_opened_first_is_given_back() -> None:
+    table = MailboxTable(1 << 10)
+
+    def call(*names: str) -> None:
+        for name in names:
+            request = Request(name, Collective.ALLREDUCE, "int64", (1,), blocking=True)
+            table.observe(request, (0, 1), 8, 0.0, all_blocking=True)
+
+    with mock.patch.object(mailboxes, "AREAS", 2):
+        call("x", "x", "y", "y", "z", "z")
+        assert [mailbox.stem for mailbox in table.opened] == ["x", "y"]
+        call("z", "w", "w")
+        assert table.frozen == [1], "one at a time"
+        for rank in (0, 1):
+            table.member_frozen(rank, MailboxFrozen(1, 7), sequence=5)
+        call("z", "w")
+        assert table.closed == [1] and table.frozen == [1], "its area is free when all ranks have applied that"
+        table.applied = lambda: 6
+        call("z")
+        assert [(mailbox.stem, mailbox.area, mailbox.first_round) for mailbox in table.opened[2:]] == [("z", 0, 8)]
+        call("w")
+        assert table.frozen == [1, 2]
+
+
+# docs/protocol.md#mailboxes
+@pytest.mark.parametrize("is_too_early", [False, True])
+def test_an_area_is_used_again_only_when_all_ranks_have_applied_the_end_of_its_mailbox(is_too_early: bool) -> None:
+    """A rank that has applied it would write round 3 over round 1, which another one has still to read.
+
+    That rank's thread has left the call of round 1, and its next call became a request; so the other one is a round ahead.
+    """
+    made = [[Call("z.1", 0, True), Call("z.1", 1, True, abandoned=rank == 0), Call("z.2", 0, True, abandoned=rank == 0),
+             Call("z.1", 2, True)] for rank in (0, 1)]
+    job = Job(made, random.Random(1))
+    slow, fast = job.ranks
+    if is_too_early:
+        job.coordinator.negotiator.mailboxes.applied = lambda: 1 << 60
+
+    def exchange(*applying: Rank) -> None:
+        for rank in job.ranks:
+            rank.send()
+            rank.receive()
+        job.decide()
+        for rank in applying:
+            rank.apply()
+
+    with mock.patch.multiple(mailboxes, OPENS_AFTER=1, MOST_CALLS=1):
+        for rank in job.ranks:
+            rank.step()
+        exchange(slow, fast)
+        assert all(rank.state.mailboxes for rank in job.ranks)
+        while slow.position < 3 or slow.current is not None:
+            slow.step()
+        while fast.position < 3:
+            fast.step()
+        fast.step()  # writes round 2
+        exchange(slow, fast)  # the mailbox is frozen
+        exchange(fast)  # closed
+        exchange(fast)  # z.2 is answered
+        while fast.position < 4:
+            fast.step()
+        fast.step()  # writes round 3, if there is a mailbox
+        try:
+            job.play(20_000)
+        except AssertionError:
+            assert is_too_early
+    assert is_too_early != all(call.result == expected(call, 2) for calls in made for call in calls)

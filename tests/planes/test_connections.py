@@ -87,6 +87,25 @@ def test_strangers_cannot_connect_to_gloo_once_its_ranks_have() -> None:
         plane.close()
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="socket filters are Linux's")
+def test_a_listener_of_gloo_that_is_not_found_is_told_once(monkeypatch: pytest.MonkeyPatch,
+                                                           caplog: pytest.LogCaptureFixture) -> None:
+    """By each rank, however many process sets it has."""
+    monkeypatch.setattr(gloo_listener, "listeners", dict)
+    size = 2
+    bells = [threading.Event() for _ in range(size)]
+    planes = makers.gloo(size, lambda rank: bells[rank].set())
+    response = Response(names=("x",), collective=Collective.ALLGATHER, dtype="float32", rows=(1,) * size, row_elements=1,
+                        contributors=tuple(range(size)))
+    for process_set_id in (1, 2):
+        run_a_plan(planes, bells, [Plan(process_set_id, tuple(range(size)), response, [np.ones(1, np.float32)],
+                                        [np.empty(size, np.float32)]) for _ in range(size)])
+    for plane in planes:
+        plane.close()
+    assert len(caplog.records) == size
+    assert all("Gloo's port on this rank stays open" in record.message for record in caplog.records)
+
+
 def listening_ports() -> set[int]:
     """Return the ports at which this process listens."""
     return {int.from_bytes(address[2:4], "big") for address in gloo_listener.listeners().values()}

@@ -146,6 +146,15 @@ class Hosts:
                         f"add rule inet t c {rule}"], check=True)
         return lambda: subprocess.run([*inside, "delete table inet t"], check=True) and None
 
+    def limit(self, name: str, rate: str) -> Callable[[], None]:
+        """Limit what a host sends and receives, as tc-tbf(8) writes rates; return what removes the limit."""
+        outside, inside = ["tc", "qdisc"], ["ip", "netns", "exec", self.namespace(name), "tc", "qdisc"]
+        ends = [(outside, f"{self._tag}{name}p"), (inside, "eth0")]
+        for tc, device in ends:
+            subprocess.run([*tc, "add", "dev", device, "root", "tbf", "rate", rate, "burst", "32kbit", "latency", "400ms"],
+                           check=True)
+        return lambda: [subprocess.run([*tc, "del", "dev", device, "root"], check=True) for tc, device in ends] and None
+
     def new_host_key(self, name: str) -> None:
         """Set a host's sshd up anew."""
         self._sshds.pop(name).kill()

@@ -75,8 +75,15 @@ def test_a_rank_that_dies_before_init_is_named_by_the_others() -> None:
                    environment={"HVDLITE_START_TIMEOUT": "2"}) as world:
         ended = world.wait(HANGS_SECONDS)
         assert [rank.code for rank in ended] == [1, 7, 1]
-        assert "ranks [1] did not connect" in ended[0].stderr
-        assert "ranks [1] did not connect" in ended[2].stderr
+        text = ended[0].stderr + ended[2].stderr
+        assert text.count("ranks [1] did not connect") == 1 and "admission.py" not in text
+        assert text.count("with the same LaunchError as another rank") + text.count("with the same MissingRanks") == 1
+        assert text.count("in a_rank_that_dies_before_init_is_named_by_the_others") == 2, "the script's own frame, of each"
+
+
+def test_an_init_that_fails_is_told_whole_with_full_tracebacks() -> None:
+    with Processes(1, programs.init, environment={"HVDLITE_FULL_TRACEBACKS": "1", "HVDLITE_RANK": "5"}) as world:
+        assert "api.py" in world.wait(HANGS_SECONDS)[0].stderr
 
 
 def test_ranks_end_in_any_order_without_noise() -> None:
@@ -122,8 +129,8 @@ def test_a_bad_environment_is_one_clear_error(environment: dict[str, str], told:
 def test_a_job_directory_open_to_others_is_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]
     tmp_path.chmod(0o755)
     with Processes(2, programs.init, environment={"HVDLITE_JOB_DIRECTORY": str(tmp_path)}) as world:
-        for ended in world.wait(HANGS_SECONDS):
-            assert "mode 0700" in ended.stderr
+        text = "".join(ended.stderr for ended in world.wait(HANGS_SECONDS))
+        assert text.count("mode 0700") == 1 and text.count("with the same LaunchError as another rank") == 1
 
 
 @pytest.mark.slow

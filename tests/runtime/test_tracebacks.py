@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from hvdlite.api import set_id
-from hvdlite.core.errors import HvdliteError, MismatchError, PeerFailedError, PeerLeftError, StallError
+from hvdlite.bootstrap.admission import MissingRanks
+from hvdlite.bootstrap.rendezvous import Address, listen
+from hvdlite.core.errors import HvdliteError, LaunchError, MismatchError, PeerFailedError, PeerLeftError, StallError
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.tracebacks import print_failure, text_of
 
@@ -49,15 +51,35 @@ def test_frames_are_left_out_of_causes_too() -> None:
         assert "api.py" not in text_of(error) and str(inner) in text_of(error) and "outer" in text_of(error)
 
 
+def test_what_hvdlite_has_raised_and_caught_itself_is_left_out(tmp_path: Path) -> None:
+    """The error's text contains it."""
+    error = _caught_from_hvdlite(listen, Address(path=str(tmp_path / "nowhere" / "socket")))
+    assert isinstance(error.__cause__, OSError)
+    assert "FileNotFoundError" in text_of(error, full=True) and "FileNotFoundError" not in text_of(error)
+    assert text_of(error).count("Traceback") == 1 and text_of(error).count("  File ") == 1, "the script's frame"
+    try:
+        raise LaunchError("outer") from _raised(OSError("of a function of the script"))
+    except LaunchError as caught:
+        assert "of a function of the script" in text_of(caught)
+
+
+def test_a_meeting_that_fails_is_printed_by_the_first_rank_only(job: str, capfd: pytest.CaptureFixture[str]) -> None:
+    text = "ranks [2] did not connect"
+    print_failure(_raised(MissingRanks(text, [2])), job, 0)
+    print_failure(_raised(LaunchError(text)), job, 1)
+    assert capfd.readouterr().err.count(text) == 1
+
+
 def test_a_mismatch_is_printed_by_the_first_rank_only(job: str, capfd: pytest.CaptureFixture[str]) -> None:
-    error = _raised(MismatchError("ranks disagree about 'x': rank 0: [3]; rank 1: [4]\nwhat happened on this rank"))
+    values = "ranks disagree about 'x': rank 0: [3]; rank 1: [4]"
+    error = _raised(MismatchError(f"{values}. Use the same.\nwhat happened on this rank"))
     print_failure(error, job, 1)
     first = capfd.readouterr().err
     print_failure(error, job, 0)
     second = capfd.readouterr().err
     assert "Traceback" in first and "what happened" in first
     assert second.startswith("rank 0 ended in _raised (")
-    assert second.endswith("with the same MismatchError as another rank\n")
+    assert second.endswith(f", with the same MismatchError as another rank: {values}\n")
     print_failure(_raised(MismatchError("another")), job, 0)
     assert "Traceback" in capfd.readouterr().err
 

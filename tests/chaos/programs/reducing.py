@@ -9,14 +9,14 @@ import numpy as np
 import hvdlite as hvd
 
 
-def main(count: int) -> None:
+def main(count: int, rounds: int = 5) -> None:
     """Reduce tensors of `count` elements."""
     hvd.init()
-    for _ in range(5):
+    for _ in range(rounds):
         assert (hvd.allreduce(np.full(count, 1.0), op=hvd.Sum) == hvd.size()).all()
     print("reduced", flush=True)
     hvd.shutdown()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))
