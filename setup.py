@@ -8,6 +8,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "hvdlite/_version.py").read_text(encoding="utf-8")).group(1)
 AUTOTUNE = ["optuna>=3.6"]
+NVML = "nvidia-ml-py>=12.535,<14"  # what hvdrun --doctor tells about GPUs
 RAY, SPARK, PLOT = ["ray>=2.9"], ["pyspark>=3.4"], ["matplotlib>=3.7"]
 TORCH, MPI = ["torch>=2.1"], ["mpi4py>=4"]
 LIGHTNING = [*TORCH, "lightning>=2.2"]
@@ -38,9 +39,9 @@ setup(
         # NVRTC compiles the kernels, and CuPy wants the headers of CUDA's runtime for every kernel. Torch for the same CUDA
         # version brings both, and NCCL, too.
         "nccl-cuda12": ["cupy-cuda12x>=14", "nvidia-nccl-cu12>=2.26.2", "nvidia-cuda-nvrtc-cu12",
-                        "nvidia-cuda-runtime-cu12"],
+                        "nvidia-cuda-runtime-cu12", NVML],
         "nccl-cuda13": ["cupy-cuda13x>=14", "nvidia-nccl-cu13>=2.27.7", "nvidia-cuda-nvrtc>=13,<14",
-                        "nvidia-cuda-runtime>=13,<14"],
+                        "nvidia-cuda-runtime>=13,<14", NVML],
         "autotune": AUTOTUNE,
         "ray": RAY,
         "spark": SPARK,

@@ -1,7 +1,7 @@
 """Elastic jobs: how long a death takes, and what elasticity costs while nobody dies.
 
     python -m benchmarks.elastic                recovery of 4 ranks with 100 MB of parameters, beside torchrun's restart
-    python -m benchmarks.elastic --overhead     steps per second: an elastic job and a plain one; turns with commits and without
+    python -m benchmarks.elastic --overhead     steps per second: an elastic job and a plain one; with commits and without
 
 The time of a death runs from SIGKILL to the end of the first step that all survivors (torchrun: all new processes) complete
 afterwards, less one step of undisturbed training.
@@ -10,6 +10,7 @@ afterwards, less one step of undisturbed training.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -120,7 +121,7 @@ def share_of_turns(times: list[float]) -> list[float]:
         times: begins with the end of a turn without commits.
     """
     ends = times[::TURN]
-    rates = [1 / (after - before) for before, after in zip(ends, ends[1:], strict=False)]
+    rates = [1 / (after - before) for before, after in itertools.pairwise(ends)]
     return [2 * rates[turn] / (rates[turn - 1] + rates[turn + 1]) for turn in range(2, len(rates) - 1, 2)]
 
 
@@ -146,7 +147,8 @@ def main() -> None:
         of_plain = sorted(elastic / plain for plain, elastic in zip(*rates.values(), strict=True))
         for what, found in (("elastic, of plain", of_plain), ("commits every 10 steps, of none", sorted(shares))):
             rows.append({"what": what, "median": statistics.median(found), "ratios": found})
-            print(f"{what}: {statistics.median(found):.3f} ({found[0]:.3f} to {found[-1]:.3f}, {len(found)} ratios)", flush=True)
+            print(f"{what}: {statistics.median(found):.3f} ({found[0]:.3f} to {found[-1]:.3f}, {len(found)} ratios)",
+                  flush=True)
     else:
         for kind in ("elastic", "torchrun"):
             found = [recovery(kind, options.ranks, options.megabytes, index % options.ranks)

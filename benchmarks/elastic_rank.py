@@ -48,8 +48,8 @@ def main() -> None:
 
     if kind == "ddp":
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]  # torchrun's own store keeps the addresses of the last attempt
-        torch.distributed.init_process_group("gloo", f"file://{folder.resolve()}/store.{attempt}", rank=int(os.environ["RANK"]),
-                                             world_size=int(os.environ["WORLD_SIZE"]))
+        torch.distributed.init_process_group("gloo", f"file://{folder.resolve()}/store.{attempt}",
+                                             rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
         for _ in range(steps):
             step(wrapped)

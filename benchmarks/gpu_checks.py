@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
 import os
 import signal
 import statistics
@@ -16,17 +15,20 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_sheet import RANK, SIZE, Sheet, one_gpu_each, share_even_alone
-from benchmarks.gpu_training import training, waits
+from benchmarks.gpu_latency import launch, several_ranks
+from benchmarks.gpu_sheet import Setup, Sheet, has_learned, sharing_alone
+from benchmarks.gpu_situations import kernels, situations
+from benchmarks.gpu_training import overlap, small_steps, training, waits
 
 
-def environment(sheet: Sheet) -> None:
+def environment(sheet: Sheet, setup: Setup) -> None:
+    """Say what there is, and try each layer once."""
     import torch
-    gpu = one_gpu_each()
+    gpu = setup.gpu()
     with sheet.part("torch"):
         properties = torch.cuda.get_device_properties(gpu)
         sheet.add("GPU", properties.name)
@@ -42,19 +44,16 @@ def environment(sheet: Sheet) -> None:
         sheet.add("copies of NCCL", len(library.copies()))
         sheet.note("NCCL's files", sorted(library.copies()))
     with sheet.part("device"):
-        from hvdlite.planes.nccl.device import CupyDevice
-        from hvdlite.planes.nccl.kernels import source_code
-        device = CupyDevice(gpu.index, 0, {})
-        device.make_current()
+        device = setup.device(gpu)
         sheet.add("identity", device.bus_id())
         sheet.add("stream priority", cupy.cuda.runtime.streamGetPriority(device.stream))
     with sheet.part("kernels"):
-        for source, target, scaling in (("float32", "float32", False), ("float32", "bfloat16", False),
-                                        ("float16", "float32", True)):
+        from hvdlite.planes.nccl.kernels import NO_SCALING, Scaling
+        for source, target, scaling in (("float32", "float32", NO_SCALING), ("float32", "bfloat16", NO_SCALING),
+                                        ("float16", "float32", Scaling(0.5))):
             began = time.perf_counter()
-            kernel = device._kernel((source, target, scaling), functools.partial(source_code, source, target, scaling))
+            assert device.batched_copy([], source, target, device.stream, scaling), "there are no kernels"
             sheet.add(f"compiling {source} to {target}", 1e3 * (time.perf_counter() - began), "ms")
-            sheet.note(f"kernel {source} {target} {scaling}", str(getattr(kernel, "attributes", kernel)))
     with sheet.part("communicator"):
         began = time.perf_counter()
         communicator = device.communicator(1, device.unique_id(), 0)
@@ -73,30 +72,14 @@ def environment(sheet: Sheet) -> None:
 # --- pack ----------------------------------------------------------------------------------------------------
 
 
-def resnet_shapes() -> list[tuple[int, ...]]:
-    """Return the shapes of ResNet-50's 161 parameters; 25.6 million elements."""
-    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
-    inside = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            outside = width * 4
-            shapes += [(width, inside, 1, 1), (width,), (width,), (width, width, 3, 3), (width,), (width,),
-                       (outside, width, 1, 1), (outside,), (outside,)]
-            if block == 0:
-                shapes += [(outside, inside, 1, 1), (outside,), (outside,)]
-            inside = outside
-    return [*shapes, (1000, 2048), (1000,)]
-
-
-def pack(sheet: Sheet) -> None:
+def pack(sheet: Sheet, setup: Setup) -> None:
+    """Measure the kernel that packs and unpacks, on ResNet-50's gradients."""
     import torch
-    gpu = one_gpu_each()
-    from hvdlite.planes.nccl.device import CupyDevice
+    gpu, work = setup.gpu(), setup.work
     from hvdlite.planes.nccl.kernels import Scaling
-    device = CupyDevice(gpu.index, 0, {})
-    device.make_current()
+    device = setup.device(gpu)
     stream = torch.cuda.Stream()
-    sources = [torch.randn(shape, device=gpu) for shape in resnet_shapes()]
+    sources = [torch.randn(shape, device=gpu) for shape in work.shapes()]
     nbytes = sum(tensor.nbytes for tensor in sources)
     room = torch.empty(nbytes + 256 * len(sources), dtype=torch.uint8, device=gpu)
 
@@ -111,16 +94,16 @@ def pack(sheet: Sheet) -> None:
     def copies(froms: Sequence[Any], tos: Sequence[Any]) -> list[tuple[int, int, int]]:
         return [(one.data_ptr(), other.data_ptr(), one.numel()) for one, other in zip(froms, tos, strict=True)]
 
-    def seconds(work: Callable[[], object], repeats: int = 30) -> tuple[float, float]:
+    def seconds(call: Callable[[], object]) -> tuple[float, float]:
         """Return the GPU's and the host's seconds per call, medians."""
         on_gpu, on_host = [], []
         with torch.cuda.stream(stream):
-            for turn in range(repeats + 5):
+            for turn in range(work.times(30) + 5):
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 torch.cuda._sleep(4_000_000)  # some 2 ms, so that launching is not in the figure
                 begin.record(stream)
                 began = time.perf_counter()
-                work()
+                call()
                 host = time.perf_counter() - began
                 end.record(stream)
                 end.synchronize()
@@ -138,12 +121,12 @@ def pack(sheet: Sheet) -> None:
         moved = nbytes + nbytes * dtype.itemsize // 4
         with sheet.part(name):
             there, back = copies(sources, places(dtype)), copies(places(dtype), sources)
-            for what, work in (
+            for what, call in (
                     ("pack", lambda there=there, name=name: device.batched_copy(there, "float32", name, stream.cuda_stream)),
                     ("unpack", lambda back=back, name=name: device.batched_copy(back, name, "float32", stream.cuda_stream)),
                     ("unpack and scale", lambda back=back, name=name: device.batched_copy(
                         back, name, "float32", stream.cuda_stream, Scaling(0.5)))):
-                gpu_seconds, host_seconds = seconds(work)
+                gpu_seconds, host_seconds = seconds(call)
                 sheet.add(f"{what}, {name} in the bucket", moved / gpu_seconds / 1e9, "GB/s")
                 sheet.add(f"{what}, {name} in the bucket, host", host_seconds * 1e6, "us")
                 if dtype is torch.float32 and what != "unpack and scale":
@@ -155,7 +138,7 @@ def pack(sheet: Sheet) -> None:
             gpu_seconds, _ = seconds(lambda into=into: [to.copy_(of) for to, of in zip(into, sources, strict=True)])
             sheet.add(f"one copy a tensor, {name}", moved / gpu_seconds / 1e9, "GB/s")
     with sheet.part("sizes"):
-        for length in (1 << 10, 1 << 16, 1 << 20, 1 << 24):
+        for length in map(work.elements, (1 << 10, 1 << 16, 1 << 20, 1 << 24)):
             one, two = torch.randn(length, device=gpu), torch.empty(length, device=gpu)
             pair = copies([one], [two])
             kernel, _ = seconds(lambda pair=pair: device.batched_copy(pair, "float32", "float32", stream.cuda_stream))
@@ -168,67 +151,86 @@ def pack(sheet: Sheet) -> None:
 # --- host time -----------------------------------------------------------------------------------------------
 
 
-def median_of(work: Callable[[], object], repeats: int = 300) -> float:
+def median_of(work: Callable[[], object], repeats: int) -> float:
     """Return the host microseconds of a call."""
     import torch
     times = []
-    for turn in range(repeats + 20):
+    warm_up = min(20, repeats)
+    for turn in range(repeats + warm_up):
         began = time.perf_counter()
         work()
-        if turn >= 20:
+        if turn >= warm_up:
             times.append(time.perf_counter() - began)
         if turn % 50 == 0:
             torch.cuda.synchronize()  # a full queue would be in the figure
     return statistics.median(times) * 1e6
 
 
-def host(sheet: Sheet) -> None:
+def host(sheet: Sheet, setup: Setup) -> None:
+    """Measure calls, launches and gradients on the host."""
     import torch
-    gpu = one_gpu_each()
+    gpu = setup.gpu()
     import hvdlite_torch as hvd
     from hvdlite import api
     from hvdlite_torch import cuda
     hvd.init()
     tensor = torch.ones(1024, device=gpu)
     hvd.allreduce_(tensor, op=hvd.Sum)
-    devices, runtime = api.runtime().devices, api.runtime()
+    plane: Any = api.runtime().devices
+    index, repeats = cuda.cuda_index(tensor), setup.work.times(300)
+
+    def add(name: str, work: Callable[[], object]) -> None:
+        sheet.add(name, median_of(work, repeats), "us")
     with sheet.part("calls"):
-        sheet.add("current stream", median_of(lambda: cuda.current_stream(gpu.index)), "us")
-        sheet.add("ready event", median_of(lambda: devices.record_event(0)), "us")
-        sheet.add("lending a tensor", median_of(lambda: cuda.wrap(tensor, devices)), "us")
-        whole = median_of(lambda: hvd.allreduce_(tensor, op=hvd.Sum))
-        sheet.add("allreduce_ of 4 KiB, from the call until it is launched and followed", whole, "us")
-        sheet.add("allreduce_async_ of 4 KiB, the call alone", _async_alone(hvd, tensor), "us")
+        add("current stream", lambda: cuda.current_stream(index))
+        add("ready event", lambda: plane.record_event(0))
+        add("lending a tensor", lambda: cuda.wrap(tensor, plane))
+        add("allreduce_ of 4 KiB, from the call until it is launched and followed",
+            lambda: hvd.allreduce_(tensor, op=hvd.Sum))
+        times = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            handle = hvd.allreduce_async_(tensor, op=hvd.Sum)
+            times.append(time.perf_counter() - began)
+            hvd.synchronize(handle)
+        sheet.add("allreduce_async_ of 4 KiB, the call alone", statistics.median(times) * 1e6, "us")
         empty = torch.empty(0)
-        on_host = median_of(lambda: hvd.allreduce_(empty, op=hvd.Sum))
-        sheet.add("the same negotiation without a GPU (host, no bytes)", on_host, "us")
+        add("the same negotiation without a GPU (host, no bytes)", lambda: hvd.allreduce_(empty, op=hvd.Sum))
     with sheet.part("NCCL"):
-        plane: Any = runtime.devices
-        lease = plane._leases[0].communicator
-        pointer, stream = tensor.data_ptr(), plane._device.stream
-        sheet.add("allReduce through CuPy, the call alone",
-                  median_of(lambda: lease.allReduce(pointer, pointer, 1024, 7, 0, stream)), "us")
-        events = plane._events
-        sheet.add("recording an event", median_of(lambda: events.record(stream)), "us")
+        communicator = plane._communicator_refs[0].communicator
+        pointer, stream, events = tensor.data_ptr(), plane._device.stream, plane._events
+        add("allReduce through CuPy, the call alone", lambda: communicator.allReduce(pointer, pointer, 1024, 7, 0, stream))
+        add("recording an event", lambda: events.record(stream))
         event = events.record(stream)
-        sheet.add("waiting for an event on a stream", median_of(lambda: plane._device.wait(stream, event.handle)), "us")
-        sheet.add("asking an event", median_of(lambda: plane._device.is_event_done(event.handle)), "us")
+        add("waiting for an event on a stream", lambda: plane._device.wait(stream, event.handle))
+        add("asking an event", lambda: plane._device.is_event_done(event.handle))
     with sheet.part("gradients"):
-        _instrumented(sheet, gpu)
+        _gradients(sheet, setup, gpu)
     hvd.shutdown()
 
 
-def _async_alone(hvd: Any, tensor: Any) -> float:
-    times = []
-    for _ in range(300):
-        began = time.perf_counter()
-        handle = hvd.allreduce_async_(tensor, op=hvd.Sum)
-        times.append(time.perf_counter() - began)
-        hvd.synchronize(handle)
-    return statistics.median(times) * 1e6
+@contextlib.contextmanager
+def _timed(spent: dict[str, list[float]], methods: Sequence[tuple[Any, str]]) -> Iterator[None]:
+    """Write down the seconds of each call of some methods."""
+    def timed(name: str, real: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return real(*arguments, **options)
+            finally:
+                spent[name].append(time.perf_counter() - began)
+        return call
+    before = [(owner, name, owner.__dict__[name]) for owner, name in methods]
+    for owner, name, real in before:
+        setattr(owner, name, timed(name, real))
+    try:
+        yield
+    finally:
+        for owner, name, real in before:
+            setattr(owner, name, real)
 
 
-def _instrumented(sheet: Sheet, gpu: Any) -> None:
+def _gradients(sheet: Sheet, setup: Setup, gpu: Any) -> None:
     """Measure what hooks, buckets and the wait at the end cost the host, on ResNet-50's gradients without its work."""
     import torch
 
@@ -236,22 +238,11 @@ def _instrumented(sheet: Sheet, gpu: Any) -> None:
     from hvdlite.training.round_sequence import RoundSequence
     from hvdlite_torch.backward import BackwardHooks
     from hvdlite_torch.cuda_gradients import CudaGradients
-    share_even_alone()
-    parameters = [torch.nn.Parameter(torch.randn(shape, device=gpu) * 0.01) for shape in resnet_shapes()]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.01), [
-        (str(index), parameter) for index, parameter in enumerate(parameters)])
-    spent: dict[str, list[float]] = defaultdict(list)
-
-    def timed(owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return real(*arguments, **options)
-            finally:
-                spent[name].append(time.perf_counter() - began)
-        setattr(owner, name, call)
+    parameters = [torch.nn.Parameter(torch.randn(shape, device=gpu) * 0.01) for shape in setup.work.shapes()]
+    with sharing_alone():
+        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.01), [
+            (str(index), parameter) for index, parameter in enumerate(parameters)])
+    turns, spent = setup.work.times(20), defaultdict[str, list[float]](list)
 
     def backward() -> float:
         optimizer.zero_grad()
@@ -263,98 +254,98 @@ def _instrumented(sheet: Sheet, gpu: Any) -> None:
 
     for _ in range(4):
         backward()
-    assert optimizer._reducer.sequence.rounds.by_bucket, "buckets were never learned"
+    assert has_learned(optimizer), "buckets were never learned"
     buckets = len(optimizer._reducer.sequence.rounds.bucket_views.members)
-    wrapped = [backward() for _ in range(20)]
-    for owner, name in ((BackwardHooks, "_accumulated"), (CudaGradients, "fill_all"), (CudaGradients, "install_views"),
-                        (CudaGradients, "filled"), (RoundSequence, "wait")):
-        timed(owner, name)
-    optimizer.zero_grad()
-    for _ in range(20):
-        backward()
+    wrapped = [backward() for _ in range(turns)]
+    with _timed(spent, [(BackwardHooks, "_accumulated"), (CudaGradients, "fill_all"), (CudaGradients, "install_views"),
+                        (CudaGradients, "filled"), (RoundSequence, "wait")]):
+        for _ in range(turns):
+            backward()
     for parameter in parameters:
         parameter._post_accumulate_grad_hooks.clear()
-    plain = [backward() for _ in range(20)]
+    plain = [backward() for _ in range(turns)]
     sheet.add("gradients", len(parameters))
     sheet.add("buckets", buckets)
-    sheet.add("backward without hooks, 161 gradients", statistics.median(plain) * 1e3, "ms")
+    sheet.add("backward without hooks", statistics.median(plain) * 1e3, "ms")
     sheet.add("backward with hooks, and the wait", statistics.median(wrapped) * 1e3, "ms")
     more = statistics.median(wrapped) - statistics.median(plain)
     sheet.add("more, per gradient", more / len(parameters) * 1e6, "us")
     for name, times in spent.items():
         sheet.add(f"host: {name}, each", statistics.median(times) * 1e6, "us")
-        sheet.add(f"host: {name}, a step", sum(times) / 20 * 1e6, "us")
+        sheet.add(f"host: {name}, a step", sum(times) / turns * 1e6, "us")
 
 
 # --- against torch.distributed -------------------------------------------------------------------------------
 
 
-def nccl(sheet: Sheet) -> None:
-    """Reduce the same buffers through CuPy's NCCL and through torch's; two ranks, on one GPU or on two."""
+def nccl(sheet: Sheet, setup: Setup) -> None:
+    """Reduce the same buffers through CuPy's NCCL and through torch's; ranks have a GPU each, or share one."""
     import torch
-    gpu = one_gpu_each()
+    gpu = setup.gpu()
     import torch.distributed as dist
 
     import hvdlite_torch as hvd
     hvd.init()
-    shared = torch.cuda.device_count() < SIZE
+    shared = torch.cuda.device_count() < setup.size
     sheet.note("what it means", "ranks share one GPU and take turns on it: only ratios mean anything, and little" if shared
                else "ranks have a GPU each")
-    store = f"file://{os.environ['HVDLITE_JOB_DIRECTORY']}/store"
-    dist.init_process_group("nccl", init_method=store, rank=RANK, world_size=SIZE, device_id=gpu)
-    for length in (1 << 10, 1 << 18, 25 << 18) + ((1 << 26,) if not shared else ()):
+    setup.join_torch(gpu)
+    repeats = 3 if shared else 20
+    for length in map(setup.work.elements, (1 << 10, 1 << 18, 25 << 18, *(() if shared else (1 << 26,)))):
         one, two = torch.ones(length, device=gpu), torch.ones(length, device=gpu)
-
-        def ours(tensor: Any = one) -> None:
-            hvd.allreduce_(tensor, op=hvd.Average)
-
-        def theirs(tensor: Any = two) -> None:
-            dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
         figures: dict[str, list[float]] = defaultdict(list)
-        ways: Mapping[str, Callable[[], None]] = {"hvdlite": ours, "torch.distributed": theirs}
+        ways: Mapping[str, Callable[[], object]] = {
+            "hvdlite": lambda one=one: hvd.allreduce_(one, op=hvd.Average),  # type: ignore[misc]
+            "torch.distributed": lambda two=two: dist.all_reduce(two, op=dist.ReduceOp.AVG)}  # type: ignore[misc]
         with sheet.part(f"{length * 4} bytes"):
-            for turn in range(7 if not shared else 5):
+            for turn in range(setup.work.times(5 if shared else 7, 2)):
                 for name, work in ways.items():
                     torch.cuda.synchronize()
                     hvd.barrier()
                     began = time.perf_counter()
-                    for _ in range(3 if shared else 20):
+                    for _ in range(repeats):
                         work()
                     torch.cuda.synchronize()
                     if turn:
-                        figures[name].append((time.perf_counter() - began) / (3 if shared else 20))
+                        figures[name].append((time.perf_counter() - began) / repeats)
             for name, times in figures.items():
-                sheet.add(f"allreduce of {length * 4 >> 10} KiB: {name}", statistics.median(times) * 1e3, "ms")
+                seconds, moved = statistics.median(times), 2 * (setup.size - 1) / setup.size * 4 * length
+                sheet.add(f"allreduce of {length * 4} bytes: {name}", seconds * 1e3, "ms")
+                sheet.add(f"allreduce of {length * 4} bytes: {name}, bus bandwidth", moved / seconds / 1e9, "GB/s")
             assert (one == 1).all() and (two == 1).all()
     torch.cuda.synchronize()
     hvd.shutdown()
-    dist.destroy_process_group()
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(f"{os.environ['HVDLITE_JOB_DIRECTORY']}/store")
+    setup.leave_torch()
 
 
-CHECKS: dict[str, Callable[[Sheet], None]] = {"environment": environment, "pack": pack, "host": host, "training": training,
-                                              "waits": waits, "nccl": nccl}
+CHECKS: dict[str, Callable[[Sheet, Setup], None]] = {
+    "environment": environment, "pack": pack, "host": host, "training": training, "small steps": small_steps, "waits": waits,
+    "overlap": overlap, "launch": launch, "situations": situations, "kernels": kernels, "nccl": nccl,
+    "several ranks": several_ranks}
 
 
-def main() -> int:
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # `gpu_check` asks before it ends what takes too long
-    sheet = Sheet(Path(sys.argv[2]))
+def run(name: str, path: Path, setup: Setup) -> int:
+    """Run a check; return its exit code."""
+    sheet = Sheet(path)
     sheet.write()
     try:
-        CHECKS[sys.argv[1]](sheet)
+        CHECKS[name](sheet, setup)
     except BaseException:
         sheet.record["errors"]["all"] = traceback.format_exc()
         print(sheet.record["errors"]["all"], flush=True)
-        sheet.write()
-    sheet.write()
     left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
-    if left:
-        sheet.note("threads left", left)
+    sheet.note("threads left", left)
+    return 1 if sheet.record["errors"] else 0
+
+
+def main() -> None:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # `gpu_check` asks before it ends what takes too long
+    setup = Setup(int(os.environ.get("HVDLITE_RANK", 0)), int(os.environ.get("HVDLITE_SIZE", 1)))
+    code = run(sys.argv[1], Path(sys.argv[2]), setup)
     sys.stdout.flush()
-    os._exit(1 if sheet.record["errors"] else 0)  # what hangs at the end must not cost the figures; the tests look at that
+    os._exit(code)  # what hangs at the end must not cost the figures; the tests look at that
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -42,8 +42,8 @@ def timed(work: Work, used: list[float]) -> Work:
 def tensorflow_batches(images: np.ndarray, labels: np.ndarray, batch: int) -> object:
     """Return a `tf.data.Dataset` of batches.
 
-    Its autotuning is off: its thread looks after 10 ms, 20 ms, 40 ms and so on, and `fit` returns only when it looks again, so a
-    `fit` of 2.7 s takes 5.2 s (TensorFlow 2.21, Keras 3.15, one process, arrays or a dataset).
+    Its autotuning is off: its thread looks after 10 ms, 20 ms, 40 ms and so on, and `fit` returns only when it looks again,
+    so a `fit` of 2.7 s takes 5.2 s (TensorFlow 2.21, Keras 3.15, one process, arrays or a dataset).
     """
     import tensorflow as tf
     options = tf.data.Options()

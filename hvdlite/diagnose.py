@@ -20,11 +20,14 @@ from hvdlite._version import __version__
 from hvdlite.bootstrap.environments import read_launch_info
 from hvdlite.core.config import Config, environment_name
 from hvdlite.core.errors import LaunchError
+from hvdlite.planes.nccl import library
+from hvdlite.planes.nccl.bandwidth import measure
 from hvdlite.planes.selection import PLANES, operations
 
 FRAMEWORKS = {"PyTorch": ("torch", "hvdlite_torch"), "TensorFlow": ("tensorflow", "hvdlite_tf"),
               "Keras": ("keras", "hvdlite_tf.keras")}
-LIBRARIES = (("MPI", "mpi4py"), ("NCCL", "cupy-cuda12x"), ("NCCL", "cupy-cuda13x"))
+LIBRARIES = (("MPI", "mpi4py"), ("NCCL", "cupy-cuda12x"), ("NCCL", "cupy-cuda13x"), ("NCCL", "nvidia-nccl-cu12"),
+             ("NCCL", "nvidia-nccl-cu13"), ("CUDA", "nvidia-cuda-runtime-cu12"), ("CUDA", "nvidia-cuda-runtime"))
 
 
 def build(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -108,9 +111,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m hvdlite.diagnose", description="Say what is installed here and what works.")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--markdown", choices=TABLES, help="print a table of the documentation")
+    parser.add_argument("--bandwidth", action="store_true", help="measure copies between GPUs, and print JSON")
     options = parser.parse_args(arguments)
     if options.markdown:
         print(TABLES[options.markdown]())
+    elif options.bandwidth:
+        print(json.dumps(measure(library.load(os.environ).cuda.runtime)))
     else:
         facts = build(os.environ)
         print(json.dumps(facts, indent=1) if options.json else text(facts))

@@ -16,7 +16,7 @@ Function = Callable[..., Sequence[Any]]
 
 
 def run(function: Function, inputs: Sequence[Any], dtypes: Sequence[tf.DType],
-        shapes: Sequence[tf.TensorShape | None], op: ReduceOp | None = None) -> list[tf.Tensor]:
+        shapes: Sequence[tf.TensorShape | None], op: ReduceOp | None = None, *, on_gpu: bool = False) -> list[tf.Tensor]:
     """Call a function of arrays on tensors; inside `tf.function`, call it when the graph runs.
 
     Args:
@@ -24,15 +24,20 @@ def run(function: Function, inputs: Sequence[Any], dtypes: Sequence[tf.DType],
         dtypes: of the returned arrays.
         shapes: of the returned arrays, as far as known; None for unknown.
         op: of a reduction.
+        on_gpu: whether the function takes arrays in a GPU's memory, too.
     """
     check_not_xla()
     if tf.executing_eagerly():
-        devices = gpu.devices_for(inputs, op)
+        devices = gpu.devices_for(inputs, op) if on_gpu else None
         if devices is not None:
             return gpu.call(function, inputs, devices)
         return [as_tensor(result) for result in function(*(as_array(each) for each in inputs))]
-    results = tf.numpy_function(lambda *arrays: list(function(*(np.asarray(each, order="C") for each in arrays))),
-                                list(inputs), list(dtypes), stateful=True)
+    if on_gpu and gpu.may_be_there(inputs, op):
+        results = tf.py_function(lambda *tensors: run(function, tensors, dtypes, shapes, op, on_gpu=True), list(inputs),
+                                 list(dtypes))
+    else:
+        results = tf.numpy_function(lambda *arrays: list(function(*(np.asarray(each, order="C") for each in arrays))),
+                                    list(inputs), list(dtypes), stateful=True)
     results = list(results) if isinstance(results, (list, tuple)) else [results]
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)

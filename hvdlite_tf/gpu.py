@@ -1,8 +1,11 @@
-"""TensorFlow's tensors on GPUs, through DLPack and CuPy, in eager mode.
+"""TensorFlow's tensors on GPUs, through DLPack and CuPy.
 
 TensorFlow does not expose its streams, so the host waits before NCCL reads a tensor, and again before TensorFlow reads the
-result. Inside `tf.function` and in Keras' `fit`, tensors are in host memory (`numpy_function`) and use the host plane. This
-module has not been run on a GPU yet.
+result. In a graph, `tf.py_function` (TensorFlow's operation EagerPyFunc) calls Python with tensors where they are: it has a
+kernel for GPUs, for all dtypes but 32-bit integers. This module has not been run on a GPU yet.
+
+TensorFlow frees a result when its last use is launched, and may still read it then. So results are kept until the next wait
+for the GPU that begins after that.
 
 TensorFlow's index counts only its visible GPUs (`tf.config.set_visible_devices`), the index of CUDA and CuPy all of them.
 DLPack contains TensorFlow's index.
@@ -10,8 +13,11 @@ DLPack contains TensorFlow's index.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,14 +26,15 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite import api
-from hvdlite.core.array import aligned_empty
+from hvdlite.core.array import BFLOAT16, aligned_empty
 from hvdlite.core.device import AnyArray, DeviceAccess, DeviceArray
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.runtime import gpu_arrays
 
-_SHARED = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "complex64", "complex128")
-"""The dtypes that both TensorFlow and CuPy exchange through DLPack; others go through host memory."""
+_SHARED = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64", "complex64",
+           "complex128")
+"""The dtypes that both TensorFlow and CuPy exchange through DLPack, bfloat16 as uint16; others go through host memory."""
 _GPU: int = 2
 """kDLCUDA."""
 _NO_STREAM: int = -1
@@ -51,9 +58,21 @@ def devices_for(inputs: Sequence[Any], op: ReduceOp | None) -> DeviceAccess | No
     if devices is None or devices.unavailable_reason():
         return None
     _check_memory()
+    return devices if _all_supported(devices, inputs, op) else None
+
+
+def may_be_there(inputs: Sequence[Any], op: ReduceOp | None) -> bool:
+    """Return whether the GPU plane supports all of these tensors of a graph, if TensorFlow places them on a GPU."""
+    if not inputs or not tf.config.get_visible_devices("GPU"):
+        return False
+    devices = api.runtime().devices
+    return devices is not None and not devices.unavailable_reason() and _all_supported(devices, inputs, op)
+
+
+def _all_supported(devices: DeviceAccess, inputs: Sequence[Any], op: ReduceOp | None) -> bool:
     collective = Collective.BROADCAST if op is None else Collective.ALLREDUCE
-    names = [each.dtype.name for each in inputs]
-    return devices if all(name in _SHARED and devices.supports(collective, op, name) for name in names) else None
+    names = [tf.as_dtype(each.dtype).name for each in inputs]
+    return all(name in _SHARED and devices.supports(collective, op, name) for name in names)
 
 
 @functools.cache
@@ -70,13 +89,56 @@ def _check_memory() -> None:
 
 def call(function: Callable[..., Sequence[AnyArray]], inputs: Sequence[Any], devices: DeviceAccess) -> list[tf.Tensor]:
     """Call a function of arrays on tensors in a GPU's memory."""
-    arrays = [as_cupy(each) for each in inputs]
+    arrays = [as_cupy(tf.bitcast(each, tf.uint16) if each.dtype == tf.bfloat16 else each) for each in inputs]
     own = tf_index(inputs[0])
     with arrays[0].device:
+        unused = _results.unused()
         synchronise()
-        results = function(*(gpu_arrays.wrap(array, "tensor", devices, Collective.BROADCAST) for array in arrays))
-    return [tensor_of(with_device_index(each.owner, own)) if isinstance(each, DeviceArray) else tf.convert_to_tensor(each)
-            for each in results]
+        _results.release(unused)
+        wrapped = [gpu_arrays.wrap(array, "tensor", devices, Collective.BROADCAST) for array in arrays]
+        results = function(*(_as_bfloat16(array) if each.dtype == tf.bfloat16 else array
+                             for each, array in zip(inputs, wrapped, strict=True)))
+    return [_returned(each, own) if isinstance(each, DeviceArray) else tf.convert_to_tensor(each) for each in results]
+
+
+def _as_bfloat16(array: DeviceArray) -> DeviceArray:
+    """Return the same memory, and results like it, as bfloat16; CuPy, which owns it, has 16-bit integers there."""
+    empty = array.empty
+    assert empty is not None
+    return dataclasses.replace(array, dtype=BFLOAT16, empty=lambda shape: _as_bfloat16(empty(shape)))
+
+
+def _returned(array: DeviceArray, own: int) -> tf.Tensor:
+    """Return a tensor over the memory of a result."""
+    _results.keep(array.owner)
+    tensor = tensor_of(with_device_index(array.owner, own))
+    return tf.bitcast(tensor, tf.bfloat16) if array.dtype == BFLOAT16 else tensor
+
+
+class _Results:
+    """The CuPy arrays that tensors share memory with."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._arrays: dict[int, Any] = {}  # by identity
+
+    def keep(self, array: Any) -> None:
+        with self._lock:
+            self._arrays[id(array)] = array
+
+    def unused(self) -> list[int]:
+        """Return which ones no tensor shares any more."""
+        with self._lock:
+            return [key for key in self._arrays if sys.getrefcount(self._arrays[key]) <= 2]  # one is the argument's
+
+    def release(self, unused: Sequence[int]) -> None:
+        """Give up arrays that were unused before a wait for the GPU."""
+        with self._lock:
+            for key in unused:
+                self._arrays.pop(key, None)
+
+
+_results = _Results()
 
 
 def synchronise() -> None:

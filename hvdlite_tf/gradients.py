@@ -7,6 +7,9 @@ Inside `tf.function`, gradients of many bytes are enqueued in batches, the last 
 their reduction overlaps with the computation of the others. TensorFlow makes these calls one after the other, in the order
 in which they were traced (automatic control dependencies).
 
+Where TensorFlow has a GPU and all gradients of a graph are dense, they stay there: one call reduces them together, and no
+bucket is learned (decision 40).
+
 A variable that is not part of this rank's loss has no gradient here, but may have one on another rank. Eagerly, each step
 determines whether the result is a gradient or None; a graph needs to know it when it is traced. So ranks that lack some
 gradients exchange what they have, once for each list of variables and each subset with gradients, and enqueue zeros for
@@ -31,7 +34,9 @@ from hvdlite.training.array_gradients import Gradient, Rows
 from hvdlite.training.bucket_round import SMALL
 from hvdlite.training.objects import allgather_object
 from hvdlite.training.step_reducer import ArrayStepReducer, current_samples
+from hvdlite_tf import gpu
 from hvdlite_tf.arrays import as_array, as_tensor, run
+from hvdlite_tf.ops import reduce_together
 
 
 class Kind(enum.IntEnum):
@@ -132,9 +137,25 @@ class TensorFlowStepReducer(ArrayStepReducer):
         if not kinds:
             return {}
         is_partial, last_world = Kind.NONE in own_kinds.values(), [self.world]
+
+        def begin() -> None:
+            self.take_part()
+            if is_partial and last_world[0] != self.world:
+                self._check_agreed(own_kinds, kinds)
+                last_world[0] = self.world
         specs = {slot: sent[slot].parts[0] if slot in sent else self._spec(slot, variables[slot]) for slot in kinds}
         lacking = {slot: (tuple(specs[slot].shape), specs[slot].dtype.as_numpy_dtype) for slot in kinds if slot not in sent}
         counted = [] if current_samples() is None else [tf.cast(current_samples(), tf.float64)]
+        if Kind.SPARSE not in kinds.values() and gpu.may_be_there(list(specs.values()), self._op):
+            def reduce_there(*tensors: tf.Tensor) -> list[tf.Tensor]:
+                begin()
+                return self._reduce_together(tensors[:len(specs)], float(tensors[-1]) if counted_here else None)
+            counted_here = bool(counted)
+            given = [sent[slot].parts[0] if slot in sent else tf.zeros(*lacking[slot]) for slot in specs]
+            results = tf.py_function(reduce_there, [*given, *counted], [spec.dtype for spec in specs.values()])
+            for result, spec in zip(results, specs.values(), strict=True):
+                result.set_shape(spec.shape)
+            return {slot: [result] for slot, result in zip(specs, results, strict=True)}
         slots, rest = list(variables), {slot: each.parts for slot, each in sent.items()}
         batches = _batches({slot: parts[0] for slot, parts in rest.items() if len(parts) == 1},
                            self.take_part().config.bucket_edge)
@@ -143,10 +164,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
 
         def reduce_rest(*arrays: Array) -> list[Array]:
             own_samples = float(arrays[sum(part_counts.values())]) if counted_here else None
-            self.take_part()
-            if is_partial and last_world[0] != self.world:
-                self._check_agreed(own_kinds, kinds)
-                last_world[0] = self.world
+            begin()
             given = _by_slot(arrays, part_counts) | {slot: _zeros(kinds[slot], *spec) for slot, spec in lacking.items()}
             weight = self._enqueue(given, slots, own_samples)
             reduced = self._finish(kinds, None if own_samples is None else weight)
@@ -161,6 +179,24 @@ class TensorFlowStepReducer(ArrayStepReducer):
         outputs = iter(run(reduce_rest, [*inputs, *counted, *tokens], dtypes, shapes))
         return {slot: [next(outputs)] if kind is Kind.DENSE else [next(outputs), next(outputs)]
                 for slot, kind in kinds.items()}
+
+    def _reduce_together(self, gradients: Sequence[tf.Tensor], samples: float | None) -> list[tf.Tensor]:
+        """Return the reductions of dense gradients, where they are; all ranks have one for each of these variables.
+
+        Args:
+            samples: this rank's number of samples, if ranks are weighted by samples.
+        """
+        if not self.is_shared:
+            return list(gradients)
+        weight = 1.0 if samples is None else self._weight(samples)
+        reduced = reduce_together(_times(gradients, weight), f"{self.label}.gradients", self._op, self._prescale,
+                                  self._postscale, self._process_set)
+        if samples is None:
+            return reduced
+        own, count = np.array([weight], np.float32), np.empty(1, np.float32)
+        self.take_part().allreduce(f"{self.label}.weight", own, count, self._op, prescale=self._prescale,
+                                   postscale=self._postscale, process_set=self._process_set_id).wait()
+        return _times(reduced, self._unweight(float(count[0])))
 
     def _spec(self, slot: int, variable: Any) -> tf.TensorSpec:
         """Return shape and dtype of a gradient that this rank lacks.
@@ -227,6 +263,14 @@ class TensorFlowStepReducer(ArrayStepReducer):
             self._enqueue(gradients, slots, float(arrays[-1]) if is_counted else None)
             return [np.zeros((), np.int32)]
         return run(enqueue, [*batch.values(), *counted], [tf.int32], [tf.TensorShape([])])[0]
+
+
+def _times(tensors: Sequence[tf.Tensor], factor: float) -> list[tf.Tensor]:
+    """Return dense tensors multiplied by a factor, 16-bit floats in 32 bits."""
+    if factor == 1.0:
+        return list(tensors)
+    return [tf.cast(tf.cast(each, tf.float32) * factor, each.dtype) if each.dtype.size == 2 else
+            each * tf.cast(factor, each.dtype) for each in tensors]
 
 
 def _zeros(kind: Kind, shape: tuple[int, ...], dtype: Any) -> Gradient:

@@ -94,8 +94,8 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
 
     @tf.custom_gradient
     def reduce(*given: tf.Tensor) -> Any:
-        return (_grouped_allreduce(given, where, *arguments),
-                _pull_back(where, lambda *upstream: _grouped_allreduce(upstream, f"{where}.gradient",
+        return (reduce_together(given, where, *arguments),
+                _pull_back(where, lambda *upstream: reduce_together(upstream, f"{where}.gradient",
                                                                        *arguments)))
     for index, (_, context), reduced in zip(dense, pairs, reduce(*(each for each, _ in pairs)), strict=True):
         results[index] = compression.decompress(reduced, context)
@@ -117,7 +117,7 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
     @tf.custom_gradient
     def gather(x: tf.Tensor) -> Any:
         result, begin = run(lambda array: _gathered(array, where, process_set), [x], [x.dtype, tf.int64],
-                            [_any_rows(x), tf.TensorShape([])])
+                            [_any_rows(x), tf.TensorShape([])], on_gpu=True)
 
         def adjoint(upstream: tf.Tensor) -> list[tf.Tensor]:
             whole = _allreduce(upstream, f"{where}.gradient", _gradient_op(horovod_gradient), 1.0, 1.0, process_set)
@@ -155,7 +155,8 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_
         def adjoint(upstream: tf.Tensor) -> list[tf.Tensor]:
             whole = _allreduce(upstream, f"{where}.gradient", _gradient_op(horovod_gradient), 1.0, 1.0, process_set)
             return [whole if api.rank() == root_rank else tf.zeros_like(whole)]
-        (result,) = run(lambda array: [_broadcast(array, root_rank, where, process_set)], [x], [x.dtype], [x.shape])
+        (result,) = run(lambda array: [_broadcast(array, root_rank, where, process_set)], [x], [x.dtype], [x.shape],
+                        on_gpu=True)
         return result, _pull_back(where, adjoint)
     return send(tensor)
 
@@ -172,7 +173,7 @@ def broadcast_(variables: Sequence[tf.Variable], root_rank: int, name: str | Non
     def send(*arrays: Array) -> list[Array]:
         return _broadcast_all(arrays, root_rank, where, process_set)
     values = run(send, [tf.convert_to_tensor(variable) for variable in variables],
-                 [variable.dtype for variable in variables], [variable.shape for variable in variables])
+                 [variable.dtype for variable in variables], [variable.shape for variable in variables], on_gpu=True)
     if api.rank() != root_rank:
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
@@ -233,9 +234,9 @@ def reducescatter(tensor: Any, device_dense: str = "", compression: type[Compres
             size = process_set.size() or 1
             factor = prescale_factor * postscale_factor * (size if horovod_gradient else 1) / (size if op is Average else 1)
             whole, _ = run(lambda array: _gathered(array, f"{where}.gradient", process_set), [upstream],
-                           [upstream.dtype, tf.int64], [x.shape, tf.TensorShape([])])
+                           [upstream.dtype, tf.int64], [x.shape, tf.TensorShape([])], on_gpu=True)
             return [whole * tf.cast(factor, whole.dtype)]
-        return run(scatter, [x], [x.dtype], [_any_rows(x)], op)[0], _pull_back(where, adjoint)
+        return run(scatter, [x], [x.dtype], [_any_rows(x)], op, on_gpu=True)[0], _pull_back(where, adjoint)
     return compression.decompress(reduce(compressed), context)
 
 
@@ -330,11 +331,12 @@ def _any_rows(tensor: tf.Tensor) -> tf.TensorShape:
 
 def _allreduce(tensor: tf.Tensor, name: str, op: ReduceOp, prescale: float, postscale: float,
                process_set: ProcessSet) -> tf.Tensor:
-    return _grouped_allreduce([tensor], name, op, prescale, postscale, process_set)[0]
+    return reduce_together([tensor], name, op, prescale, postscale, process_set)[0]
 
 
-def _grouped_allreduce(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale: float, postscale: float,
-                       process_set: ProcessSet) -> list[tf.Tensor]:
+def reduce_together(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale: float, postscale: float,
+                    process_set: ProcessSet) -> list[tf.Tensor]:
+    """Return the reductions of tensors that are negotiated as one."""
     def reduce(*arrays: Any) -> Sequence[Any]:
         runtime, process_set_id = api.runtime(), api.set_id(process_set)
         outputs = [gpu.empty_like(array) for array in arrays]
@@ -345,7 +347,7 @@ def _grouped_allreduce(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, pr
             gpu.finished(runtime.grouped_allreduce(name, arrays, outputs, op, prescale=prescale, postscale=postscale,
                                                    process_set=process_set_id))
         return outputs
-    return run(reduce, tensors, [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors], op)
+    return run(reduce, tensors, [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors], op, on_gpu=True)
 
 
 def _gathered(array: Array, name: str, process_set: ProcessSet) -> list[Array]:
@@ -379,8 +381,8 @@ def _alltoall(tensor: tf.Tensor, splits: Sequence[tf.Tensor], name: str, process
     shapes = [_any_rows(tensor), tf.TensorShape([None])]
     if tf.executing_eagerly():  # counts are used by the host, wherever the tensor is
         counts = [each.numpy() for each in splits]
-        return run(lambda array: exchange(array, *counts), [tensor], [tensor.dtype, tf.int64], shapes)
-    return run(exchange, [tensor, *splits], [tensor.dtype, tf.int64], shapes)
+        return run(lambda array: exchange(array, *counts), [tensor], [tensor.dtype, tf.int64], shapes, on_gpu=True)
+    return run(exchange, [tensor, *splits], [tensor.dtype, tf.int64], shapes, on_gpu=not splits)
 
 
 def _gathered_slices(slices: tf.IndexedSlices, op: ReduceOp, name: str | None, process_set: ProcessSet) -> tf.IndexedSlices:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from hvdlite.core.errors import LaunchError
 from hvdlite_runner import host_probe
 from hvdlite_runner.agents import Agents, probed
+from hvdlite_runner.gpu_topology import topology_hints, topology_lines
 from hvdlite_runner.messages import Event, HostInfoReply, HostInfoRequest, SpeedReply, SpeedRequest
 from hvdlite_runner.placement import LOCAL, Host
 from hvdlite_runner.remote_agent import RemoteAgent, bootstrap_input
@@ -21,6 +22,8 @@ _SMALL: Final = {"files": (1024, "", "each rank opens some hundred files and soc
                  "memlock": (1 << 26, "infiniband", "InfiniBand locks memory: ulimit -l unlimited"),
                  "shm": (1 << 30, "gpus", "NCCL shares memory between ranks: docker run --shm-size=4g")}
 """For each limit: the value below which to warn, the library it matters to, and the advice."""
+_NCCL: Final = ("NCCL (nvidia-nccl-cu12)", "NCCL (nvidia-nccl-cu13)")
+_NO_TOPOLOGY: Final = {"missing": "this host's hvdlite does not tell it"}
 
 
 def run_doctor(hosts: Sequence[Host], shell: Shell, directory: str, environ: Mapping[str, str], scheduler: str,
@@ -95,14 +98,28 @@ def problems(found: Mapping[str, Any]) -> Iterator[str]:
         if len(hosts) > 1 and name != LOCAL and not any(address for interface, addresses in facts["interfaces"].items()
                                                         if interface != "lo" for address in addresses):
             yield f"host {name} has no network interface but the loopback"
-    for what in ("python", "hvdlite", "PyTorch", "TensorFlow"):
+        yield from (f"host {name}: {problem}" for problem in _gpu_problems(facts))
+    for what in ("python", "hvdlite", "PyTorch", "TensorFlow", *_NCCL):
         versions = {name: _version(facts, what) for name, facts in hosts.items()}
         if len(set(versions.values())) > 1:
             yield f"{what} differs: " + ", ".join(f"{version or 'none'} on {name}" for name, version in versions.items())
 
 
+def _gpu_problems(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with a host's driver and CUDA packages."""
+    topology, installed = facts.get("topology", _NO_TOPOLOGY), facts["build"].get("installed", {})
+    driver = topology.get("cuda", "")
+    for name, version in installed.items():
+        if driver and name.startswith("CUDA (") and int(version.split(".")[0]) > int(driver.split(".")[0]):
+            yield (f"the driver {topology['driver']} is for CUDA {driver}, and {name[6:-1]} {version} needs a newer one: "
+                   f"update the driver, or install the packages for CUDA {driver.split('.')[0]}")
+    if facts.get("bandwidth_problem"):
+        yield f"CUDA does not work: {facts['bandwidth_problem']}"
+
+
 def hints(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the possible problems of a host."""
+    yield from topology_hints(facts.get("topology", _NO_TOPOLOGY))
     for name, (least, needed_by, advice) in _SMALL.items():
         value = facts["limits"].get(name, -1)
         if 0 <= value < least and (not needed_by or facts[needed_by]):
@@ -147,6 +164,9 @@ def _host_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     if facts["infiniband"]:
         yield "InfiniBand: " + ", ".join(facts["infiniband"])
     yield "GPUs: " + ("; ".join(facts["gpus"]) or "none")
+    topology = facts.get("topology", _NO_TOPOLOGY)
+    if facts["gpus"] or not topology["missing"]:
+        yield from topology_lines(topology, facts.get("bandwidth", ()))
     yield "limits: " + ", ".join(f"{name} {_number(name, value)}" for name, value in facts["limits"].items())
     yield from (f"note: {hint}" for hint in hints(facts))
 

@@ -27,6 +27,7 @@ from hvdlite.core.addresses import routes_to
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
 from hvdlite.core.held_port import HeldPort
 from hvdlite_runner.commands import cores
+from hvdlite_runner.gpu_topology import gpu_topology
 
 PROBE_SECONDS: Final = 3.0
 """Seconds that a port has to answer."""
@@ -39,6 +40,7 @@ _CHUNK: Final = bytes(1 << 18)
 _DIAGNOSE: Final = ("import sys; sys.path[:] = [path for path in sys.path if path]; "
                     "from hvdlite.diagnose import main; sys.exit(main())")
 """Unlike `python -m hvdlite.diagnose`, this imports nothing from the working directory."""
+_BANDWIDTH_SECONDS: Final = 60.0
 _SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
 _PROBE, _ECHO, _SINK = b"?", b"e", b"s"
 
@@ -210,7 +212,23 @@ def host_info(environ: Mapping[str, str]) -> dict[str, Any]:
                            env=dict(environ))
     found["build"] = json.loads(asked.stdout) if asked.returncode == 0 else {}
     found["build_problem"] = "" if asked.returncode == 0 else (asked.stderr.strip().splitlines() or ["it failed"])[-1]
+    found["topology"] = gpu_topology()
+    found["bandwidth"], found["bandwidth_problem"] = [], ""
+    if len(found["topology"].get("gpus", ())) > 1 and found["build"] and not found["build"]["planes"]["nccl"]["missing"]:
+        found["bandwidth"], found["bandwidth_problem"] = gpu_bandwidths(environ)
     return found
+
+
+def gpu_bandwidths(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
+    """Return the bandwidth between every two GPUs (see `hvdlite.planes.nccl.bandwidth`), and why it is not known."""
+    try:  # a process of its own: CUDA may hang, and it keeps the contexts that it makes
+        asked = subprocess.run([sys.executable, "-c", _DIAGNOSE, "--bandwidth"], capture_output=True, text=True, check=False,
+                               env=dict(environ), timeout=_BANDWIDTH_SECONDS)
+    except subprocess.TimeoutExpired:
+        return [], f"measuring the bandwidth between GPUs took longer than {_BANDWIDTH_SECONDS:.0f} s"
+    if asked.returncode:
+        return [], (asked.stderr.strip().splitlines() or ["measuring the bandwidth between GPUs failed"])[-1]
+    return json.loads(asked.stdout), ""
 
 
 def limits() -> dict[str, int]:

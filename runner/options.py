@@ -90,7 +90,8 @@ def _add_instead(group: argparse._ArgumentGroup) -> None:
     group.add_argument("-cb", "--check-build", action="store_true", help="show what is installed here and what works with "
                        "it")
     group.add_argument("--doctor", action="store_true", help="check this host and the hosts of -H: versions, planes, launch "
-                       "environment, interfaces, ssh, limits, GPUs, and latency and bandwidth between every two hosts")
+                       "environment, interfaces, ssh, limits, GPUs and their connections, and latency and bandwidth between "
+                       "every two hosts")
     group.add_argument("--json", action="store_true", help="with --report, --check-build and --doctor: print JSON")
 
 

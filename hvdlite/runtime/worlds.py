@@ -26,6 +26,7 @@ from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import enable_stack_dump
 from hvdlite.membership.messages import WorldOrder
 from hvdlite.planes.arithmetic import Casts
+from hvdlite.planes.nccl.shrinking import CommunicatorKeeper
 from hvdlite.runtime import tracebacks
 from hvdlite.runtime.assemble import assemble
 from hvdlite.runtime.followers import Followers
@@ -68,6 +69,7 @@ class Worlds:
         self._environ = environ
         self._key = JobKey(environ)
         self._process_sets = RegisteredSets()
+        self._communicators = CommunicatorKeeper()
         self._members: tuple[int, ...] = ()  # of an elastic job's world, by rank; of world 1: the ranks
         self._tuned: dict[str, int] = {}  # knobs, in the last world of an elastic job in which any were
         self._full_tracebacks = False
@@ -131,6 +133,7 @@ class Worlds:
             self.runtime.shutdown()
             self.runtime.progress.withdraw()
         self.runtime = self.waiting = None
+        self._communicators.close()
         self._process_sets.clear()
 
     def fail(self, error: BaseException, *, prints: bool = False) -> bool:
@@ -259,7 +262,8 @@ class Worlds:
         member = self.member if epoch else None  # 0: alone, in a world of its own
         if member is not None:
             member.attach(epoch, cancellation.cancel)
-        made = assemble(info, config, self.casts, stack_dump, self._environ, member, cancellation, learned)
+        made = assemble(info, config, self.casts, stack_dump, self._environ, member, cancellation, learned,
+                        None if self.member is None else self._communicators)
         made.start()
         try:
             if member is not None:

@@ -11,13 +11,14 @@ from tests.gpu.support import run
 from tests.worlds import Processes
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_reduction_and_dtype(size: int) -> None:
     run(size, programs.every_reduction_and_dtype)
 
 
-def test_every_other_collective() -> None:
-    run(3, programs.every_other_collective)
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_other_collective(size: int) -> None:
+    run(size, programs.every_other_collective)
 
 
 def test_process_sets_and_join() -> None:

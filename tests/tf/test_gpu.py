@@ -124,8 +124,158 @@ def test_eager_collectives_wait_for_tensorflow_and_for_nccl(gpus: Any, tf: Any, 
         assert hvd.alltoall(tf.constant([10 * rank, 10 * rank + 1])).numpy().tolist() == [rank, 10 + rank]
         received, rows = hvd.alltoall(tf.range(3), tf.constant([1, 2]))
         assert rows.numpy().tolist() == [1 + rank] * 2 and len(received) == 2 * (1 + rank)
-        # bfloat16 is not exchanged, int16 not reduced: over the host's memory.
         assert (hvd.allreduce(tf.fill([2], tf.constant(rank + 1, tf.bfloat16)), op=hvd.Sum).numpy() == 3).all()
+        rows = hvd.allgather(tf.fill([rank + 1], tf.constant(rank, tf.bfloat16)))
+        assert rows.dtype is tf.bfloat16 and rows.numpy().tolist() == [0, 1, 1]
+        # int16 is not reduced by NCCL: over the host's memory.
         assert (hvd.allreduce(tf.fill([2], tf.constant(rank + 1, tf.int16)), op=hvd.Sum).numpy() == 3).all()
     worlds.threads(2, step)
     assert waits and {"allReduce", "broadcast"} <= set(gpus.made[0].launches)
+
+
+def test_functions_of_host_arrays_get_them(gpus: Any, tf: Any, waits: list[int]) -> None:
+    """Keras' layers and optimizers exchange small values by functions of NumPy arrays."""
+    from hvdlite_tf.keras.backends.tensorflow import call
+    (doubled,) = call(lambda arrays: [np.multiply(arrays[0], 2)], [tf.fill([3], 2.0)])
+    assert doubled.numpy().tolist() == [4, 4, 4] and not waits
+
+
+def test_results_are_kept_until_a_wait_that_begins_after_their_last_use(gpus: Any, tf: Any, waits: list[int],
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    from hvdlite_tf import gpu
+    results, alive, tensors = gpu._Results(), [], []
+    monkeypatch.setattr(gpu, "_results", results)
+    monkeypatch.setattr(gpu, "synchronise", lambda: alive.append(len(results._arrays)))
+    monkeypatch.setattr(gpu, "tensor_of", lambda array: tensors.append(array) or tf.constant(np.asarray(array)))
+
+    def step(runtime: Runtime) -> None:
+        gpus.current.runtime = runtime
+        for _ in range(3):
+            hvd.allreduce(tf.fill([3], 1.0), op=hvd.Sum)
+        assert alive == [0, 1, 2] and len(results._arrays) == 3, "tensors use them"
+        tensors.clear()
+        hvd.allreduce(tf.fill([3], 1.0), op=hvd.Sum)
+        assert alive[-1] == 3 and len(results._arrays) == 1, "the GPU could still read them when the wait began"
+    worlds.threads(1, step)
+
+
+@pytest.fixture
+def seen(gpus: Any, tf: Any, waits: list[int], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let TensorFlow see a GPU; return where the runtime is to be set that all threads have, TensorFlow's too."""
+    from hvdlite_tf import gpu
+    visible = tf.config.get_visible_devices
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind=None: [types.SimpleNamespace(name="GPU:0")]
+                        if kind == "GPU" else visible(kind))
+    monkeypatch.setattr(gpu, "_check_memory", lambda: None)
+    shared = types.SimpleNamespace(runtime=None)
+    monkeypatch.setattr(api.worlds(), "current", lambda: shared.runtime)
+    return shared
+
+
+def python_calls(function: Any, *inputs: Any) -> list[str]:
+    """Return the operations by which a graph calls Python."""
+    return [each.type for each in function.get_concrete_function(*inputs).graph.get_operations() if "PyFunc" in each.type]
+
+
+def test_collectives_in_a_graph_stay_on_the_gpu(gpus: Any, tf: Any, seen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(runtime: Runtime) -> None:
+        seen.runtime = runtime
+
+        @tf.function
+        def several(x: Any) -> Any:
+            half, wide = tf.cast(x, tf.bfloat16), tf.cast(x, tf.float64)
+            return (hvd.allreduce(x, op=hvd.Sum), hvd.allreduce(half), hvd.grouped_allreduce([x, wide], op=hvd.Max),
+                    hvd.allgather(x), hvd.broadcast(half, 0), hvd.reducescatter(x, op=hvd.Sum), hvd.alltoall(x))
+        x = tf.reshape(tf.range(6.0), [3, 2])
+        for each in tf.nest.flatten(several(x)):
+            assert each.shape == (3, 2) and (tf.cast(each, tf.float32).numpy() == x.numpy()).all()
+        assert python_calls(several, x) == ["EagerPyFunc"] * 7
+
+        @tf.function
+        def on_the_host(x: Any) -> Any:
+            received, counts = hvd.alltoall(x, tf.constant([3]))  # the counts are for the host
+            return received, counts, hvd.allreduce(tf.cast(x, tf.int16), op=hvd.Sum), hvd.size_op()
+        assert (on_the_host(x)[0].numpy() == x.numpy()).all()
+        assert set(python_calls(on_the_host, x)) == {"PyFunc"}
+        monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [])
+        assert python_calls(tf.function(lambda x: hvd.allreduce(x)), x) == ["PyFunc"], "there is no GPU"
+    worlds.threads(1, step)
+    assert {"allReduce", "broadcast"} <= set(gpus.made[0].launches)
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+def test_gradients_in_a_graph_go_together_and_stay_on_the_gpu(gpus: Any, tf: Any, seen: Any, compression: str,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    from hvdlite.training.step_reducer import weighted_by_samples
+    from hvdlite_tf.gradients import TensorFlowStepReducer
+    monkeypatch.setattr(TensorFlowStepReducer, "is_shared", True)
+
+    def step(runtime: Runtime) -> None:
+        seen.runtime = runtime
+        kernel, bias, unused = (tf.Variable(tf.ones(shape)) for shape in ([2, 3], [3], [1]))
+        half = tf.Variable(tf.ones([3], tf.float16))
+
+        @tf.function
+        def gradients(x: Any) -> Any:
+            with hvd.DistributedGradientTape(tf.GradientTape(), compression=getattr(hvd.Compression, compression)) as tape:
+                y = (x @ kernel + bias) * tf.cast(half, tf.float32)
+                loss = tf.reduce_sum(y * y)
+            return [each for each in tape.gradient(loss, [kernel, bias, unused, half]) if each is not None]
+        x = tf.constant([[1.0, 2.0]])
+        for _ in range(2):
+            found = gradients(x)
+            assert [each.dtype for each in found] == [tf.float32, tf.float32, tf.float16]
+            assert [each.numpy().ravel().tolist() for each in found] == [[8] * 3 + [16] * 3, [8] * 3, [32] * 3]
+        assert python_calls(gradients, x) == ["EagerPyFunc"]
+
+        @tf.function
+        def weighted(samples: Any) -> Any:
+            with weighted_by_samples(samples), hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+                loss = tf.reduce_sum(kernel * kernel)
+            return tape.gradient(loss, [kernel])
+        assert (weighted(tf.constant(4.0))[0].numpy() == 2).all()
+        assert (weighted(tf.constant(2.0))[0].numpy() == 2).all(), "the only rank's weight cancels"
+    worlds.threads(1, step)
+    assert "allReduce" in gpus.made[0].launches
+
+
+def test_gradients_that_go_together_are_weighted_by_samples(gpus: Any, tf: Any, waits: list[int]) -> None:
+    from hvdlite_tf.gradients import TensorFlowStepReducer
+
+    def step(runtime: Runtime) -> None:
+        gpus.current.runtime = runtime
+        rank = runtime.world.rank
+        for op, divisor in ((hvd.Average, 2.0), (hvd.Sum, 1.0)):
+            reducer = TensorFlowStepReducer(compression=hvd.Compression.none, op=op)
+            given = [tf.fill([3], rank + 1.0), tf.fill([2], tf.constant(rank + 1, tf.bfloat16)), tf.fill([1], rank + 3.0)]
+            assert [each.numpy()[0] for each in reducer._reduce_together(given, None)] == [
+                3 / divisor, 3 / divisor, 7 / divisor]
+            # Rank 1 has three times as many samples: (1 + 3 * 2) / 4 in the mean, twice that in the sum.
+            weighted = reducer._reduce_together(given, 2.0 * (1 + 2 * rank))
+            np.testing.assert_allclose(np.array([float(each[0]) for each in weighted]),
+                                       np.array([1.75, 1.75, 3.75]) * 2 / divisor, rtol=1e-2)
+            assert [each.dtype for each in weighted] == [each.dtype for each in given]
+    worlds.threads(2, step)
+
+
+def test_fit_keeps_gradients_on_the_gpu(gpus: Any, tf: Any, seen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    keras = pytest.importorskip("keras")
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("Keras is on another backend here")
+    import hvdlite_tf.keras as hvd_keras
+    from hvdlite_tf.gradients import TensorFlowStepReducer
+    monkeypatch.setattr(TensorFlowStepReducer, "is_shared", True)
+    counts: list[int] = []
+    real = TensorFlowStepReducer._reduce_together
+    monkeypatch.setattr(TensorFlowStepReducer, "_reduce_together", lambda self, gradients, samples: counts.append(
+        len(gradients)) or real(self, gradients, samples))
+
+    def step(runtime: Runtime) -> None:
+        seen.runtime = runtime
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+        model.compile(hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        before = [each.copy() for each in model.get_weights()]
+        model.fit(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32), batch_size=2, epochs=2, verbose=0)
+        assert any((one != other).any() for one, other in zip(before, model.get_weights(), strict=True))
+    worlds.threads(1, step)
+    assert counts == [4] * 4, "all gradients of a step in one call"

@@ -5,6 +5,7 @@ Streams, events and addresses are plain integers, as CuPy's low-level calls take
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 import os
@@ -20,6 +21,8 @@ from hvdlite.core.array import Array
 from hvdlite.core.device import CopySpec, DeviceArray
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.planes.nccl import kernels, library
+from hvdlite.planes.nccl.api import CONFIG, SHRINK, WINDOWS, NcclApi, NcclError
+from hvdlite.planes.nccl.communicator import DEFAULT_OPTIONS, ConfiguredCommunicator, Groups, NcclOptions
 from hvdlite.planes.nccl.driver import Driver
 from hvdlite.planes.nccl.kernels import NO_SCALING, Scaling
 
@@ -37,6 +40,8 @@ _CAPTURE_FAULTS: Final = range(900, 909)
 
 class Communicator(Protocol):
     """NCCL's communicator, with the names and arguments of `cupy.cuda.nccl.NcclCommunicator`: plain addresses."""
+
+    comm: int
 
     def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None: ...
     def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None: ...
@@ -125,8 +130,39 @@ class Device(Protocol):
     def unique_id(self) -> bytes:
         """Return the id of a new communicator; called by one of its ranks."""
 
-    def communicator(self, size: int, unique_id: bytes, rank: int) -> Communicator:
-        """Create a communicator; blocks until all its ranks have called this."""
+    def communicator(self, size: int, unique_id: bytes, rank: int, name: str) -> Communicator:
+        """Create a communicator; all its ranks call this. It can be used after `complete`.
+
+        Args:
+            name: in NCCL's messages.
+        """
+
+    def complete(self, communicator: Communicator) -> None:
+        """Wait until a new communicator can be used, or has been aborted."""
+
+    def shrink_missing(self) -> str:
+        """Return why communicators cannot be revoked and made from others; "" if they can."""
+
+    def revoke(self, communicator: Communicator, seconds: float) -> None:
+        """Stop what is under way, for this rank; then the communicator is good for `shrink` only."""
+
+    def shrink(self, communicator: Communicator, excluded: Sequence[int], seconds: float) -> Communicator:
+        """Make a communicator of the other ranks of a revoked one, in their order; all of them call this."""
+
+    def windows_missing(self) -> str:
+        """Return why there can be no symmetric windows; "" if there may be."""
+
+    def allocate_window(self, nbytes: int) -> int:
+        """Return the address of memory that can become a window."""
+
+    def free_window(self, pointer: int) -> None:
+        """Free memory of `allocate_window`; waits until the GPU does not use it."""
+
+    def register_window(self, communicator: Communicator, pointer: int, nbytes: int) -> int:
+        """Make memory a symmetric window, together with all ranks; return its handle, 0 if NCCL has no use for it."""
+
+    def deregister_window(self, communicator: Communicator, window: int) -> None:
+        """End a window, for this rank."""
 
     def group(self) -> AbstractContextManager[None]:
         """Return a context whose communicator calls form one NCCL group."""
@@ -141,18 +177,26 @@ class CupyDevice:
     Args:
         index: the index of the GPU; None chooses it by the local rank.
         environment: the environment of the process, checked for unsupported settings.
+        options: what knobs say about NCCL.
     """
 
-    def __init__(self, index: int | None, local_rank: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, index: int | None, local_rank: int, environment: Mapping[str, str],
+                 options: NcclOptions = DEFAULT_OPTIONS) -> None:
         cupy = library.load(environment)
         self._cupy, self._runtime = cupy, cupy.cuda.runtime
         self._nccl = importlib.import_module("cupy.cuda.nccl")
         # Kernel errors come from the driver. KeyError: a status of NCCL that CuPy does not know.
         self.failure: tuple[type[Exception], ...] = (self._nccl.NcclError, self._runtime.CUDARuntimeError,
-                                                     cupy.cuda.driver.CUDADriverError, MemoryError, KeyError)
+                                                     cupy.cuda.driver.CUDADriverError, MemoryError, KeyError, NcclError)
         self.version: int = self._nccl.get_version()
         self.index: int = local_rank % self._runtime.getDeviceCount() if index is None else index
         self._driver = Driver()
+        self._api, self._options = NcclApi(), options
+        self._groups = Groups(self._api)
+        self._guards: dict[int, int] = {}  # by address of a window's memory
+        if options.needs_config and (problem := self._api.lacks(CONFIG)):
+            _log.warning("communicators are not configured: %s", problem)
+            self._options = dataclasses.replace(options, blocking=True, max_ctas=0, cta_policy="default")
         self._own_threads = threading.local()  # has an attribute in threads that called `make_current`
         with self._here():
             self.stream = self._runtime.streamCreateWithPriority(self._runtime.streamNonBlocking, _HIGHEST_PRIORITY)
@@ -265,11 +309,65 @@ class CupyDevice:
     def unique_id(self) -> bytes:
         return bytes(self._nccl.get_unique_id())
 
-    def communicator(self, size: int, unique_id: bytes, rank: int) -> Communicator:
-        return self._nccl.NcclCommunicator(size, unique_id, rank)  # type: ignore[no-any-return]
+    def communicator(self, size: int, unique_id: bytes, rank: int, name: str) -> Communicator:
+        if not self._options.needs_config:
+            return self._nccl.NcclCommunicator(size, unique_id, rank)  # type: ignore[no-any-return]
+        config = self._options.config(name)
+        return ConfiguredCommunicator(self._api, self._api.init(size, unique_id, rank, config), self._groups, config,
+                                      blocking=self._options.blocking)
+
+    def complete(self, communicator: Communicator) -> None:
+        if isinstance(communicator, ConfiguredCommunicator):
+            communicator.complete()
+
+    def shrink_missing(self) -> str:
+        return "communicators are CuPy's, or block" if self._options.blocking else self._api.lacks(SHRINK)
+
+    def revoke(self, communicator: Communicator, seconds: float) -> None:
+        assert isinstance(communicator, ConfiguredCommunicator)
+        communicator.revoke(seconds)
+
+    def shrink(self, communicator: Communicator, excluded: Sequence[int], seconds: float) -> Communicator:
+        assert isinstance(communicator, ConfiguredCommunicator)
+        return communicator.shrink(excluded, self._groups, seconds)
+
+    def windows_missing(self) -> str:
+        return self._api.lacks(WINDOWS)
+
+    def allocate_window(self, nbytes: int) -> int:
+        with self._here():
+            guard = int(self._runtime.malloc(1))
+            try:
+                pointer = self._api.allocate(nbytes)
+            except NcclError:
+                self._free(guard)
+                raise
+            self._guards[pointer] = guard
+            return pointer
+
+    def free_window(self, pointer: int) -> None:
+        self._free(self._guards.pop(pointer))  # waits for the GPU, which ncclMemFree does not
+        with self._here():
+            mode = self._driver.relax_captures()
+            try:
+                self._api.free(pointer)
+            finally:
+                self._driver.relax_captures(mode)
+
+    def register_window(self, communicator: Communicator, pointer: int, nbytes: int) -> int:
+        if isinstance(communicator, ConfiguredCommunicator):
+            return communicator.register_window(pointer, nbytes)
+        return self._api.register_window(communicator.comm, pointer, nbytes).value or 0
+
+    def deregister_window(self, communicator: Communicator, window: int) -> None:
+        self._api.deregister_window(communicator.comm, window)
 
     @contextmanager
     def group(self) -> Any:
+        if self._options.needs_config:
+            with self._groups.begin():
+                yield
+            return
         self._nccl.groupStart()
         try:
             yield

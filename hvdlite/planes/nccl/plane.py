@@ -19,6 +19,7 @@ Theory of operation
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import os
 import threading
@@ -31,15 +32,20 @@ import numpy as np
 
 from hvdlite.core.device import Completion, CopySpec, DeviceArray, Event
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import GpuProgress, OverdueWork
 from hvdlite.planes.base import FusionBuffer, OobChannel, Plan, WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl import collectives, library
+from hvdlite.planes.nccl.api import NcclError
 from hvdlite.planes.nccl.collectives import DTYPES, Launch, StagingBuffer
-from hvdlite.planes.nccl.device import CupyDevice, Device, EventPool, PooledEvent, check_not_captured
+from hvdlite.planes.nccl.communicator import DEFAULT_OPTIONS, NcclOptions
+from hvdlite.planes.nccl.device import Communicator, CupyDevice, Device, EventPool, PooledEvent, check_not_captured
 from hvdlite.planes.nccl.peer_info import PeerInfo, check_peers
+from hvdlite.planes.nccl.shrinking import SHRINK_SECONDS, CommunicatorKeeper, KeptCommunicator, KeptInfo, excluded_ranks
 from hvdlite.planes.nccl.watcher import POLL_SECONDS, CommunicatorRef, LaunchedGroup, LaunchedWork, Watcher, abort
+from hvdlite.planes.nccl.windows import Windows
 
 _log = logging.getLogger("hvdlite")
 
@@ -55,7 +61,18 @@ left behind, with its stream; it ends when NCCL gives up."""
 LINGER_SECONDS: Final = 0.1
 """Time for the other GPUs to leave the final all-reduce."""
 _PEER_INFO: Final = msgspec.msgpack.Decoder(PeerInfo)
-_ANSWER: Final = msgspec.msgpack.Decoder(tuple[bytes, bool, str])
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """What the first rank of a communicator tells all of them."""
+
+    problem: str = ""  # why there can be none
+    unique_id: bytes = b""
+    has_kernels: bool = False  # whether all ranks have them
+    excluded: tuple[int, ...] = ()  # ranks without which the last world's communicator may become this one
+
+
+_ANSWER: Final = msgspec.msgpack.Decoder(_Answer)
 
 MakeDevice = Callable[[int | None], Device]
 """Opens the GPU with the given index; None chooses it by the local rank."""
@@ -72,6 +89,7 @@ class NcclPlane:
         unavailable_reason: returns why there is no GPU, or "".
         shared_gpu: whether several ranks may share a GPU.
         exit_timeout: see `EXIT_SECONDS`; 0 skips the final all-reduce.
+        options: what knobs say about NCCL.
         clock: in seconds; for work that takes long.
     """
 
@@ -79,7 +97,8 @@ class NcclPlane:
 
     def __init__(self, rank: int, host: str, oob: OobChannel, wake: Callable[[], None], make_device: MakeDevice,
                  unavailable_reason: Callable[[], str] = library.unavailable_reason, *, shared_gpu: bool = False,
-                 exit_timeout: float = EXIT_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+                 exit_timeout: float = EXIT_SECONDS, clock: Callable[[], float] = time.monotonic,
+                 options: NcclOptions = DEFAULT_OPTIONS, keeper: CommunicatorKeeper | None = None) -> None:
         self._rank, self._host, self._oob, self._make_device = rank, host, oob, make_device
         self._find_unavailable_reason = unavailable_reason
         self._thread = LaunchThread(f"hvdlite-nccl-{rank}", wake, lambda: self._opened(None).make_current())
@@ -96,6 +115,9 @@ class NcclPlane:
         self._reason: str | None = None  # why there is no GPU, once it is known
         self._closing = False
         self._entered = threading.local()  # has an attribute in threads that have called `enter_thread`
+        self._options, self._keeper = options, keeper if options.shrink else None
+        self._tokens: dict[int, bytes] = {}  # by process set: see `KeptInfo`
+        self._to_abort: list[CommunicatorRef] = []  # by `close`, also if no process set has them yet
         self._reclaim: Callable[[], None] | None = None  # see `DeviceAccess.wrap`
         self._pid = os.getpid()
 
@@ -190,7 +212,8 @@ class NcclPlane:
             return None
         device = self._opened(None)
         try:
-            return FusionBuffer(self._thread.run(lambda: self._cleared(device, nbytes), wait_until))
+            memory = self._window_memory(nbytes, ranks, wait_until)
+            return FusionBuffer(self._thread.run(lambda: self._cleared(device, nbytes, memory), wait_until))
         except MemoryError:
             raise
         except device.failure as error:
@@ -216,6 +239,7 @@ class NcclPlane:
         if self._device is None or self._pid != os.getpid():  # a forked child must not call CUDA
             return
         device, refs = self._device, list(self._communicator_refs.values())
+        everybody = self._communicator_refs.get(GLOBAL_PROCESS_SET_ID)
         if failure is None and not self._watcher.drain(DRAIN_SECONDS):
             _log.warning("rank %d: reductions are still under way on GPU %d after %.0f s; they are given up", self._rank,
                          device.index, DRAIN_SECONDS)
@@ -225,16 +249,32 @@ class NcclPlane:
         self._watcher.end(failure)
         self._watcher.wait_for_poll()
         has_ended = failure is None and self._thread.end(DRAIN_SECONDS)
-        stuck = abort(refs, device, ABORT_SECONDS)
+        is_kept = failure is not None and everybody is not None and self._keep(device, everybody)
+        stuck = abort([ref for ref in {*refs, *self._to_abort} if not (is_kept and ref is everybody)], device, ABORT_SECONDS)
         if stuck:
             _log.error("rank %d: %d NCCL communicators did not end within %.0f s; leave this process to free GPU %d",
                        self._rank, stuck, ABORT_SECONDS, device.index)
         elif has_ended or self._thread.end(FREED_SECONDS):  # by now an abort has ended what it was blocked in
             self._release(device)
 
+    def _keep(self, device: Device, ref: CommunicatorRef) -> bool:
+        """Stop the communicator of all ranks, and keep it for the next world; return False if it has to be aborted."""
+        if self._keeper is None or ref.ended or len(ref.ranks) == 1 or device.shrink_missing():
+            return False
+        try:
+            device.revoke(ref.communicator, ABORT_SECONDS)
+        except device.failure as error:
+            _log.info("rank %d: the communicator is not kept: %s", self._rank, device.explain(ref.communicator, error))
+            return False
+        ref.is_kept = True
+        info = KeptInfo(self._tokens[GLOBAL_PROCESS_SET_ID], ref.ranks.index(self._rank), len(ref.ranks))
+        self._keeper.put(KeptCommunicator(ref, info, device.index))
+        return True
+
     def _release(self, device: Device) -> None:
         """Destroy streams and events: a process of an elastic job makes new ones in each world."""
         assert self._events is not None
+        self._windows.close()
         try:
             self._events.close()
             device.close()
@@ -284,6 +324,8 @@ class NcclPlane:
                 self._staging = StagingBuffer(device, functools.partial(self._allocate, device))
                 self._watcher = Watcher(device, self._check, lambda error: self._report(error), self._overdue_times,
                                         lambda work: self._report_overdue(work), self._clock)
+                self._windows = Windows(self._rank, device, self._oob, functools.partial(self._reclaimed, device))
+                self._copies = StagingBuffer(device, functools.partial(self._allocate, device))
                 self._device = device
         return self._device
 
@@ -292,16 +334,31 @@ class NcclPlane:
         try:
             return device.allocate(nbytes)
         except MemoryError:
-            if self._reclaim is None:
+            if not self._reclaimed(device, nbytes):
                 raise
+        return device.allocate(nbytes)
+
+    def _reclaimed(self, device: Device, nbytes: int) -> bool:
+        """Let the framework give back what it keeps unused; return whether it may have."""
+        if self._reclaim is None:
+            return False
         _log.info("rank %d: GPU %d has no %d bytes left; the framework gives back what it does not use", self._rank,
                   device.index, nbytes)
         self._reclaim()
-        return device.allocate(nbytes)
+        return True
 
-    def _cleared(self, device: Device, nbytes: int) -> DeviceArray:
+    def _window_memory(self, nbytes: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> DeviceArray | None:
+        """Return memory that is a symmetric window of these ranks; None if they use ordinary memory."""
+        found = next((number for number, members in self._sets.items() if members == ranks), None)
+        if not self._options.windows or len(ranks) == 1 or found is None:
+            return None
+        if found not in self._communicator_refs:
+            self._create_communicator(found, ranks, wait_until)
+        return self._windows.memory(found, self._communicator_refs[found], nbytes, self._thread, wait_until)
+
+    def _cleared(self, device: Device, nbytes: int, memory: DeviceArray | None) -> DeviceArray:
         """Return zeroed memory: the gaps between a bucket's tensors are never written, but reduced with them."""
-        memory = self._allocate(device, nbytes)
+        memory = memory or self._allocate(device, nbytes)
         device.zero(memory)
         return memory
 
@@ -310,43 +367,84 @@ class NcclPlane:
         device, mine = self._opened(None), ranks.index(self._rank)
         unique_id = self._thread.run(device.unique_id, wait_until) if mine == 0 else b""
         has_kernels = self._thread.run(device.has_kernels, wait_until)
-        info = PeerInfo(self._host, device.bus_id(), device.version, has_kernels, unique_id)
+        kept = self._keeper.take() if self._keeper is not None and process_set_id == GLOBAL_PROCESS_SET_ID else None
+        if kept is not None:
+            self._to_abort.append(kept.ref)
+        info = PeerInfo(self._host, device.bus_id(), device.version, has_kernels, unique_id,
+                        kept.info if kept is not None and kept.gpu == device.index else None)
         text = msgspec.msgpack.encode(info)
-        answer = self._oob.gather_and_broadcast(f"nccl.{process_set_id}", ranks, text,
-                                                functools.partial(self._check_peers, ranks), wait_until)
-        unique_id, has_kernels, problem = _ANSWER.decode(answer)
-        if problem:
-            raise HorovodInternalError(problem)
-        self._communicator_refs[process_set_id] = self._thread.run(
-            lambda: self._make(device, ranks, unique_id, has_kernels=has_kernels), wait_until)
+        answer = _ANSWER.decode(self._oob.gather_and_broadcast(f"nccl.{process_set_id}", ranks, text,
+                                                               functools.partial(self._check_peers, ranks), wait_until))
+        if answer.problem:
+            raise HorovodInternalError(answer.problem)
+        ref = None
+        if kept is not None:
+            ref = self._shrunk(device, kept, ranks, answer, wait_until)
+            self._thread.run(lambda: abort([kept.ref], device, ABORT_SECONDS), wait_until)
+        self._tokens[process_set_id] = hashlib.sha256(answer.unique_id).digest()
+        self._communicator_refs[process_set_id] = ref or self._thread.run(
+            lambda: self._make(device, process_set_id, ranks, answer), wait_until)
+
+    def _shrunk(self, device: Device, kept: KeptCommunicator, ranks: tuple[int, ...], answer: _Answer,
+                wait_until: WaitUntil) -> CommunicatorRef | None:
+        """Return a communicator that was made from the last world's on all ranks, or None on all."""
+        if not answer.excluded:
+            return None
+        ref, problem = None, ""
+        try:
+            ref = self._thread.run(lambda: self._connected(device, lambda: device.shrink(
+                kept.ref.communicator, answer.excluded, SHRINK_SECONDS), ranks, answer), wait_until)
+        except device.failure as error:
+            problem = f"rank {self._rank}: {device.explain(kept.ref.communicator, error)}. "
+        problem = self._oob.gather_and_broadcast("nccl.shrunk", ranks, problem.encode(), b"".join, wait_until).decode()
+        if not problem:
+            _log.info("rank %d: made the communicator of ranks %s from the last world's", self._rank, list(ranks))
+            return ref
+        _log.info("rank %d: ranks %s make a new communicator: %s", self._rank, list(ranks), problem)
+        if ref is not None:
+            self._thread.run(lambda: abort([ref], device, ABORT_SECONDS), wait_until)
+        return None
 
     def _check_peers(self, ranks: tuple[int, ...], texts: Sequence[bytes]) -> bytes:
-        """Return a communicator's id and whether all its ranks have kernels, or the problem with their GPUs.
-
-        Called on its first rank.
+        """Return the answer to the ranks of a communicator; called on its first rank.
         """
         peers = {rank: _PEER_INFO.decode(text) for rank, text in zip(ranks, texts, strict=True)}
         try:
             check_peers(peers, shared=self._shared_gpu)
         except HorovodInternalError as error:
-            return msgspec.msgpack.encode((b"", False, str(error)))
-        return msgspec.msgpack.encode((peers[ranks[0]].unique_id, all(each.has_kernels for each in peers.values()), ""))
+            return msgspec.msgpack.encode(_Answer(str(error)))
+        have_kernels = all(each.has_kernels for each in peers.values())
+        excluded = excluded_ranks([peers[rank].kept for rank in ranks])
+        return msgspec.msgpack.encode(_Answer("", peers[ranks[0]].unique_id, have_kernels, excluded))
 
-    def _make(self, device: Device, ranks: tuple[int, ...], unique_id: bytes, *, has_kernels: bool) -> CommunicatorRef:
+    def _make(self, device: Device, process_set_id: int, ranks: tuple[int, ...], answer: _Answer) -> CommunicatorRef:
         what = f"making a communicator of ranks {list(ranks)}"
         try:
-            ref = CommunicatorRef(device.communicator(len(ranks), unique_id, ranks.index(self._rank)), ranks,
-                                  has_kernels=has_kernels)
-            if self._closing:  # the world was lost meanwhile, and nobody else will end this
-                ref.end()
-                raise HorovodInternalError(f"{what} was given up")
-            # The first call connects the ranks, which blocks; better here than in a training step.
-            warm = self._staging.get(4096)
-            ref.communicator.allReduce(warm, warm, 1024, DTYPES["float32"], collectives.SUM, device.stream)
+            ref = self._connected(device, lambda: device.communicator(
+                len(ranks), answer.unique_id, ranks.index(self._rank), f"hvdlite.{process_set_id}"), ranks, answer)
         except device.failure as error:
             raise self._error(device, None, what, error) from error
         _log.info("rank %d: %s on GPU %d", self._rank, what, device.index)
         return ref
+
+    def _connected(self, device: Device, make: Callable[[], Communicator], ranks: tuple[int, ...],
+                   answer: _Answer) -> CommunicatorRef:
+        """Make a communicator that is ready for collectives, and known to `close` as early as possible."""
+        ref = CommunicatorRef(make(), ranks, has_kernels=answer.has_kernels)
+        self._to_abort = [*(each for each in self._to_abort if not each.ended), ref]
+        self._check_open(ref)
+        device.complete(ref.communicator)
+        self._check_open(ref)
+        # The first call connects the ranks, which blocks; better here than in a training step.
+        warm = self._staging.get(4096)
+        ref.communicator.allReduce(warm, warm, 1024, DTYPES["float32"], collectives.SUM, device.stream)
+        return ref
+
+    def _check_open(self, ref: CommunicatorRef) -> None:
+        """Abort a new communicator if the world was lost meanwhile: nobody else may know it."""
+        if self._closing:
+            ref.end()
+            raise HorovodInternalError(f"making a communicator of ranks {list(ref.ranks)} was given up")
 
     def _launch(self, device: Device, plan: Plan) -> LaunchedWork:
         if self._closing:
@@ -354,12 +452,19 @@ class NcclPlane:
         response = plan.response
         ref = self._communicator_refs[response.process_set_id]
         communicator = ref.communicator
+        if self._windows.retired:
+            self._windows.release()
         try:
             ready = _ready_events(plan)
             for event in ready:
                 device.wait(device.stream, event.handle)
-            collectives.launch(Launch(device, communicator, self._staging, plan, plan.ranks.index(self._rank),
+            used, back = plan, list[tuple[DeviceArray, DeviceArray]]()
+            if plan.buffer_slice is None and self._windows.live:
+                used, back = self._windows.outside(plan, ref, self._copies)
+            collectives.launch(Launch(device, communicator, self._staging, used, plan.ranks.index(self._rank),
                                       ref.has_kernels))
+            for copy, array in back:
+                device.copy(copy.pointer, array.pointer, array.nbytes, device.stream)
             assert self._events is not None
             sequence = self._launched.get(response.process_set_id, 0) + 1
             self._launched[response.process_set_id] = sequence
@@ -384,7 +489,7 @@ class NcclPlane:
     def _error(self, device: Device, communicator: Any, what: str, error: Exception) -> HorovodInternalError:
         if isinstance(error, MemoryError):
             return HorovodInternalError(f"rank {self._rank}: out of memory in {what}: {error}")
-        if not isinstance(error, (device.failure[0], KeyError)):
+        if not isinstance(error, (device.failure[0], KeyError, NcclError)):
             return HorovodInternalError(f"rank {self._rank}: CUDA failed in {what} on GPU {device.index}: {error}")
         return HorovodInternalError(f"rank {self._rank}: NCCL failed in {what} on GPU {device.index}: "
                                     f"{device.explain(communicator, error)}; NCCL_DEBUG=INFO tells more")
@@ -398,11 +503,13 @@ def _ready_events(plan: Plan) -> list[Event]:
 
 
 def create_nccl_plane(rank: int, local_rank: int, host: str, oob: OobChannel, wake: Callable[[], None],
-                      environment: Mapping[str, str], *, shared_gpu: bool) -> NcclPlane:
+                      environment: Mapping[str, str], *, shared_gpu: bool, options: NcclOptions,
+                      keeper: CommunicatorKeeper | None) -> NcclPlane:
     """Return an `NcclPlane` over this host's GPUs.
 
     Args:
         local_rank: chooses the GPU if this rank participates before it has used one.
         environment: the environment of the process.
     """
-    return NcclPlane(rank, host, oob, wake, lambda index: CupyDevice(index, local_rank, environment), shared_gpu=shared_gpu)
+    return NcclPlane(rank, host, oob, wake, lambda index: CupyDevice(index, local_rank, environment, options),
+                     shared_gpu=shared_gpu, options=options, keeper=keeper)

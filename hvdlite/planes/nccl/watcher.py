@@ -217,16 +217,41 @@ class CommunicatorRef:
     Args:
         ranks: the ranks of the communicator.
         has_kernels: whether kernels work on all of them.
+
+    Attributes:
+        ended: whether it has been aborted, with all that belongs to it.
+        is_kept: whether nothing more is launched on it, and it is aborted later.
     """
 
     def __init__(self, communicator: Communicator, ranks: tuple[int, ...] = (), *, has_kernels: bool = True) -> None:
         self.communicator, self.ranks, self.has_kernels = communicator, ranks, has_kernels
+        self.ended = self.is_kept = self._is_ending = False
+        self._after: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
 
     def end(self) -> None:
-        """Abort the communicator, and permit its garbage collection."""
-        self.communicator.abort()
+        """Abort the communicator, and permit its garbage collection; a second call does nothing."""
+        with self._lock:
+            if self._is_ending:
+                return
+            self._is_ending = True
+        try:
+            self.communicator.abort()
+        finally:
+            with self._lock:
+                self.ended = True
+            for function in self._after:
+                function()
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(self.communicator))
+
+    def call_after(self, function: Callable[[], None]) -> None:
+        """Call a function when the communicator has been aborted."""
+        with self._lock:
+            if not self.ended:
+                self._after.append(function)
+                return
+        function()
 
 
 def abort(refs: Sequence[CommunicatorRef], device: Device, timeout: float) -> int:

@@ -12,7 +12,9 @@ import torch
 
 import hvdlite
 import hvdlite_torch as hvd
-from tests.gpu.programs.support import begin, share_even_alone
+from benchmarks.gpu_sheet import sharing_alone
+from tests.gpu.programs import support
+from tests.gpu.programs.support import begin
 from tests.raising import raises
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -20,11 +22,11 @@ INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 
 
 def full(shape: tuple[int, ...], value: float, dtype: torch.dtype = torch.float32) -> Any:
-    return torch.full(shape, value, device="cuda").to(dtype)
+    return torch.full(shape, value, device=support.GPU).to(dtype)
 
 
 def check(result: Any, expected: Any, what: object) -> None:
-    assert result.device.type == "cuda", what
+    assert result.device.type == support.GPU, what
     assert (result.cpu().double() == expected).all(), (what, result, expected)
 
 
@@ -51,7 +53,7 @@ def every_reduction_and_dtype() -> None:
         check(member, total, "group")
     mixed = hvd.grouped_allreduce([full((4,), rank + 1, torch.float16), full((4,), rank + 1, torch.int64),
                                    torch.full((4,), rank + 1.0)], op=hvd.Sum)
-    assert [member.device.type for member in mixed] == ["cuda", "cuda", "cpu"]
+    assert [member.device.type for member in mixed] == [support.GPU, support.GPU, "cpu"]
     assert all((member.cpu() == total).all() for member in mixed)
     hvd.shutdown()
 
@@ -86,7 +88,7 @@ def every_other_collective() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check(hvd.allreduce(full((3,), rank + 1, torch.int16), op=hvd.Sum), total, "int16")
-        assert hvd.allreduce(full((8,), rank + 1.0), op=hvd.Adasum).device.type == "cuda"
+        assert hvd.allreduce(full((8,), rank + 1.0), op=hvd.Adasum).device.type == support.GPU
     check(hvd.allreduce(torch.full((3,), rank + 1.0), op=hvd.Sum).to(gpu), total, "a tensor on the host beside them")
     leaf = full((3,), rank + 1.0).requires_grad_()
     hvd.allreduce(leaf, op=hvd.Sum).sum().backward()
@@ -167,7 +169,6 @@ def memory_of_dropped_tensors_is_not_reused_too_early() -> None:
 
 def a_collective_in_a_graph_is_refused_and_graphs_of_the_model_work() -> None:
     _, _, gpu = begin()
-    share_even_alone()
     tensor = torch.ones(8, device=gpu)
     hvd.allreduce_(tensor, op=hvd.Sum)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -183,7 +184,8 @@ def a_collective_in_a_graph_is_refused_and_graphs_of_the_model_work() -> None:
     assert "CUDA graph" in str(error), error
     model = torch.nn.Linear(16, 4).to(gpu)
     graphed: Any = torch.cuda.make_graphed_callables(model, (torch.randn(8, 16, device=gpu),))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    with sharing_alone():
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     for _ in range(6):
         optimizer.zero_grad()
         graphed(torch.randn(8, 16, device=gpu)).square().mean().backward()

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 import hvdlite_torch as hvd
-from hvdlite.training.gradient_reducer import GradientReducer
+from benchmarks.gpu_sheet import Setup
+
+GPU = "cuda"
+"""The type of the GPUs' device in torch; tests of these programs put the CPU in its place."""
 
 
 def begin(shared_gpu: bool = True) -> tuple[int, int, torch.device]:
@@ -18,15 +21,13 @@ def begin(shared_gpu: bool = True) -> tuple[int, int, torch.device]:
     Args:
         shared_gpu: whether it is allowed that ranks share a GPU.
     """
-    if torch.cuda.device_count() < int(os.environ["HVDLITE_SIZE"]):
-        # Several ranks on one GPU: NCCL takes each for a host of its own, and speaks TCP over the loopback interface.
-        os.environ.update(NCCL_HOSTID=f"r{os.environ['HVDLITE_RANK']}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1",
-                          NCCL_ALGO="Ring", NCCL_PROTO="Simple", NCCL_MAX_CTAS="2", HVDLITE_SHARED_GPU=str(int(shared_gpu)))
+    gpu = Setup(int(os.environ["HVDLITE_RANK"]), int(os.environ["HVDLITE_SIZE"])).gpu()
+    if not shared_gpu:
+        os.environ["HVDLITE_SHARED_GPU"] = "0"
     os.environ.setdefault("NCCL_DEBUG", "WARN")
     hvd.init()
-    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    return hvd.rank(), hvd.size(), torch.device("cuda", torch.cuda.current_device())
+    return hvd.rank(), hvd.size(), gpu
 
 
 def net(seed: int = 3, wide: int = 64) -> Any:
@@ -34,14 +35,14 @@ def net(seed: int = 3, wide: int = 64) -> Any:
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8, track_running_stats=False),
                                 torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 36, wide), torch.nn.Tanh(),
                                 torch.nn.Linear(wide, 5))
-    return model.cuda()
+    return model.to(GPU)
 
 
 def batches(steps: int, size: int, each: int = 8) -> Iterator[tuple[Any, Any]]:
     generator = torch.Generator().manual_seed(5)
     for _ in range(steps):
-        yield (torch.randn(each * size, 3, 8, 8, generator=generator).cuda(),
-               torch.randint(0, 5, (each * size,), generator=generator).cuda())
+        yield (torch.randn(each * size, 3, 8, 8, generator=generator).to(GPU),
+               torch.randint(0, 5, (each * size,), generator=generator).to(GPU))
 
 
 def step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
@@ -55,13 +56,3 @@ def step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
 def same_everywhere(model: Any) -> None:
     hvd.check_replicas(model.state_dict())
 
-
-def share_even_alone() -> None:
-    """Let a job of one rank go all the way, as if there were others."""
-    real = GradientReducer.__init__
-
-    def init(self: Any, *arguments: Any, **options: Any) -> None:
-        real(self, *arguments, **options)
-        self.is_shared = True
-
-    GradientReducer.__init__ = init  # type: ignore[method-assign]

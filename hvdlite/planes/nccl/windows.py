@@ -1,0 +1,213 @@
+"""Memory of learned buckets as symmetric windows of a communicator, where NCCL has them.
+
+Theory of operation
+- In a symmetric window, NCCL uses the memory of other ranks directly, and reduces in NVLink's switches. All ranks must use
+  windows alike. So they agree twice: each must have memory before any of them registers it, because NCCL registers together
+  with all ranks and cannot be interrupted; and each must have got its window. If a rank did not, all of them give their
+  memory back, use ordinary memory instead, and do not try again for this process set.
+- With memory in a window, a collective must have memory at the same offset of it on all ranks. So it is with a bucket. A
+  script's tensor may be a slice of a bucket on one rank and not on another one, so NCCL gets a copy of such tensors.
+- A communicator is called by one thread at a time. Memory that nobody refers to any more is freed by such a call, after its
+  window has ended: else NCCL could find the window of old memory at the address of new memory.
+- Aborting a communicator ends its windows. Memory that outlives it (gradients that the script keeps) is then only freed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from hvdlite.core.array import GPU_ALIGNMENT
+from hvdlite.core.device import DeviceArray
+from hvdlite.core.types import Collective
+from hvdlite.planes.base import OobChannel, Plan, WaitUntil
+from hvdlite.planes.launch_thread import LaunchThread
+from hvdlite.planes.nccl.api import WINDOW_ALIGNMENT
+from hvdlite.planes.nccl.collectives import StagingBuffer
+from hvdlite.planes.nccl.device import Device
+from hvdlite.planes.nccl.watcher import CommunicatorRef
+
+_log = logging.getLogger("hvdlite")
+
+_SLOW_SECONDS: Final = 30.0
+"""After which a registration that does not return is reported."""
+
+
+class WindowMemory:
+    """Memory of a window, and the only reference to it: it is retired when nobody refers to this any more.
+
+    Attributes:
+        window: the handle of the window; 0 if it is none.
+        ref: whose window it is.
+    """
+
+    __slots__ = ("_pid", "_retire", "pointer", "ref", "window")
+
+    def __init__(self, pointer: int, ref: CommunicatorRef, retire: Callable[[int, int, CommunicatorRef], None]) -> None:
+        self.pointer, self.window, self.ref = pointer, 0, ref
+        self._retire, self._pid = retire, os.getpid()
+
+    def __del__(self) -> None:
+        if self._pid == os.getpid():  # a forked child must not call CUDA
+            self._retire(self.pointer, self.window, self.ref)
+
+
+class Windows:
+    """Makes and ends the windows of a rank.
+
+    Args:
+        reclaim: lets the framework give back that many bytes that it keeps unused; returns whether it may have.
+
+    Attributes:
+        live: the length of each window and whose it is, by address.
+        retired: address, window and communicator of memory that nobody refers to any more.
+    """
+
+    def __init__(self, rank: int, device: Device, oob: OobChannel, reclaim: Callable[[int], bool]) -> None:
+        self._rank, self._device, self._oob, self._reclaim = rank, device, oob, reclaim
+        self._attempts: dict[int, int] = {}  # by process set
+        self._refused: set[int] = set()  # process sets
+        self._closed = False
+        self.live: dict[int, tuple[int, CommunicatorRef]] = {}
+        self.retired: deque[tuple[int, int, CommunicatorRef]] = deque()
+
+    def memory(self, process_set_id: int, ref: CommunicatorRef, nbytes: int, thread: LaunchThread,
+               wait_until: WaitUntil) -> DeviceArray | None:
+        """Return memory that is a window of the communicator on all its ranks, or None on all of them."""
+        if process_set_id in self._refused:
+            return None
+        attempt = self._attempts[process_set_id] = self._attempts.get(process_set_id, 0) + 1
+        owner, problem = None, self._device.windows_missing()
+        if not problem:
+            try:
+                owner = thread.run(lambda: self._allocated(nbytes, ref), wait_until)
+            except self._device.failure as error:
+                problem = f"no memory: {self._device.explain(None, error)}"
+        refusal = self._agree(f"nccl.{process_set_id}.memory.{attempt}", ref, problem, wait_until)
+        if not refusal:
+            assert owner is not None
+            try:
+                if not thread.run(lambda: self._register(owner, nbytes), wait_until):
+                    problem = "NCCL makes no window here (it needs NVLink between all GPUs)"
+            except self._device.failure as error:
+                problem = self._device.explain(ref.communicator, error)
+            refusal = self._agree(f"nccl.{process_set_id}.window.{attempt}", ref, problem, wait_until)
+        if refusal:
+            self._refused.add(process_set_id)
+            _log.info("rank %d: buckets of ranks %s are no symmetric windows: %s", self._rank, list(ref.ranks), refusal)
+            return None
+        assert owner is not None
+        _log.info("rank %d: %d bytes for buckets of ranks %s are a symmetric window", self._rank, nbytes, list(ref.ranks))
+        return DeviceArray(owner.pointer, (nbytes,), np.dtype(np.uint8), self._device.index, owner)
+
+    def outside(self, plan: Plan, ref: CommunicatorRef,
+                staging: StagingBuffer) -> tuple[Plan, list[tuple[DeviceArray, DeviceArray]]]:
+        """Return a plan with copies of the arrays that are in windows, and for each output among them the copy and itself.
+
+        Launches the copies of sources.
+
+        Args:
+            plan: not of a bucket.
+            staging: nothing else uses it.
+        """
+        if plan.response.collective is Collective.ALLREDUCE and len(plan.sources) > 1:
+            return plan, []  # NCCL gets them as one, in staging memory
+        ranges = [(begin, begin + length) for begin, (length, owner) in self.live.items() if owner is ref]
+        inside: dict[tuple[int, int], int] = {}  # the offset of the copy, by address and length
+        total = 0
+        for array in (*plan.sources, *plan.outputs):
+            if isinstance(array, DeviceArray) and (array.pointer, array.nbytes) not in inside and any(
+                    begin <= array.pointer < end for begin, end in ranges):
+                inside[array.pointer, array.nbytes] = total
+                total += -(-array.nbytes // GPU_ALIGNMENT) * GPU_ALIGNMENT
+        if not inside:
+            return plan, []
+        base, device = staging.get(total), self._device
+
+        def copied(array: Any) -> Any:
+            offset = inside.get((array.pointer, array.nbytes)) if isinstance(array, DeviceArray) else None
+            return array if offset is None else dataclasses.replace(array, pointer=base + offset)
+        sources, outputs = list(map(copied, plan.sources)), list(map(copied, plan.outputs))
+        for array, copy in zip(plan.sources, sources, strict=True):
+            if copy is not array:
+                device.copy(array.pointer, copy.pointer, array.nbytes, device.stream)
+        back = [(copy, array) for array, copy in zip(plan.outputs, outputs, strict=True) if copy is not array]
+        return dataclasses.replace(plan, sources=sources, outputs=outputs), back
+
+    def release(self) -> None:
+        """End the windows of memory that nobody refers to any more, and free it; called like communicators."""
+        while self.retired:
+            try:
+                pointer, window, ref = self.retired.popleft()
+            except IndexError:  # another thread has taken it
+                return
+            self.live.pop(pointer, None)
+            if ref.is_kept:
+                ref.call_after(functools.partial(self._free, pointer))
+                continue
+            try:
+                if window and not ref.ended:
+                    self._device.deregister_window(ref.communicator, window)
+            except self._device.failure as error:
+                _log.debug("a window has not ended, so its memory is not freed: %s", error)
+            else:
+                self._free(pointer)
+
+    def close(self) -> None:
+        """Free the memory that nobody refers to now, and other memory when nobody does; all communicators have ended."""
+        self._closed = True
+        self.release()
+
+    # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _free(self, pointer: int) -> None:
+        try:
+            self._device.free_window(pointer)
+        except self._device.failure as error:  # the GPU has failed, or the process ends
+            _log.debug("memory of a window is not freed: %s", error)
+
+    def _allocated(self, nbytes: int, ref: CommunicatorRef) -> WindowMemory:
+        self.release()
+        rounded = -(-nbytes // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT
+        try:
+            pointer = self._device.allocate_window(rounded)
+        except self._device.failure:  # NCCL does not tell a lack of memory from other errors
+            if not self._reclaim(rounded):
+                raise
+            pointer = self._device.allocate_window(rounded)
+        return WindowMemory(pointer, ref, self._retire)
+
+    def _register(self, owner: WindowMemory, nbytes: int) -> bool:
+        rounded = -(-nbytes // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT
+        slow = threading.Timer(_SLOW_SECONDS, _log.warning, (
+            "rank %d: NCCL has not registered a symmetric window for %.0f s; HVDLITE_NCCL_WINDOWS=0 does without",
+            self._rank, _SLOW_SECONDS))
+        slow.daemon = True
+        slow.start()
+        try:
+            owner.window = self._device.register_window(owner.ref.communicator, owner.pointer, rounded)
+        finally:
+            slow.cancel()
+        if owner.window:
+            self.live[owner.pointer] = rounded, owner.ref
+        return bool(owner.window)
+
+    def _agree(self, label: str, ref: CommunicatorRef, problem: str, wait_until: WaitUntil) -> str:
+        """Return the first rank's problem; "" if no rank has one."""
+        def answer(texts: list[bytes]) -> bytes:
+            return next((f"rank {rank}: {text.decode()}".encode()
+                         for rank, text in zip(ref.ranks, texts, strict=True) if text), b"")
+        return self._oob.gather_and_broadcast(label, ref.ranks, problem.encode(), answer, wait_until).decode()
+
+    def _retire(self, pointer: int, window: int, ref: CommunicatorRef) -> None:
+        self.retired.append((pointer, window, ref))
+        if self._closed:
+            self.release()
