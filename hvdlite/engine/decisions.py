@@ -78,6 +78,6 @@ class Decisions:
             self._state.tuned.update(decision.tuned)
             self._execution.tune(dict(decision.tuned))
         self._execution.open_pairs(decision.responses)
-        self._execution.carry_out(self._controller.apply(decision), self.departed)  # `learned` to `responses`
+        self._execution.carry_out(self._controller.apply(decision), self.departed)  # `closed` to `responses`
         if self._rank in decision.left:
             self.has_left = True

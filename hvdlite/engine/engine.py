@@ -69,7 +69,9 @@ class Engine:
         self._recorder, self._clock = recorder, connections.clock
         self._history = CallHistory()
         self._mailboxes = Mailboxes(self._rank, connections.mailbox_area, self._state, controller.report_mailbox,
-                                    self._inbox.post, self._exchanged, lambda act: self._inbox.post(Task(act)), self._take)
+                                    self._inbox.post, self._exchanged, lambda act: self._inbox.post(Task(act)), self._take,
+                                    self._launch, self._launch_failed,
+                                    lambda: None if connections.devices is None else connections.devices.enter_thread())
         self._execution = Execution(
             self._rank, connections.plane, connections.devices, self._state, recorder, self._clock, self._mailboxes,
             wait_until=self._wait_until, release_name=self._inbox.release, mark_stale=controller.mark_stale,
@@ -108,7 +110,7 @@ class Engine:
         error = self._state.closing_error()
         for entry in self._execution.pending():
             entry.abandon(error)
-        self._mailboxes.fail(error)
+        self._mailboxes.leave(error)
         self._recorder.trace(False)
 
     def fail(self, notice: FailureNotice) -> NoReturn:
@@ -202,6 +204,8 @@ class Engine:
                 self._history.add(request.name)
                 self._execution.add(item)
                 self._controller.enqueue(request)
+            case BucketEntry() | RoundDone() if self._mailboxes.keep(item):
+                pass
             case BucketEntry(bucket=bucket, ready=ready):
                 self._history.add(item.handle.name)
                 self._execution.add_bucket(item)
@@ -217,7 +221,8 @@ class Engine:
             case MailboxStale():
                 self._mailboxes.stale(item)
             case BlockedWaiters():
-                self._controller.block(item.blocked())
+                if not self._mailboxes.hurry(item):
+                    self._controller.block(item.blocked())
             case Task():
                 item.run()
 
@@ -268,6 +273,16 @@ class Engine:
         if call.is_done:
             self._history.add(name)
             self._recorder.exchanged(name)
+
+    def _launch(self, entry: BucketEntry) -> None:
+        """Launch a bucket that all ranks have announced; any thread may call this, one at a time."""
+        self._history.add(entry.handle.name)
+        self._execution.launch(entry)
+
+    def _launch_failed(self, error: Exception) -> None:
+        """That has failed; any thread may call this."""
+        notice = FailureNotice(self._rank, type(error).__name__, str(error))
+        self._inbox.post(Task(lambda: self.fail(notice)))
 
     def _send_side_message(self, message: SideMessage) -> None:
         self._controller.send_side_message(message)

@@ -130,6 +130,21 @@ class Execution:
         for instruction in instructions:
             self._follow(instruction)
 
+    def launch(self, entry: BucketEntry) -> None:
+        """Launch a bucket that all ranks have announced; any thread may call this, one at a time."""
+        assert self._devices is not None
+        entry.complete(BucketRelease(bucket_id=entry.ready.bucket_id), self._devices.launch(self._announced(entry)))
+
+    def _launch_here(self, entry: BucketEntry) -> None:
+        assert self._devices is not None
+        completion = self._devices.execute(self._announced(entry), self._wait_until)
+        entry.complete(BucketRelease(bucket_id=entry.ready.bucket_id), completion)
+
+    def _announced(self, entry: BucketEntry) -> Plan:
+        """Return the plan of a bucket. Only plans of this thread are counted."""
+        response, memory = entry.bucket.definition.response, [entry.memory]
+        return Plan(0, self._process_sets[response.process_set_id], response, memory, memory, entry.bucket.buffer_slice)
+
     def fail(self, error: HorovodInternalError) -> None:
         """Fail what is under way."""
         for entry in list(self._entries.values()):
@@ -176,6 +191,7 @@ class Execution:
                 self._mailboxes.freeze(mailbox_id)
             case CloseMailbox(mailbox_id):
                 self._mailboxes.close(mailbox_id)
+                self._mailboxes.close_lock(mailbox_id, self._launch_here)
 
     def _learn(self, layout: Layout) -> None:
         ranks = layout.buckets[0].response.contributors

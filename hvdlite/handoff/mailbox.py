@@ -18,14 +18,13 @@ See `negotiation/mailboxes.py` for the rules.
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.handoff.deferring_lock import DeferringLock
 from hvdlite.handoff.entry import Entry
 from hvdlite.memory.mailbox_area import TEXT, MailboxArea
 from hvdlite.negotiation.messages import Mailbox, MailboxStale, Response
@@ -81,8 +80,10 @@ class MailboxEnd:
                  later: Callable[[Callable[[], None]], None] = lambda act: None) -> None:
         self.mailbox, self.members = mailbox, members
         self._area, self._casts, self._tell, self._finished = area, casts, tell, finished
-        self._lock = threading.RLock()  # guards the rest; a signal handler may make a call while its thread holds it
-        self._later, self._deferred = later, deque[Callable[[], object]]()  # for the background thread, under the lock
+        self._deferring = DeferringLock(later)
+        self._lock = self._deferring.lock  # guards the rest; a signal handler may make a call while its thread holds it
+        self.when_unlocked = self._deferring.when_unlocked
+        self._let_act = self._deferring.let_act
         self._error: Exception | None = None
         self._is_writing = False
         self._call: MailboxCall | None = None  # under way
@@ -197,11 +198,6 @@ class MailboxEnd:
             else:
                 word.wait(seen, LONG_SECONDS if has_told else PATIENCE_SECONDS)
 
-    def _let_act(self) -> None:
-        """The lock is free, if this is not a signal handler's call inside another one."""
-        if self._deferred:
-            self._later(self._act)
-
     # --- the background thread -------------------------------------------------------------------------------------------
 
     @property
@@ -212,22 +208,7 @@ class MailboxEnd:
     @property
     def is_busy(self) -> bool:
         """Whether the background thread has not got the lock yet."""
-        return bool(self._deferred)
-
-    def when_unlocked(self, act: Callable[[], object]) -> None:
-        """Call `freeze` or `close` now, or when the thread that holds the lock has finished.
-
-        Nothing may wait for the lock here: its holder may be interrupted by a signal handler, which waits for this thread.
-        """
-        self._deferred.append(act)
-        self._act()
-
-    def _act(self) -> None:
-        while self._deferred and self._lock.acquire(blocking=False):
-            try:
-                self._deferred.popleft()()
-            finally:
-                self._lock.release()
+        return self._deferring.is_busy
 
     def freeze(self) -> int:
         """Write no more; return the last round that this rank has written."""

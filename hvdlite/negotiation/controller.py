@@ -197,7 +197,7 @@ class Controller:
         return message.epoch != self.epoch
 
     def apply(self, decision: Decision) -> list[Instruction]:
-        """Return what the fields from `learned` to `responses` mean for this rank, as instructions in their order.
+        """Return what the fields from `closed` to `responses` mean for this rank, as instructions in their order.
 
         Every rank that enqueued the same tensors gets the same list.
 
@@ -209,7 +209,7 @@ class Controller:
         if decision.sequence != self.applied + 1:
             raise ProtocolError(f"decision {decision.sequence} follows {self.applied}")
         self.applied = decision.sequence
-        instructions: list[Instruction] = []
+        instructions: list[Instruction] = list(map(CloseMailbox, decision.closed))
         for layout in decision.learned:
             self._layouts[layout.layout_id] = layout
             self._buckets.update((bucket.bucket_id, bucket) for bucket in layout.buckets)
@@ -227,7 +227,6 @@ class Controller:
             instructions.extend((*self._withdraw(ended), EvictLayout(ended)))
         instructions += decision.opened
         instructions += map(FreezeMailbox, decision.frozen)
-        instructions += map(CloseMailbox, decision.closed)
         for response in decision.responses:
             keys = [(response.process_set_id, name, response.round_id) for name in response.names]
             if keys[0] in self._unanswered:  # a fused response concerns all of a process set or none

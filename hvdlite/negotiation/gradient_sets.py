@@ -36,6 +36,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
 from hvdlite.core.array import SUPPORTED_DTYPES
+from hvdlite.core.device import CPU
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective
@@ -87,6 +88,7 @@ class GradientSetTable:
     Attributes:
         first_round: the least number of a round since all ranks have last joined.
         pending: the incomplete buckets; for reading and for marking as warned.
+        locked: the layout of the lock (`locks.py`), which is in use although nobody reports its buckets; 0 if there is none.
     """
 
     def __init__(self, process_sets: ProcessSetTable, joined: Collection[int], limits: BucketSizes, capacity: int) -> None:
@@ -97,6 +99,7 @@ class GradientSetTable:
         self.pending = PendingBuckets()
         self._tombstones: dict[int, _Tombstone] = {}
         self._suspended: set[int] = set()  # layouts
+        self.locked = 0
         self.first_round = first_round(0)
         self._next_layout = self._next_bucket = 1
 
@@ -187,7 +190,7 @@ class GradientSetTable:
         layout = Layout(layout_id=self._next_layout, label=label, first_round=round_id + 2, buckets=buckets,
                         unbucketed=tuple(sorted(gradient_set.sparse)))
         idle = [layout_id for layout_id, other in self._layouts.items()
-                if not any(bucket.bucket_id in self.pending for bucket in other.buckets)]
+                if layout_id != self.locked and not any(bucket.bucket_id in self.pending for bucket in other.buckets)]
         evicted = idle[:max(0, len(self._layouts) + 1 - self._capacity)]
         self._use(gradient_set, layout)
         return layout, evicted
@@ -240,8 +243,12 @@ class GradientSetTable:
         release = self.pending.add(ranks, ready, bucket, now)
         if release is not None:
             self._layouts[layout_id] = self._layouts.pop(layout_id)  # used most recently
-            self._gradient_sets[layout.label].last_bucket_round = ready.round_id
+            self.reduced_by_bucket(layout.label, ready.round_id)
         return release, [], ranks, done
+
+    def reduced_by_bucket(self, label: str, round_id: int) -> None:
+        """Learn nothing from a round, because a bucket of it is not answered member by member."""
+        self._gradient_sets[label].last_bucket_round = round_id
 
     def out_of_step(self, ready: BucketReady) -> int | None:
         """Return the layout of a bucket that other ranks have reported at another optimizer step, or None."""
@@ -345,6 +352,20 @@ class GradientSetTable:
         """Return the size of a learned bucket, padding included."""
         bucket = self._buckets[bucket_id][0]
         return bucket.elements * SUPPORTED_DTYPES[bucket.response.dtype].itemsize
+
+    def is_on_gpu(self, bucket_id: int) -> bool:
+        """Return whether a bucket is learned, and in the memory of GPUs."""
+        return bucket_id in self._buckets and self._buckets[bucket_id][0].response.device != CPU
+
+    def label_of(self, bucket_id: int) -> str:
+        """Return the label of the gradient set to which a learned bucket belongs."""
+        return self._buckets[bucket_id][0].members[0].label
+
+    def layout_named(self, label: str) -> Layout | None:
+        """Return the layout of a set, if it has one that is not suspended."""
+        gradient_set = self._gradient_sets.get(label)
+        layout = None if gradient_set is None else gradient_set.layout
+        return None if layout is None or layout.layout_id in self._suspended else layout
 
     def layouts(self) -> list[int]:
         """Return all layouts in use."""

@@ -302,7 +302,8 @@ class Layout(Message, frozen=True, kw_only=True):
 class Mailbox(Message, frozen=True, kw_only=True):
     """Shared memory through which threads that block in small allreduces exchange values without the coordinator.
 
-    See `negotiation/mailboxes.py`.
+    See `negotiation/mailboxes.py`. With a layout it is a *lock*: ranks announce full buckets in it; see
+    `negotiation/locks.py`.
     """
 
     mailbox_id: int  # never used again
@@ -310,7 +311,9 @@ class Mailbox(Message, frozen=True, kw_only=True):
     process_set_id: int
     area: int  # where it is: 0, 1, 2, ...; the next number is a new area, a lower one belonged to a closed mailbox
     capacity: int  # bytes of the largest tensor
-    first_round: int  # numbers of rounds are never used again in an area
+    first_round: int  # numbers of rounds are never used again in an area; of a lock: of slots
+    layout_id: int = 0  # of a lock: the layout
+    layout_round: int = 0  # of a lock: the first round of the gradient set that is announced in it
 
 
 class BucketRelease(Message, frozen=True, kw_only=True):
@@ -343,6 +346,7 @@ class Decision(Message, frozen=True, kw_only=True):
     # In order. All planes open the process set of two ranks before `learned`, when it is first needed in `responses`.
     timeline: bool | None = None  # from here on every rank traces, or does not; None: as before
     tuned: tuple[tuple[str, int], ...] = ()  # knobs that have these values from here on
+    closed: tuple[int, ...] = ()  # mailboxes that all members have frozen: what is unfinished in them becomes a request
     learned: tuple[Layout, ...] = ()
     released: tuple[BucketRelease, ...] = ()
     # Layouts that are not used until all ranks have joined; what was reported of them is answered member by member.
@@ -350,7 +354,6 @@ class Decision(Message, frozen=True, kw_only=True):
     evicted: tuple[int, ...] = ()  # layouts that end here; likewise
     opened: tuple[Mailbox, ...] = ()
     frozen: tuple[int, ...] = ()  # mailboxes to which no rank writes any more; every member answers with `MailboxFrozen`
-    closed: tuple[int, ...] = ()  # mailboxes that all members have frozen: what is unfinished in them becomes a request
     responses: tuple[Response, ...] = ()
 
 

@@ -27,6 +27,7 @@ from hvdlite.negotiation.fusion import payload_bytes, receive_splits, response_t
 from hvdlite.negotiation.gradient_sets import GradientSetTable
 from hvdlite.negotiation.joins import Joins
 from hvdlite.negotiation.layouts import BucketSizes
+from hvdlite.negotiation.locks import Locks
 from hvdlite.negotiation.mailboxes import MailboxTable
 from hvdlite.negotiation.messages import (
     BucketReady,
@@ -63,6 +64,7 @@ class Policy:
     layout_capacity: int = 1
     join_divides_by_active: bool = False  # whether Average divides by the ranks that have not joined
     mailbox_limit: int = 0
+    locked_rounds: bool = False  # whether there are locks; see `Locks`
     deterministic: bool = False  # whether the cut into buckets and fused responses must not depend on timing
 
 
@@ -91,6 +93,7 @@ class Negotiator:
         gradient_sets: rounds and layouts.
         table: the tensors that some ranks have reported.
         mailboxes: through which small allreduces go without requests.
+        locks: which gradient set is reduced without reports.
         rounds: rounds of gradient sets that are over on all ranks.
         reduced_bytes: bytes reduced on each rank since the beginning.
 
@@ -107,6 +110,7 @@ class Negotiator:
         self.gradient_sets = GradientSetTable(self._process_sets, self.joins.ranks, policy.bucket_sizes,
                                               policy.layout_capacity)
         self.mailboxes = MailboxTable(policy.mailbox_limit)
+        self.locks = Locks(self.mailboxes, self.gradient_sets, self._process_sets, is_enabled=policy.locked_rounds)
         self.rounds = 0
         self.reduced_bytes = 0
         self._size = size
@@ -130,6 +134,8 @@ class Negotiator:
 
     def receive_request(self, ranks: Ranks, request: Request, now: float) -> None:
         """Handle a request that one rank makes, or several ranks of a host together."""
+        if request.label:
+            self.locks.requested(request)
         if request.label and request.collective is Collective.ALLREDUCE:
             layout_id = self.gradient_sets.layout_of(request)
             if layout_id is not None:
@@ -165,6 +171,7 @@ class Negotiator:
         release, requests, ranks, done = self.gradient_sets.bucket_ready(ranks, ready, now)
         if release is not None:
             self.outcome.released.append(release)
+            self.locks.released(ready, release)
             self.reduced_bytes += self.gradient_sets.nbytes(release.bucket_id)
         for request in requests:
             self.receive_request(ranks, request, now)
@@ -191,7 +198,10 @@ class Negotiator:
 
     def receive_frozen(self, rank: int, frozen: MailboxFrozen) -> None:
         """Handle that a rank does not write to a mailbox any more."""
+        lock = self.mailboxes.lock
         self.mailboxes.member_frozen(rank, frozen, self._sequence)
+        if lock is not None and self.mailboxes.lock is None:
+            self.locks.closed(lock)
 
     def leave(self, rank: int, now: float) -> None:
         """Handle that a rank leaves: what waits for it is refused."""
@@ -315,6 +325,7 @@ class Negotiator:
             self._end_layout(layout_id, back_off=False)
         if layout is not None:
             self.outcome.learned.append(layout)
+        self.locks.end_round(done.label, done.round_id, has_joined=bool(self.joins.ranks or self.left))
 
     def _join(self, rank: int, now: float) -> None:
         """Do not wait for a rank any more."""

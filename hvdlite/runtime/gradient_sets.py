@@ -85,7 +85,9 @@ class GradientSets:
         """
         self._inbox.check_usable(bucket.definition.members[0].name)
         entry = BucketEntry(bucket, ready, self._waiters, event)
-        self._inbox.put(entry)
+        lock = self._state.locks.get(bucket.definition.members[0].label) if self._state.locks else None
+        if lock is None or not lock.take(entry):
+            self._inbox.put(entry)
         return entry.handle
 
     def close_round(self, label: str, number: int, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:

@@ -128,7 +128,7 @@ def test_the_background_thread_never_waits_for_a_thread_that_writes() -> None:
     (end, *_), _, _ = ends(2)
     frozen: list[int] = []
     later: list[Callable[[], None]] = []
-    end._later = later.append
+    end._deferring._later = later.append
     with end._lock:
         background = thread_of(lambda: end.when_unlocked(lambda: frozen.append(end.freeze())))
         background.join(HANGS_SECONDS)

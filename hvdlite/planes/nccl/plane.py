@@ -105,7 +105,7 @@ class NcclPlane:
         self._report: Callable[[Exception], None] = lambda error: None
         self._overdue_times: tuple[float, ...] = ()
         self._report_overdue: Callable[[OverdueWork], None] = lambda work: None
-        self._launched: dict[int, int] = {}  # by process set: the sequence number of the last plan launched
+        self._launched: dict[int, int] = {}  # by process set: how many plans were launched; equal on all its ranks
         self._shared_gpu, self._exit_timeout, self._clock = shared_gpu, exit_timeout, clock
         self._opening = threading.Lock()
         self._device: Device | None = None
@@ -117,7 +117,7 @@ class NcclPlane:
         self._to_abort: list[CommunicatorRef] = []  # by `close`, also if no process set has them yet
         self._reason: str | None = None  # why there is no GPU, once it is known
         self._closing = False
-        self._has_entered = False  # the background thread
+        self._entered = threading.local()  # has an attribute in threads that have called `enter_thread`
         self._reclaim: Callable[[], None] | None = None  # see `DeviceAccess.wrap`
         self._pid = os.getpid()
 
@@ -174,9 +174,9 @@ class NcclPlane:
                      for number, launched in sorted(self._launched.items()))
 
     def enter_thread(self) -> None:
-        if not self._has_entered:
+        if not hasattr(self._entered, "here"):
             self._opened(None).make_current()
-            self._has_entered = True
+            self._entered.here = True
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
         device = self._opened(None)
@@ -188,6 +188,10 @@ class NcclPlane:
         if not plan.outputs:  # this rank has joined: no entry keeps the work alive, but other ranks need it
             launched.for_entry(None)
         return launched
+
+    def launch(self, plan: Plan) -> Completion:
+        """See `DevicePlane.launch`."""
+        return self._launch(self._opened(None), plan)
 
     def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         self._sets[process_set_id] = ranks  # its communicator is created when it is needed
@@ -462,9 +466,9 @@ class NcclPlane:
             for copy, array in back:
                 device.copy(copy.pointer, array.pointer, array.nbytes, device.stream)
             assert self._events is not None
-            self._launched[response.process_set_id] = plan.sequence
-            group = LaunchedGroup(response.process_set_id, plan.sequence, plan.ranks, response.names, ready,
-                                  self._clock())
+            sequence = self._launched.get(response.process_set_id, 0) + 1
+            self._launched[response.process_set_id] = sequence
+            group = LaunchedGroup(response.process_set_id, sequence, plan.ranks, response.names, ready, self._clock())
             return LaunchedWork(device, self._events.record(device.stream), self._watcher, group)
         except device.failure as error:
             what = f"{response.collective.name.lower()} of '{response.names[0]}'"
