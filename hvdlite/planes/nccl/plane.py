@@ -474,7 +474,7 @@ class NcclPlane:
             for event in ready:
                 device.wait(device.stream, event.handle)
             used, back = plan, list[tuple[DeviceArray, DeviceArray]]()
-            if plan.buffer_slice is None and self._windows.live:
+            if plan.buffer_slice is None and self._windows.registered:
                 used, back = self._windows.outside(plan, ref, self._copies)
             collectives.launch(Launch(device, communicator, self._staging, used, plan.ranks.index(self._rank),
                                       ref.has_kernels))
