@@ -159,8 +159,8 @@ class NcclApi:
     def register_window(self, communicator: int, pointer: int, nbytes: int) -> ctypes.c_void_p:
         """Register memory as a symmetric window. All ranks of the communicator must call this; it blocks until they have.
 
-        Return where its handle is when the communicator is ready: null if NCCL has no use for it. A handle does not mean that
-        there is a window: where it can make none, NCCL 2.28 returns that of an ordinary registration.
+        Return where its handle is when the communicator is ready: null if NCCL has no use for it. A handle does not mean
+        that there is a window: where it can make none, NCCL 2.28 returns that of an ordinary registration.
 
         The window lasts as long as the communicator. To deregister one is not offered: NCCL places the next window at an
         offset that each rank computes from its own history of registrations, and calls need equal offsets on all ranks.
@@ -183,8 +183,8 @@ class NcclApi:
         this.
 
         Args:
-            made: where its address is when this one is ready again. It must last until this one has been aborted: NCCL stores
-                into it when it comes to an end, also after a failure.
+            made: where its address is when this one is ready again. It must last until this one has been aborted: NCCL
+                stores into it when it comes to an end, also after a failure.
         """
         ranks = (_int * len(excluded))(*excluded)
         self.call("ncclCommShrink", communicator, ranks, len(excluded), ctypes.byref(made), None, 0)
