@@ -114,7 +114,7 @@ def _gpu_problems(facts: Mapping[str, Any]) -> Iterator[str]:
             yield (f"the driver {topology['driver']} is for CUDA {driver}, and {name[6:-1]} {version} needs a newer one: "
                    f"update the driver, or install the packages for CUDA {driver.split('.')[0]}")
     if facts.get("bandwidth_problem"):
-        yield f"CUDA does not work: {facts['bandwidth_problem']}"
+        yield f"copies between GPUs were not measured: {facts['bandwidth_problem']}"
 
 
 def hints(facts: Mapping[str, Any]) -> Iterator[str]:

@@ -296,10 +296,6 @@ class GpuDouble:
         assert self.window_memory[pointer] == nbytes
         return communicator.register_window(pointer, nbytes, self.makes_windows)
 
-    def deregister_window(self, communicator: CommunicatorDouble, window: int) -> None:
-        assert not communicator.ended
-        del communicator.windows[window]
-
     @contextmanager
     def group(self) -> Iterator[None]:
         self._group.calls = []

@@ -209,10 +209,20 @@ def run(job: dict[str, Any]) -> None:
     exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)  # noqa: S102 as Python does
 
 
+def _without_autotuning() -> None:
+    """Let TensorFlow's datasets not tune themselves: a `fit` ends when a thread that tunes wakes up (docs/keras.md)."""
+    dataset_ops = importlib.import_module("tensorflow.python.data.ops.dataset_ops")
+    options = dataset_ops.options_lib.Options()
+    options.autotune.enabled = False
+    dataset_ops.DatasetV2._apply_debug_options = lambda dataset: dataset_ops._OptionsDataset(dataset, options)
+
+
 if __name__ == "__main__":
     del sys.path[0]  # the tests of torch are in a folder called torch
     for _module in sys.argv[2:]:
         importlib.import_module(_module)
+    if "tensorflow" in sys.argv:
+        _without_autotuning()
     _job = serve(socket.socket(fileno=int(sys.argv[1])))
     if _job is not None:
         run(_job)

@@ -185,8 +185,8 @@ class Config:
         False, _flag, "allow several ranks on one GPU, for tests; NCCL before 2.30 also needs a different NCCL_HOSTID for "
         "each rank")
     nccl_windows: bool = knob(
-        True, _flag, "let NCCL use learned buckets on other GPUs directly (symmetric windows), where it can: with NCCL 2.27 "
-        "and newer, and NVLink between all GPUs", must_match=True)
+        False, _flag, "register learned buckets with NCCL, which lets GPUs use each other's memory directly where it can "
+        "(symmetric windows; NCCL 2.27.3 and newer); not run between GPUs yet", must_match=True)
     nccl_blocking: bool = knob(
         True, _flag, "let calls of NCCL block until it has done its part on the host; 0 lets a lost world end while NCCL "
         "connects GPUs (NCCL 2.27 and newer)", must_match=True)

@@ -196,17 +196,20 @@ class Execution:
     def _learn(self, layout: Layout) -> None:
         ranks = layout.buckets[0].response.contributors
         buffers: dict[str, FusionBuffer] = {}
-        try:
-            for device, nbytes in buffer_bytes(layout).items():
+        failure = None
+        for device, nbytes in buffer_bytes(layout).items():
+            try:
                 buffer = self._buffer(device, nbytes, ranks)
-                if buffer is None:
-                    return
-                buffers[device] = buffer
-        except MemoryError as error:
-            _log.warning("rank %d: '%s' goes on without learned buckets: %s", self._rank, layout.label, error)
+            except MemoryError as error:  # goes on: all ranks make the same calls, some of which wait for the others
+                failure = error
+            else:
+                if buffer is not None:
+                    buffers[device] = buffer
+        if failure is not None:
+            _log.warning("rank %d: '%s' goes on without learned buckets: %s", self._rank, layout.label, failure)
             self._mark_stale(layout.layout_id)
-            return
-        self._layouts[layout.label] = LearnedLayout(layout, buffers)
+        elif len(buffers) == len(buffer_bytes(layout)):
+            self._layouts[layout.label] = LearnedLayout(layout, buffers)
 
     def _buffer(self, device: str, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
         if device == CPU:

@@ -26,7 +26,6 @@ class Mailboxes:
 
     Attributes:
         waiting: tensors for which threads wait in mailboxes that are to end, by mailbox.
-        has_locks: whether a lock is open, or ends.
 
     Args:
         areas: None where the ranks share no memory; then no mailbox is ever opened.

@@ -357,6 +357,12 @@ class GradientSetTable:
         """Return whether a bucket is learned, and in the memory of GPUs."""
         return bucket_id in self._buckets and self._buckets[bucket_id][0].response.device != CPU
 
+    def may_learn_on_gpu(self, label: str) -> bool:
+        """Return whether a set has no layout, and has had a member in the memory of GPUs in this round."""
+        gradient_set = self._gradient_sets.get(label)
+        return gradient_set is not None and gradient_set.layout is None and any(
+            first_of(requests).device != CPU for requests in gradient_set.ready.values())
+
     def label_of(self, bucket_id: int) -> str:
         """Return the label of the gradient set to which a learned bucket belongs."""
         return self._buckets[bucket_id][0].members[0].label

@@ -8,8 +8,8 @@ Rules (docs/protocol.md#locked-rounds)
 - All ranks launch work on GPUs in the same order. Before a lock opens, that is the order of decisions; while it is open, its
   members launch nothing but announced buckets; after it is closed, the order of decisions again.
 - So whatever could make a member launch something else ends the lock first, and waits until it is closed: requests for
-  tensors on GPUs, buckets and members that are reported, joins, leaves, stale layouts, tuning. What ranks report meanwhile
-  waits, too, in its order.
+  tensors on GPUs, buckets and members that are reported, rounds after which a layout on GPUs may be learned (its buffers
+  need calls of NCCL), joins, leaves, stale layouts, tuning. What ranks report meanwhile waits, too, in its order.
 - A lock ends in two decisions, like any mailbox. After the first, no rank announces or launches. After the second, memory
   does not change, so all ranks find the same buckets complete. They launch those, and report the others.
 - What all ranks have announced can be launched without any script: the buckets are full. So ranks never wait for each
@@ -138,6 +138,8 @@ class Locks:
             case BucketReady(bucket_id=bucket_id, round_id=round_id):  # the round before the first one is reported
                 is_early = round_id < self._mailboxes.lock.mailbox.layout_round
                 return self._gradient_sets.is_on_gpu(bucket_id) and not (is_early and bucket_id in self._buckets)
-            case RoundDone(label=label, round_id=round_id):
-                return label == self._layout.label and round_id >= self._mailboxes.lock.mailbox.layout_round
+            case RoundDone(label=self._layout.label, round_id=round_id):
+                return round_id >= self._mailboxes.lock.mailbox.layout_round
+            case RoundDone(label=label):
+                return self._gradient_sets.may_learn_on_gpu(label)
         return True

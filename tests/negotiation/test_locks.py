@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from hvdlite.core.device import CPU
 from hvdlite.core.types import Collective
 from hvdlite.engine.mailboxes import Mailboxes
 from hvdlite.handoff.locked_rounds import LockedRounds
 from hvdlite.memory.mailbox_area import MailboxArea, area_bytes
 from hvdlite.negotiation.locks import Locks
-from hvdlite.negotiation.messages import BucketReady, Layout, Mailbox, Request
+from hvdlite.negotiation.messages import BucketReady, Layout, Mailbox, Request, RoundDone
 from tests.negotiation.locked_ranks import LockedSimulation, Play, entry_of, let_locks_open_soon
 from tests.negotiation.reducers import Reducer, Round, steady
 
@@ -174,6 +175,17 @@ def test_a_rank_that_does_not_end_a_lock_is_named() -> None:
     simulation.settle()
     (stall,) = simulation.coordinator.pending(0.0)
     assert stall.name == "gpu" and stall.missing == (1,), "what has waited for that comes to its turn"
+
+
+@pytest.mark.parametrize(("device", "ends"), [("cuda", True), (CPU, False)])
+def test_a_set_that_may_learn_a_layout_on_gpus_ends_a_lock(device: str, ends: bool) -> None:
+    """Its buffers are registered with NCCL by calls of the communicators that a lock's members use."""
+    simulation, _ = locked_simulation(2)
+    member = Request("b", Collective.ALLREDUCE, "uint8", (4,), label="other", round_id=1, device=device)
+    negotiator = simulation.coordinator.negotiator
+    negotiator.gradient_sets.observe(dict.fromkeys(range(2), member))
+    assert negotiator.locks.holds(RoundDone("other", 1, 0), 0.0) == ends
+    assert negotiator.locks.is_ending == ends
 
 
 def test_ranks_at_different_steps_do_not_meet() -> None:

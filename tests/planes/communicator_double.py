@@ -105,7 +105,8 @@ class CommunicatorDouble:
         self._gpu, self._meeting, self._rank = gpu, meeting, rank
         self.size = meeting.size
         self.comm = id(self)
-        self.windows: dict[int, tuple[int, int]] = {}  # address and length, by handle
+        self.windows: dict[int, tuple[int, int, int]] = {}  # address, length and offset, by handle
+        self._next_offset = 0  # of the next window: each rank computes it for itself
         self._calls, self._handles = itertools.count(), itertools.count(1)
         self._sends: dict[int, Iterator[int]] = {}
         self._receives: dict[int, Iterator[int]] = {}
@@ -172,15 +173,17 @@ class CommunicatorDouble:
         assert self.offset(pointer) is None, "it is a window already"
         if not works:
             return 0
-        self.windows[number] = pointer, nbytes
+        self.windows[number] = pointer, nbytes, self._next_offset
+        self._next_offset += nbytes
         return number
 
     def offset(self, pointer: int) -> int | None:
-        """Return where in a window an address is; None if it is in none."""
-        return next((pointer - begin for begin, length in self.windows.values() if begin <= pointer < begin + length), None)
+        """Return at which offset of all windows an address is; None if it is in none."""
+        return next((offset + pointer - begin for begin, length, offset in self.windows.values()
+                     if begin <= pointer < begin + length), None)
 
     def _offsets(self, *pointers: int) -> tuple[int | None, ...]:
-        """Return where in windows a call's memory is, which must be equal on all ranks."""
+        """Return where in windows a call's memory is; `_collective` checks that it is equal on all ranks."""
         return tuple(map(self.offset, pointers))
 
     def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:

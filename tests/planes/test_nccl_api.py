@@ -90,7 +90,6 @@ int ncclCommWindowRegister(struct comm* c, void* p, size_t n, void** win, int fl
   *win = c->rank == 1 ? (void*)0x700000002000 : 0;
   return call(c, "w");
 }
-int ncclCommWindowDeregister(struct comm* c, void* win) { return win == (void*)0x700000002000 ? call(c, "d") && 0 : 4; }
 int ncclCommRevoke(struct comm* c, int flags) { return flags ? 4 : call(c, "r"); }
 int ncclCommShrink(struct comm* c, int* excluded, int count, struct comm** new, ncclConfig_t* config, int flags) {
   if (count != 2 || excluded[0] != 0 || excluded[1] != 5 || config || flags) return 4;
@@ -146,11 +145,9 @@ def test_a_communicator_gives_nccl_its_arguments(build: Callable[[int], str], op
         communicator.recv(1, 2, 3, 4, 5)
     assert library.state(communicator.comm) == SUCCESS, "a group has ended when its calls are under way"
     pointer = library.allocate(4096)
-    window = communicator.register_window(pointer, 4096)
-    assert window == 0x700000002000, "the address of a window has 64 bits"
-    library.deregister_window(communicator.comm, window)
+    assert communicator.register_window(pointer, 4096) == 0x700000002000, "the address of a window has 64 bits"
     library.free(pointer)
-    assert double.called(communicator.comm) == b"ARBSG><wd"
+    assert double.called(communicator.comm) == b"ARBSG><w"
     with pytest.raises(NcclError, match=r"ncclAllGather: invalid argument \(ncclResult_t 4\)"):
         communicator.allGather(1, 2, 3, 4, 6)
     communicator.check_async_error()
@@ -187,10 +184,28 @@ def test_shrinking_a_revoked_communicator(build: Callable[[int], str]) -> None:
     library = NcclApi(build(22809))
     communicator, _ = made(library, NcclOptions(max_ctas=4))
     library.revoke(communicator.comm)
-    child = library.shrink(communicator.comm, [0, 5])
+    child = ctypes.c_void_p()
+    library.shrink(communicator.comm, [0, 5], child)
     assert child.value and child.value != communicator.comm
     with pytest.raises(NcclError, match="invalid argument"):
-        library.shrink(communicator.comm, [0])
+        library.shrink(communicator.comm, [0], child)
+
+
+def test_what_a_late_shrink_makes_is_aborted_with_its_parent(build: Callable[[int], str]) -> None:
+    path = build(22809)
+    library, steps = NcclApi(path), ctypes.c_int.in_dll(ctypes.CDLL(path), "steps")
+    parent, groups = made(library, NcclOptions(blocking=False))
+    child = parent.shrink([0, 5], groups, HANGS_SECONDS)
+    steps.value = 1 << 30  # the other ranks do not come
+    with pytest.raises(NcclError, match="it takes longer than 0 s"):
+        parent.shrink([0, 5], groups, 0.0)
+    assert parent._child is not None
+    late = parent._child.value or 0
+    assert late != child.comm and library.state(late) == SUCCESS
+    parent.abort()
+    with pytest.raises(NcclError):
+        library.state(late)
+    assert library.state(child.comm) == SUCCESS, "the first one is another's"
 
 
 @pytest.mark.parametrize(("version", "lacks"), [

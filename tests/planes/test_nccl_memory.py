@@ -13,6 +13,8 @@ import pytest
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.types import ReduceOp
 from hvdlite.planes.nccl.collectives import StagingBuffer
+from hvdlite.planes.nccl.communicator import NcclOptions
+from hvdlite.runtime.gradient_sets import Moment
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
 from tests.device_double import CudaErrorDouble, GpuDouble, Gpus
@@ -56,6 +58,37 @@ def test_other_errors_are_told_as_what_they_are(gpus: Gpus) -> None:
         assert "out of memory" not in str(caught.value) and "NCCL_DEBUG" not in str(caught.value)
         assert gpus.made[runtime.world.rank].reclaimed == 0
     worlds.threads(2, step)
+
+
+def test_a_lack_of_host_memory_does_not_keep_other_ranks_waiting_for_gpu_memory(
+        gpus: Gpus, caplog: pytest.LogCaptureFixture) -> None:
+    """A gradient set on both: with windows, ranks agree on the memory of GPUs."""
+    gpus.options = {"options": NcclOptions(windows=True)}
+
+    class Poor:
+        def __init__(self, plane: Any) -> None:
+            self.plane = plane
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.plane, name)
+
+        def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> Any:
+            raise MemoryError(f"no memory for {nbytes} bytes")
+
+    def step(runtime: Runtime) -> None:
+        for number in (1, 2, 3):
+            here, there = np.ones(4, np.float32), np.ones(4, np.float32)
+            members = {"here": here, "there": gpus.wrap(runtime, there)}
+            handles = [runtime.enqueue_gradient(name, member, member, SUM, Moment("set", number))
+                       for name, member in members.items()]
+            runtime.close_round("set", number)
+            for handle in handles:
+                handle.wait()
+            handles[1].completion.wait()
+            assert (here == 2).all() and (there == 2).all()
+            assert runtime.layout("set", number) is None
+    worlds.threads(2, step, wrap=lambda rank, plane: Poor(plane) if rank == 1 else plane)
+    assert "rank 1: 'set' goes on without learned buckets" in caplog.text
 
 
 def test_staging_memory_is_allocated_seldom() -> None:

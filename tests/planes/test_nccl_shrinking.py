@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdlite.core.errors import HorovodInternalError
+from hvdlite.planes.nccl import shrinking
 from hvdlite.planes.nccl.communicator import NcclOptions
 from hvdlite.planes.nccl.shrinking import CommunicatorKeeper, KeptInfo, excluded_ranks
 from tests.planes.communicator_double import Meetings, NcclErrorDouble
 from tests.planes.test_nccl_windows import Ranks, memory, reduce
+from tests.worlds import HANGS_SECONDS
 
 LOST = HorovodInternalError("a rank was lost")
-OPTIONS = NcclOptions(blocking=False, shrink=True)
+OPTIONS = NcclOptions(windows=True, blocking=False, shrink=True)
 
 
 @pytest.mark.parametrize(("infos", "expected"), [
@@ -94,6 +97,44 @@ def test_otherwise_they_connect_again(members: list[int], fails: bool) -> None:
     for keeper in processes.keepers:
         keeper.close()
     assert all(each.ended for each in [*parents, *children])
+
+
+def test_nobody_uses_a_communicator_before_all_ranks_have_it() -> None:
+    """The time limit is that of `ncclCommShrink`; the first collective has none."""
+    processes = Members(3)
+    first = processes.world([0, 1, 2])
+    use(first)
+    lose(processes, first, 1)
+    second = processes.world([0, 2])
+    made: list[Any] = []
+    for rank, gpu in enumerate(second.gpus):
+        def shrink(*arguments: Any, rank: int = rank, real: Any = gpu.shrink) -> Any:
+            made.append(child := real(*arguments))
+            if rank == 1:
+                child.abort()
+                raise NcclErrorDouble("it takes longer than 20 s")
+            return child
+        gpu.shrink = shrink  # type: ignore[method-assign]
+    second.run(lambda each, rank: memory(second, each))
+    assert len(made) == 2 and not any(next(each._calls) for each in made) and all(each.ended for each in made)
+    second.end()
+
+
+def test_an_abort_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shrinking, "ABORT_SECONDS", 0.01)
+    members, ended = Members(2), threading.Event()
+    ranks = members.world([0, 1])
+    parents = use(ranks)
+    ranks.run(lambda each, rank: each.close(LOST))
+    for parent, gpu, keeper in zip(parents, ranks.gpus, members.keepers, strict=True):
+        def abort(real: Any = parent.abort) -> None:
+            assert ended.wait(HANGS_SECONDS)
+            real()
+        parent.abort = abort
+        keeper.close()
+        assert not parent.ended
+        gpu.end()
+    ended.set()
 
 
 def test_a_world_that_is_left_keeps_nothing() -> None:

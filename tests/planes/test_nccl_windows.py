@@ -41,6 +41,7 @@ class Ranks:
     def __init__(self, size: int, meetings: Meetings | None = None, own: Sequence[dict[str, Any]] = (),
                  **options: Any) -> None:
         board, meetings = Board(lambda: None), meetings or Meetings()
+        options = {"options": NcclOptions(windows=True), **options}
         self.gpus = [GpuDouble(0, meetings) for _ in range(size)]
         self.everybody = tuple(range(size))
         self.planes = [plane(rank, BoardOob(board, rank), lambda: None, gpu, **options, **(own[rank] if own else {}))
@@ -91,11 +92,12 @@ def test_a_buckets_memory_is_a_window_and_zero(size: int) -> None:
     ranks.end()
 
 
-@pytest.mark.parametrize("spoil", [
-    lambda gpu: setattr(gpu, "no_windows", "NCCL 2.26.2 has no ncclCommWindowRegister; 2.27.3 has it"),
-    lambda gpu: setattr(gpu, "window_fault", NcclErrorDouble("unhandled cuda error")),
-    lambda gpu: setattr(gpu, "makes_windows", False)], ids=["old", "no memory", "no window"])
-def test_if_one_rank_has_no_window_none_has(spoil: Callable[[GpuDouble], None], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("spoil", "registered"), [
+    (lambda gpu: setattr(gpu, "no_windows", "NCCL 2.26.2 has no ncclCommWindowRegister; 2.27.3 has it"), [0, 0, 0]),
+    (lambda gpu: setattr(gpu, "window_fault", NcclErrorDouble("unhandled cuda error")), [0, 0, 0]),
+    (lambda gpu: setattr(gpu, "makes_windows", False), [1, 0, 1])], ids=["old", "no memory", "no window"])
+def test_if_one_rank_has_no_window_none_uses_one(spoil: Callable[[GpuDouble], None], registered: list[int],
+                                                 caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "hvdlite")
     ranks = Ranks(3)
     spoil(ranks.gpus[1])
@@ -111,8 +113,8 @@ def test_if_one_rank_has_no_window_none_has(spoil: Callable[[GpuDouble], None], 
         spoiled.no_windows, spoiled.window_fault, spoiled.makes_windows = "", None, True
         memory(ranks, each)
     ranks.run(step)
-    assert windows(ranks) == [0, 0, 0], "a process set that was refused is not tried again"
-    assert sum("are no symmetric windows: rank 1: " in message for message in caplog.messages) == 3
+    assert windows(ranks) == registered, "a process set that was refused is not tried again"
+    assert sum("are not registered with NCCL: rank 1: " in message for message in caplog.messages) == 3
     ranks.end()
     assert not any(gpu.window_memory for gpu in ranks.gpus)
 
@@ -161,30 +163,84 @@ def test_what_the_framework_keeps_unused_is_taken_back_for_a_window() -> None:
 
 
 def test_no_windows_without_other_ranks_or_where_they_are_turned_off() -> None:
-    for ranks in (Ranks(1), Ranks(2, options=NcclOptions(windows=False))):
+    for ranks in (Ranks(1), Ranks(2, options=NcclOptions())):
         ranks.run(lambda each, rank, of=ranks: memory(of, each))
         assert not any(windows(ranks)) and not any(gpu.window_memory for gpu in ranks.gpus)
         ranks.end()
 
 
-def test_a_window_ends_before_its_memory_when_nobody_refers_to_it() -> None:
-    ranks, both = Ranks(2), threading.Barrier(2)
+def test_windows_last_as_long_as_their_communicator() -> None:
+    """NCCL places the next window by what this rank has registered. The double checks that calls have equal offsets."""
+    ranks = Ranks(2)
 
     def step(each: NcclPlane, rank: int) -> None:
-        gpu, kept = ranks.gpus[rank], memory(ranks, each)
-        slices = kept.part(0, 4, np.dtype(np.float32))
-        del kept
+        gpu, kept = ranks.gpus[rank], [memory(ranks, each), memory(ranks, each)]
+        del kept[rank]  # each rank drops another one
         gc.collect()
-        reduce(ranks, each, slices)
-        assert gpu.held()["windows"] == 1, "a slice of it keeps it"
-        del slices
-        gc.collect()
-        own = np.ones(4, np.float32)
-        both.wait(HANGS_SECONDS)
-        reduce(ranks, each, DeviceArray(own.ctypes.data, (4,), own.dtype, 0, own), 2)
-        assert gpu.held()["windows"] == 0 and not gpu.window_memory, "the next launch frees it"
+        kept.append(memory(ranks, each))
+        reduce(ranks, each, kept[-1].part(0, 4, np.dtype(np.float32)))
+        assert gpu.held()["windows"] == 3 == len(gpu.window_memory)
+    ranks.run(step)
+    gc.collect()
+    ranks.end()
+    assert not any(gpu.window_memory for gpu in ranks.gpus)
+
+
+def test_no_more_windows_when_too_much_of_their_memory_is_unused(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hvdlite")
+    ranks = Ranks(2)
+
+    def step(each: NcclPlane, rank: int) -> None:
+        kept = []
+        for count in (1, 2, 2, 2):
+            kept.append(memory(ranks, each))
+            if rank == 0:
+                kept.clear()
+                gc.collect()
+            assert ranks.gpus[rank].held()["windows"] == count
+    ranks.run(step)
+    assert "not registered with NCCL: rank 0: windows that are not used any more take too much memory" in caplog.text
+    ranks.end()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_that_nccl_does_not_register_is_freed_before_other_memory_is_allocated(fails: bool) -> None:
+    ranks = Ranks(2)
+
+    def step(each: NcclPlane, rank: int) -> None:
+        gpu = ranks.gpus[rank]
+        gpu.makes_windows, real = False, gpu.allocate
+
+        def register(*_: Any) -> int:
+            raise NcclErrorDouble("unhandled cuda error")
+
+        def allocate(nbytes: int) -> DeviceArray:
+            assert nbytes < BYTES or not gpu.window_memory
+            return real(nbytes)
+        gpu.allocate = allocate  # type: ignore[method-assign]
+        if fails:
+            gpu.register_window = register  # type: ignore[method-assign]
+        memory(ranks, each)
     ranks.run(step)
     ranks.end()
+
+
+def test_a_registration_that_fails_spoils_a_communicator_that_does_not_block() -> None:
+    ranks = Ranks(2, options=NcclOptions(windows=True, blocking=False))
+
+    def step(each: NcclPlane, rank: int) -> None:
+        def register(*_: Any) -> int:
+            raise NcclErrorDouble("unhandled cuda error")
+        ranks.gpus[rank].blocking = False
+        ranks.gpus[rank].register_window = register  # type: ignore[method-assign]
+        with pytest.raises(HorovodInternalError, match=f"rank {rank}: .*unhandled cuda error; HVDLITE_NCCL_WINDOWS=0 does"):
+            memory(ranks, each)
+        each.close(HorovodInternalError("the job fails"))
+    ranks.run(step)
+    gc.collect()
+    for gpu in ranks.gpus:
+        gpu.end()
+        assert not gpu.window_memory
 
 
 def test_memory_that_outlives_the_communicators_is_freed_with_its_last_reference() -> None:
@@ -214,9 +270,10 @@ def test_windows_of_a_removed_process_set_ended_with_its_communicator() -> None:
         gc.collect()
         own = np.ones(4, np.float32)
         reduce(ranks, each, DeviceArray(own.ctypes.data, (4,), own.dtype, 0, own), process_set_id=3)
-        assert not ranks.gpus[rank].window_memory
+        assert len(ranks.gpus[rank].window_memory) == 1
     ranks.run(step)
     ranks.end()
+    assert not any(gpu.window_memory for gpu in ranks.gpus)
 
 
 def test_a_world_that_is_lost_while_ranks_agree_leaves_nothing() -> None:

@@ -200,7 +200,7 @@ def test_the_doctor_tells_it_and_what_does_not_fit(tmp_path: Path) -> None:
     told = list(problems(found(a=host, b=other)))
     assert ("host a: the driver 535.183.01 is for CUDA 12.2, and nvidia-cuda-runtime 13.0.96 needs a newer one: update the "
             "driver, or install the packages for CUDA 12") in told
-    assert "host a: CUDA does not work: cudaErrorInsufficientDriver" in told
+    assert "host a: copies between GPUs were not measured: cudaErrorInsufficientDriver" in told
     assert "NCCL (nvidia-nccl-cu13) differs: 2.28.9 on a, 2.30.7 on b" in told
     assert any("do not access each other's memory" in hint for hint in hints(host))
     assert any(line.startswith("    GPUs 0-1: PCIe") for line in text({**found(a=host), "problems": []}))

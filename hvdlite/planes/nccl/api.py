@@ -56,7 +56,6 @@ _FUNCTIONS: Final[dict[str, tuple[int, tuple[Any, ...]]]] = {
     "ncclMemAlloc": (21903, (ctypes.POINTER(_pointer), _size)),
     "ncclMemFree": (21903, (_pointer,)),
     "ncclCommWindowRegister": (22703, (_comm, _pointer, _size, ctypes.POINTER(_pointer), _int)),
-    "ncclCommWindowDeregister": (22703, (_comm, _pointer)),
     "ncclCommInitRankConfig": (_OF_LAYOUT, (ctypes.POINTER(_comm), _int, UniqueId, _int, ctypes.POINTER(Config))),
     "ncclCommGetAsyncError": (20400, (_comm, ctypes.POINTER(_int))),
     "ncclCommAbort": (20400, (_comm,)),
@@ -73,7 +72,7 @@ _FUNCTIONS: Final[dict[str, tuple[int, tuple[Any, ...]]]] = {
     "ncclRecv": (20703, (_pointer, _size, _int, _int, _comm, _pointer)),
 }
 """For each function: the version that has it first, as far as it is known, and the types of its arguments."""
-WINDOWS: Final = ("ncclMemAlloc", "ncclMemFree", "ncclCommWindowRegister", "ncclCommWindowDeregister")
+WINDOWS: Final = ("ncclMemAlloc", "ncclMemFree", "ncclCommWindowRegister")
 CONFIG: Final = ("ncclCommInitRankConfig",)
 SHRINK: Final = ("ncclCommRevoke", "ncclCommShrink")
 
@@ -158,18 +157,17 @@ class NcclApi:
         self.call("ncclMemFree", pointer)
 
     def register_window(self, communicator: int, pointer: int, nbytes: int) -> ctypes.c_void_p:
-        """Make memory a symmetric window. All ranks of the communicator must call this; it blocks until they have.
+        """Register memory as a symmetric window. All ranks of the communicator must call this; it blocks until they have.
 
-        Return where its handle is when the communicator is ready: null if NCCL has no use for windows there, as between
-        GPUs without NVLink.
+        Return where its handle is when the communicator is ready: null if NCCL has no use for it. A handle does not mean
+        that there is a window: where it can make none, NCCL 2.28 returns that of an ordinary registration.
+
+        The window lasts as long as the communicator. To deregister one is not offered: NCCL places the next window at an
+        offset that each rank computes from its own history of registrations, and calls need equal offsets on all ranks.
         """
         window = _pointer()
         self.call("ncclCommWindowRegister", communicator, pointer, nbytes, ctypes.byref(window), SYMMETRIC)
         return window
-
-    def deregister_window(self, communicator: int, window: int) -> None:
-        """End a window, for this rank; nothing uses its memory any more."""
-        self.call("ncclCommWindowDeregister", communicator, window)
 
     # --- communicators -----------------------------------------------------------------------------------------------
 
@@ -180,15 +178,16 @@ class NcclApi:
                   ctypes.byref(config))
         return made.value or 0
 
-    def shrink(self, communicator: int, excluded: Sequence[int]) -> ctypes.c_void_p:
+    def shrink(self, communicator: int, excluded: Sequence[int], made: ctypes.c_void_p) -> None:
         """Make a communicator, configured like this one, of the ranks that are not excluded, in their order; all those call
         this.
 
-        Return where its address is when this one is ready again.
+        Args:
+            made: where its address is when this one is ready again. It must last until this one has been aborted: NCCL
+                stores into it when it comes to an end, also after a failure.
         """
-        made, ranks = _comm(), (_int * len(excluded))(*excluded)
+        ranks = (_int * len(excluded))(*excluded)
         self.call("ncclCommShrink", communicator, ranks, len(excluded), ctypes.byref(made), None, 0)
-        return made
 
     def revoke(self, communicator: int) -> None:
         """Stop what is under way, and permit nothing but `shrink` and `abort`; each rank calls this for itself."""

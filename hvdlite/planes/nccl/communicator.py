@@ -6,6 +6,7 @@ CuPy makes communicators without a configuration, and does not know a call that 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import math
 import threading
@@ -31,7 +32,7 @@ class NcclOptions:
         shrink: whether the communicator of a lost world may become that of the next one; not for blocking ones.
     """
 
-    windows: bool = True
+    windows: bool = False
     blocking: bool = True
     max_ctas: int = 0
     cta_policy: str = "default"
@@ -106,6 +107,7 @@ class ConfiguredCommunicator:
         self.comm = comm
         self._api, self._groups, self._config, self.blocking = api, groups, config, blocking
         self._lock = threading.Lock()
+        self._child: ctypes.c_void_p | None = None  # of a `shrink` that has not succeeded: NCCL may still store into it
 
     def _alone(self) -> AbstractContextManager[Any]:
         """Keep an abort out of a call that does not block; one that blocks is what an abort ends."""
@@ -158,10 +160,14 @@ class ConfiguredCommunicator:
         """Return a communicator of the other ranks, in their order; all of them call this."""
         with self._alone():
             self._check_alive("ncclCommShrink")
-            made = self._api.shrink(self.comm, excluded)
+            made = self._child = ctypes.c_void_p()
+            self._api.shrink(self.comm, excluded, made)
         self.complete(seconds)
-        if not made.value:
-            raise NcclError("ncclCommShrink", -1, "it made no communicator")
+        with self._alone():
+            self._check_alive("ncclCommShrink")
+            if not made.value:
+                raise NcclError("ncclCommShrink", -1, "it made no communicator")
+            self._child = None
         return ConfiguredCommunicator(self._api, made.value, groups, self._config, blocking=self.blocking)
 
     def check_async_error(self) -> None:
@@ -174,6 +180,9 @@ class ConfiguredCommunicator:
             comm, self.comm = self.comm, 0
             if comm:
                 self._api.call("ncclCommAbort", comm)
+            child, self._child = self._child, None
+            if child is not None and child.value:
+                self._api.call("ncclCommAbort", child)
 
     # --- like CuPy's ---------------------------------------------------------------------------------------------------
 

@@ -159,10 +159,10 @@ class Device(Protocol):
         """Free memory of `allocate_window`; waits until the GPU does not use it."""
 
     def register_window(self, communicator: Communicator, pointer: int, nbytes: int) -> int:
-        """Make memory a symmetric window, together with all ranks; return its handle, 0 if NCCL has no use for it."""
+        """Register memory as a symmetric window, together with all ranks, for as long as the communicator exists.
 
-    def deregister_window(self, communicator: Communicator, window: int) -> None:
-        """End a window, for this rank."""
+        Return a handle; 0 if NCCL has no use for it.
+        """
 
     def group(self) -> AbstractContextManager[None]:
         """Return a context whose communicator calls form one NCCL group."""
@@ -358,9 +358,6 @@ class CupyDevice:
         if isinstance(communicator, ConfiguredCommunicator):
             return communicator.register_window(pointer, nbytes)
         return self._api.register_window(communicator.comm, pointer, nbytes).value or 0
-
-    def deregister_window(self, communicator: Communicator, window: int) -> None:
-        self._api.deregister_window(communicator.comm, window)
 
     @contextmanager
     def group(self) -> Any:

@@ -44,15 +44,21 @@ from hvdlite.planes.nccl.communicator import DEFAULT_OPTIONS, NcclOptions
 from hvdlite.planes.nccl.device import Communicator, CupyDevice, Device, EventPool, PooledEvent, check_not_captured
 from hvdlite.planes.nccl.peer_info import PeerInfo, check_peers
 from hvdlite.planes.nccl.shrinking import SHRINK_SECONDS, CommunicatorKeeper, KeptCommunicator, KeptInfo, excluded_ranks
-from hvdlite.planes.nccl.watcher import POLL_SECONDS, CommunicatorRef, LaunchedGroup, LaunchedWork, Watcher, abort
+from hvdlite.planes.nccl.watcher import (
+    ABORT_SECONDS,
+    POLL_SECONDS,
+    CommunicatorRef,
+    LaunchedGroup,
+    LaunchedWork,
+    Watcher,
+    abort,
+)
 from hvdlite.planes.nccl.windows import Windows
 
 _log = logging.getLogger("hvdlite")
 
 DRAIN_SECONDS: Final = 30.0
 """Time that `close` waits for work in progress."""
-ABORT_SECONDS: Final = 10.0
-"""Time that `close` waits for aborts of communicators to return."""
 EXIT_SECONDS: Final = 2.0
 """Time that `close` waits for the final all-reduce; it times out on a rank that leaves long before or after the others."""
 FREED_SECONDS: Final = 1.0
@@ -266,9 +272,8 @@ class NcclPlane:
         except device.failure as error:
             _log.info("rank %d: the communicator is not kept: %s", self._rank, device.explain(ref.communicator, error))
             return False
-        ref.is_kept = True
         info = KeptInfo(self._tokens[GLOBAL_PROCESS_SET_ID], ref.ranks.index(self._rank), len(ref.ranks))
-        self._keeper.put(KeptCommunicator(ref, info, device.index))
+        self._keeper.put(KeptCommunicator(ref, info, device))
         return True
 
     def _release(self, device: Device) -> None:
@@ -324,7 +329,8 @@ class NcclPlane:
                 self._staging = StagingBuffer(device, functools.partial(self._allocate, device))
                 self._watcher = Watcher(device, self._check, lambda error: self._report(error), self._overdue_times,
                                         lambda work: self._report_overdue(work), self._clock)
-                self._windows = Windows(self._rank, device, self._oob, functools.partial(self._reclaimed, device))
+                self._windows = Windows(self._rank, device, self._oob, functools.partial(self._reclaimed, device),
+                                        blocking=self._options.blocking)
                 self._copies = StagingBuffer(device, functools.partial(self._allocate, device))
                 self._device = device
         return self._device
@@ -371,7 +377,7 @@ class NcclPlane:
         if kept is not None:
             self._to_abort.append(kept.ref)
         info = PeerInfo(self._host, device.bus_id(), device.version, has_kernels, unique_id,
-                        kept.info if kept is not None and kept.gpu == device.index else None)
+                        kept.info if kept is not None and kept.device.index == device.index else None)
         text = msgspec.msgpack.encode(info)
         answer = _ANSWER.decode(self._oob.gather_and_broadcast(f"nccl.{process_set_id}", ranks, text,
                                                                functools.partial(self._check_peers, ranks), wait_until))
@@ -392,14 +398,16 @@ class NcclPlane:
             return None
         ref, problem = None, ""
         try:
-            ref = self._thread.run(lambda: self._connected(device, lambda: device.shrink(
+            ref = self._thread.run(lambda: self._known(device.shrink(
                 kept.ref.communicator, answer.excluded, SHRINK_SECONDS), ranks, answer), wait_until)
         except device.failure as error:
             problem = f"rank {self._rank}: {device.explain(kept.ref.communicator, error)}. "
         problem = self._oob.gather_and_broadcast("nccl.shrunk", ranks, problem.encode(), b"".join, wait_until).decode()
-        if not problem:
+        if ref is not None and not problem:
+            made = ref
+            self._thread.run(lambda: self._make_ready(device, made), wait_until)  # has no time limit: all ranks come
             _log.info("rank %d: made the communicator of ranks %s from the last world's", self._rank, list(ranks))
-            return ref
+            return made
         _log.info("rank %d: ranks %s make a new communicator: %s", self._rank, list(ranks), problem)
         if ref is not None:
             self._thread.run(lambda: abort([ref], device, ABORT_SECONDS), wait_until)
@@ -420,25 +428,32 @@ class NcclPlane:
     def _make(self, device: Device, process_set_id: int, ranks: tuple[int, ...], answer: _Answer) -> CommunicatorRef:
         what = f"making a communicator of ranks {list(ranks)}"
         try:
-            ref = self._connected(device, lambda: device.communicator(
-                len(ranks), answer.unique_id, ranks.index(self._rank), f"hvdlite.{process_set_id}"), ranks, answer)
+            made = device.communicator(len(ranks), answer.unique_id, ranks.index(self._rank), f"hvdlite.{process_set_id}")
         except device.failure as error:
             raise self._error(device, None, what, error) from error
+        ref = self._known(made, ranks, answer)
+        self._make_ready(device, ref)
         _log.info("rank %d: %s on GPU %d", self._rank, what, device.index)
         return ref
 
-    def _connected(self, device: Device, make: Callable[[], Communicator], ranks: tuple[int, ...],
-                   answer: _Answer) -> CommunicatorRef:
-        """Make a communicator that is ready for collectives, and known to `close` as early as possible."""
-        ref = CommunicatorRef(make(), ranks, has_kernels=answer.has_kernels)
+    def _known(self, made: Communicator, ranks: tuple[int, ...], answer: _Answer) -> CommunicatorRef:
+        """Let `close` know a new communicator as early as possible."""
+        ref = CommunicatorRef(made, ranks, has_kernels=answer.has_kernels)
         self._to_abort = [*(each for each in self._to_abort if not each.ended), ref]
         self._check_open(ref)
-        device.complete(ref.communicator)
-        self._check_open(ref)
-        # The first call connects the ranks, which blocks; better here than in a training step.
-        warm = self._staging.get(4096)
-        ref.communicator.allReduce(warm, warm, 1024, DTYPES["float32"], collectives.SUM, device.stream)
         return ref
+
+    def _make_ready(self, device: Device, ref: CommunicatorRef) -> None:
+        """Make a communicator ready for collectives; waits for its ranks."""
+        try:
+            device.complete(ref.communicator)
+            self._check_open(ref)
+            # The first call connects the ranks, which blocks; better here than in a training step.
+            warm = self._staging.get(4096)
+            ref.communicator.allReduce(warm, warm, 1024, DTYPES["float32"], collectives.SUM, device.stream)
+        except device.failure as error:
+            what = f"making a communicator of ranks {list(ref.ranks)}"
+            raise self._error(device, ref.communicator, what, error) from error
 
     def _check_open(self, ref: CommunicatorRef) -> None:
         """Abort a new communicator if the world was lost meanwhile: nobody else may know it."""
@@ -459,7 +474,7 @@ class NcclPlane:
             for event in ready:
                 device.wait(device.stream, event.handle)
             used, back = plan, list[tuple[DeviceArray, DeviceArray]]()
-            if plan.buffer_slice is None and self._windows.live:
+            if plan.buffer_slice is None and self._windows.registered:
                 used, back = self._windows.outside(plan, ref, self._copies)
             collectives.launch(Launch(device, communicator, self._staging, used, plan.ranks.index(self._rank),
                                       ref.has_kernels))

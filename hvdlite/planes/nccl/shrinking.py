@@ -13,7 +13,8 @@ from typing import Final
 
 import msgspec
 
-from hvdlite.planes.nccl.watcher import CommunicatorRef
+from hvdlite.planes.nccl.device import Device
+from hvdlite.planes.nccl.watcher import ABORT_SECONDS, CommunicatorRef, abort
 
 SHRINK_SECONDS: Final = 20.0
 """Time that NCCL has for it. It needs all ranks; without one of them, the others make a new communicator then."""
@@ -32,12 +33,12 @@ class KeptCommunicator:
     """A revoked communicator of a world that has ended.
 
     Attributes:
-        gpu: the index of its GPU.
+        device: its GPU.
     """
 
     ref: CommunicatorRef
     info: KeptInfo
-    gpu: int
+    device: Device
 
 
 class CommunicatorKeeper:
@@ -52,7 +53,7 @@ class CommunicatorKeeper:
         with self._lock:
             before, self._kept = self._kept, kept
         if before is not None:
-            before.ref.end()
+            abort([before.ref], before.device, ABORT_SECONDS)
 
     def take(self) -> KeptCommunicator | None:
         """Return the communicator, and forget it."""
@@ -64,7 +65,7 @@ class CommunicatorKeeper:
         """Abort the communicator."""
         kept = self.take()
         if kept is not None:
-            kept.ref.end()
+            abort([kept.ref], kept.device, ABORT_SECONDS)
 
 
 def excluded_ranks(infos: Sequence[KeptInfo | None]) -> tuple[int, ...]:

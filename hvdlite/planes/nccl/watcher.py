@@ -20,6 +20,8 @@ _log = logging.getLogger("hvdlite")
 
 POLL_SECONDS: Final = 0.01
 """The polling interval. No wait depends on polling: it releases references of unfetched results and detects errors."""
+ABORT_SECONDS: Final = 10.0
+"""Time for aborts of communicators to return."""
 MAX_POLL_SECONDS: Final = 1.0
 """An upper bound of the duration of one poll, unless it hangs."""
 _MIN_SLEEP, _MAX_SLEEP = 20e-6, 1e-3
@@ -220,12 +222,11 @@ class CommunicatorRef:
 
     Attributes:
         ended: whether it has been aborted, with all that belongs to it.
-        is_kept: whether nothing more is launched on it, and it is aborted later.
     """
 
     def __init__(self, communicator: Communicator, ranks: tuple[int, ...] = (), *, has_kernels: bool = True) -> None:
         self.communicator, self.ranks, self.has_kernels = communicator, ranks, has_kernels
-        self.ended = self.is_kept = self._is_ending = False
+        self.ended = self._is_ending = False
         self._after: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))

@@ -27,7 +27,6 @@ def main(path: str) -> None:
         "ncclGroupStart": (), "ncclGroupEnd": (), "ncclCommGetAsyncError": (none, ctypes.byref(ctypes.c_int())),
         "ncclMemAlloc": (ctypes.byref(ctypes.c_void_p()), 4096), "ncclMemFree": (4096,),
         "ncclCommWindowRegister": (none, 4096, 4096, ctypes.byref(ctypes.c_void_p()), SYMMETRIC),
-        "ncclCommWindowDeregister": (none, 4096),
         "ncclCommInitRankConfig": (ctypes.byref(ctypes.c_void_p()), 2, UniqueId(), 0, ctypes.byref(config)),
         "ncclCommShrink": (none, (ctypes.c_int * 1)(1), 1, ctypes.byref(ctypes.c_void_p()), None, 0),
         "ncclCommRevoke": (0, 0), "ncclCommAbort": (0,)}
