@@ -114,8 +114,8 @@ class Worlds:
             if not self._is_child_of_rank:
                 raise
             raise LaunchError(f"process {self._environ[launch_contract.JOINED]}, from which this one has its environment, "
-                              "has joined the job as this rank already, and only one process of a rank can: call init() in that "
-                              f"one only ({error})") from error
+                              "has joined the job as this rank already, and only one process of a rank can: call init() in "
+                              f"that one only ({error})") from error
         if launch_contract.RANK in self._environ:
             self._environ.setdefault(launch_contract.JOINED, str(os.getpid()))
         return config
