@@ -7,6 +7,7 @@ import os
 import secrets
 import selectors
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -65,7 +66,8 @@ class TaskFiles:
             if piece.is_last:
                 path.with_name(f"partial.{piece.rank}").rename(path)
         except OSError as error:
-            self.problem = f"cannot keep the results of the ranks in {self._directory}: {error.strerror}"
+            self.problem = (f"cannot keep the results of the ranks in {self._directory} on {socket.gethostname()}: "
+                            f"{error.strerror}; make room there, or set TMPDIR to a place that has it")
 
     def write_cause(self, rank: int, text: str) -> None:
         """Write the first failure."""

@@ -233,8 +233,8 @@ def how_to_have_a_key(environ: Mapping[str, str]) -> str:
 
 def _host_and_port(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit():
-        raise LaunchError(f"{contract.COORDINATOR}={text!r} is not host:port")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise LaunchError(f"{contract.COORDINATOR}={text!r} is not host:port, with a port of at most 65535")
     return host.strip("[]"), int(port)
 
 

@@ -208,7 +208,7 @@ def connect_to_rank_0(address: Address, own: RankInfo, *, timeout: float, frame_
 def _authenticated(address: Address, own: RankInfo, deadline: float, frame_limit: int,
                    cancellation: Cancellation) -> Connection:
     """Return a connection to rank 0, which has the same version."""
-    refusal = ""
+    refusal, is_of_protocol = "", False
     while True:
         sock = _connected(address, deadline, cancellation, refusal)
         try:
@@ -218,9 +218,10 @@ def _authenticated(address: Address, own: RankInfo, deadline: float, frame_limit
         except (OSError, ProtocolError) as error:
             sock.close()
             cancellation.check()
+            if isinstance(error, ProtocolError) or not is_of_protocol:  # an attempt that is cut short says less
+                refusal, is_of_protocol = str(error), isinstance(error, ProtocolError)
             if time.monotonic() >= deadline:
-                raise LaunchError(f"this rank could not join the job at {address}: {error}") from error
-            refusal = str(error)
+                raise LaunchError(f"this rank could not join the job at {address}: {refusal}") from error
             time.sleep(RETRY_SECONDS)
             continue
         except BaseException:
@@ -264,7 +265,7 @@ def _connected(address: Address, deadline: float, cancellation: Cancellation, re
     """Return a connection.
 
     Args:
-        refusal: why the one before was given up: it says more than that nobody listens any more; "" for the first one.
+        refusal: why those before were given up: it says more than that nobody listens any more; "" for the first one.
 
     Raises:
         LaunchError: when there is none before the deadline.

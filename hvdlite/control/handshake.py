@@ -125,7 +125,8 @@ def greet_rank_0(sock: socket.socket, own: Greeting, key: bytes, frame_limit: in
         key: the job's; none on a Unix socket.
 
     Raises:
-        ProtocolError: when the server does not greet, or does not know the key.
+        ProtocolError: when the server does not greet, or does not know the key, or closes the connection after this side's
+            proof.
         OSError: when it closes the connection, or is too slow.
     """
     said = own.encode()
@@ -141,7 +142,7 @@ def greet_rank_0(sock: socket.socket, own: Greeting, key: bytes, frame_limit: in
     try:
         answer = _exactly(sock, _PROOF_BYTES, deadline)
     except ConnectionError as error:
-        raise ConnectionError(f"{error}, after this rank's proof: is HVDLITE_SECRET the same on both sides?") from None
+        raise ProtocolError(f"{error}, after this rank's proof: is HVDLITE_SECRET the same on both sides?") from None
     if not hmac.compare_digest(answer, _proof(key, b"server", heard, said)):
         raise ProtocolError("whoever listens at the coordinator's address does not know the job's key")
     return Connection(sock, send_key=_proof(key, b"client to server", heard, said),

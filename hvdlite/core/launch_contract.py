@@ -32,6 +32,8 @@ SECRET_FILE = "HVDLITE_SECRET_FILE"
 """A file with the job's key, instead of `SECRET`; only its owner may read it."""
 SECRET_TAKEN = "HVDLITE_SECRET_TAKEN"
 """The id of the process that has removed the key from its environment; for the messages of its children, which have none."""
+JOINED = "HVDLITE_JOINED"
+"""The id of the process that has joined the job as this rank; set by itself, for its children, which inherit its rank."""
 COORDINATOR = "HVDLITE_COORDINATOR"
 """host:port where rank 0 listens; not set if all ranks are on one host."""
 
@@ -80,7 +82,7 @@ COORDINATES = {
     CROSS_RANK: "cross_rank", CROSS_SIZE: "cross_size",
 }
 CONTRACT_VARIABLES = frozenset(COORDINATES) | {
-    JOB_DIRECTORY, SECRET, SECRET_FILE, SECRET_TAKEN, COORDINATOR, COORDINATOR_PORT, MEMBER, JOINER, EPOCH, SLOT}
+    JOB_DIRECTORY, SECRET, SECRET_FILE, SECRET_TAKEN, JOINED, COORDINATOR, COORDINATOR_PORT, MEMBER, JOINER, EPOCH, SLOT}
 
 
 def write_private_file(path: Path, content: bytes) -> None:

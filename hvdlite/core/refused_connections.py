@@ -21,18 +21,23 @@ class RefusedConnections:
         self._address = address
         self._logged: set[tuple[str, str]] = set()  # peers and reasons
         self._rest = self._count = 0
-        self._last = ""
+        self._example = ""  # the peer and the reason of the refusal that says most
+        self._is_cut_short = True  # that connection: it was only closed, or slow
 
     def __str__(self) -> str:
-        """How many connections were refused, and why the last one; "" when none was."""
+        """How many connections were refused, and why one of them; "" when none was."""
         if not self._count:
             return ""
-        return f" {self._count} connection{'s were' if self._count > 1 else ' was'} refused, the last one {self._last}"
+        counted = "1 connection was refused," if self._count == 1 else f"{self._count} connections were refused, one of them"
+        return f" {counted} from {self._example}"
 
     def note(self, peer: str, error: Exception) -> None:
         """A connection was refused."""
         refusal = peer, str(error)
-        self._count, self._last = self._count + 1, f"from {peer}: {error}"
+        self._count += 1
+        is_cut_short = isinstance(error, OSError | EOFError)
+        if self._is_cut_short or not is_cut_short:
+            self._example, self._is_cut_short = f"{peer}: {error}", is_cut_short
         if refusal in self._logged or len(self._logged) >= LOGGED_REFUSALS:
             self._rest += 1
             return

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from hvdlite.control.base import DecisionReceived, DirectMessageReceived, Event
-from hvdlite.core.errors import HorovodInternalError
+from hvdlite.core.errors import HorovodInternalError, MismatchError
 from hvdlite.diagnostics.call_history import CallHistory
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.stall_inspector import CoordinatorWatchdog
@@ -147,7 +147,8 @@ class Engine:
             self._serve()
         except JobFailed as failed:
             self._state.failure = failure_error(failed.notice, self._rank)
-            if failed.notice.origin not in (self._rank, -1) and not (self._waiters or self._mailboxes.in_use):
+            if (failed.notice.origin not in (self._rank, -1) and not (self._waiters or self._mailboxes.in_use)
+                    and failed.notice.kind != MismatchError.__name__):  # which the ranks concerned raise themselves
                 # No thread raises it now.
                 _log.error("rank %d: %s", self._rank, str(self._state.failure).splitlines()[0])
         finally:

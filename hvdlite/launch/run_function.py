@@ -117,7 +117,7 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
         key = secrets.token_hex()
         task = sign(_pickled(func, args, dict(kwargs or {})), bytes.fromhex(key), "task")
         for name, content in ((KEY_FILE, key.encode()), (TASK_FILE, task)):
-            _write(Path(directory) / name, content)
+            write_for_task(Path(directory) / name, content, "the function and its arguments")
         command = [sys.executable, "-m", "hvdlite_runner", *arguments, *options, "--task-directory", directory,
                    executable or sys.executable, "-m", "hvdlite.launch.run_task"]
         code, messages = _launch(command, {**os.environ, **(env or {})})
@@ -126,8 +126,11 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
         return _results(Path(directory), bytes.fromhex(key))
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_for_task(path: Path, content: bytes, what: str) -> None:
     """Write a file of a task.
+
+    Args:
+        what: it contains, for the error's text.
 
     Raises:
         LaunchError: when there is no room for it.
@@ -135,7 +138,7 @@ def _write(path: Path, content: bytes) -> None:
     try:
         write_private_file(path, content)
     except OSError as error:
-        raise LaunchError(f"cannot write {len(content):,} bytes (the function and its arguments) to {path} on "
+        raise LaunchError(f"cannot write {len(content):,} bytes ({what}) to {path} on "
                           f"{socket.gethostname()}: {error.strerror}; make room there, or set TMPDIR to a place that has it"
                           ) from None
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import cloudpickle
 
-from hvdlite.core.launch_contract import JOB_DIRECTORY, MEMBER, RANK, RESULT_FILE, SECRET, TASK_FILE, write_private_file
-from hvdlite.launch.run_function import sign, verified
+from hvdlite.core.errors import LaunchError
+from hvdlite.core.launch_contract import JOB_DIRECTORY, MEMBER, RANK, RESULT_FILE, SECRET, TASK_FILE
+from hvdlite.launch.run_function import sign, verified, write_for_task
 
 
 def main(environ: Mapping[str, str]) -> None:
@@ -19,6 +20,7 @@ def main(environ: Mapping[str, str]) -> None:
 
     Raises:
         ProtocolError: when the task is not signed with the job's key.
+        LaunchError: when there is no room for the result.
         Exception: the function's exception.
     """
     directory, key = Path(environ[JOB_DIRECTORY]), bytes.fromhex(environ[SECRET])
@@ -30,7 +32,7 @@ def main(environ: Mapping[str, str]) -> None:
         content = sign(cloudpickle.dumps((failed, value)), key, f"result {sender}")
         part = directory / f"part.{sender}"
         part.unlink(missing_ok=True)  # of a result for which there was no room
-        write_private_file(part, content)
+        write_for_task(part, content, f"the result of rank {environ[RANK]}")
         part.replace(directory / f"{RESULT_FILE}.{sender}")  # now, and not before, it is whole
 
     try:
@@ -40,6 +42,8 @@ def main(environ: Mapping[str, str]) -> None:
         text = "".join(traceback.format_exception(error))
         try:
             write_result(True, (error, text))
+        except LaunchError:
+            pass  # no room for that either: the launcher tells of it
         except Exception:  # it cannot be pickled
             write_result(True, (RuntimeError(f"{type(error).__name__}: {error}"), text))
         raise

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -29,7 +29,8 @@ def text_of(error: BaseException, *, full: bool = False) -> str:
 
     Args:
         full: with the frames of hvdlite, and with its internal causes. Without them otherwise, unless the exception is one
-            that hvdlite did not mean to raise: its innermost frame is hvdlite's, and it is no `HvdliteError`.
+            that hvdlite did not mean to raise: its innermost frame, apart from those of the standard library, is hvdlite's,
+            and it is no `HvdliteError`.
     """
     told = traceback.TracebackException.from_exception(error)
     if not full:
@@ -100,7 +101,7 @@ def _is_consequence(error: BaseException) -> bool:
 
 def _place(error: BaseException) -> str:
     """Return where the script was: its innermost frame that is not hvdlite's."""
-    frames = [frame for frame, is_ours in _frames(error.__traceback__) if not is_ours]
+    frames = [frame for frame, package in _frames(error.__traceback__) if package not in _PACKAGES]
     if not frames:
         return ""
     return f" in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})"
@@ -109,29 +110,56 @@ def _place(error: BaseException) -> str:
 def _shorten(told: traceback.TracebackException, error: BaseException, passed: set[int]) -> None:
     """Remove hvdlite's frames from an exception's text, and from those that it was raised from."""
     passed.add(id(error))
-    frames = list(_frames(error.__traceback__))
-    is_meant = isinstance(error, HvdliteError) or (bool(frames) and not frames[-1][1])
-    if is_meant and len(frames) == len(told.stack) and not all(is_ours for _, is_ours in frames):
-        told.stack[:] = [frame for frame, (_, is_ours) in zip(told.stack, frames, strict=True) if not is_ours]
+    packages = list(_packages(error.__traceback__))
+    ours = _ours(packages)
+    outside = [is_ours for is_ours, package in zip(ours, packages, strict=True) if package not in sys.stdlib_module_names]
+    is_meant = isinstance(error, HvdliteError) or not (outside and outside[-1])
+    if is_meant and len(ours) == len(told.stack) and not all(ours):
+        told.stack[:] = [frame for frame, is_ours in zip(told.stack, ours, strict=True) if not is_ours]
     for text, origin in ((told.__cause__, error.__cause__), (told.__context__, error.__context__)):
         if text is not None and origin is not None and id(origin) not in passed:
             _shorten(text, origin, passed)
-    if isinstance(error, HvdliteError) and _is_internal(error.__cause__ or error.__context__):
-        told.__cause__ = told.__context__ = None
+    if isinstance(error, HvdliteError) and _is_internal(error.__cause__ or error.__context__, error):
+        told.__cause__, told.__context__, told.__suppress_context__ = None, _scripts_own(told, error), False
 
 
-def _is_internal(cause: BaseException | None) -> bool:
+def _scripts_own(told: traceback.TracebackException, error: BaseException) -> traceback.TracebackException | None:
+    """Return the text of the first exception behind this one that is not internal; None without one."""
+    for text, origin in ((told.__cause__, error.__cause__), (told.__context__, error.__context__)):
+        if text is not None and origin is not None:
+            found = _scripts_own(text, origin) if _is_internal(origin, error) else text
+            if found is not None:
+                return found
+    return None
+
+
+def _ours(packages: Sequence[str]) -> list[bool]:
+    """Return for each frame, given its package, whether it is hvdlite's, or the standard library's between two such."""
+    ours = [package in _PACKAGES for package in packages]
+    last = None  # frame that is not the standard library's
+    for place, package in enumerate(packages):
+        if package in sys.stdlib_module_names:
+            continue
+        if last is not None and ours[last] and ours[place]:
+            ours[last:place] = [True] * (place - last)
+        last = place
+    return ours
+
+
+def _is_internal(cause: BaseException | None, error: BaseException) -> bool:
     """Return whether hvdlite has raised and caught it itself: then the text of the error that follows says what it was."""
     packages = [] if cause is None else list(_packages(cause.__traceback__))
+    if packages and packages[0] in _PACKAGES and error.__cause__ is None and error.__suppress_context__:
+        return True  # hidden by `from None`
     return (isinstance(cause, HvdliteError | OSError | EOFError) and bool(packages)
             and _PACKAGES.union(sys.stdlib_module_names).issuperset(packages))
 
 
-def _frames(where: TracebackType | None) -> Iterator[tuple[traceback.FrameSummary, bool]]:
-    """Yield the frames of a traceback, outermost first, and whether each is hvdlite's."""
+def _frames(where: TracebackType | None) -> Iterator[tuple[traceback.FrameSummary, str]]:
+    """Yield the frames of a traceback, outermost first, and the package of each."""
     for (frame, line), package in zip(traceback.walk_tb(where), _packages(where), strict=True):
         summary = traceback.FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name, lookup_line=False)
-        yield summary, package in _PACKAGES
+        yield summary, package
 
 
 def _packages(where: TracebackType | None) -> Iterator[str]:

@@ -19,7 +19,7 @@ from hvdlite.bootstrap.launch_info import resolve_launch
 from hvdlite.bootstrap.member import Member
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
-from hvdlite.core.errors import ConfigError, NotInitializedError, UnsupportedError
+from hvdlite.core.errors import ConfigError, LaunchError, NotInitializedError, UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.stack_dump import StackDumpTarget
 from hvdlite.core.world import Hosts, World
@@ -108,6 +108,19 @@ class Worlds:
         Raises:
             LaunchError, ConfigError, UnsupportedError: see `api.init`.
         """
+        try:
+            config = self._joined(comm)
+        except LaunchError as error:
+            if not self._is_child_of_rank:
+                raise
+            raise LaunchError(f"process {self._environ[launch_contract.JOINED]}, from which this one has its environment, "
+                              "has joined the job as this rank already, and only one process of a rank can: call init() in "
+                              f"that one only ({error})") from error
+        if launch_contract.RANK in self._environ:
+            self._environ.setdefault(launch_contract.JOINED, str(os.getpid()))
+        return config
+
+    def _joined(self, comm: object) -> Config:
         config = self._config()
         self._full_tracebacks, self.refused_in = config.full_tracebacks, 0
         if self.member is None:
@@ -135,6 +148,8 @@ class Worlds:
         self.runtime = self.waiting = None
         self._communicators.close()
         self._process_sets.clear()
+        if not self._is_child_of_rank:
+            self._environ.pop(launch_contract.JOINED, None)
 
     def fail(self, error: BaseException, *, prints: bool = False) -> bool:
         """Tell the other ranks and the launcher that this process ends with an exception.
@@ -149,8 +164,9 @@ class Worlds:
             return False
         told = self._environ.get(launch_contract.RANK, "")
         rank = self.coordinates.rank if self.is_initialized else int(told) if told.isdecimal() else 0
-        own = int(self._environ.get(launch_contract.MEMBER, rank))
-        directory = self._environ.get(launch_contract.JOB_DIRECTORY)
+        told = self._environ.get(launch_contract.MEMBER, "")
+        own = int(told) if told.isdecimal() else rank
+        directory = None if self._is_child_of_rank else self._environ.get(launch_contract.JOB_DIRECTORY)
         shown = prints and tracebacks.print_failure(error, directory, rank, full=self._full_tracebacks)
         if self.runtime is None:
             origin, text = own, tracebacks.text_of(error)
@@ -246,6 +262,11 @@ class Worlds:
     @property
     def _in_child(self) -> bool:
         return any(part is not None and part.in_child for part in (self.runtime, self.member))
+
+    @property
+    def _is_child_of_rank(self) -> bool:
+        """Whether another process has joined the job as this rank; that one speaks for the rank."""
+        return self._environ.get(launch_contract.JOINED, str(os.getpid())) != str(os.getpid())
 
     def _config(self) -> Config:
         return Config.from_environment({**self.defaults, **self._environ})

@@ -42,6 +42,7 @@ def test_every_row_of_the_table(environment: object, tmp_path: Path, monkeypatch
     ({"HVDLITE_RANK": "0", "HVDLITE_SIZE": "2", "HVDLITE_SECRET": "xyz"}, "hexadecimal"),
     ({"HVDLITE_RANK": "0", "HVDLITE_SIZE": "2", "HVDLITE_SECRET": "00"}, "HVDLITE_SECRET has 1 bytes, and could be guessed"),
     ({"HVDLITE_RANK": "0", "HVDLITE_SIZE": "2", "HVDLITE_COORDINATOR": "nowhere"}, "not host:port"),
+    ({"HVDLITE_RANK": "0", "HVDLITE_SIZE": "2", "HVDLITE_COORDINATOR": "a:65536"}, "not host:port.* at most 65535"),
 ])
 def test_a_contradiction_is_a_clear_error(variables: dict[str, str], told: str) -> None:
     with pytest.raises(LaunchError, match=told):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -20,6 +22,7 @@ from hvdlite.control.handshake import Greeting
 from hvdlite.core.errors import LaunchError, ProtocolError
 from hvdlite.core.refused_connections import LOGGED_REFUSALS, RefusedConnections
 from tests.bootstrap.meeting import LIMIT, SETTINGS, meet, rank_info
+from tests.worlds import HANGS_SECONDS
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -92,7 +95,27 @@ def test_a_peer_with_many_reasons_and_many_peers_do_not_fill_the_log(caplog: pyt
     refused.log_rest()
     assert len(caplog.records) == LOGGED_REFUSALS + 1
     assert caplog.records[-1].message == "290 more connections to /socket were refused"
-    assert str(refused) == " 300 connections were refused, the last one from 10.0.0.149: reason 1", "for rank 0's error"
+    assert str(refused) == " 300 connections were refused, one of them from 10.0.0.149: reason 1", "for rank 0's error"
+    refused.note("10.0.0.1", ConnectionError("closed during the handshake"))
+    assert str(refused) == " 301 connections were refused, one of them from 10.0.0.149: reason 1", "it says more"
+
+
+def test_a_wrong_key_is_named_although_the_last_attempt_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = iter([ProtocolError("is HVDLITE_SECRET the same?"), ConnectionResetError("reset"), TimeoutError("too long")])
+    now = [0.0]
+
+    def greet(*_: object) -> None:
+        error = next(attempts)
+        if isinstance(error, TimeoutError):
+            now[0] = math.inf
+        raise error
+
+    monkeypatch.setattr(rendezvous, "greet_rank_0", greet)
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None))
+    with (socket.create_server(("127.0.0.1", 0)) as listener,
+          pytest.raises(LaunchError, match=r"could not join .* is HVDLITE_SECRET the same")):
+        connect_to_rank_0(Address(host="127.0.0.1", port=listener.getsockname()[1], key=b"secret" * 6), rank_info(1),
+                          timeout=HANGS_SECONDS, frame_limit=LIMIT)
 
 
 @pytest.mark.parametrize("said", [b"", b"h", Greeting(1, "1").encode() + bytes(63)], ids=["silent", "a byte", "almost all"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -48,6 +49,26 @@ def test_a_function_for_which_the_disk_has_no_room_is_one_line(tmp_path: Path, m
         hvdlite.run(print, np=1)
     with selectors.DefaultSelector() as selector, pytest.raises(LaunchError, match=r"to task on .*: No space left"):
         WorkerGroup(selector, print, {}).add_task(TaskPiece(b"function"))
+
+
+def test_a_result_for_which_the_disk_has_no_room_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is sent in place of the result, which may be larger."""
+    key = bytes(16)
+
+    def full(path: Path, content: bytes) -> None:
+        if len(content) > 1 << 20:
+            path.touch()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        path.write_bytes(content)
+
+    monkeypatch.setattr(run_function, "write_private_file", full)
+    (tmp_path / "task").write_bytes(sign(run_function._pickled(bytes, (1 << 21,), {}), key, "task"))
+    environ = {"HVDLITE_JOB_DIRECTORY": str(tmp_path), "HVDLITE_SECRET": key.hex(), "HVDLITE_RANK": "1"}
+    text = r"bytes \(the result of rank 1\) to .*/part.1 on .*: No space left on device; make room there, or set TMPDIR"
+    with pytest.raises(LaunchError, match=text):
+        run_task.main(environ)
+    failed, (error, told) = run_function._result(tmp_path, 1, key)
+    assert failed and isinstance(error, LaunchError) and "OSError" not in told
 
 
 def test_results_come_in_rank_order(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +146,8 @@ def test_a_result_that_cannot_be_kept_or_is_not_complete_does_not_exist(tmp_path
     assert (tmp_path / "result.0").read_bytes() == b"abc" and task.problem == ""
     (tmp_path / "partial.1").symlink_to("/dev/full")
     task.write_result(Result(1, b"x", True))
-    assert "cannot keep the results" in task.problem and not (tmp_path / "result.1").exists()
+    assert re.search("cannot keep the results .* on .*: .* set TMPDIR", task.problem)
+    assert not (tmp_path / "result.1").exists()
 
 
 def test_an_elastic_job_returns_the_results_of_the_ranks_with_which_it_ended(capsys: pytest.CaptureFixture[str]) -> None:

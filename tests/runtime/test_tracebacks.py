@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from hvdlite.api import set_id
 from hvdlite.bootstrap.admission import MissingRanks
+from hvdlite.bootstrap.environments import read_launch_info
 from hvdlite.bootstrap.rendezvous import Address, listen
 from hvdlite.core.errors import HvdliteError, LaunchError, MismatchError, PeerFailedError, PeerLeftError, StallError
+from hvdlite.core.launch_contract import FailureRecord
 from hvdlite.core.types import ReduceOp
-from hvdlite.runtime.tracebacks import print_failure, text_of
+from hvdlite.runtime.tracebacks import _ours, print_failure, text_of
+from hvdlite.runtime.worlds import Worlds
 
 
 def _raised(error: BaseException) -> BaseException:
@@ -113,3 +117,86 @@ def test_a_scripts_own_exception_is_printed_by_every_rank(job: str, capfd: pytes
 def test_without_a_standard_error_nothing_is_shown(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", None)
     assert not print_failure(_raised(ValueError("boom")), job, 0)
+
+
+def test_the_scripts_own_exception_behind_an_internal_one_is_kept(tmp_path: Path) -> None:
+    address = Address(path=str(tmp_path / "nowhere" / "socket"))
+
+    def handled() -> None:
+        try:
+            raise KeyError("of the script")
+        except KeyError:
+            listen(address)
+
+    text = text_of(_caught_from_hvdlite(handled))
+    assert "KeyError: 'of the script'" in text and "FileNotFoundError" not in text
+    assert text.count("Traceback") == 2 and "another exception occurred" in text and "direct cause" not in text
+
+
+def test_the_scripts_own_exception_behind_a_hidden_one_is_kept() -> None:
+    def handled() -> None:
+        try:
+            raise KeyError("of the script")
+        except KeyError:
+            read_launch_info({"HVDLITE_RANK": "x", "HVDLITE_SIZE": "2"}, 1)
+
+    error = _caught_from_hvdlite(handled)
+    assert isinstance(error.__context__, ValueError) and error.__suppress_context__
+    assert "KeyError: 'of the script'" in text_of(error) and "ValueError" not in text_of(error)
+
+
+def test_an_error_of_the_standard_library_inside_hvdlite_keeps_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HVDLITE_JOB_DIRECTORY", raising=False)
+    monkeypatch.setenv("HVDLITE_MEMBER", "1")
+    error = _caught_from_hvdlite(Worlds(os.environ).join, None)
+    assert isinstance(error, KeyError) and "worlds.py" in text_of(error) and text_of(error) == text_of(error, full=True)
+
+
+def test_frames_of_the_standard_library_between_those_of_hvdlite_are_left_out() -> None:
+    packages = ["runpy", "__main__", "hvdlite", "contextlib", "functools", "hvdlite_torch", "threading"]
+    assert _ours(packages) == [False, False, True, True, True, True, False]
+    assert _ours(["hvdlite", "contextlib", "__main__", "contextlib", "hvdlite"]) == [True, False, False, False, True]
+
+
+@pytest.fixture
+def environ(job: str) -> dict[str, str]:
+    """Of rank 1, which cannot join: its size is no number."""
+    return {"HVDLITE_RANK": "1", "HVDLITE_SIZE": "x", "HVDLITE_JOB_DIRECTORY": job}
+
+
+def _fails_to_join(environ: dict[str, str]) -> LaunchError:
+    worlds = Worlds(environ)
+    with pytest.raises(LaunchError) as caught:
+        worlds.join(None)
+    worlds.refused_in = os.getpid()
+    assert worlds.fail(caught.value, prints=True)
+    return caught.value
+
+
+def test_a_child_of_a_rank_does_not_fail_for_the_rank(environ: dict[str, str], job: str,
+                                                      capfd: pytest.CaptureFixture[str]) -> None:
+    environ["HVDLITE_JOINED"] = "1"
+    error = _fails_to_join(environ)
+    assert "process 1, from which" in str(error) and "HVDLITE_SIZE='x'" in str(error)
+    printed = capfd.readouterr().err
+    assert str(error) in printed and printed.count("Traceback") == 1 and not list(Path(job).iterdir())
+    del environ["HVDLITE_JOINED"]
+    assert "has joined" not in str(_fails_to_join(environ)), "a wrapper's child: it is the rank"
+    assert FailureRecord.read(job, 1) is not None
+
+
+def test_a_process_says_that_it_is_the_rank_as_long_as_it_is_in_the_job() -> None:
+    environ = {"HVDLITE_RANK": "0", "HVDLITE_SIZE": "1"}
+    worlds = Worlds(environ)
+    worlds.join(None)
+    assert environ["HVDLITE_JOINED"] == str(os.getpid())
+    worlds.leave()
+    assert "HVDLITE_JOINED" not in environ
+
+
+def test_a_member_id_that_is_no_number_does_not_hide_the_failure(environ: dict[str, str], job: str) -> None:
+    environ["HVDLITE_MEMBER"] = "x"
+    worlds = Worlds(environ)
+    worlds.refused_in = os.getpid()
+    assert worlds.fail(_raised(ValueError("boom")))
+    assert FailureRecord.read(job, 1) is not None
