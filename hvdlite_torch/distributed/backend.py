@@ -1,0 +1,79 @@
+"""The backend of a process group for torch 2.14 and later, where Python can implement c10d's `Backend`."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from torch._C import _distributed_c10d as c10d
+
+from hvdlite.ordered.group import OrderedGroup
+from hvdlite_torch.distributed.collectives import Collectives
+from hvdlite_torch.distributed.work import Works
+
+if TYPE_CHECKING:
+    _Backend: Any = object
+else:
+    _Backend = c10d.Backend
+
+NAME: Final = "hvdlite"
+
+
+class HvdliteBackend(Collectives, _Backend):
+    """Implements c10d's `Backend` for host memory; torch keeps the backends of other devices beside it.
+
+    Args:
+        ordered: carries out the calls.
+        timeout: of operations.
+        join: makes a group of some of its ranks: from a store, a name, a rank, the ranks of this group, and a timeout.
+    """
+
+    supports_splitting = True
+    supports_coalescing = False
+    supports_shrinking = False
+
+    def __init__(self, ordered: OrderedGroup, timeout: datetime.timedelta, join: Callable[..., HvdliteBackend]) -> None:
+        super().__init__(ordered.rank, ordered.size)
+        self.attach(ordered)
+        self._join = join
+        self._options = c10d.Backend.Options(NAME, timeout)
+        self._options.group_name = ordered.name
+
+    def getBackendName(self) -> str:
+        """Return the backend's name."""
+        return NAME
+
+    @property
+    def options(self) -> Any:
+        """The backend's options, with which torch makes parts of the group."""
+        return self._options
+
+    def get_error(self) -> Any:
+        """Return that there is no error: those of operations are raised by their work."""
+        return c10d.ErrorType.SUCCESS
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Set the time after which operations fail from now on."""
+        super().set_timeout(timeout)
+        self._options._timeout = timeout
+
+    def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
+        """See `hvdlite_torch.distributed.monitored_barrier`."""
+        self._run_monitored_barrier(opts.timeout, wait_all_ranks)
+
+    def start_coalescing(self) -> None:
+        """Begin to collect works."""
+        self._begin_coalescing()
+
+    def end_coalescing(self) -> Works:
+        """Return the works since `start_coalescing` as one."""
+        return self._finish_coalescing()
+
+    def eager_connect_single_device(self, device: Any) -> None:
+        """Do nothing: the ranks are connected."""
+
+    def split(self, store: Any, ranks: Sequence[int], opts: Any) -> HvdliteBackend:
+        """Make the backend of a group of some of this group's ranks."""
+        return self._join(store, opts.group_name or f"{self._ordered.name}:split", ranks.index(self._ordered.rank), ranks,
+                          opts._timeout)

@@ -1,0 +1,51 @@
+"""Errors of process groups: both the types that `torch.distributed` documents and hvdlite's own."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from torch.distributed import DistBackendError
+
+from hvdlite.core.errors import HorovodInternalError, HvdliteError, UnsupportedError
+
+if TYPE_CHECKING:
+    _BackendError = RuntimeError
+else:
+    _BackendError = DistBackendError  # torch's, a `RuntimeError`
+
+
+class WaitTimeoutError(HorovodInternalError, _BackendError):
+    """Raised by `Work.wait(timeout)` when the operation is still under way after that time; it stays under way."""
+
+
+class ClosedGroupError(HorovodInternalError, _BackendError):
+    """Raised by calls of a process group that has been destroyed."""
+
+
+class UnsupportedArgumentError(UnsupportedError, TypeError):
+    """Raised at the call for a dtype, layout or device that hvdlite cannot serve; a `ValueError` and a `TypeError`."""
+
+
+def as_backend_error(error: Exception) -> Exception:
+    """Return an error of the runtime as one that is a `torch.distributed.DistBackendError` too; others as they are.
+
+    The result is a new object: an exception collects the traceback of each place that raises it.
+    """
+    kind = type(error)
+    if not isinstance(error, HvdliteError):
+        return error
+    combined = _combined(kind)
+    copied = combined.__new__(combined)
+    copied.args = error.args
+    copied.__dict__.update(error.__dict__)
+    copied.__cause__ = error.__cause__
+    return copied
+
+
+@functools.cache
+def _combined(kind: type[HvdliteError]) -> type[HvdliteError]:
+    """Return a class that derives from an hvdlite error and from torch's; `ValueError`s stay as they are."""
+    if issubclass(kind, (_BackendError, ValueError)):
+        return kind
+    return type(kind.__name__, (kind, _BackendError), {"__doc__": kind.__doc__, "__module__": kind.__module__})
