@@ -1,9 +1,12 @@
-"""The backend of a process group for torch 2.14 and later, where Python can implement c10d's `Backend`."""
+"""The backend that torch 2.14 and later find in a process group: there Python can implement c10d's `Backend`.
+
+Scripts call the methods of the process group (`process_group.py`), which returns works of our own class. What torch's C++
+calls on a backend comes here; it wraps the works, and the wrapper passes on `wait` and `get_future` only.
+"""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from torch._C import _distributed_c10d as c10d
@@ -18,6 +21,8 @@ else:
     _Backend = c10d.Backend
 
 NAME: Final = "hvdlite"
+IS_POSSIBLE: Final = "rank" in (c10d.Backend.__init__.__doc__ or "")
+"""Whether `Backend` has a constructor, so that Python can derive from it."""
 
 
 class HvdliteBackend(Collectives, _Backend):
@@ -26,17 +31,15 @@ class HvdliteBackend(Collectives, _Backend):
     Args:
         ordered: carries out the calls.
         timeout: of operations.
-        join: makes a group of some of its ranks: from a store, a name, a rank, the ranks of this group, and a timeout.
     """
 
-    supports_splitting = True
+    supports_splitting = False  # the process group does it
     supports_coalescing = False
     supports_shrinking = False
 
-    def __init__(self, ordered: OrderedGroup, timeout: datetime.timedelta, join: Callable[..., HvdliteBackend]) -> None:
+    def __init__(self, ordered: OrderedGroup, timeout: datetime.timedelta) -> None:
         super().__init__(ordered.rank, ordered.size)
         self.attach(ordered)
-        self._join = join
         self._options = c10d.Backend.Options(NAME, timeout)
         self._options.group_name = ordered.name
 
@@ -72,8 +75,3 @@ class HvdliteBackend(Collectives, _Backend):
 
     def eager_connect_single_device(self, device: Any) -> None:
         """Do nothing: the ranks are connected."""
-
-    def split(self, store: Any, ranks: Sequence[int], opts: Any) -> HvdliteBackend:
-        """Make the backend of a group of some of this group's ranks."""
-        return self._join(store, opts.group_name or f"{self._ordered.name}:split", ranks.index(self._ordered.rank), ranks,
-                          opts._timeout)

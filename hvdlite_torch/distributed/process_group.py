@@ -1,4 +1,7 @@
-"""The process group for torch before 2.14, where Python can implement a whole `ProcessGroup`, but no backend of one."""
+"""The process group: torch lets Python implement a whole `ProcessGroup`, and uses it instead of one of its own.
+
+Before torch 2.14, Python cannot implement a backend of a process group; the process group then answers for it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from hvdlite.ordered.group import OrderedGroup
-from hvdlite_torch.distributed import other_devices
+from hvdlite_torch.distributed import backend, other_devices
+from hvdlite_torch.distributed.backend import NAME
 from hvdlite_torch.distributed.collectives import Collectives
 from hvdlite_torch.distributed.overloads import OVERLOADS
 from hvdlite_torch.distributed.work import Works
@@ -21,7 +25,6 @@ if TYPE_CHECKING:
 else:
     _ProcessGroup = torch.distributed.ProcessGroup
 
-NAME: Final = "hvdlite"
 _CPU: Final = torch.device("cpu")
 
 
@@ -40,12 +43,16 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):
 
     def __init__(self, ordered: OrderedGroup, store: Any, timeout: datetime.timedelta,
                  join: Callable[..., HvdliteProcessGroup]) -> None:
-        super().__init__(store, ordered.rank, ordered.size)
+        super().__init__(ordered.rank, ordered.size)  # the constructor with a store is not for classes of Python
         self.attach(ordered)
-        self._timeout, self._join = timeout, join
+        self._store, self._timeout, self._join = store, timeout, join
         self._other_backends: dict[str, Any] = {}  # by type of device
         self._group_name, self._group_desc = ordered.name, ""
         self._set_default_backend(c10d.ProcessGroup.BackendType.CUSTOM)
+        self._backend: Any = self
+        if backend.IS_POSSIBLE:
+            self._backend = backend.HvdliteBackend(ordered, timeout)
+            self._register_backend(_CPU, c10d.ProcessGroup.BackendType.CUSTOM, self._backend)
 
     # --- names, which C++ asks for --------------------------------------------------------------------------------
 
@@ -81,7 +88,11 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):
         """Return the backend's name."""
         return NAME
 
-    # --- what torch asks the backend of a group, which is the group itself -----------------------------------------
+    def get_group_store(self) -> Any:
+        """Return the group's store."""
+        return self._store
+
+    # --- what torch asks the backend of a group, which is the group itself before torch 2.14 -----------------------
 
     supports_splitting = False
     supports_coalescing = False
@@ -98,9 +109,9 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):
         return c10d.ErrorType.SUCCESS
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return the backend for a device: this object for host memory."""
+        """Return the backend for a device."""
         other = None if device.type == "cpu" else self._backend_for(device.type)
-        return self if other is None else other
+        return self._backend if other is None else other
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -132,20 +143,20 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):
         """Set the time after which operations fail from now on."""
         self._timeout = timeout
         super().set_timeout(timeout)
-        for backend in self._other_backends.values():
-            backend.set_timeout(timeout)
+        for other in self._other_backends.values():
+            other.set_timeout(timeout)
 
     def shutdown(self) -> None:
         """Leave the group; operations under way fail."""
         super().shutdown()
-        for backend in self._other_backends.values():
-            backend.shutdown()
+        for other in self._other_backends.values():
+            other.shutdown()
 
     def abort(self) -> None:
         """Fail all operations under way on this rank, and leave the group."""
         super().abort()
-        for backend in self._other_backends.values():
-            backend.abort()
+        for other in self._other_backends.values():
+            other.abort()
 
     def split_group(self, new_ranks: Sequence[int], timeout: datetime.timedelta | None = None, opts: Any = None,
                     group_name: str | None = None, group_desc: str | None = None,
@@ -175,9 +186,9 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):
         """Return the backend that the script has named for another device; None without one."""
         name = other_devices.named(self, NAME).get(device)
         if name is not None and device not in self._other_backends:
-            backend, kind = other_devices.make(name, device, self, self._timeout)
-            self._register_backend(torch.device(device), kind, backend)
-            self._other_backends[device] = backend
+            made, kind = other_devices.make(name, device, self, self._timeout)
+            self._register_backend(torch.device(device), kind, made)
+            self._other_backends[device] = made
         return self._other_backends.get(device)
 
 
