@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from hvdlite.core.errors import OperationTimeoutError
 from hvdlite.ordered.call import Call
 from hvdlite.ordered.group import OrderedGroup
 from hvdlite_torch.distributed import sparse
 from hvdlite_torch.distributed import tensors as memory
-from hvdlite_torch.distributed.errors import ClosedGroupError, as_backend_error
-from hvdlite_torch.distributed.operations import Operations, Prepared, Reduce
+from hvdlite_torch.distributed.errors import as_backend_error, missed
+from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, Prepared, Reduce
 from hvdlite_torch.distributed.work import GroupWork, Works
 
 _UNSET = datetime.timedelta()
@@ -145,7 +146,7 @@ class Collectives:
         (tensor,) = tensors
         memory.check(tensor, "send")
         self._check_rank(dst_rank, "send", "destination")
-        return self._began(GroupWork(self._usable().send(memory.memory(memory.dense(tensor)), dst_rank, tag), [tensor]))
+        return self._began(GroupWork(self._ordered.send(memory.memory(memory.dense(tensor)), dst_rank, tag), [tensor]))
 
     def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int) -> Any:
         """See `torch.distributed.irecv`."""
@@ -162,7 +163,7 @@ class Collectives:
         if memory.room_for(tensor) is not tensor:
             raise ValueError("recv: Tensors must be contiguous: this one has the shape "
                              f"{tuple(tensor.shape)} and the strides {tensor.stride()}")
-        return self._began(GroupWork(self._usable().receive(memory.memory(tensor), source, tag), [tensor]))
+        return self._began(GroupWork(self._ordered.receive(memory.memory(tensor), source, tag), [tensor]))
 
     # --- the group ----------------------------------------------------------------------------------------------------
 
@@ -189,25 +190,22 @@ class Collectives:
         pass  # calls are counted from the beginning
 
     def _run_monitored_barrier(self, timeout: datetime.timedelta | None, wait_all_ranks: bool) -> None:
-        """Wait for all ranks; on rank 0, raise an error that names those that do not come in time."""
-        group = self._usable()
-        seconds = timeout.total_seconds() if timeout is not None and timeout > _UNSET else group.timeout
+        """Wait for all ranks; raise an error that names those that do not come in time."""
+        seconds = timeout.total_seconds() if timeout is not None and timeout > _UNSET else self._ordered.timeout
         self._calls += 1
-        call = group.monitored_barrier(seconds, all_ranks=wait_all_ranks)
-        call.wait()
+        call = self._ordered.start([MONITORED_BARRIER], blocking=True, timeout=seconds)
+        if isinstance(call.error, OperationTimeoutError) and call.error.ranks:
+            raise missed(call.error, seconds, self._ordered.members, wait_all_ranks)
         if call.error is not None:
             raise as_backend_error(call.error)
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _usable(self) -> OrderedGroup:
-        return self._ordered
-
     def _start(self, prepared: Prepared, opts: Any) -> Any:
         """Start operations; return their work."""
         self._calls += 1
         is_blocking = opts is not None and not getattr(opts, "asyncOp", True)
-        call = self._usable().start(prepared.operations, prepared.finish, blocking=is_blocking, **_timeout(opts))
+        call = self._ordered.start(prepared.operations, prepared.finish, blocking=is_blocking, **_timeout(opts))
         if is_blocking and call.is_done and call.error is None:
             return self._done
         return self._began(GroupWork(call, prepared.tensors))
@@ -215,7 +213,7 @@ class Collectives:
     def _run(self, operations: Sequence[Any], finish: Any, opts: Any) -> None:
         """Carry out operations on this thread, before what follows."""
         self._calls += 1
-        GroupWork(self._usable().start(operations, finish, blocking=True, **_timeout(opts)), []).wait()
+        GroupWork(self._ordered.start(operations, finish, blocking=True, **_timeout(opts)), []).wait()
 
     def _began(self, work: GroupWork) -> GroupWork:
         if self._coalesced is not None:

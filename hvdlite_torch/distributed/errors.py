@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch.distributed import DistBackendError
 
-from hvdlite.core.errors import HorovodInternalError, HvdliteError, UnsupportedError
+from hvdlite.core.errors import HorovodInternalError, HvdliteError, OperationTimeoutError, UnsupportedError
 
 if TYPE_CHECKING:
     _BackendError = RuntimeError
@@ -17,10 +18,6 @@ else:
 
 class WaitTimeoutError(HorovodInternalError, _BackendError):
     """Raised by `Work.wait(timeout)` when the operation is still under way after that time; it stays under way."""
-
-
-class ClosedGroupError(HorovodInternalError, _BackendError):
-    """Raised by calls of a process group that has been destroyed."""
 
 
 class UnsupportedArgumentError(UnsupportedError, TypeError):
@@ -41,6 +38,20 @@ def as_backend_error(error: Exception) -> Exception:
     copied.__dict__.update(error.__dict__)
     copied.__cause__ = error.__cause__
     return copied
+
+
+def missed(error: OperationTimeoutError, seconds: float, members: Sequence[str], all_ranks: bool) -> Exception:
+    """Return the error of a monitored barrier, in the words of torch's.
+
+    Args:
+        seconds: its timeout.
+        members: the names of the group's ranks.
+        all_ranks: whether to name all ranks that have not come, or the first one.
+    """
+    absent = error.ranks if all_ranks else error.ranks[:1]
+    told = f"Rank{'s' if len(absent) > 1 else ''} {', '.join(members[rank] for rank in absent)}"
+    named = OperationTimeoutError(f"{told} failed to pass monitoredBarrier in {round(seconds * 1000)} ms. {error}", error.ranks)
+    return as_backend_error(named)
 
 
 @functools.cache

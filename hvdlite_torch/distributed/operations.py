@@ -232,7 +232,12 @@ class Operations:
         self._check_like([output], source, "all_to_all")
         received, sent = self._elements(output, output_splits, "output"), self._elements(source, input_splits, "input")
         copies = _Copies()
-        return Prepared([_exchange(copies.room(output), memory.dense(source), received, sent)], [output], copies.finish)
+        is_even = not output_splits and not input_splits  # on this rank, and on all if the calls agree
+        if is_even and received != sent:
+            raise ValueError(f"all_to_all: the output has {output.numel()} elements, the input {source.numel()}; without "
+                             "splits they must be equal")
+        return Prepared([_exchange(copies.room(output), memory.dense(source), received, sent, is_even)], [output],
+                        copies.finish)
 
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Prepared:
         """Exchange lists of tensors of any sizes."""
@@ -293,13 +298,20 @@ class Operations:
 
 
 _BARRIER: Final = Operation(collective=Collective.BARRIER, agreed="barrier()", dtype="uint8")
+MONITORED_BARRIER: Final = Operation(collective=Collective.BARRIER, agreed="monitored_barrier()", dtype="uint8")
 
 
-def _exchange(output: torch.Tensor, source: torch.Tensor, received: Sequence[int], sent: Sequence[int]) -> Operation:
-    unit = source.element_size()
+def _exchange(output: torch.Tensor, source: torch.Tensor, received: Sequence[int], sent: Sequence[int],
+              is_even: bool = False) -> Operation:
+    """Return an alltoall; without `is_even` the ranks tell each other how much they send."""
+    unit, arrays = source.element_size(), (memory.memory(source), memory.memory(output))
+    if is_even:
+        return Operation(
+            collective=Collective.ALLTOALL, agreed=_told("all_to_all", "no splits", source.dtype, source.numel()),
+            dtype="uint8", sources=arrays[:1], outputs=arrays[1:], rows=(sent[0] * unit,) * len(sent))
     return Operation(
-        collective=Collective.ALLTOALL, agreed=f"all_to_all({memory.NAMES[source.dtype]})", dtype="uint8",
-        sources=[memory.memory(source)], outputs=[memory.memory(output)], sent=tuple(count * unit for count in sent),
+        collective=Collective.ALLTOALL, agreed=f"all_to_all({memory.NAMES[source.dtype]}, splits)", dtype="uint8",
+        sources=arrays[:1], outputs=arrays[1:], sent=tuple(count * unit for count in sent),
         received=tuple(count * unit for count in received))
 
 
