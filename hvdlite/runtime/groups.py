@@ -93,7 +93,7 @@ class Groups:
             raise
         world = runtime.world
         end = GroupEnd(name, world.rank, world.size, timeout, parts.plane, parts.area, shares_board=parts.is_one_host,
-                       members=members, released=lambda: self._leave(runtime))
+                       members=members, reporter=runtime.group_reports, released=lambda: self._leave(runtime))
         runtime.when_over(end.fail)
         return end
 
