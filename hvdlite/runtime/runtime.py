@@ -34,6 +34,7 @@ from hvdlite.negotiation.messages import FailureNotice, Layout, Wait
 from hvdlite.planes.base import Plane
 from hvdlite.runtime.collectives import Collectives
 from hvdlite.runtime.gradient_sets import GradientSets
+from hvdlite.runtime.group_reports import GroupReports
 from hvdlite.runtime.names import Names
 
 _log = logging.getLogger("hvdlite")
@@ -128,18 +129,20 @@ class Runtime:
         Rank 0 serves until all others have left too, and the leader of a host until its host's have, at most
         `shutdown_timeout` seconds (0: for ever); then it logs whom it waits for. Idempotent; nothing in a forked child.
         """
-        if self.in_child or self._inbox.closed:
-            return
-        self.leave()
-        self.wait_until_left()
+        if not self._inbox.closed:
+            self.leave()
+            self.wait_until_left()
 
     def leave(self) -> None:
-        """Begin a `shutdown`, and do not wait for its end."""
-        self._inbox.closed = True
-        self._inbox.post(Task(self._engine.leave))
+        """Begin a `shutdown`, and do not wait for its end. Idempotent; nothing in a forked child."""
+        if not (self.in_child or self._inbox.closed):
+            self._inbox.closed = True
+            self._inbox.post(Task(self._engine.leave))
 
     def wait_until_left(self) -> None:
-        """Wait for the end of a `shutdown`."""
+        """Wait for the end of a `shutdown`; nothing in a forked child."""
+        if self.in_child:
+            return
         if not self._state.ended.wait(self.config.shutdown_timeout or None):
             _log.error("rank %d: gave up waiting in shutdown() after %.0f s%s (HVDLITE_SHUTDOWN_TIMEOUT)",
                        self.world.rank, self.config.shutdown_timeout, self._engine.awaited())
@@ -167,6 +170,11 @@ class Runtime:
     def group_parts(self) -> GroupParts | None:
         """What an ordered group of all ranks has of its own; None in a job of size 1."""
         return self._connections.group_parts
+
+    @property
+    def group_reports(self) -> GroupReports:
+        """How an ordered group reports through this runtime."""
+        return GroupReports(self._inbox, self._engine, self._recorder, self._connections.clock, self.barrier)
 
     def when_over(self, tell: Callable[[HorovodInternalError], object]) -> None:
         """Let the background thread call a function when it ends, with the error of later calls; now if it has ended."""
