@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import warnings
 from typing import Any
 
 import torch
@@ -26,5 +27,8 @@ def monitored_barrier(group: Any = None, timeout: datetime.timedelta | None = No
     Raises:
         DistBackendError: on rank 0, with the ranks that have not come in time; on the others when rank 0 fails.
     """
+    if group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
+        warnings.warn("monitored_barrier was called by a rank that is not in the group", stacklevel=2)
+        return
     group = torch.distributed.group.WORLD if group is None else group
     group.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)

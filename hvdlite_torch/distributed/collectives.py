@@ -84,9 +84,12 @@ class Collectives:
 
     def allgather_coalesced(self, output_lists: Sequence[Sequence[torch.Tensor]], input_list: Sequence[torch.Tensor],
                             opts: Any = None) -> Any:
-        """Gather several tensors of each rank; one list of outputs for each."""
-        return self._start(_joined([self._operations.allgather(outputs, own)
-                                    for outputs, own in _pairs(output_lists, input_list, "all_gather_coalesced")]), opts)
+        """Gather several tensors of each rank; one list of outputs for each rank."""
+        if any(len(outputs) != len(input_list) for outputs in output_lists):
+            raise ValueError("all_gather_coalesced: each rank's list of outputs must have one tensor for each of the "
+                             f"{len(input_list)} inputs; they have {[len(outputs) for outputs in output_lists]}")
+        return self._start(_joined([self._operations.allgather([outputs[index] for outputs in output_lists], own)
+                                    for index, own in enumerate(input_list)]), opts)
 
     def all_gather_single_coalesced(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
                                     opts: Any = None) -> Any:
@@ -191,11 +194,11 @@ class Collectives:
 
     def _run_monitored_barrier(self, timeout: datetime.timedelta | None, wait_all_ranks: bool) -> None:
         """Wait for all ranks; raise an error that names those that do not come in time."""
-        seconds = timeout.total_seconds() if timeout is not None and timeout > _UNSET else self._ordered.timeout
+        seconds = timeout.total_seconds() if timeout is not None and timeout >= _UNSET else self._ordered.timeout
         self._calls += 1
         call = self._ordered.start([MONITORED_BARRIER], blocking=True, timeout=seconds)
         if isinstance(call.error, OperationTimeoutError) and call.error.ranks:
-            raise missed(call.error, seconds, self._ordered.members, wait_all_ranks)
+            raise missed(call.error, self._ordered, seconds, all_ranks=wait_all_ranks)
         if call.error is not None:
             raise as_backend_error(call.error)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch.distributed import DistBackendError
@@ -11,6 +10,8 @@ from torch.distributed import DistBackendError
 from hvdlite.core.errors import HorovodInternalError, HvdliteError, OperationTimeoutError, UnsupportedError
 
 if TYPE_CHECKING:
+    from hvdlite.ordered.group import OrderedGroup
+
     _BackendError = RuntimeError
 else:
     _BackendError = DistBackendError  # torch's, a `RuntimeError`
@@ -32,26 +33,24 @@ def as_backend_error(error: Exception) -> Exception:
     kind = type(error)
     if not isinstance(error, HvdliteError):
         return error
-    combined = _combined(kind)
-    copied = combined.__new__(combined)
-    copied.args = error.args
+    copied = _combined(kind)(*error.args)
     copied.__dict__.update(error.__dict__)
     copied.__cause__ = error.__cause__
     return copied
 
 
-def missed(error: OperationTimeoutError, seconds: float, members: Sequence[str], all_ranks: bool) -> Exception:
+def missed(error: OperationTimeoutError, group: OrderedGroup, seconds: float, *, all_ranks: bool) -> Exception:
     """Return the error of a monitored barrier, in the words of torch's.
 
     Args:
         seconds: its timeout.
-        members: the names of the group's ranks.
         all_ranks: whether to name all ranks that have not come, or the first one.
     """
-    absent = error.ranks if all_ranks else error.ranks[:1]
-    told = f"Rank{'s' if len(absent) > 1 else ''} {', '.join(members[rank] for rank in absent)}"
-    named = OperationTimeoutError(f"{told} failed to pass monitoredBarrier in {round(seconds * 1000)} ms. {error}", error.ranks)
-    return as_backend_error(named)
+    absent, limit = error.ranks if all_ranks else error.ranks[:1], round(seconds * 1000)
+    told = f"Rank{'s' if len(absent) > 1 else ''} {', '.join(group.members[rank] for rank in absent)}"
+    return as_backend_error(OperationTimeoutError(
+        f"{told} failed to pass monitoredBarrier in {limit} ms; Rank {group.members[group.rank]} timed out in monitoredBarrier "
+        f"after {limit} ms", error.ranks))
 
 
 @functools.cache

@@ -30,9 +30,6 @@ _OF_BOOL: Final = {
     ReduceOp.BAND: ReduceOp.MIN, ReduceOp.BOR: ReduceOp.MAX, ReduceOp.BXOR: ReduceOp.BXOR,
 }
 """Booleans are reduced as NCCL reduces them: a sum is true if any rank has true."""
-_REDUCED: Final = frozenset({
-    torch.bool, torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +69,7 @@ class Reduce:
         Raises:
             UnsupportedArgumentError: if there is none.
         """
-        if dtype not in _REDUCED:
+        if dtype not in memory.REDUCED:
             raise UnsupportedArgumentError(f"{what}: {memory.NAMES[dtype]} can be moved, but not reduced; convert it first")
         if dtype is torch.bool:
             if self.op not in _OF_BOOL or self.prescale != 1.0:
@@ -193,17 +190,17 @@ class Operations:
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> Prepared:
         """Give every rank one of the tensors of the root, which alone has `inputs`; all have the same number of elements."""
         memory.check(output, "scatter")
-        source = None
+        sources = []
         if self._rank == root:
             inputs = inputs or []
             self._check_parts(inputs, "scatter")
             self._check_like(inputs, output, "scatter")
             _check_even(inputs, output, "scatter")
-            source = memory.memory(memory.concatenated(inputs))
+            sources = [memory.memory(memory.concatenated(inputs))]
         copies = _Copies()
         operation = Operation(
             collective=Collective.SCATTER, agreed=_told("scatter", f"from rank {root}", output.dtype, output.numel()),
-            dtype="uint8", sources=[source], outputs=[memory.memory(copies.room(output))], root=root,
+            dtype="uint8", sources=sources, outputs=[memory.memory(copies.room(output))], root=root,
             rows=(output.numel() * output.element_size(),) * self._size)
         return Prepared([operation], [output], copies.finish)
 

@@ -17,6 +17,7 @@ from hvdlite.ordered.group import OrderedGroup
 from hvdlite_torch.distributed import backend, other_devices
 from hvdlite_torch.distributed.backend import NAME
 from hvdlite_torch.distributed.collectives import Collectives
+from hvdlite_torch.distributed.compiling import leave_to_python
 from hvdlite_torch.distributed.overloads import OVERLOADS
 from hvdlite_torch.distributed.work import Works
 
@@ -223,7 +224,9 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
             return own(self, *with_options(*args, **kwargs))
         return own(self, *args, **kwargs)
 
-    return functools.update_wrapper(method, own)
+    functools.update_wrapper(method, own)
+    leave_to_python(method)
+    return method
 
 
 _OLD_NAMES: Final = {

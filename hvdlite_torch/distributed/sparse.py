@@ -45,6 +45,6 @@ def summing(operations: Operations, tensor: torch.Tensor, own: torch.Tensor, cou
 
     def finish() -> None:
         with torch.no_grad():
-            tensor.copy_(torch.sparse_coo_tensor(indices.t(), values, shape).coalesce())
+            tensor.copy_(torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False).coalesce())
 
     return Prepared([operation for each in gathered for operation in each.operations], [tensor], finish)

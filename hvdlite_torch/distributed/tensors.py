@@ -12,9 +12,26 @@ from hvdlite_torch.distributed.errors import UnsupportedArgumentError
 
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 """Names of dtypes in messages."""
-_KNOWN_TO_NUMPY = frozenset({
-    torch.bool, torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64,
-    torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128})
+_CODES = {
+    torch.bool: "|b1", torch.int8: "|i1", torch.uint8: "|u1", torch.int16: "=i2", torch.uint16: "=u2", torch.int32: "=i4",
+    torch.uint32: "=u4", torch.int64: "=i8", torch.uint64: "=u8", torch.float16: "=f2", torch.bfloat16: "=u2",
+    torch.float32: "=f4", torch.float64: "=f8", torch.complex64: "=c8", torch.complex128: "=c16"}
+"""Dtypes with arithmetic, in NumPy's array interface; bfloat16 as integers of its width."""
+REDUCED = frozenset(_CODES)
+"""Dtypes that can be reduced."""
+
+
+class _Memory:
+    """A tensor's memory for NumPy; the array keeps this, and so the tensor.
+
+    Not `Tensor.numpy`, after which torch refuses to free or resize the memory, as FSDP does.
+    """
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, count: int, code: str) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {"data": (tensor.data_ptr(), False), "shape": (count,), "typestr": code, "version": 3}
 
 
 def check(tensor: torch.Tensor, what: str) -> None:
@@ -32,21 +49,15 @@ def check(tensor: torch.Tensor, what: str) -> None:
 
 
 def values(tensor: torch.Tensor) -> Array:
-    """Return the memory of a contiguous tensor as a flat array of its dtype; `tensor` must have one that NumPy knows."""
-    flat = tensor.detach().view(-1)
-    if flat.dtype is torch.bfloat16:
-        return flat.view(torch.int16).numpy().view(BFLOAT16)
-    array: Array = flat.numpy()
-    return array
+    """Return the memory of a contiguous tensor of one of the dtypes `REDUCED` as a flat array."""
+    array: Array = np.asarray(_Memory(tensor, tensor.numel(), _CODES[tensor.dtype]))
+    return array.view(BFLOAT16) if tensor.dtype is torch.bfloat16 else array
 
 
 def memory(tensor: torch.Tensor) -> Array:
     """Return the memory of a contiguous tensor of any dtype as bytes."""
-    flat = tensor.detach().view(-1)
-    if flat.dtype not in _KNOWN_TO_NUMPY:
-        flat = (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)
-    array: Array = flat.numpy()
-    return array.view(np.uint8)
+    array: Array = np.asarray(_Memory(tensor, tensor.numel() * tensor.element_size(), "|u1"))
+    return array
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
