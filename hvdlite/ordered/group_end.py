@@ -2,7 +2,8 @@
 
 Theory of operation
 - A blocking call in an idle group is carried out by the thread that makes it. Other calls are carried out by the group's
-  worker thread, which exists from the first such call on.
+  worker thread, which exists from the first such call on. What a callback of a call calls is carried out at once, before
+  what is queued: so the order is the same on all ranks, whenever they have queued it.
 - A rank gives each operation the next number, writes this and a text to the board, and executes a plan. Within the plan's
   first barrier all ranks of the host have written; when they differ, all raise `MismatchError`, and the group goes on.
 - Ranks on several hosts have no common board: before a plan they gather the numbers and digests of all.
@@ -74,13 +75,15 @@ class GroupEnd:
         self._told = ToldCalls(lambda number, text: self._reporter.request(f"{name}, call {number}: {text}"), patience)
         self._sequence = self._executed = 0  # calls and plans
         self._text = b""  # of the call under way
+        self._is_moving = False  # whether the thread that carries it out is in the middle of a plan
         self._unchecked: Prepared | None = None  # until it is known whether all ranks make the call under way
         self._met = 0.0  # when that was known, on the reporter's clock
         self._pid = os.getpid()
         self._lock = threading.RLock()  # guards the following; a signal handler may make a call while its thread holds it
         self._changed = threading.Condition(self._lock)
         self._queue: deque[Call] = deque()
-        self._is_busy = self._is_closed = False
+        self._runner = 0  # the thread that carries out a call
+        self._is_closed = False
         self._has_runtime = True
         self._worker: threading.Thread | None = None
 
@@ -97,13 +100,17 @@ class GroupEnd:
         self._reporter.called()
         with self._lock:
             error = self._waiter.error
-            runs_here = error is None and blocking and not self._is_busy and not self._queue
-            if runs_here:
-                self._is_busy = True
-            elif error is None:
-                self._enqueue(call)
+            is_nested = self._runner == threading.get_ident() and not self._is_moving
+            runs_here = not is_nested and blocking and not self._runner and not self._queue
+            if error is None and runs_here:
+                self._runner = threading.get_ident()
+            elif error is None and not is_nested:
+                self._queue.append(call)
+                self._let_work()
         if error is not None:
             call.end(error)
+        elif is_nested:
+            self._carry_out(call)
         elif runs_here:
             try:
                 self._carry_out(call)
@@ -146,7 +153,7 @@ class GroupEnd:
     @property
     def is_waiting(self) -> bool:
         """Whether a call is under way, for which a thread most likely waits."""
-        return self._is_busy
+        return self._runner != 0
 
     def abort(self, reason: str) -> None:
         self._fail(HorovodInternalError(f"{self.name} was aborted on this rank: {reason}"))
@@ -164,7 +171,7 @@ class GroupEnd:
             self._board.leave()
         self._fail(HorovodInternalError(f"{self.name} was destroyed on this rank before the call was complete"))
         with self._lock:
-            while self._is_busy and worker is not threading.current_thread():
+            while self._runner not in (0, threading.get_ident()):
                 if not self._changed.wait(JOIN_SECONDS):
                     break
         if worker is not None and worker is not threading.current_thread():
@@ -183,8 +190,8 @@ class GroupEnd:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, call: Call) -> None:
-        self._queue.append(call)
+    def _let_work(self) -> None:
+        """Let the worker thread look for calls."""
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name=f"hvdlite-group-{self.name}", daemon=True)
             self._worker.start()
@@ -193,12 +200,12 @@ class GroupEnd:
     def _work(self) -> None:
         while True:
             with self._lock:
-                while (self._is_busy or not self._queue) and not self._is_closed:
+                while (self._runner or not self._queue) and not self._is_closed:
                     self._changed.wait()
                 if not self._queue:
                     return
                 call = self._queue.popleft()
-                self._is_busy = True
+                self._runner = threading.get_ident()
             try:
                 self._carry_out(call)
             finally:
@@ -206,9 +213,11 @@ class GroupEnd:
 
     def _idle(self) -> None:
         with self._lock:
-            self._is_busy = False
-            if self._queue or self._is_closed:
+            self._runner = 0
+            if self._is_closed:
                 self._changed.notify_all()
+            elif self._queue:
+                self._let_work()
 
     def _carry_out(self, call: Call) -> None:
         error: Exception | None = None
@@ -306,8 +315,12 @@ class GroupEnd:
     def _execute(self, response: Response, sources: Sequence[Array | None], outputs: Sequence[Array | None],
                  splits: AlltoallSplits | None = None) -> None:
         self._executed += 1
-        self._plane.execute(Plan(self._executed, self._plans.ranks, response, sources, outputs, None, splits),
-                            self._wait_until)
+        self._is_moving = True
+        try:
+            self._plane.execute(Plan(self._executed, self._plans.ranks, response, sources, outputs, None, splits),
+                                self._wait_until)
+        finally:
+            self._is_moving = False
 
     def _wait_until(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
         self._waiter(predicate, poll_interval=poll_interval)

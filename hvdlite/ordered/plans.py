@@ -65,7 +65,7 @@ class Plans:
     def prepared(self, operation: Operation) -> Prepared:
         """Return what all calls of this operation have in common."""
         key = (operation.agreed, operation.collective, operation.dtype, operation.op, operation.root, operation.rows,
-               operation.prescale, operation.postscale)
+               operation.postscale, operation.prescale)
         found = self._prepared.get(key)
         if found is None:
             if len(self._prepared) >= _KEPT:
@@ -78,7 +78,7 @@ class Plans:
         if len(set(operation.rows)) > 1:
             text += f" rows={list(operation.rows)}"
         encoded = text.encode()
-        return Prepared(encoded, (shown(encoded),), f"{self._group}: {shown(encoded)}", digest_of(repr(key).encode()),
+        return Prepared(encoded, (shown(encoded),), f"{self._group}: {shown(encoded)}", digest_of(repr(key[:-1]).encode()),
                         self._response(operation))
 
     def _response(self, operation: Operation) -> Response:

@@ -82,7 +82,7 @@ class Waiter:
                                     "process ended, or destroyed the group) without making this call", gone[0])
 
     def _timed_out(self) -> OperationTimeoutError:
-        text = f"{self._call()} has not ended within {self._timeout:g} s"
+        text = f"{self._call()} has not ended within its timeout of {self._timeout:g} s"
         missing: list[int] = []
         if self._board is not None:
             missing = self._board.missing(self._sequence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import time
 from typing import Any
 from unittest import mock
 
@@ -202,7 +203,7 @@ def test_a_call_that_takes_too_long_names_who_has_not_come() -> None:
 
     error, _ = play(groups(2), step)
     assert isinstance(error, OperationTimeoutError) and isinstance(error, TimeoutError) and error.ranks == (1,)
-    assert "barrier() has not ended within 0.2 s: rank 1 did not make this call" in str(error)
+    assert "barrier() has not ended within its timeout of 0.2 s: rank 1 did not make this call" in str(error)
     assert "rank 1 last called call 1: all_reduce(SUM, float32[4])" in str(error)
 
 
@@ -352,3 +353,31 @@ def test_a_partner_that_stops_in_the_middle_is_suspected() -> None:
         return reports.suspected
 
     assert play(groups(2, patience=0.1), step)[0] >= 1
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_callbacks_may_make_calls_and_wait_for_them(blocking: bool) -> None:
+    """As communication hooks of DDP do; on every rank they come right after the call, whatever else is queued by then."""
+    def step(group: GroupEnd) -> list[float]:
+        seen: list[float] = []
+
+        def again(call: Call) -> None:
+            values = np.full(3, float(group.rank), np.float32)
+            inner = group.start([allreduce(values)], lambda: seen.append(2.0))
+            result_of(inner)
+            seen.append(sums(group, 1.0))
+
+        def bad(call: Call) -> None:
+            raise ZeroDivisionError("in a callback")
+
+        for _ in range(5):
+            outer = group.start([allreduce(np.ones(40_000, np.float32))], lambda: seen.append(1.0))
+            outer.when_done(again)
+            outer.when_done(bad)
+            time.sleep(random.random() / 100)
+            result_of(group.start([barrier()], blocking=blocking))
+        while len(seen) < 15:
+            pass
+        return seen
+
+    assert play(groups(2), step) == [[1.0, 2.0, 2.0] * 5] * 2
