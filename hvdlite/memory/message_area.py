@@ -12,7 +12,8 @@ Rules (docs/protocol.md#message-rings)
 - Pages of a ring are allocated by its sender before it writes them. If there are none, it uses those that it has.
 - A rank's word changes when it is to look at its rings. Every writer writes values that no other rank writes, so a rank that
   has read the word before it looked never sleeps on what it has missed.
-- A receiver wakes the sender when it crosses a multiple of `WAKE_BYTES`; a sender sleeps only if there is more in the ring.
+- A receiver wakes the sender when the number that it has read crosses a multiple of an eighth of the ring; a sender sleeps only
+  if there is more than that in the ring.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ if TYPE_CHECKING:
 
 RING_BYTES: Final = 1 << 24
 """Bytes of a ring: what a rank sends to another one without waiting for it."""
-PIECE_BYTES: Final = 1 << 19
-"""Values of a piece: a long message is copied in by one rank while another one copies it out."""
-WAKE_BYTES: Final = 1 << 21
-RESTART_BYTES: Final = 1 << 20
-"""A sender that is further from the ring's beginning goes back to it when the ring is empty."""
+PIECES: Final = 32
+"""A piece has up to this part of the ring: a long message is copied in by one rank while another one copies it out."""
+WAKES: Final = 8
+"""How often a receiver wakes the sender while it reads as much as the ring holds."""
+RESTARTS: Final = 16
+"""A sender that has gone further than this part of the ring goes back to its beginning when the ring is empty."""
 POLL_SECONDS: Final = 0.0005
 """How long a rank sleeps where there are no futexes."""
 LINE: Final = 64
@@ -83,7 +85,8 @@ class RingWriter:
                  fence: Callable[[], None] | None) -> None:
         self._ring, self._pair, self._allocate, self._fence = ring, pair, allocate, fence
         self._header = ring.data
-        self._size, self._allocated = ring.size, 0
+        self._size, self._piece, self._restart = ring.size, ring.size // PIECES, ring.size // RESTARTS
+        self._allocated = 0  # bytes from the ring's beginning that have pages
         self._written = self._base = 0
         self.is_short = False
 
@@ -106,10 +109,10 @@ class RingWriter:
         if self._fence is not None:
             self._fence()
         position = (self._written - self._base) % self._size
-        if read == self._written and position >= RESTART_BYTES:
+        if read == self._written and position >= self._restart:
             self._pair[_BASE] = self._base = self._written
             position = 0
-        count = min(rest.size, PIECE_BYTES, self._size - position - LINE)
+        count = min(rest.size, self._piece, self._size - position - LINE)
         if self._size - (self._written - read) < LINE + _padded(count):
             return -1
         if position + LINE + _padded(count) > self._allocated:
@@ -118,7 +121,7 @@ class RingWriter:
                 if read != self._written:
                     return -1
                 self._pair[_BASE] = self._base = self._written
-                position, count = 0, min(rest.size, PIECE_BYTES, self._allocated - LINE)
+                position, count = 0, min(rest.size, self._piece, self._allocated - LINE)
         _HEADER.pack_into(self._header, position, tag, total, count)
         if count:
             self._ring[position + LINE:position + LINE + count] = rest[:count]
@@ -148,7 +151,7 @@ class RingReader:
     def __init__(self, ring: Array, pair: memoryview, fence: Callable[[], None] | None) -> None:
         self._ring, self._pair, self._fence = ring, pair, fence
         self._header = ring.data
-        self._size, self._read = ring.size, 0
+        self._size, self._wake, self._read = ring.size, ring.size // WAKES, 0
 
     @property
     def used(self) -> int:
@@ -177,7 +180,7 @@ class RingReader:
         if self._fence is not None:
             self._fence()
         self._pair[_READ] = self._read
-        return before // WAKE_BYTES != self._read // WAKE_BYTES
+        return before // self._wake != self._read // self._wake
 
 
 class MessageArea:
@@ -189,7 +192,7 @@ class MessageArea:
 
     Args:
         start: where the area begins in the file.
-        ring: bytes of a ring, a multiple of `PAGE`, and of several times `PIECE_BYTES`.
+        ring: bytes of a ring, a multiple of `PAGE`.
 
     Raises:
         MemoryError: if the system has no memory left.
@@ -234,8 +237,11 @@ class MessageArea:
         """Return this rank's end of the ring to another rank; there is one."""
         if to not in self._writers:
             pair, ring, start = self._pair(self.index, to)
-            self._writers[to] = RingWriter(
-                ring, pair, lambda begin, length: self._memory.allocate(start + begin, length), self._memory.fence)
+
+            def allocate(begin: int, length: int) -> None:
+                self._memory.allocate(start + begin, length)
+
+            self._writers[to] = RingWriter(ring, pair, allocate, self._memory.fence)
         return self._writers[to]
 
     def reader(self, source: int) -> RingReader:
@@ -270,6 +276,9 @@ class MessageArea:
         for rank in range(self.ranks):
             if rank != self.index:
                 self.wake(rank)
+        for source in range(self.ranks):
+            if self.has_left(source) and self.has_written(source):
+                self._pair(source, self.index)  # it may never have been mapped
         for number, mapping in self._maps.items():
             source, to = divmod(number, self.ranks)
             if self.has_left(source) and (self.has_left(to) or self._writers[to].is_empty):

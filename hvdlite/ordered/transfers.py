@@ -146,7 +146,7 @@ class Transfers:
         self._messages: dict[int, Message] = {}  # by source: the one that is arriving
         self._readers: dict[int, RingReader] = {}
         self._over: deque[tuple[Transfer, Exception | None]] = deque()  # to be ended without the lock
-        self._waiting = self._driving = 0  # threads in `wait`, and those of them that carry calls out
+        self._waiters: dict[object, bool] = {}  # a key for each thread in `wait`, and whether it carries calls out
         self._thread: threading.Thread | None = None
         self._thread_drives = False
         self._stopped = threading.Event()
@@ -169,6 +169,7 @@ class Transfers:
         self._start(call, begin)
         while self._guarded(lambda: call in self._calls and self._send_piece(to)):
             pass
+        self._watch(call)
         return call
 
     def receive(self, values: Array, source: int | None, tag: int) -> Call:
@@ -189,6 +190,7 @@ class Transfers:
                 self._take_pieces()
 
         self._start(call, begin)
+        self._watch(call)
         return call
 
     def pending(self) -> list[str]:
@@ -228,22 +230,19 @@ class Transfers:
     def wait(self, call: Transfer, timeout: float | None) -> bool:
         """See `Call.wait`."""
         limit = math.inf if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            self._waiting += 1
-            drives = not self._thread_drives or threading.current_thread() is self._thread
-            self._driving += drives
-            if not drives:
-                self._area.wake(self._area.index)  # a thread waits now: it looks at full rings
+        key = object()
         try:
+            with self._lock:
+                drives = self._waiters[key] = not self._thread_drives or threading.current_thread() is self._thread
+                if not drives:
+                    self._area.wake(self._area.index)  # a thread waits now: it looks at full rings
             while drives and call in self._calls:
                 self._drive(call, limit)
                 if call in self._calls and time.monotonic() >= limit:
                     return False
             return call.wait_idly(timeout)
         finally:
-            with self._lock:
-                self._waiting -= 1
-                self._driving -= drives
+            self._waiters.pop(key, None)
 
     def _drive(self, call: Transfer | None, limit: float) -> None:
         """Do what can be done; if that is nothing, sleep until something happens, `call` is finished, or until `limit`."""
@@ -258,7 +257,16 @@ class Transfers:
             until = min(limit, next(iter(self._calls)).deadline, now + longest)
         self._area.sleep(seen, max(0.0, until - now))
 
-    def _watch(self) -> None:
+    def _watch(self, call: Transfer) -> None:
+        """Let the thread of the group carry a call out, if no thread waits for it."""
+        if call in self._calls and self._thread is None:
+            with self._lock:
+                if call in self._calls and self._thread is None:
+                    thread = threading.Thread(target=self._run, name=f"hvdlite-transfers-{self._name}", daemon=True)
+                    thread.start()
+                    self._thread = thread
+
+    def _run(self) -> None:
         """Carry out calls for which no thread waits. Runs on the thread of the group."""
         idle = 0
         while not self._stopped.wait(LINGER_SECONDS):
@@ -267,7 +275,7 @@ class Transfers:
                 if idle > IDLE_ROUNDS:
                     self._thread = None
                     return
-                self._thread_drives = bool(self._calls) and not self._driving
+                self._thread_drives = bool(self._calls) and not any(self._waiters.values())
             while self._thread_drives:
                 self._drive(None, math.inf)
                 with self._lock:
@@ -307,9 +315,6 @@ class Transfers:
                 self._finish(call, self._error)
                 return
             begin()
-            if self._calls and self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name=f"hvdlite-transfers-{self._name}", daemon=True)
-                self._thread.start()
 
         self._guarded(start)
 
@@ -378,7 +383,7 @@ class Transfers:
             message = Message(source, piece)
             self._assign(message, receive)
             return message
-        if self._matching.wants(source) or (reader.is_half_full and (self._waiting or self._sends)):
+        if self._matching.wants(source) or (reader.is_half_full and (self._waiters or self._sends)):
             message = Message(source, piece)
             message.target = np.empty(message.total, np.uint8)
             self._matching.keep(message)
@@ -447,7 +452,7 @@ class Transfers:
             if not self._sends[call.to]:
                 del self._sends[call.to]
         self._over.append((call, error))
-        if self._driving + self._thread_drives > 1:
+        if len(self._waiters) + self._thread_drives > 1:
             self._area.wake(self._area.index)  # another thread may wait for this call
 
     # --- errors ----------------------------------------------------------------------------------------------------------
