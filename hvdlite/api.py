@@ -15,13 +15,16 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from hvdlite.bootstrap.store import Store
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
 from hvdlite.core.config import environment_name
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import ReduceOp
+from hvdlite.ordered.group import OrderedGroup
 from hvdlite.runtime.followers import Follower
+from hvdlite.runtime.groups import Groups
 from hvdlite.runtime.process_hooks import answer_signal, tell_failure
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.runtime.worlds import Worlds
@@ -30,6 +33,7 @@ Average, Sum, Adasum = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM
 Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
 
 _worlds = Worlds(os.environ)
+_groups = Groups(os.environ, _worlds.casts)
 _lock = threading.RLock()
 _users = 0  # init() calls that no shutdown() has answered yet
 _hooks_installed = False
@@ -311,7 +315,29 @@ def transfer_name(adapter: str, name: str | None, sender: int, receiver: int) ->
     return runtime().unnamed(adapter, f"send.{way}") if name is None else f"send.{way}.{name}"
 
 
-# --- hooks: installed once, by the first init() ----------------------------------------------------------------------
+def join_group(store: Store, name: str, rank: int, size: int, timeout: float,
+               members: Sequence[int] | None = None) -> OrderedGroup:
+    """Meet the other ranks of a group whose collectives are carried out in the order of calls; all of them call this.
+
+    Args:
+        store: of this group alone, such as a `PrefixStore` of `torch.distributed`.
+        name: for messages, and of the group's thread.
+        rank: this process's rank in the group.
+        size: number of ranks of the group.
+        timeout: seconds after which a call fails on a rank that still waits.
+        members: for messages: the ranks of the world that are the group's, in its order; None if it is the whole world.
+
+    Raises:
+        LaunchError: when the ranks cannot meet.
+        ConfigError: for an unknown or invalid `HVDLITE_*` variable.
+        ValueError: for a rank that is not in the group.
+    """
+    with _lock:
+        _install_hooks()
+    return _groups.join(store, name, rank, size, timeout, members)
+
+
+# --- hooks: installed once, by the first init() or group -------------------------------------------------------------
 
 
 def _install_hooks() -> None:
@@ -321,6 +347,7 @@ def _install_hooks() -> None:
     _hooks_installed = True
     atexit.register(_at_exit)
     os.register_at_fork(after_in_child=_worlds.close_in_child)
+    os.register_at_fork(after_in_child=_groups.close_in_child)
     previous = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> Any:
@@ -342,4 +369,5 @@ def _at_exit() -> None:
     global _users
     with _lock:
         _users = 0
+    _groups.close_all()
     shutdown()

@@ -10,6 +10,7 @@ Theory of operation
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -304,6 +305,7 @@ class Engine:
             state.failure = HorovodInternalError("the background thread ended unexpectedly; see the log")
         error = state.closing_error()
         parts: list[Callable[[], Any]] = [
+            *(functools.partial(tell, error) for tell in list(state.when_over)),
             lambda: self._control.flush(FLUSH_SECONDS), lambda: connections.oob.close(error),
             lambda: self._execution.fail(error), connections.plane.close]
         devices = connections.devices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.handoff.buckets import LearnedLayout
@@ -22,6 +23,7 @@ class JobState:
         tuned: the knobs that have been changed since the beginning.
         joins: how often all ranks have joined.
         failure: the error that ended the job; None while the job runs.
+        when_over: called by the background thread when it is about to end, with the error of everything later.
         ended: set when the background thread has ended.
     """
 
@@ -33,6 +35,7 @@ class JobState:
         self.tuned: dict[str, int] = {}
         self.joins = 0
         self.failure: HorovodInternalError | None = None
+        self.when_over: list[Callable[[HorovodInternalError], object]] = []
         self.ended = threading.Event()
 
     def closing_error(self) -> HorovodInternalError:

@@ -10,25 +10,23 @@ Rules (docs/protocol.md#message-rings)
 - A sender that finds its ring empty may begin again at the ring's first byte (`base`), where memory is warm and has pages.
   No receiver uses an old `base`: it looks for a position only after it has seen that something was written later.
 - Pages of a ring are allocated by its sender before it writes them. If there are none, it uses those that it has.
-- A rank's word changes when it is to look at its rings. Every writer writes values that no other rank writes, so a rank that
+- A rank's word changes when it is to look at its rings. Every writer writes values that no other rank writes. So a rank that
   has read the word before it looked never sleeps on what it has missed.
-- A receiver wakes the sender when the number that it has read crosses a multiple of an eighth of the ring; a sender sleeps only
-  if there is more than that in the ring.
+- A receiver wakes the sender when the number that it has read crosses a multiple of an eighth of the ring; a sender sleeps
+  only if there is more than that in the ring.
 """
 
 from __future__ import annotations
 
 import mmap
 import struct
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from hvdlite.core.array import Array
-from hvdlite.memory import futex
-from hvdlite.memory.futex import Futex
+from hvdlite.memory.futex import shared_word
 
 if TYPE_CHECKING:
     from hvdlite.memory.shared import SharedMemory
@@ -41,8 +39,6 @@ WAKES: Final = 8
 """How often a receiver wakes the sender while it reads as much as the ring holds."""
 RESTARTS: Final = 16
 """A sender that has gone further than this part of the ring goes back to its beginning when the ring is empty."""
-POLL_SECONDS: Final = 0.0005
-"""How long a rank sleeps where there are no futexes."""
 LINE: Final = 64
 PAGE: Final = 1 << 16
 _HEADER: Final = struct.Struct("=qqq")
@@ -205,7 +201,7 @@ class MessageArea:
         memory.allocate(start, length)
         self._control = mmap.mmap(memory.descriptor, length, offset=start)
         self._words = memoryview(self._control).cast("q")
-        self._futexes = [Futex(self._control, rank * LINE) for rank in range(ranks)]
+        self._sleepers = [shared_word(self._control, rank * LINE) for rank in range(ranks)]
         self._wakes = 0
         self._maps: dict[int, mmap.mmap] = {}
         self._writers: dict[int, RingWriter] = {}
@@ -214,22 +210,18 @@ class MessageArea:
 
     def seen(self) -> int:
         """Return this rank's word; to be read before it looks at its rings."""
-        return self._futexes[self.index].value
+        return self._sleepers[self.index].value
 
     def sleep(self, seen: int, seconds: float) -> None:
         """Sleep until another rank has woken this one since it has read its word as `seen`; may return early."""
-        if futex.AVAILABLE:
-            self._futexes[self.index].wait(seen, seconds)
-        else:
-            time.sleep(min(seconds, POLL_SECONDS))
+        self._sleepers[self.index].wait(seen, seconds)
 
     def wake(self, rank: int) -> None:
         """Let a rank, this one too, look at its rings."""
         self._wakes += 1
-        word = self._futexes[rank]
+        word = self._sleepers[rank]
         word.value = (self.index + 1 & 0xFFF) << 20 | self._wakes & 0xFFFFF
-        if futex.AVAILABLE:
-            word.wake()
+        word.wake()
 
     # --- rings -----------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ behind; elsewhere it is a file that is unlinked before use (macOS: untested). It
 
     segment: one arrival counter per rank, 64 bytes apart | slot (rank 0, region 0) | (0, 1) | (0, 2) | (1, 0) | ...
     window:  rank 0's part | rank 1's part | ...
-    area:    see `memory/mailbox_area.py`, `memory/message_area.py`
+    area:    see `memory/mailbox_area.py`, `memory/group_area.py`, `memory/message_area.py`
 
 Rules (docs/protocol.md#slots, #staging-regions, #allocation, #memory-order)
 - Pages are allocated with `posix_fallocate` before they are written: a lack of memory is a `MemoryError`, never SIGBUS.
@@ -26,15 +26,16 @@ import fcntl
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import LaunchError
-from hvdlite.memory import message_area
+from hvdlite.memory import group_area, mailbox_area, message_area
 from hvdlite.memory.fence import Fence, fence_file
-from hvdlite.memory.mailbox_area import MailboxArea, area_bytes
+from hvdlite.memory.group_area import GroupArea
+from hvdlite.memory.mailbox_area import MailboxArea
 from hvdlite.memory.message_area import MessageArea
 
 COUNTER_STRIDE = 64
@@ -157,14 +158,14 @@ class SharedMemory:
         descriptor: from `anonymous_file`, the same file on all ranks; owned by this object.
         rank: this rank.
         fence: the host's fence, owned by this object; None on machines that need none.
+        span: the beginning and the end of what this object may use; by default the whole file.
     """
 
-    def __init__(self, descriptor: int, rank: int, fence: Fence | None = None) -> None:
+    def __init__(self, descriptor: int, rank: int, fence: Fence | None = None, span: tuple[int, int] | None = None) -> None:
         self.descriptor, self.fence, self.process = descriptor, fence, os.getpid()
         self.flush = fence or Fence(fence_file())
         self._rank = rank
-        self._end = 0  # the end of the ranges in use
-        self._length = os.fstat(descriptor).st_size
+        self._end, self._length = span or (0, os.fstat(descriptor).st_size)  # the end of the ranges in use, and of all
 
     def segment(self, ranks: Sequence[int], slot: int) -> Segment | None:
         """Return the next segment, for a process set; None if this rank is not one of `ranks`.
@@ -207,13 +208,27 @@ class SharedMemory:
         Raises:
             MemoryError: as for `segment`.
         """
-        nbytes = _rounded(area_bytes(capacity, len(ranks)))
+        nbytes = _rounded(mailbox_area.area_bytes(capacity, len(ranks)))
         start = self._next_range(nbytes, PAGE)
         if self._rank not in ranks:
             return None
         self.allocate(start, nbytes)
         return MailboxArea(mmap.mmap(self.descriptor, nbytes, offset=start), list(ranks).index(self._rank), len(ranks),
                            capacity)
+
+    def group_area(self, ranks: Sequence[int]) -> GroupArea | None:
+        """Return the next area for an ordered group; None if this rank is not one of `ranks`.
+
+        Raises:
+            MemoryError: as for `segment`.
+        """
+        nbytes = _rounded(group_area.area_bytes(len(ranks)))
+        start = self._next_range(nbytes, PAGE)
+        if self._rank not in ranks:
+            return None
+        self.allocate(start, nbytes)
+        return GroupArea(mmap.mmap(self.descriptor, nbytes, offset=start), list(ranks).index(self._rank), len(ranks),
+                         self.fence)
 
     def message_area(self, ranks: Sequence[int], ring: int = message_area.RING_BYTES) -> MessageArea | None:
         """Return the next area for messages between two of `ranks`; None if this rank is not one of them.
@@ -228,6 +243,16 @@ class SharedMemory:
         if self._rank not in ranks:
             return None
         return MessageArea(self, start, list(ranks).index(self._rank), len(ranks), ring)
+
+    def reserve_portion(self) -> Callable[[], SharedMemory]:
+        """Reserve a sixteenth of what is left of the file; return what makes a handle for it.
+
+        Its ranges are requested in the same order on all ranks, too, but independently of this object's.
+        """
+        begin = -(-self._end // HUGE_PAGE) * HUGE_PAGE
+        end = begin + (self._length - begin) // 16 // HUGE_PAGE * HUGE_PAGE
+        self._end = end
+        return lambda: SharedMemory(os.dup(self.descriptor), self._rank, self.fence and self.fence.duplicate(), (begin, end))
 
     def close(self) -> None:
         """Close the file and the fence; mappings remain."""

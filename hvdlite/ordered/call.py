@@ -13,6 +13,7 @@ class Call:
 
     Attributes:
         operations: carried out one after the other.
+        timeout: seconds that it may take, once it has begun; None for the group's.
         error: what it failed with; None while it is under way, and when it has succeeded.
         source: the rank that has sent what this call receives; -1 for other calls, and before it is known.
 
@@ -20,8 +21,9 @@ class Call:
         finish: called when the operations are done, before the call is: it copies results to where they belong, say.
     """
 
-    def __init__(self, operations: Sequence[Operation], finish: Callable[[], None] | None = None) -> None:
-        self.operations, self.finish = operations, finish
+    def __init__(self, operations: Sequence[Operation], finish: Callable[[], None] | None = None,
+                 timeout: float | None = None) -> None:
+        self.operations, self.finish, self.timeout = operations, finish, timeout
         self.error: Exception | None = None
         self.source = -1
         self._done = threading.Event()

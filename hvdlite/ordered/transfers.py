@@ -22,14 +22,15 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 import numpy as np
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import HorovodInternalError, PeerLeftError, StallError
+from hvdlite.core.errors import HorovodInternalError, MismatchError, OperationTimeoutError, PeerLeftError
 from hvdlite.memory.message_area import MessageArea, Piece, RingReader
+from hvdlite.ordered.board import names
 from hvdlite.ordered.call import Call
 from hvdlite.ordered.matching import ANY, Matching
 
@@ -60,7 +61,7 @@ class Transfer(Call):
     peer: int
 
     def __init__(self, owner: Transfers, values: Array, tag: int) -> None:
-        super().__init__(())
+        super().__init__((), timeout=owner.timeout)
         self.values, self.tag = values, tag
         self.deadline = time.monotonic() + owner.timeout
         self._owner = owner
@@ -90,9 +91,6 @@ class Send(Transfer):
         self.to = self.peer = to
         self.sent, self.begun = 0, False
 
-    def __str__(self) -> str:
-        return f"send of {self.values.size} bytes to rank {self.to} (tag {self.tag})"
-
 
 class Receive(Transfer):
     """A message from the rank `wanted`, or from `ANY`."""
@@ -100,10 +98,6 @@ class Receive(Transfer):
     def __init__(self, owner: Transfers, values: Array, wanted: int, tag: int) -> None:
         super().__init__(owner, values, tag)
         self.wanted = self.peer = wanted
-
-    def __str__(self) -> str:
-        source = "any rank" if self.wanted == ANY else f"rank {self.wanted}"
-        return f"receive of {self.values.size} bytes from {source} (tag {self.tag})"
 
 
 class Message:
@@ -131,12 +125,14 @@ class Transfers:
 
     Args:
         area: of the ranks of the group; owned by this object.
-        name: of the group, for messages.
+        group: its name, for messages.
+        members: the name of each rank, likewise.
     """
 
-    def __init__(self, area: MessageArea, name: str, timeout: float = math.inf) -> None:
+    def __init__(self, area: MessageArea, group: str, timeout: float = math.inf, members: Sequence[str] = ()) -> None:
         self.timeout = timeout
-        self._area, self._name, self._process = area, name, os.getpid()
+        self._area, self._group, self._process = area, group, os.getpid()
+        self._members = tuple(members) or tuple(map(str, range(area.ranks)))
         self._others = [rank for rank in range(area.ranks) if rank != area.index]
         self._lock = threading.Lock()  # guards the rest
         self._error: Exception | None = None
@@ -196,7 +192,7 @@ class Transfers:
     def pending(self) -> list[str]:
         """Return descriptions of the calls under way, the oldest first."""
         with self._lock:
-            return [str(call) for call in self._calls]
+            return [self._shown(call) for call in self._calls]
 
     def fail(self, error: Exception) -> None:
         """Let all calls under way and all later ones fail."""
@@ -212,7 +208,7 @@ class Transfers:
         if os.getpid() != self._process or self._stopped.is_set():
             return
         self._stopped.set()
-        self.fail(HorovodInternalError(f"process group {self._name!r} has been closed on this rank"))
+        self.fail(HorovodInternalError(f"{self._group} was destroyed on this rank before the call was complete"))
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -262,7 +258,7 @@ class Transfers:
         if call in self._calls and self._thread is None:
             with self._lock:
                 if call in self._calls and self._thread is None:
-                    thread = threading.Thread(target=self._run, name=f"hvdlite-transfers-{self._name}", daemon=True)
+                    thread = threading.Thread(target=self._run, name=f"hvdlite-transfers-{self._group}", daemon=True)
                     thread.start()
                     self._thread = thread
 
@@ -291,7 +287,8 @@ class Transfers:
         except Exception as error:
             self.fail(error)
         except BaseException:  # between any two lines
-            self.fail(HorovodInternalError(f"a send or receive of process group {self._name!r} was interrupted"))
+            self.fail(HorovodInternalError(
+                f"{self._group} cannot be used any more: a thread was interrupted in a send or receive"))
             raise
         finally:
             self._end_finished()
@@ -306,7 +303,7 @@ class Transfers:
             try:
                 call.end(error)
             except Exception:
-                _log.exception("process group %r: a callback of a %s failed", self._name, call)
+                _log.exception("%s: a callback of the %s failed", self._group, self._shown(call))
 
     def _start(self, call: Transfer, begin: Callable[[], None]) -> None:
         def start() -> None:
@@ -395,10 +392,9 @@ class Transfers:
         call.source = message.source
         if message.total != call.values.size:
             message.target = None
-            self._finish(call, HorovodInternalError(
-                f"rank {message.source} has sent {message.total} bytes to rank {self._area.index} of process group "
-                f"{self._name!r} (tag {message.tag}), which receives {call.values.size} bytes: send and receive tensors of "
-                "the same dtype and size"))
+            self._finish(call, MismatchError(
+                f"{self._group}: the {self._shown(call)} gets a message of {message.total} bytes from "
+                f"{self._named([message.source])}: the tensors sent and received must have the same number of bytes"))
             return
         if message.target is not None:
             call.values[:message.filled] = message.target[:message.filled]
@@ -412,8 +408,10 @@ class Transfers:
         for call in tuple(self._calls):
             if call.deadline > now:
                 break
-            failed |= self._give_up(call, StallError(self._text(
-                call, f"has timed out after {self.timeout:g} s; {self._missing(call)}"), call.peer))
+            failed |= self._give_up(call, OperationTimeoutError(
+                f"{self._group}: the {self._shown(call)} has not ended within {call.timeout or 0.0:g} s: "
+                f"{self._missing(call)}",
+                () if call.peer == ANY else (call.peer,)))
         left = {rank for rank in self._others if self._area.has_left(rank)}
         for call in tuple(self._calls) if left else ():
             peers = set(self._others) if call.peer == ANY else {call.peer}
@@ -459,19 +457,25 @@ class Transfers:
 
     def _check_peer(self, verb: str, rank: int) -> None:
         if rank not in self._others:
-            raise ValueError(f"rank {self._area.index} of process group {self._name!r} cannot {verb} rank {rank}: the group "
-                             f"has ranks 0 to {self._area.ranks - 1}, and a rank exchanges messages with other ranks only")
+            raise ValueError(f"rank {self._area.index} of {self._group} cannot {verb} rank {rank}: the group has ranks 0 to "
+                             f"{self._area.ranks - 1}, and a rank exchanges messages with other ranks only")
 
-    def _text(self, call: Transfer, what: str) -> str:
-        return f"rank {self._area.index} of process group {self._name!r}: the {call} {what}"
+    def _named(self, ranks: Iterable[int]) -> str:
+        return names(sorted(ranks), self._members)
+
+    def _shown(self, call: Transfer) -> str:
+        here, tag = self._named([self._area.index]), f"tag {call.tag}, {call.values.size} bytes"
+        if isinstance(call, Send):
+            return f"send from {here} to {self._named([call.to])} ({tag})"
+        return f"receive on {here} from {'any rank' if call.peer == ANY else self._named([call.peer])} ({tag})"
 
     def _departed(self, call: Transfer, peers: set[int]) -> PeerLeftError:
-        ranks = "rank" + "s" * (len(peers) > 1) + " " + ", ".join(map(str, sorted(peers)))
-        return PeerLeftError(self._text(call, f"cannot be carried out: {ranks} left the group before"), min(peers))
+        return PeerLeftError(f"{self._group}: the {self._shown(call)} needs {self._named(peers)}, which left the group (its "
+                             "process ended, or destroyed the group)", min(peers))
 
     def _missing(self, call: Transfer) -> str:
         if isinstance(call, Send):
-            return f"rank {call.to} has taken {call.sent} of its bytes or fewer; is there a receive for it?"
-        kept = ", ".join(f"{message.total} bytes from rank {message.source} (tag {message.tag})"
+            return f"{self._named([call.to])} does not receive it"
+        kept = "; ".join(f"{message.total} bytes from {self._named([message.source])} with tag {message.tag}"
                          for message in self._matching.messages())
-        return f"no rank has sent such a message; messages that nobody receives: {kept or 'none'}"
+        return "no such message has come" + (f", but others that nobody receives: {kept}" if kept else "")

@@ -10,6 +10,7 @@ Theory of operation
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from hvdlite.core.config import Config
 from hvdlite.core.device import CPU, DeviceAccess
@@ -23,7 +24,7 @@ from hvdlite.diagnostics.report_server import ReportServer
 from hvdlite.diagnostics.stall_inspector import Receiver
 from hvdlite.diagnostics.timeline import Order
 from hvdlite.engine.build import build_engine
-from hvdlite.engine.connections import Connections
+from hvdlite.engine.connections import Connections, GroupParts
 from hvdlite.engine.limits import EAGER_TRAFFIC, FLUSH_SECONDS
 from hvdlite.handoff.handle import Handle
 from hvdlite.handoff.handoff import Handoff
@@ -129,8 +130,16 @@ class Runtime:
         """
         if self.in_child or self._inbox.closed:
             return
+        self.leave()
+        self.wait_until_left()
+
+    def leave(self) -> None:
+        """Begin a `shutdown`, and do not wait for its end."""
         self._inbox.closed = True
         self._inbox.post(Task(self._engine.leave))
+
+    def wait_until_left(self) -> None:
+        """Wait for the end of a `shutdown`."""
         if not self._state.ended.wait(self.config.shutdown_timeout or None):
             _log.error("rank %d: gave up waiting in shutdown() after %.0f s%s (HVDLITE_SHUTDOWN_TIMEOUT)",
                        self.world.rank, self.config.shutdown_timeout, self._engine.awaited())
@@ -151,6 +160,19 @@ class Runtime:
         self._connections.control.close_in_child()
         self._connections.plane.close()
         self.progress.withdraw()
+
+    # --- ordered groups --------------------------------------------------------------------------------------------
+
+    @property
+    def group_parts(self) -> GroupParts | None:
+        """What an ordered group of all ranks has of its own; None in a job of size 1."""
+        return self._connections.group_parts
+
+    def when_over(self, tell: Callable[[HorovodInternalError], object]) -> None:
+        """Let the background thread call a function when it ends, with the error of later calls; now if it has ended."""
+        self._state.when_over.append(tell)
+        if self._state.ended.is_set():
+            tell(self._state.closing_error())
 
     # --- facts -----------------------------------------------------------------------------------------------------
 

@@ -41,11 +41,12 @@ def ring(available: int = RING) -> tuple[RingWriter, RingReader, Array, Pages]:
        schedule=st.randoms(use_true_random=False), eager=st.floats(0.1, 0.9))
 def test_what_is_written_is_read(sizes: list[int], schedule: object, eager: float) -> None:
     """Against a queue of bytes; the memory of a piece that has been read is overwritten at once."""
-    writer, reader, memory, pages = ring()
+    received: list[tuple[int, bytes]] = []
+    writer, reader, _, pages = ring()
     random = schedule.random  # type: ignore[attr-defined]
     numbers = np.random.default_rng(len(sizes))
     to_send = deque((tag, numbers.integers(0, 256, size, np.uint8)) for tag, size in enumerate(sizes))
-    expected, received = list(to_send), []
+    expected = list(to_send)
     sent, came = 0, bytearray()
     while len(received) < len(sizes):
         if to_send and random() < eager:

@@ -1,0 +1,121 @@
+"""A world whose ranks find each other through a key-value store: that of `torch.distributed`, say.
+
+Every rank says on which host it is. Rank 0 answers with what they have in common: where the ranks of each host meet, and
+for several hosts where it listens and a key. Who can read the store can join the world, as with torch's own backends;
+with `HVDLITE_SECRET` on all ranks the key is that one, and does not go through the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from hvdlite.bootstrap.environments import LaunchInfo
+from hvdlite.bootstrap.mpi import route_address
+from hvdlite.bootstrap.rendezvous import host_identity
+from hvdlite.core.errors import LaunchError
+from hvdlite.core.held_port import HeldPort
+from hvdlite.core.world import Hosts
+
+KEY_BYTES: Final = 32
+
+
+class Store(Protocol):
+    """The part of torch's `Store` that is used. `delete_key` is used where it exists."""
+
+    def set(self, key: str, value: Any, /) -> object:
+        """Store bytes under a key."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return them, once they are there."""
+
+
+class _Member(msgspec.Struct, array_like=True):
+    """What a rank says of itself."""
+
+    size: int
+    host: str
+    name: str
+    directory: str
+    has_key: bool
+
+
+class _Answer(msgspec.Struct, array_like=True):
+    """What rank 0 says to all."""
+
+    problem: str = ""
+    hosts: tuple[str, ...] = ()
+    directories: tuple[str, ...] = ()  # of each rank's host
+    coordinator: tuple[str, int] | None = None
+    key: bytes = b""
+
+
+def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", place: str = "", address: str = "") -> LaunchInfo:
+    """Return the launch information of one rank of a world; all of them call this.
+
+    Args:
+        store: of this world alone, the same for all ranks.
+        key: the job's, if this process has one.
+        place: tells ranks apart that are on different hosts although they share a machine.
+        address: an IP address of this host for the others, if it is known.
+
+    Raises:
+        LaunchError: on all ranks, when they do not fit together.
+    """
+    own = _Member(size, f"{host_identity()}:{place}", address or socket.gethostname(), tempfile.gettempdir(), bool(key))
+    store.set(f"hvdlite/{rank}", msgspec.msgpack.encode(own))
+    held = None
+    if rank == 0:
+        members = [msgspec.msgpack.decode(store.get(f"hvdlite/{each}"), type=_Member) for each in range(size)]
+        answer, held = _answer(members, address)
+        store.set("hvdlite/world", msgspec.msgpack.encode(answer))
+    else:
+        answer = msgspec.msgpack.decode(store.get("hvdlite/world"), type=_Answer)
+    _forget(store, f"hvdlite/{rank}")
+    if answer.problem:
+        raise LaunchError(answer.problem)
+    world = Hosts.of(answer.hosts).world(rank)
+    return LaunchInfo("store", world, answer.directories[rank], answer.coordinator, key or answer.key, owns_directory=True,
+                      held_port=held)
+
+
+def end_meeting(store: Store, rank: int) -> None:
+    """Remove what is left in the store, when all ranks have met."""
+    if rank == 0:
+        _forget(store, "hvdlite/world")
+
+
+def _answer(members: list[_Member], address: str) -> tuple[_Answer, HeldPort | None]:
+    sizes = sorted({member.size for member in members})
+    if len(sizes) > 1:
+        return _Answer(f"the ranks do not agree on their number: {sizes}"), None
+    hosts = Hosts.of([member.host for member in members])
+    directories = [""] * len(members)
+    token = secrets.token_hex(8)
+    for ranks in hosts.ranks_by_host:
+        for rank in ranks:
+            directories[rank] = str(Path(members[ranks[0]].directory) / f"hvdlite-{os.geteuid()}-{token}")
+    names = tuple(member.host for member in members)
+    if len(hosts.ranks_by_host) == 1:
+        return _Answer("", names, tuple(directories)), None
+    keyed = [rank for rank, member in enumerate(members) if member.has_key]
+    if keyed and len(keyed) < len(members):
+        lacking = next(rank for rank in range(len(members)) if rank not in keyed)
+        return _Answer(f"rank {keyed[0]} has the job's key (HVDLITE_SECRET), and rank {lacking} has none: set it on all "
+                       "ranks, or on none"), None
+    held = HeldPort()
+    where = address or route_address([member.name for member in members])
+    return _Answer("", names, tuple(directories), (where, held.port), b"" if keyed else secrets.token_bytes(KEY_BYTES)), held
+
+
+def _forget(store: Any, key: str) -> None:
+    """Remove a key, so that it is not taken for that of a later world in the same store."""
+    with contextlib.suppress(Exception):  # some stores cannot, and it costs nothing to leave it
+        store.delete_key(key)

@@ -1,0 +1,264 @@
+"""One rank's end of an ordered group: its calls are queued, and carried out one after the other.
+
+Theory of operation
+- A blocking call in an idle group is carried out by the thread that makes it. Other calls are carried out by the group's
+  worker thread, which exists from the first such call on.
+- A rank gives each operation the next number, writes this and a text to the board, and executes a plan. Within the plan's
+  first barrier all ranks of the host have written; when they differ, all raise `MismatchError`, and the group goes on.
+- Ranks on several hosts have no common board: before a plan they gather the numbers and digests of all.
+- Any other error ends the group on this rank: the others may be in the middle of the plan.
+
+The lock is held for moments, and never while a call is carried out.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from hvdlite.core.array import Array
+from hvdlite.core.errors import ForkedProcessError, HorovodInternalError, MismatchError
+from hvdlite.core.types import Collective
+from hvdlite.memory.group_area import TEXT, GroupArea
+from hvdlite.negotiation.messages import Response
+from hvdlite.ordered.board import Board, mismatch
+from hvdlite.ordered.call import Call
+from hvdlite.ordered.operations import Operation
+from hvdlite.ordered.plans import Plans, Prepared
+from hvdlite.ordered.transfers import Transfers
+from hvdlite.ordered.waiter import Waiter
+from hvdlite.planes.base import Plan, Plane
+
+JOIN_SECONDS: Final = 2.0
+"""How long `close` waits for the worker thread."""
+
+
+class GroupEnd:
+    """Implements `OrderedGroup`.
+
+    Args:
+        plane: has the group's ranks as process set 0.
+        area: of this host.
+        shares_board: whether all ranks of the group are on this host.
+        transfers: sends and receives.
+        members: for messages: the name of each rank.
+        released: called once, when the group is closed.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, timeout: float, plane: Plane, area: GroupArea, *, shares_board: bool,
+                 transfers: Transfers | None = None, members: Sequence[str] = (),
+                 released: Callable[[], object] = lambda: None) -> None:
+        self.name, self.rank, self.size, self.timeout = name, rank, size, timeout
+        self.members = tuple(members) or tuple(map(str, range(size)))
+        self._plane, self._transfers, self._released = plane, transfers, released
+        self._board = Board(area) if shares_board else None
+        self._waiter = Waiter(name, area, self._board, self.members)
+        self._plans = Plans(rank, size)
+        self._sequence = 0
+        self._unchecked: Prepared | None = None  # what the first barrier of the call under way is to check
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # guards the following; a signal handler may make a call while its thread holds it
+        self._changed = threading.Condition(self._lock)
+        self._queue: deque[Call] = deque()
+        self._is_busy = self._is_closed = False
+        self._worker: threading.Thread | None = None
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def start(self, operations: Sequence[Operation], finish: Callable[[], None] | None = None, *,
+              blocking: bool = False, timeout: float | None = None) -> Call:
+        call = Call(operations, finish, timeout)
+        with self._lock:
+            error = self._refusal()
+            runs_here = error is None and blocking and not self._is_busy and not self._queue
+            if runs_here:
+                self._is_busy = True
+            elif error is None:
+                self._enqueue(call)
+        if error is not None:
+            call.end(error)
+        elif runs_here:
+            try:
+                self._carry_out(call)
+            finally:
+                self._idle()
+        elif blocking:
+            call.wait()
+        return call
+
+    def send(self, values: Array, to: int, tag: int) -> Call:
+        assert self._transfers is not None
+        return self._transfers.send(values, to, tag)
+
+    def receive(self, values: Array, source: int | None, tag: int) -> Call:
+        assert self._transfers is not None
+        return self._transfers.receive(values, source, tag)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def fail(self, error: Exception) -> None:
+        """Fail all calls under way and all later ones; callable from any thread."""
+        self._waiter.fail(error)
+        if self._transfers is not None:
+            self._transfers.fail(error)
+        with self._lock:
+            waiting, self._queue = self._queue, deque()
+        for call in waiting:
+            call.end(self._waiter.error)
+
+    def abort(self, reason: str) -> None:
+        self.fail(HorovodInternalError(f"{self.name} was aborted on this rank: {reason}"))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            worker = self._worker
+            self._changed.notify_all()
+        if self._pid != os.getpid():
+            return
+        if self._board is not None:
+            self._board.leave()
+        self.fail(HorovodInternalError(f"{self.name} was destroyed on this rank before the call was complete"))
+        with self._lock:
+            while self._is_busy and worker is not threading.current_thread():
+                if not self._changed.wait(JOIN_SECONDS):
+                    break
+        if worker is not None and worker is not threading.current_thread():
+            worker.join(JOIN_SECONDS)
+        if self._transfers is not None:
+            self._transfers.close()
+        self._plane.close()
+        self._released()
+
+    def close_in_child(self) -> None:
+        """In a forked child: close every descriptor; what is shared with the parent is left as it is."""
+        self._plane.close()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _refusal(self) -> Exception | None:
+        """Return why no call can be made any more."""
+        if self._pid != os.getpid():
+            return ForkedProcessError(f"{self.name}: this process (pid {os.getpid()}) was forked from rank {self.rank} (pid "
+                                      f"{self._pid}), to which the group belongs; start workers with the spawn method")
+        return self._waiter.error
+
+    def _enqueue(self, call: Call) -> None:
+        self._queue.append(call)
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name=f"hvdlite-group-{self.name}", daemon=True)
+            self._worker.start()
+        self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                while (self._is_busy or not self._queue) and not self._is_closed:
+                    self._changed.wait()
+                if not self._queue:
+                    return
+                call = self._queue.popleft()
+                self._is_busy = True
+            try:
+                self._carry_out(call)
+            finally:
+                self._idle()
+
+    def _idle(self) -> None:
+        with self._lock:
+            self._is_busy = False
+            if self._queue or self._is_closed:
+                self._changed.notify_all()
+
+    def _carry_out(self, call: Call) -> None:
+        error: Exception | None = None
+        try:
+            for operation in call.operations:
+                self._perform(operation, self.timeout if call.timeout is None else call.timeout)
+            if call.finish is not None:
+                call.finish()
+        except MismatchError as mismatched:
+            error = mismatched
+        except Exception as failed:
+            error = self._waiter.error or failed
+            self.fail(error)
+        except BaseException as interruption:  # in the middle of a plan: what the others wait for does not come
+            self.abort(f"a thread was interrupted in a call ({type(interruption).__name__})")
+            call.end(self._waiter.error)
+            raise
+        call.end(error)
+
+    def _perform(self, operation: Operation, timeout: float) -> None:
+        """Carry out one operation."""
+        if self._waiter.error is not None:
+            raise self._waiter.error.with_traceback(None)
+        prepared = self._plans.prepared(operation)
+        self._sequence = sequence = self._sequence + 1
+        self._waiter.begin(sequence, prepared.text, timeout)
+        self._unchecked = prepared
+        if self._board is not None:
+            self._board.write(sequence, prepared.text, prepared.digest)
+        elif self.size > 1:
+            self._unchecked = None
+            self._compare(prepared)
+        response = prepared.response
+        if operation.collective is Collective.ALLTOALL and response.collective is not Collective.BARRIER:
+            self._alltoall(operation, response)
+        elif response.collective is Collective.BARRIER:
+            if self._board is not None:
+                self._execute(Plan(sequence, self._plans.ranks, response, (), ()))
+        else:
+            self._execute(self._plans.plan(operation, response, sequence))
+
+    def _alltoall(self, operation: Operation, response: Response) -> None:
+        if operation.rows:
+            splits = self._plans.even_splits(operation.rows)
+        else:
+            told = np.zeros((self.size, 2, self.size), np.int64)
+            told[self.rank] = operation.sent, operation.received
+            self._gather(told[self.rank].reshape(-1), told.reshape(-1), "splits")
+            splits, sent, received = self._plans.splits(told, f"{self.name}, call {self._sequence}: {operation.agreed}")
+            if not sent:
+                return
+            response = msgspec.structs.replace(response, rows=(sent, received))
+        self._execute(self._plans.plan(operation, response, self._sequence, splits))
+
+    def _compare(self, prepared: Prepared) -> None:
+        """Check that the ranks of several hosts agree."""
+        told = np.zeros((self.size, 2), np.int64)
+        told[self.rank] = self._sequence, prepared.digest
+        self._gather(told[self.rank].copy(), told.reshape(-1), "digests")
+        if (told == told[self.rank]).all():
+            return
+        texts = np.zeros((self.size, TEXT), np.uint8)
+        shown = prepared.text[:TEXT]
+        texts[self.rank, :len(shown)] = np.frombuffer(shown, np.uint8)
+        self._gather(texts[self.rank].copy(), texts.reshape(-1), "texts")
+        raise mismatch(self.name, self._sequence,
+                       [(int(number), bytes(text).rstrip(b"\0").decode(errors="replace"))
+                        for number, text in zip(told[:, 0], texts, strict=True)], self.members)
+
+    def _gather(self, own: Array, whole: Array, what: str) -> None:
+        """Gather the same number of elements of each rank."""
+        response = Response(names=(what,), collective=Collective.ALLGATHER, dtype=str(own.dtype), elements=own.size,
+                            contributors=self._plans.ranks, rows=(own.size,) * self.size, row_elements=1)
+        self._execute(Plan(self._sequence, self._plans.ranks, response, [own], [whole]))
+
+    def _execute(self, plan: Plan) -> None:
+        self._plane.execute(plan, self._wait_until)
+
+    def _wait_until(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
+        self._waiter(predicate, poll_interval=poll_interval)
+        prepared = self._unchecked
+        if prepared is not None:
+            self._unchecked = None
+            if self._board is not None and not self._board.agrees(self._sequence, prepared.digest):
+                raise mismatch(self.name, self._sequence, self._board.texts(self._sequence), self.members)
