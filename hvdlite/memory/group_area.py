@@ -2,9 +2,9 @@
 
     word | rank 0: line | even calls: head, text | odd calls: head, text | rank 1: line | ...
 
-A line says whether the rank has left, and which call it has told the coordinator of. A head holds the number of a call, a
-digest of its text and the length of the text; it is written after the text. A rank writes only its own lines, heads and
-texts; any rank changes the word, and none relies on its value.
+A line says whether the rank has left. A head holds the number of a call, a digest of its text, the length of the text, when
+the rank has begun the call, and a number that it owes (`ordered/told_calls.py`); the first one is written after the rest.
+A rank writes only its own line, heads and texts; any rank changes the word, and none relies on its value.
 
 Rules (docs/protocol.md#ordered-groups)
 - A rank writes call s + 2 only when all ranks have begun call s + 1. Then all have read what it wrote of call s.
@@ -37,8 +37,8 @@ class GroupArea:
     Attributes:
         index: this rank's, among those of the host.
         size: number of ranks on the host.
-        lines: of each rank: whether it has left, and the call that it has told.
-        heads: of each rank and parity of the call: its number, the digest, the length of the text.
+        lines: of each rank: whether it has left.
+        heads: of each rank and parity of the call: its number, the text's digest and length, the time, and what is owed.
         texts: likewise, bytes.
         word: changes when ranks that sleep on it are to look.
 
@@ -51,9 +51,9 @@ class GroupArea:
         self.index, self.size, self.fence = index, ranks, fence
         whole = memoryview(memory)
         starts = [LINE + rank * _RANK for rank in range(ranks)]
-        self.lines = [whole[start:start + 16].cast("q") for start in starts]
+        self.lines = [whole[start:start + 8].cast("q") for start in starts]
         heads = [[start + LINE + parity * (LINE + TEXT) for parity in range(2)] for start in starts]
-        self.heads = [[whole[head:head + 24].cast("q") for head in both] for both in heads]
+        self.heads = [[whole[head:head + 40].cast("q") for head in both] for both in heads]
         self.texts = [[whole[head + LINE:head + LINE + TEXT] for head in both] for both in heads]
         self.word = shared_word(memory, 0)
         self._rings = itertools.count()

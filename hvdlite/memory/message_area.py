@@ -261,7 +261,7 @@ class MessageArea:
     def close(self) -> None:
         """Leave, wake the others, and unmap the area. Rings that nobody reads or writes any more lose their pages.
 
-        A forked child calls nothing of this.
+        A forked child calls `unmap` only.
         """
         self._words[self.index * LINE // 8 + _LEFT] = 1
         self._memory.flush()  # of two ranks that leave together, one sees that the other has left
@@ -275,6 +275,10 @@ class MessageArea:
             source, to = divmod(number, self.ranks)
             if self.has_left(source) and (self.has_left(to) or self._writers[to].is_empty):
                 self._memory.free(mapping, 0, self._ring)
+        self.unmap()
+
+    def unmap(self) -> None:
+        """Unmap the rings, once nobody has a view of them."""
         self._writers.clear()
         self._maps.clear()
 

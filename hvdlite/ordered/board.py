@@ -11,7 +11,7 @@ without it (`missing`) is for messages only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from hvdlite.core.errors import MismatchError
 from hvdlite.memory.group_area import TEXT, GroupArea
@@ -23,15 +23,26 @@ def digest_of(text: bytes) -> int:
 
 
 class Board:
-    """One rank's view of the board. Only the thread that carries out a call writes."""
+    """One rank's view of the board. Only the thread that carries out a call writes and compares.
+
+    Attributes:
+        waited: nanoseconds between the first and the last rank's beginning of the call that was compared last.
+        owed: the last number that any rank owed then.
+    """
 
     def __init__(self, area: GroupArea) -> None:
         self._area, self._index = area, area.index
         self._others = [(index, area.heads[index]) for index in range(area.size) if index != area.index]
+        self.waited = self.owed = 0
         self._written = [-1, -1]  # the digests of the texts that this rank has written last, by parity
 
-    def write(self, sequence: int, text: bytes, digest: int) -> None:
-        """Say what this rank calls."""
+    def write(self, sequence: int, text: bytes, digest: int, begun: int, owed: int) -> None:
+        """Say what this rank calls.
+
+        Args:
+            begun: the time in nanoseconds.
+            owed: see `ToldCalls.owed`.
+        """
         area, parity = self._area, sequence & 1
         head = area.heads[self._index][parity]
         if self._written[parity] != digest:
@@ -39,22 +50,32 @@ class Board:
             area.texts[self._index][parity][:len(shown)] = shown
             head[2] = len(shown)
             head[1] = self._written[parity] = digest
+        head[3], head[4] = begun, owed
         head[0] = sequence
 
     def agrees(self, sequence: int, digest: int) -> bool:
         """Return whether all ranks, which have written call `sequence`, have written this digest."""
         parity = sequence & 1
+        _, _, _, first, owed = self._area.heads[self._index][parity]
+        last, agree = first, True
         for _, heads in self._others:
-            head = heads[parity]
-            if head[1] != digest or head[0] != sequence:
-                return False
-        return True
+            number, other, _, begun, owes = heads[parity]
+            if other != digest or number != sequence:
+                agree = False
+            if begun < first:
+                first = begun
+            elif begun > last:
+                last = begun
+            if owes > owed:
+                owed = owes
+        self.waited, self.owed = last - first, owed
+        return agree
 
-    def texts(self, sequence: int) -> list[tuple[int, str]]:
-        """Return what each rank calls as number `sequence`, by rank."""
+    def texts(self, sequence: int) -> list[tuple[int, bytes]]:
+        """Return the number of each rank's call, and its text, where call `sequence` is written."""
         area, parity = self._area, sequence & 1
-        return [(area.heads[index][parity][0], bytes(area.texts[index][parity][:area.heads[index][parity][2]])
-                 .decode(errors="replace")) for index in range(area.size)]
+        return [(area.heads[index][parity][0], bytes(area.texts[index][parity][:area.heads[index][parity][2]]))
+                for index in range(area.size)]
 
     def missing(self, sequence: int) -> list[int]:
         """Return the ranks that have not begun call `sequence`."""
@@ -67,7 +88,7 @@ class Board:
             heads = self._area.heads[rank]
             parity = int(heads[1][0] > heads[0][0])
             number, text = self.texts(parity)[rank]
-            found.append((rank, f"call {number}: {text}" if number else "nothing in this group"))
+            found.append((rank, f"call {number}: {text.decode(errors='replace')}" if number else "nothing in this group"))
         return found
 
     def leave(self) -> None:
@@ -80,7 +101,7 @@ class Board:
         return [index for index, line in enumerate(self._area.lines) if line[0]]
 
 
-def mismatch(group: str, sequence: int, texts: Iterable[tuple[int, str]], name_of: Sequence[str]) -> MismatchError:
+def mismatch(group: str, texts: Sequence[tuple[int, bytes]], name_of: Sequence[str]) -> MismatchError:
     """Return the error of ranks that do not call the same.
 
     Args:
@@ -88,8 +109,10 @@ def mismatch(group: str, sequence: int, texts: Iterable[tuple[int, str]], name_o
         name_of: of each rank, for messages.
     """
     calls: dict[str, list[int]] = {}
+    sequence = texts[0][0]
     for rank, (number, text) in enumerate(texts):
-        calls.setdefault(text if number == sequence else f"{text} (as call {number})", []).append(rank)
+        what = text.decode(errors="replace")
+        calls.setdefault(what if number == sequence else f"{what} (as call {number})", []).append(rank)
     found = "; ".join(f"{text} on {names(ranks, name_of)}" for text, ranks in calls.items())
     return MismatchError(f"{group}, call {sequence}: the ranks do not call the same: {found}. All ranks have to make the "
                          "same calls in the same order")

@@ -23,14 +23,16 @@ import msgspec
 import numpy as np
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import ForkedProcessError, HorovodInternalError, MismatchError
+from hvdlite.core.errors import ForkedProcessError, HorovodInternalError, MismatchError, UnsupportedError
 from hvdlite.core.types import Collective
 from hvdlite.memory.group_area import TEXT, GroupArea
 from hvdlite.negotiation.messages import Response
 from hvdlite.ordered.board import Board, mismatch
 from hvdlite.ordered.call import Call
 from hvdlite.ordered.operations import Operation
-from hvdlite.ordered.plans import Plans, Prepared
+from hvdlite.ordered.plans import Plans, Prepared, shown
+from hvdlite.ordered.reporter import NoReporter, Reporter
+from hvdlite.ordered.told_calls import ToldCalls
 from hvdlite.ordered.transfers import Transfers
 from hvdlite.ordered.waiter import Waiter
 from hvdlite.planes.base import Plan, Plane
@@ -53,15 +55,18 @@ class GroupEnd:
 
     def __init__(self, name: str, rank: int, size: int, timeout: float, plane: Plane, area: GroupArea, *, shares_board: bool,
                  transfers: Transfers | None = None, members: Sequence[str] = (),
-                 released: Callable[[], object] = lambda: None) -> None:
+                 reporter: Reporter | None = None, released: Callable[[], object] = lambda: None) -> None:
         self.name, self.rank, self.size, self.timeout = name, rank, size, timeout
         self.members = tuple(members) or tuple(map(str, range(size)))
         self._plane, self._transfers, self._released = plane, transfers, released
         self._board = Board(area) if shares_board else None
-        self._waiter = Waiter(name, area, self._board, self.members)
-        self._plans = Plans(rank, size)
+        self._waiter = Waiter(name, area, self._board, self.members, self._impatient)
+        self._plans = Plans(name, rank, size)
+        self._reporter = reporter or NoReporter()
+        self._told = ToldCalls(lambda number, text: self._reporter.request(f"{name}, call {number}: {text}"))
         self._sequence = 0
-        self._unchecked: Prepared | None = None  # what the first barrier of the call under way is to check
+        self._unchecked: Prepared | None = None  # until it is known whether all ranks make the call under way
+        self._met = 0.0  # when that was known, on the reporter's clock
         self._pid = os.getpid()
         self._lock = threading.RLock()  # guards the following; a signal handler may make a call while its thread holds it
         self._changed = threading.Condition(self._lock)
@@ -74,6 +79,7 @@ class GroupEnd:
     def start(self, operations: Sequence[Operation], finish: Callable[[], None] | None = None, *,
               blocking: bool = False, timeout: float | None = None) -> Call:
         call = Call(operations, finish, timeout)
+        self._reporter.called()
         with self._lock:
             error = self._refusal()
             runs_here = error is None and blocking and not self._is_busy and not self._queue
@@ -93,12 +99,17 @@ class GroupEnd:
         return call
 
     def send(self, values: Array, to: int, tag: int) -> Call:
-        assert self._transfers is not None
-        return self._transfers.send(values, to, tag)
+        return self._messages().send(values, to, tag, self.timeout)
 
     def receive(self, values: Array, source: int | None, tag: int) -> Call:
-        assert self._transfers is not None
-        return self._transfers.receive(values, source, tag)
+        return self._messages().receive(values, source, tag, self.timeout)
+
+    def _messages(self) -> Transfers:
+        if self._transfers is None:
+            raise UnsupportedError(f"{self.name}: " + (
+                "there is no other rank to exchange messages with" if self.size == 1 else
+                "send and receive need all ranks of the group on one host"))
+        return self._transfers
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -140,6 +151,8 @@ class GroupEnd:
 
     def close_in_child(self) -> None:
         """In a forked child: close every descriptor; what is shared with the parent is left as it is."""
+        if self._transfers is not None:
+            self._transfers.close_in_child()
         self._plane.close()
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -201,15 +214,20 @@ class GroupEnd:
         if self._waiter.error is not None:
             raise self._waiter.error.with_traceback(None)
         prepared = self._plans.prepared(operation)
+        reporter, response = self._reporter, prepared.response
         self._sequence = sequence = self._sequence + 1
         self._waiter.begin(sequence, prepared.text, timeout)
+        reporter.began(prepared.lane)
+        begun = self._met = reporter.clock()
         self._unchecked = prepared
         if self._board is not None:
-            self._board.write(sequence, prepared.text, prepared.digest)
-        elif self.size > 1:
-            self._unchecked = None
-            self._compare(prepared)
-        response = prepared.response
+            self._board.write(sequence, prepared.text, prepared.digest, int(begun * 1e9), self._told.owed)
+        else:
+            self._compare(prepared, int(begun * 1e9))
+        self._move(operation, response, sequence)
+        reporter.ended(prepared.lane, response, begun, self._met)
+
+    def _move(self, operation: Operation, response: Response, sequence: int) -> None:
         if operation.collective is Collective.ALLTOALL and response.collective is not Collective.BARRIER:
             self._alltoall(operation, response)
         elif response.collective is Collective.BARRIER:
@@ -231,20 +249,27 @@ class GroupEnd:
             response = msgspec.structs.replace(response, rows=(sent, received))
         self._execute(self._plans.plan(operation, response, self._sequence, splits))
 
-    def _compare(self, prepared: Prepared) -> None:
+    def _compare(self, prepared: Prepared, begun: int) -> None:
         """Check that the ranks of several hosts agree."""
-        told = np.zeros((self.size, 2), np.int64)
-        told[self.rank] = self._sequence, prepared.digest
+        told = np.zeros((self.size, 4), np.int64)
+        told[self.rank] = self._sequence, prepared.digest, begun, self._told.owed
         self._gather(told[self.rank].copy(), told.reshape(-1), "digests")
-        if (told == told[self.rank]).all():
-            return
+        self._unchecked, self._met = None, self._reporter.clock()
+        texts = [prepared.text]
+        if (told[:, :2] != told[self.rank, :2]).any():
+            texts = self._gather_texts(prepared)
+        self._told.made(self._sequence, [shown(text) for text in dict.fromkeys(texts)],
+                        int(np.ptp(told[:, 2])), int(told[:, 3].max()))
+        if len(texts) > 1:
+            raise mismatch(self.name, list(zip(told[:, 0].tolist(), texts, strict=True)), self.members)
+
+    def _gather_texts(self, prepared: Prepared) -> list[bytes]:
+        """Return what each rank calls."""
         texts = np.zeros((self.size, TEXT), np.uint8)
         shown = prepared.text[:TEXT]
         texts[self.rank, :len(shown)] = np.frombuffer(shown, np.uint8)
         self._gather(texts[self.rank].copy(), texts.reshape(-1), "texts")
-        raise mismatch(self.name, self._sequence,
-                       [(int(number), bytes(text).rstrip(b"\0").decode(errors="replace"))
-                        for number, text in zip(told[:, 0], texts, strict=True)], self.members)
+        return [text.tobytes().rstrip(b"\0") for text in texts]
 
     def _gather(self, own: Array, whole: Array, what: str) -> None:
         """Gather the same number of elements of each rank."""
@@ -257,8 +282,21 @@ class GroupEnd:
 
     def _wait_until(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
         self._waiter(predicate, poll_interval=poll_interval)
-        prepared = self._unchecked
-        if prepared is not None:
-            self._unchecked = None
-            if self._board is not None and not self._board.agrees(self._sequence, prepared.digest):
-                raise mismatch(self.name, self._sequence, self._board.texts(self._sequence), self.members)
+        prepared, board = self._unchecked, self._board
+        if prepared is None or board is None:
+            return
+        self._unchecked, self._met = None, self._reporter.clock()
+        if board.agrees(self._sequence, prepared.digest):
+            self._told.made(self._sequence, prepared.shown, board.waited, board.owed)
+            return
+        texts = board.texts(self._sequence)
+        self._told.made(self._sequence, [shown(text) for text in dict.fromkeys(text for _, text in texts)], board.waited,
+                        board.owed)
+        raise mismatch(self.name, texts, self.members)
+
+    def _impatient(self) -> None:
+        """A wait takes long: tell rank 0 who waits for whom."""
+        if self._unchecked is not None:
+            self._told.waits(self._sequence, *self._unchecked.shown)
+        else:
+            self._reporter.suspect()

@@ -11,12 +11,16 @@ import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError
+from hvdlite.core.texts import shortened
 from hvdlite.core.types import ROOTED, Collective
+from hvdlite.memory.group_area import TEXT
 from hvdlite.negotiation.messages import Response
 from hvdlite.ordered.board import digest_of
 from hvdlite.ordered.operations import Operation
 from hvdlite.planes.base import AlltoallSplits, Plan
 
+LONGEST_SHOWN: Final = 200
+"""Characters of a text in reports."""
 _KEPT: Final = 4096
 """Different operations whose preparation is kept; of more, it begins anew."""
 
@@ -27,11 +31,15 @@ class Prepared:
 
     Attributes:
         text: what has to be equal on all ranks.
+        shown: this alone, as reports show it.
+        lane: the name of such calls in reports.
         digest: stands for the text, and for what the plane needs to be equal.
         response: for the plane.
     """
 
     text: bytes
+    shown: tuple[str]
+    lane: str
     digest: int
     response: Response
 
@@ -40,6 +48,7 @@ class Plans:
     """Makes the plans of one rank's operations.
 
     Args:
+        group: its name, for messages.
         index: this rank's.
         size: number of ranks.
 
@@ -47,8 +56,8 @@ class Plans:
         ranks: all ranks of the group.
     """
 
-    def __init__(self, index: int, size: int) -> None:
-        self._index, self.ranks = index, tuple(range(size))
+    def __init__(self, group: str, index: int, size: int) -> None:
+        self._group, self._index, self.ranks = group, index, tuple(range(size))
         self._prepared: dict[tuple[object, ...], Prepared] = {}
 
     def prepared(self, operation: Operation) -> Prepared:
@@ -73,7 +82,9 @@ class Plans:
         text = operation.agreed
         if len(set(operation.rows)) > 1:
             text += f" rows={list(operation.rows)}"
-        return Prepared(text.encode(), digest_of(repr(key).encode()), self._response(operation))
+        encoded = text.encode()
+        return Prepared(encoded, (shown(encoded),), f"{self._group}: {shown(encoded)}", digest_of(repr(key).encode()),
+                        self._response(operation))
 
     def _response(self, operation: Operation) -> Response:
         collective = operation.collective
@@ -121,6 +132,11 @@ class Plans:
         return (AlltoallSplits(tuple(sent[self._index].tolist()), tuple(sent[:, self._index].tolist()),
                                tuple(starts[:, self._index].tolist())),
                 int(sent.sum(axis=1).max()), int(sent.sum(axis=0).max()))
+
+
+def shown(text: bytes) -> str:
+    """Return a text as reports show it; of what fits on the board, so that all ranks show the same."""
+    return shortened(text[:TEXT].decode(errors="replace"), LONGEST_SHOWN)
 
 
 def is_empty(operation: Operation) -> bool:

@@ -28,7 +28,13 @@ from typing import Final, TypeVar
 import numpy as np
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import HorovodInternalError, MismatchError, OperationTimeoutError, PeerLeftError
+from hvdlite.core.errors import (
+    ForkedProcessError,
+    HorovodInternalError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLeftError,
+)
 from hvdlite.memory.message_area import MessageArea, Piece, RingReader
 from hvdlite.ordered.board import names
 from hvdlite.ordered.call import Call
@@ -60,10 +66,10 @@ class Transfer(Call):
 
     peer: int
 
-    def __init__(self, owner: Transfers, values: Array, tag: int) -> None:
-        super().__init__((), timeout=owner.timeout)
+    def __init__(self, owner: Transfers, values: Array, tag: int, timeout: float) -> None:
+        super().__init__((), timeout=timeout)
         self.values, self.tag = values, tag
-        self.deadline = time.monotonic() + owner.timeout
+        self.deadline = time.monotonic() + timeout
         self._owner = owner
 
     @property
@@ -86,8 +92,8 @@ class Transfer(Call):
 class Send(Transfer):
     """A message to `to`, of which the first `sent` bytes are in the ring; `begun` if anything of it is."""
 
-    def __init__(self, owner: Transfers, values: Array, to: int, tag: int) -> None:
-        super().__init__(owner, values, tag)
+    def __init__(self, owner: Transfers, values: Array, to: int, tag: int, timeout: float) -> None:
+        super().__init__(owner, values, tag, timeout)
         self.to = self.peer = to
         self.sent, self.begun = 0, False
 
@@ -95,8 +101,8 @@ class Send(Transfer):
 class Receive(Transfer):
     """A message from the rank `wanted`, or from `ANY`."""
 
-    def __init__(self, owner: Transfers, values: Array, wanted: int, tag: int) -> None:
-        super().__init__(owner, values, tag)
+    def __init__(self, owner: Transfers, values: Array, wanted: int, tag: int, timeout: float) -> None:
+        super().__init__(owner, values, tag, timeout)
         self.wanted = self.peer = wanted
 
 
@@ -120,17 +126,13 @@ class Message:
 class Transfers:
     """One rank's sends and receives. Callable from any thread.
 
-    Attributes:
-        timeout: seconds after which a new call fails.
-
     Args:
         area: of the ranks of the group; owned by this object.
         group: its name, for messages.
         members: the name of each rank, likewise.
     """
 
-    def __init__(self, area: MessageArea, group: str, timeout: float = math.inf, members: Sequence[str] = ()) -> None:
-        self.timeout = timeout
+    def __init__(self, area: MessageArea, group: str, members: Sequence[str] = ()) -> None:
         self._area, self._group, self._process = area, group, os.getpid()
         self._members = tuple(members) or tuple(map(str, range(area.ranks)))
         self._others = [rank for rank in range(area.ranks) if rank != area.index]
@@ -147,14 +149,17 @@ class Transfers:
         self._thread_drives = False
         self._stopped = threading.Event()
 
-    def send(self, values: Array, to: int, tag: int) -> Call:
+    def send(self, values: Array, to: int, tag: int, timeout: float = math.inf) -> Call:
         """See `OrderedGroup.send`.
+
+        Args:
+            timeout: seconds after which the call fails.
 
         Raises:
             ValueError: if `to` is this rank, or none of the group's.
         """
         self._check_peer("send to", to)
-        call = Send(self, values, to, tag)
+        call = Send(self, values, to, tag, timeout)
 
         def begin() -> None:
             if self._area.has_left(to):
@@ -168,15 +173,18 @@ class Transfers:
         self._watch(call)
         return call
 
-    def receive(self, values: Array, source: int | None, tag: int) -> Call:
+    def receive(self, values: Array, source: int | None, tag: int, timeout: float = math.inf) -> Call:
         """See `OrderedGroup.receive`. A message of another length is lost: the call fails, and the next one gets the next.
+
+        Args:
+            timeout: seconds after which the call fails.
 
         Raises:
             ValueError: if `source` is this rank, or none of the group's.
         """
         if source is not None:
             self._check_peer("receive from", source)
-        call = Receive(self, values, ANY if source is None else source, tag)
+        call = Receive(self, values, ANY if source is None else source, tag, timeout)
 
         def begin() -> None:
             message = self._matching.receive(call)
@@ -215,6 +223,11 @@ class Transfers:
         with self._lock:
             self._area.close()
             self._readers.clear()
+
+    def close_in_child(self) -> None:
+        """In a forked child: close the descriptors of the area."""
+        self._readers.clear()
+        self._area.unmap()
 
     # --- waiting ---------------------------------------------------------------------------------------------------------
 
@@ -313,7 +326,12 @@ class Transfers:
                 return
             begin()
 
-        self._guarded(start)
+        if os.getpid() == self._process:
+            self._guarded(start)
+        else:  # the lock may be held for ever
+            call.end(ForkedProcessError(
+                f"{self._group}: this process (pid {os.getpid()}) was forked from rank {self._area.index} (pid "
+                f"{self._process}), to which the group belongs; start workers with the spawn method"))
 
     def _advance(self) -> bool:
         """Copy at most a piece into or out of each ring; return whether there was one."""

@@ -9,9 +9,10 @@ from typing import Final
 from hvdlite.core.errors import OperationTimeoutError, PeerLeftError
 from hvdlite.memory.group_area import GroupArea
 from hvdlite.ordered.board import Board, names
+from hvdlite.ordered.told_calls import PATIENCE_SECONDS
 
 LOOK_SECONDS: Final = 1.0
-"""How long a thread sleeps at most before it looks again."""
+"""How long a thread sleeps at most before it looks again whether others have left."""
 
 
 class Waiter:
@@ -23,13 +24,16 @@ class Waiter:
         group: for messages.
         board: None where the ranks of the group do not share one.
         members: the name of each rank, for messages.
+        impatient: called whenever a wait has taken `PATIENCE_SECONDS` (again); may raise an error that ends it.
 
     Attributes:
         error: what every wait fails with; None while the group can be used.
     """
 
-    def __init__(self, group: str, area: GroupArea, board: Board | None, members: tuple[str, ...]) -> None:
+    def __init__(self, group: str, area: GroupArea, board: Board | None, members: tuple[str, ...],
+                 impatient: Callable[[], None]) -> None:
         self.error: Exception | None = None
+        self._impatient = impatient
         self._group, self._area, self._board, self._members = group, area, board, members
         self._sequence, self._text, self._timeout, self._deadline = 0, b"", 0.0, 0.0
 
@@ -48,8 +52,10 @@ class Waiter:
         if predicate():
             return
         word, look = self._area.word, poll_interval or LOOK_SECONDS
+        now = time.monotonic()
         if not self._deadline:
-            self._deadline = time.monotonic() + self._timeout
+            self._deadline = now + self._timeout
+        patient_until = now + PATIENCE_SECONDS
         while True:
             seen = word.value
             if predicate():
@@ -57,10 +63,13 @@ class Waiter:
             if self.error is not None:
                 raise self.error.with_traceback(None)
             self._check_left()
-            remaining = self._deadline - time.monotonic()
-            if remaining <= 0:
+            now = time.monotonic()
+            if now >= self._deadline:
                 raise self._timed_out()
-            word.wait(seen, min(look, remaining))
+            if now >= patient_until:
+                patient_until = now + PATIENCE_SECONDS
+                self._impatient()
+            word.wait(seen, min(look, self._deadline - now, patient_until - now))
 
     def _check_left(self) -> None:
         """Raise an error if the call waits for a rank that has left."""

@@ -94,9 +94,10 @@ class Groups:
             raise
         world = runtime.world
         messages = parts.memory.message_area(range(world.size)) if parts.is_one_host else None
-        transfers = None if messages is None else Transfers(messages, name, timeout, members)
+        transfers = Transfers(messages, name, members) if messages is not None else None
         end = GroupEnd(name, world.rank, world.size, timeout, parts.plane, parts.area, shares_board=parts.is_one_host,
-                       transfers=transfers, members=members, released=lambda: self._leave(runtime))
+                       transfers=transfers, members=members, reporter=runtime.group_reports,
+                       released=lambda: self._leave(runtime))
         runtime.when_over(end.fail)
         return end
 

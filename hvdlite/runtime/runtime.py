@@ -34,6 +34,7 @@ from hvdlite.negotiation.messages import FailureNotice, Layout, Wait
 from hvdlite.planes.base import Plane
 from hvdlite.runtime.collectives import Collectives
 from hvdlite.runtime.gradient_sets import GradientSets
+from hvdlite.runtime.group_reports import GroupReports
 from hvdlite.runtime.names import Names
 
 _log = logging.getLogger("hvdlite")
@@ -167,6 +168,11 @@ class Runtime:
     def group_parts(self) -> GroupParts | None:
         """What an ordered group of all ranks has of its own; None in a job of size 1."""
         return self._connections.group_parts
+
+    @property
+    def group_reports(self) -> GroupReports:
+        """How an ordered group reports through this runtime."""
+        return GroupReports(self._inbox, self._engine, self._recorder, self._connections.clock, self.barrier)
 
     def when_over(self, tell: Callable[[HorovodInternalError], object]) -> None:
         """Let the background thread call a function when it ends, with the error of later calls; now if it has ended."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import HorovodInternalError, OperationTimeoutError, PeerLeftError, PeerLostError
+from hvdlite.core.errors import ForkedProcessError, HorovodInternalError, OperationTimeoutError, PeerLeftError, PeerLostError
 from hvdlite.memory import message_area
 from hvdlite.memory.fence import Fence, fence_file
 from hvdlite.memory.futex import PolledWord
@@ -28,13 +28,13 @@ RING = 1 << 16
 class Ranks:
     """The ranks of a group, one `Transfers` each."""
 
-    def __init__(self, count: int, *, timeout: float = HANGS_SECONDS, fence: bool = False) -> None:
+    def __init__(self, count: int, *, fence: bool = False) -> None:
         self.file = anonymous_file()
         event = fence_file()
         self.memories = [SharedMemory(os.dup(self.file), rank, Fence(os.dup(event)) if fence else None)
                          for rank in range(count)]
         areas = [memory.message_area(range(count), RING) for memory in self.memories]
-        self.ends = [Transfers(area, "group dp", timeout) for area in areas if area is not None]
+        self.ends = [Transfers(area, "group dp") for area in areas if area is not None]
 
     def run(self, step: Callable[[int, Transfers], None]) -> None:
         """Run a function on all ranks; raise the first error."""
@@ -304,13 +304,11 @@ def test_bad_ranks_are_value_errors(ranks: Callable[..., Ranks]) -> None:
 def test_a_receive_times_out_and_the_group_goes_on(ranks: Callable[..., Ranks]) -> None:
     sender, receiver = ranks(2).ends
     done(sender.send(text(1, size=7), 1, 8))
-    receiver.timeout = 0.05
-    late = receiver.receive(np.empty(16, np.uint8), 0, 9)
+    late = receiver.receive(np.empty(16, np.uint8), 0, 9, timeout=0.05)
     assert failure(late) == (
-        "OperationTimeoutError: group dp: the receive on rank 1 from rank 0 (tag 9, 16 bytes) has not ended within 0.05 s: no "
-        "such message has come, but others that nobody receives: 7 bytes from rank 0 with tag 8")
+        "OperationTimeoutError: group dp: the receive on rank 1 from rank 0 (tag 9, 16 bytes) has not ended within 0.05 s: "
+        "no such message has come, but others that nobody receives: 7 bytes from rank 0 with tag 8")
     assert isinstance(late.error, OperationTimeoutError) and late.error.ranks == (0,)
-    receiver.timeout = HANGS_SECONDS
     done(sender.send(text(3), 1, 9))
     assert (received(receiver, 16, 0, 9)[0] == text(3)).all()
     assert (received(receiver, 7, 0, 8)[0] == text(1, size=7)).all()
@@ -322,12 +320,10 @@ def test_a_receive_that_times_out_in_the_middle_of_a_message(ranks: Callable[...
     sender, receiver = ranks(2).ends
     monkeypatch.setattr(sender, "_run", lambda: None)  # as if its process were stopped
     begun = sender.send(text(1, size=3 * RING), 1, 0)
-    receiver.timeout = 0.05
     values = np.zeros(3 * RING, np.uint8)
-    late = receiver.receive(values, None, 0)
+    late = receiver.receive(values, None, 0, timeout=0.05)
     assert failure(late).startswith("OperationTimeoutError")
     values[...] = 0xCC
-    receiver.timeout = HANGS_SECONDS
 
     def receive() -> None:
         assert (received(receiver, 16, 0, 0)[0] == text(2)).all()
@@ -342,8 +338,8 @@ def test_a_receive_that_times_out_in_the_middle_of_a_message(ranks: Callable[...
 
 def test_a_send_that_times_out_in_the_middle_ends_the_group_on_this_rank(ranks: Callable[..., Ranks]) -> None:
     """Otherwise the receiver would take the next message for the rest of this one."""
-    sender, receiver = ranks(2, timeout=0.05).ends
-    late, other = sender.send(text(1, size=3 * RING), 1, 2), sender.receive(np.empty(3, np.uint8), 1, 0)
+    sender, receiver = ranks(2).ends
+    late, other = sender.send(text(1, size=3 * RING), 1, 2, timeout=0.05), sender.receive(np.empty(3, np.uint8), 1, 0)
     message = failure(late)
     assert "the send from rank 0 to rank 1 (tag 2, 196608 bytes) has not ended within 0.05 s: rank 1 does not" in message
     assert failure(other) == failure(sender.send(text(1), 1, 2)) == message
@@ -361,8 +357,8 @@ def test_what_a_rank_has_sent_before_it_left_can_be_received(ranks: Callable[...
     first.close()
     first.close()
     assert failure(blocked) == (
-        "PeerLeftError: group dp: the receive on rank 1 from rank 0 (tag 5, 9 bytes) needs rank 0, which left the group (its "
-        "process ended, or destroyed the group)")
+        "PeerLeftError: group dp: the receive on rank 1 from rank 0 (tag 5, 9 bytes) needs rank 0, which left the group "
+        "(its process ended, or destroyed the group)")
     assert (received(second, 16, 0, 2)[0] == text(2)).all()
     assert (received(second, 16, None, 1)[0] == text(1)).all()
     assert "needs rank 0, which left the group" in failure(second.receive(np.empty(1, np.uint8), 0, 1))
@@ -437,7 +433,8 @@ def test_a_forked_child_changes_nothing(ranks: Callable[..., Ranks]) -> None:
     pid = os.fork()
     if pid == 0:
         world.ends[0].close()
-        world.ends[1].close()
-        os._exit(0)
-    os.waitpid(pid, 0)
+        world.ends[0].close_in_child()
+        refused = isinstance(world.ends[1].send(text(2), 0, 0).error, ForkedProcessError)
+        os._exit(not refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert (received(world.ends[1], 16, 0)[0] == text(1)).all()
