@@ -7,14 +7,16 @@ end it properly (docs/protocol.md#one-runtime).
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+from hvdlite.bootstrap.environments import LaunchInfo
 from hvdlite.bootstrap.store import Store
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
@@ -33,7 +35,6 @@ Average, Sum, Adasum = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM
 Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
 
 _worlds = Worlds(os.environ)
-_groups = Groups(os.environ, _worlds.casts)
 _lock = threading.RLock()
 _users = 0  # init() calls that no shutdown() has answered yet
 _hooks_installed = False
@@ -57,19 +58,26 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
         ConfigError: for an unknown or invalid `HVDLITE_*` variable.
         UnsupportedError: for a communicator, ranks or process sets that do not fit the job.
     """
-    global _users
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ValueError(f'process_sets must be a list of ProcessSet or "dynamic", not {process_sets!r}')
+    with _joining(comm):
+        for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
+            if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
+                add_process_set(process_set)
+
+
+@contextlib.contextmanager
+def _joining(comm: object, info: LaunchInfo | None = None) -> Iterator[None]:
+    """Count a user of the runtime, and join the job if nobody uses it yet; undo that if the block fails."""
+    global _users
     try:
         with _lock:
             _users += 1
             if not _worlds.is_initialized:
                 _users = 1
                 _install_hooks()
-                answer_signal(_worlds.join(comm).report_signal, lambda: _worlds.runtime)
-        for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
-            if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
-                add_process_set(process_set)
+                answer_signal(_worlds.join(comm, info).report_signal, lambda: _worlds.runtime)
+        yield
     except BaseException as error:
         with _lock:
             if _users == 1 and _worlds.runtime is not None:  # nobody else uses it
@@ -85,11 +93,29 @@ def shutdown() -> None:
 
     Process sets are then unregistered; you can register them again after another `init()`.
     """
+    _release(waits=True)
+
+
+def _release(*, waits: bool) -> None:
     global _users
     with _lock:
         _users = max(0, _users - 1)
         if not _users:
-            _worlds.leave()
+            _worlds.leave(waits=waits)
+
+
+class _Job:
+    """The use of the runtime by groups; implements `runtime.groups.Job`."""
+
+    def begin(self, info: LaunchInfo | None) -> None:
+        with _joining(None, info):
+            pass
+
+    def end(self) -> None:
+        _release(waits=False)
+
+
+_groups = Groups(_worlds, _Job())
 
 
 def runtime() -> Runtime:
@@ -352,10 +378,12 @@ def _install_hooks() -> None:
 
     def excepthook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> Any:
         if previous is sys.__excepthook__ and isinstance(error, Exception) and _worlds.fail(error, prints=True):
+            _groups.fail(error)
             return
         previous(kind, error, where)
         sys.stderr.flush()
         _worlds.fail(error)
+        _groups.fail(error)
 
     sys.excepthook = excepthook
 

@@ -45,6 +45,7 @@ class _Member(msgspec.Struct, array_like=True):
     name: str
     directory: str
     has_key: bool
+    can_share: str
 
 
 class _Answer(msgspec.Struct, array_like=True):
@@ -55,21 +56,25 @@ class _Answer(msgspec.Struct, array_like=True):
     directories: tuple[str, ...] = ()  # of each rank's host
     coordinator: tuple[str, int] | None = None
     key: bytes = b""
+    shares: str = ""
 
 
-def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", place: str = "", address: str = "") -> LaunchInfo:
-    """Return the launch information of one rank of a world; all of them call this.
+def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", *, place: str = "", address: str = "",
+                  can_share: str = "") -> tuple[LaunchInfo, str]:
+    """Return the launch information of one rank of a world, and what they share; all of them call this.
 
     Args:
         store: of this world alone, the same for all ranks.
         key: the job's, if this process has one.
         place: tells ranks apart that are on different hosts although they share a machine.
         address: an IP address of this host for the others, if it is known.
+        can_share: what this rank can have in common with the others; they share it if all say the same, else "".
 
     Raises:
         LaunchError: on all ranks, when they do not fit together.
     """
-    own = _Member(size, f"{host_identity()}:{place}", address or socket.gethostname(), tempfile.gettempdir(), bool(key))
+    own = _Member(size, f"{host_identity()}:{place}", address or socket.gethostname(), tempfile.gettempdir(), bool(key),
+                  can_share)
     store.set(f"hvdlite/{rank}", msgspec.msgpack.encode(own))
     held = None
     if rank == 0:
@@ -83,7 +88,7 @@ def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", place: s
         raise LaunchError(answer.problem)
     world = Hosts.of(answer.hosts).world(rank)
     return LaunchInfo("store", world, answer.directories[rank], answer.coordinator, key or answer.key, owns_directory=True,
-                      held_port=held)
+                      held_port=held), answer.shares
 
 
 def end_meeting(store: Store, rank: int) -> None:
@@ -102,9 +107,10 @@ def _answer(members: list[_Member], address: str) -> tuple[_Answer, HeldPort | N
     for ranks in hosts.ranks_by_host:
         for rank in ranks:
             directories[rank] = str(Path(members[ranks[0]].directory) / f"hvdlite-{os.geteuid()}-{token}")
-    names = tuple(member.host for member in members)
+    names, shared = tuple(member.host for member in members), {member.can_share for member in members}
+    shares = shared.pop() if len(shared) == 1 else ""
     if len(hosts.ranks_by_host) == 1:
-        return _Answer("", names, tuple(directories)), None
+        return _Answer("", names, tuple(directories), shares=shares), None
     keyed = [rank for rank, member in enumerate(members) if member.has_key]
     if keyed and len(keyed) < len(members):
         lacking = next(rank for rank in range(len(members)) if rank not in keyed)
@@ -112,7 +118,8 @@ def _answer(members: list[_Member], address: str) -> tuple[_Answer, HeldPort | N
                        "ranks, or on none"), None
     held = HeldPort()
     where = address or route_address([member.name for member in members])
-    return _Answer("", names, tuple(directories), (where, held.port), b"" if keyed else secrets.token_bytes(KEY_BYTES)), held
+    key = b"" if keyed else secrets.token_bytes(KEY_BYTES)
+    return _Answer("", names, tuple(directories), (where, held.port), key, shares), held
 
 
 def _forget(store: Any, key: str) -> None:

@@ -79,9 +79,13 @@ class GroupEnd:
     def start(self, operations: Sequence[Operation], finish: Callable[[], None] | None = None, *,
               blocking: bool = False, timeout: float | None = None) -> Call:
         call = Call(operations, finish, timeout)
+        if self._pid != os.getpid():
+            call.end(ForkedProcessError(f"{self.name}: this process (pid {os.getpid()}) was forked from rank {self.rank} (pid "
+                                        f"{self._pid}), to which the group belongs; start workers with the spawn method"))
+            return call
         self._reporter.called()
         with self._lock:
-            error = self._refusal()
+            error = self._waiter.error
             runs_here = error is None and blocking and not self._is_busy and not self._queue
             if runs_here:
                 self._is_busy = True
@@ -123,18 +127,23 @@ class GroupEnd:
         for call in waiting:
             call.end(self._waiter.error)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether this rank has left the group."""
+        return self._is_closed
+
     def abort(self, reason: str) -> None:
         self.fail(HorovodInternalError(f"{self.name} was aborted on this rank: {reason}"))
 
     def close(self) -> None:
+        if self._pid != os.getpid():
+            return
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
             worker = self._worker
             self._changed.notify_all()
-        if self._pid != os.getpid():
-            return
         if self._board is not None:
             self._board.leave()
         self.fail(HorovodInternalError(f"{self.name} was destroyed on this rank before the call was complete"))
@@ -156,13 +165,6 @@ class GroupEnd:
         self._plane.close()
 
     # ------------------------------------------------------------------------------------------------------------------
-
-    def _refusal(self) -> Exception | None:
-        """Return why no call can be made any more."""
-        if self._pid != os.getpid():
-            return ForkedProcessError(f"{self.name}: this process (pid {os.getpid()}) was forked from rank {self.rank} (pid "
-                                      f"{self._pid}), to which the group belongs; start workers with the spawn method")
-        return self._waiter.error
 
     def _enqueue(self, call: Call) -> None:
         self._queue.append(call)

@@ -129,18 +129,20 @@ class Runtime:
         Rank 0 serves until all others have left too, and the leader of a host until its host's have, at most
         `shutdown_timeout` seconds (0: for ever); then it logs whom it waits for. Idempotent; nothing in a forked child.
         """
-        if self.in_child or self._inbox.closed:
-            return
-        self.leave()
-        self.wait_until_left()
+        if not self._inbox.closed:
+            self.leave()
+            self.wait_until_left()
 
     def leave(self) -> None:
-        """Begin a `shutdown`, and do not wait for its end."""
-        self._inbox.closed = True
-        self._inbox.post(Task(self._engine.leave))
+        """Begin a `shutdown`, and do not wait for its end. Idempotent; nothing in a forked child."""
+        if not (self.in_child or self._inbox.closed):
+            self._inbox.closed = True
+            self._inbox.post(Task(self._engine.leave))
 
     def wait_until_left(self) -> None:
-        """Wait for the end of a `shutdown`."""
+        """Wait for the end of a `shutdown`; nothing in a forked child."""
+        if self.in_child:
+            return
         if not self._state.ended.wait(self.config.shutdown_timeout or None):
             _log.error("rank %d: gave up waiting in shutdown() after %.0f s%s (HVDLITE_SHUTDOWN_TIMEOUT)",
                        self.world.rank, self.config.shutdown_timeout, self._engine.awaited())
