@@ -225,6 +225,36 @@ def test_calls_for_which_nobody_waits_are_carried_out(ranks: Callable[..., Ranks
     done(send)
 
 
+def driven(world: Ranks, rank: int, source: int) -> Call:
+    """Return a receive of tag 100 that the thread of `rank` carries out: it has just carried out another one."""
+    ended = threading.Event()
+    world.ends[rank].receive(np.empty(1, np.uint8), source, 99).when_done(lambda call: ended.set())
+    call = world.ends[rank].receive(np.empty(1, np.uint8), source, 100)
+    done(world.ends[source].send(text(1, size=1), rank, 99))
+    assert ended.wait(HANGS_SECONDS)
+    return call
+
+
+def test_a_thread_that_begins_to_wait_lets_the_thread_of_the_group_look_at_full_rings(ranks: Callable[..., Ranks]) -> None:
+    world = ranks(3)
+    send = world.ends[0].send(text(1, size=5 * RING), 1, 0)
+    call = driven(world, 1, 2)
+    waiter = threading.Thread(target=call.wait, daemon=True)
+    waiter.start()
+    done(send)
+    done(world.ends[2].send(text(1, size=1), 1, 100))
+    done(call)
+    waiter.join(HANGS_SECONDS)
+
+
+def test_a_rank_that_leaves_wakes_those_that_wait_for_it(ranks: Callable[..., Ranks]) -> None:
+    world, ended = ranks(2), threading.Event()
+    call = driven(world, 1, 0)
+    call.when_done(lambda call: ended.set())
+    world.ends[0].close()
+    assert ended.wait(HANGS_SECONDS) and isinstance(call.error, PeerLeftError)
+
+
 def test_a_callback_may_communicate(ranks: Callable[..., Ranks]) -> None:
     """On the thread of the group, which then waits itself."""
     world, answers = ranks(2), [threading.Event(), threading.Event()]
