@@ -19,7 +19,7 @@ from hvdlite.core.config import Config
 from hvdlite.core.errors import LaunchError
 from hvdlite.memory.group_area import GroupArea, area_bytes
 from hvdlite.ordered.group_end import GroupEnd
-from hvdlite.ordered.transfers import Transfers
+from hvdlite.ordered.ring_transfers import RingTransfers
 from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.runtime.assemble import assemble
 from hvdlite.runtime.process_hooks import configure_logging, tell_failure
@@ -170,7 +170,7 @@ class Groups:
         assert runtime.group_parts is not None
         parts, world = runtime.group_parts(), runtime.world
         messages = parts.memory.message_area(range(world.size)) if parts.is_one_host else None
-        transfers = Transfers(messages, name, members) if messages is not None else None
+        transfers = RingTransfers(messages, name, members) if messages is not None else None
         end = GroupEnd(name, world.rank, world.size, timeout, parts.plane, parts.area, shares_board=parts.is_one_host,
                        transfers=transfers, members=members, reporter=runtime.group_reports, released=release)
         runtime.when_over(end.fail)

@@ -17,16 +17,16 @@ from hvdlite.memory import message_area
 from hvdlite.memory.fence import Fence, fence_file
 from hvdlite.memory.futex import PolledWord
 from hvdlite.memory.shared import SharedMemory, anonymous_file
-from hvdlite.ordered import transfers as module
+from hvdlite.ordered import ring_transfers as module
 from hvdlite.ordered.call import Call
-from hvdlite.ordered.transfers import Transfers
+from hvdlite.ordered.ring_transfers import RingTransfers
 from tests.worlds import HANGS_SECONDS
 
 RING = 1 << 16
 
 
 class Ranks:
-    """The ranks of a group, one `Transfers` each."""
+    """The ranks of a group, one `RingTransfers` each."""
 
     def __init__(self, count: int, *, fence: bool = False) -> None:
         self.file = anonymous_file()
@@ -34,9 +34,9 @@ class Ranks:
         self.memories = [SharedMemory(os.dup(self.file), rank, Fence(os.dup(event)) if fence else None)
                          for rank in range(count)]
         areas = [memory.message_area(range(count), RING) for memory in self.memories]
-        self.ends = [Transfers(area, "group dp") for area in areas if area is not None]
+        self.ends = [RingTransfers(area, "group dp") for area in areas if area is not None]
 
-    def run(self, step: Callable[[int, Transfers], None]) -> None:
+    def run(self, step: Callable[[int, RingTransfers], None]) -> None:
         """Run a function on all ranks; raise the first error."""
         errors: list[BaseException] = []
 
@@ -100,7 +100,7 @@ def failure(call: Call) -> str:
     return f"{type(call.error).__name__}: {call.error}"
 
 
-def received(end: Transfers, size: int, source: int | None, tag: int = 0) -> tuple[Array, int]:
+def received(end: RingTransfers, size: int, source: int | None, tag: int = 0) -> tuple[Array, int]:
     values = np.empty(size, np.uint8)
     call = done(end.receive(values, source, tag))
     return values, call.source
@@ -137,7 +137,7 @@ def test_random_schedules(ranks: Callable[..., Ranks], seed: int, kind: str, mon
 
     plans = [shuffled(each) for each in receives]
 
-    def step(rank: int, end: Transfers) -> None:
+    def step(rank: int, end: RingTransfers) -> None:
         own, todo, begun = random.Random(seed * 10 + rank), list(sends[rank]), list(plans[rank])
         calls: list[tuple[Call, tuple[int | None, int, int, int], Array]] = []
         sent: list[Call] = []
@@ -169,7 +169,7 @@ def test_random_schedules(ranks: Callable[..., Ranks], seed: int, kind: str, mon
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_ranks_that_all_send_first_do_not_wait_for_each_other(ranks: Callable[..., Ranks], count: int) -> None:
     """Much more than a ring holds, in a circle."""
-    def step(rank: int, end: Transfers) -> None:
+    def step(rank: int, end: RingTransfers) -> None:
         for turn in range(3):
             done(end.send(text(rank, turn, size=10 * RING), (rank + 1) % count, turn))
         for turn in (2, 0, 1):
@@ -180,7 +180,7 @@ def test_ranks_that_all_send_first_do_not_wait_for_each_other(ranks: Callable[..
 
 
 def test_a_batch_in_any_order_on_four_ranks(ranks: Callable[..., Ranks]) -> None:
-    def step(rank: int, end: Transfers) -> None:
+    def step(rank: int, end: RingTransfers) -> None:
         order, others = random.Random(rank), [other for other in range(4) if other != rank]
         for turn in range(20):
             plans = [(other, is_send) for other in others for is_send in (True, False)]
@@ -399,6 +399,28 @@ def test_what_a_rank_has_sent_before_it_left_can_be_received(ranks: Callable[...
     last = second.receive(np.empty(2, np.uint8), None, 1)
     third.close()
     assert "the receive on rank 1 from any rank (tag 1, 2 bytes) needs ranks 0, 2, which left" in failure(last)
+
+
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_a_message_that_comes_just_before_its_sender_leaves(ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch,
+                                                            earlier: int) -> None:
+    """After the receiver has looked at the ring, and before it looks whether the sender has left."""
+    sender, receiver = ranks(2).ends
+    for _ in range(earlier):
+        done(sender.send(text(0), 1, 0))
+        received(receiver, 16, 0)
+    call = receiver.receive(values := np.empty(16, np.uint8), 0, 0)
+    has_left = receiver._area.has_left
+
+    def leave_first(rank: int) -> bool:
+        monkeypatch.undo()
+        done(sender.send(text(1), 1, 0))
+        sender.close()
+        return has_left(rank)
+
+    monkeypatch.setattr(receiver._area, "has_left", leave_first)
+    done(call)
+    assert (values == text(1)).all()
 
 
 def test_a_rank_that_leaves_ends_sends_to_it(ranks: Callable[..., Ranks]) -> None:
