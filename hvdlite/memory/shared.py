@@ -5,7 +5,7 @@ behind; elsewhere it is a file that is unlinked before use (macOS: untested). It
 
     segment: one arrival counter per rank, 64 bytes apart | slot (rank 0, region 0) | (0, 1) | (0, 2) | (1, 0) | ...
     window:  rank 0's part | rank 1's part | ...
-    area:    see `memory/mailbox_area.py` and `memory/group_area.py`
+    area:    see `memory/mailbox_area.py`, `memory/group_area.py`, `memory/message_area.py`
 
 Rules (docs/protocol.md#slots, #staging-regions, #allocation, #memory-order)
 - Pages are allocated with `posix_fallocate` before they are written: a lack of memory is a `MemoryError`, never SIGBUS.
@@ -26,16 +26,17 @@ import fcntl
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import LaunchError
-from hvdlite.memory import group_area, mailbox_area
+from hvdlite.memory import group_area, mailbox_area, message_area
 from hvdlite.memory.fence import Fence, fence_file
 from hvdlite.memory.group_area import GroupArea
 from hvdlite.memory.mailbox_area import MailboxArea
+from hvdlite.memory.message_area import MessageArea
 
 COUNTER_STRIDE = 64
 REGIONS = 3
@@ -229,15 +230,29 @@ class SharedMemory:
         return GroupArea(mmap.mmap(self.descriptor, nbytes, offset=start), list(ranks).index(self._rank), len(ranks),
                          self.fence)
 
-    def reserve_portion(self) -> Callable[[], SharedMemory]:
-        """Reserve a sixteenth of what is left of the file; return what makes a handle for it.
+    def message_area(self, ranks: Sequence[int], ring: int = message_area.RING_BYTES) -> MessageArea | None:
+        """Return the next area for messages between two of `ranks`; None if this rank is not one of them.
 
-        Its ranges are requested in the same order on all ranks, too, but independently of this object's.
+        Args:
+            ring: bytes that a rank can send to another one without waiting for it.
+
+        Raises:
+            MemoryError: as for `segment`.
         """
+        start = self._next_range(message_area.area_bytes(len(ranks), ring), PAGE)
+        if self._rank not in ranks:
+            return None
+        return MessageArea(self, start, list(ranks).index(self._rank), len(ranks), ring)
+
+    def reserve_portions(self) -> Portions:
+        """Reserve a range of the file, a sixteenth of what is left, for handles with ranges of their own."""
         begin = -(-self._end // HUGE_PAGE) * HUGE_PAGE
-        end = begin + (self._length - begin) // 16 // HUGE_PAGE * HUGE_PAGE
-        self._end = end
-        return lambda: SharedMemory(os.dup(self.descriptor), self._rank, self.fence and self.fence.duplicate(), (begin, end))
+        self._end = begin + _sixteenth(begin, self._length)
+        return Portions(self, begin, self._end)
+
+    def portion(self, begin: int, end: int) -> SharedMemory:
+        """Return a handle of its own for a range of the file."""
+        return SharedMemory(os.dup(self.descriptor), self._rank, self.fence and self.fence.duplicate(), (begin, end))
 
     def close(self) -> None:
         """Close the file and the fence; mappings remain."""
@@ -256,6 +271,10 @@ class SharedMemory:
             raise MemoryError(f"no memory for {length} bytes shared between ranks ({error}); lower HVDLITE_SHM_SLOT, or "
                               "turn learned buckets off with HVDLITE_BUCKET_SIZE=0") from error
 
+    def free(self, mapping: mmap.mmap, start: int, length: int) -> None:
+        """Free the pages of a range of a mapping of this file; in a forked child, do nothing."""
+        _free_pages(mapping, self.process, start, length)
+
     def _next_range(self, nbytes: int, alignment: int) -> int:
         start = -(-self._end // alignment) * alignment
         if start + nbytes > self._length:
@@ -263,6 +282,26 @@ class SharedMemory:
                               "share; raise the limit on the size of files (ulimit -f)")
         self._end = start + nbytes
         return start
+
+
+class Portions:
+    """A range of the host's file from which one handle after the other is made.
+
+    All ranks make the same calls in the same order, but independently of what they request of the file itself.
+    """
+
+    def __init__(self, memory: SharedMemory, begin: int, end: int) -> None:
+        self._memory, self._begin, self._end = memory, begin, end
+
+    def open(self) -> SharedMemory:
+        """Return the next handle, which has a sixteenth of what is left."""
+        begin = self._begin
+        self._begin += _sixteenth(begin, self._end)
+        return self._memory.portion(begin, self._begin)
+
+
+def _sixteenth(begin: int, end: int) -> int:
+    return (end - begin) // 16 // HUGE_PAGE * HUGE_PAGE
 
 
 def counter_bytes(ranks: int) -> int:
