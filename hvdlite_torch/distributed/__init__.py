@@ -15,20 +15,23 @@ __all__ = ["NAME", "monitored_barrier", "register"]
 register()
 
 
-def monitored_barrier(group: Any = None, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
-    """Wait for all ranks of a process group, like `torch.distributed.monitored_barrier`, which torch has for Gloo only.
+def monitored_barrier(group: Any = None, timeout: datetime.timedelta | float | None = None,
+                      wait_all_ranks: bool = False) -> None:
+    """Wait for all ranks of a process group, like `torch.distributed.monitored_barrier`: torch 2.13 has that for Gloo only.
 
     Args:
         group: the process group; the default one without it.
-        timeout: that of the group without it.
+        timeout: a number is in seconds; that of the group without it.
         wait_all_ranks: whether rank 0 waits until the timeout is over, and names all ranks that have not come; else it
             names the first one.
 
     Raises:
-        DistBackendError: on rank 0, with the ranks that have not come in time; on the others when rank 0 fails.
+        DistBackendError: on all ranks, with those that have not come in time.
     """
     if group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
         warnings.warn("monitored_barrier was called by a rank that is not in the group", stacklevel=2)
         return
     group = torch.distributed.group.WORLD if group is None else group
+    if isinstance(timeout, (int, float)):
+        timeout = datetime.timedelta(seconds=timeout)
     group.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)

@@ -47,10 +47,15 @@ def missed(error: OperationTimeoutError, group: OrderedGroup, seconds: float, *,
         all_ranks: whether to name all ranks that have not come, or the first one.
     """
     absent, limit = error.ranks if all_ranks else error.ranks[:1], round(seconds * 1000)
-    told = f"Rank{'s' if len(absent) > 1 else ''} {', '.join(group.members[rank] for rank in absent)}"
-    return as_backend_error(OperationTimeoutError(
-        f"{told} failed to pass monitoredBarrier in {limit} ms; Rank {group.members[group.rank]} timed out in monitoredBarrier "
-        f"after {limit} ms", error.ranks))
+    own, first = group.members[group.rank], group.members[0]
+    told = (f"Rank{'s' if len(absent) > 1 else ''} {', '.join(group.members[rank] for rank in absent)} failed to pass "
+            f"monitoredBarrier in {limit} ms")
+    if group.rank:
+        told = (f"Rank {own} successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank "
+                f"{first}: {told}")
+    else:
+        told += f"; Rank {own} timed out in monitoredBarrier after {limit} ms"
+    return as_backend_error(OperationTimeoutError(told, error.ranks))
 
 
 @functools.cache

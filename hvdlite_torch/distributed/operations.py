@@ -120,11 +120,12 @@ class Operations:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         operations, copies = [], _Copies()
         for dtype, members in by_dtype.items():
+            op = reduce.on(dtype, name)
             arrays = [memory.values(copies.room_with_values(tensor)) for tensor in members]
             count = arrays[0].size if len(arrays) == 1 else f"{len(arrays)} tensors, {sum(array.size for array in arrays)}"
             operations.append(Operation(
                 collective=Collective.ALLREDUCE, agreed=_told(name, reduce.name, dtype, count), dtype=memory.NAMES[dtype],
-                sources=arrays, outputs=arrays, op=reduce.on(dtype, name), prescale=reduce.prescale))
+                sources=arrays, outputs=arrays, op=op, prescale=reduce.prescale))
         return Prepared(operations, list(tensors), copies.finish)
 
     def reduce(self, tensor: torch.Tensor, root: int, reduce: Reduce) -> Prepared:

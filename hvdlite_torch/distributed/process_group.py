@@ -38,17 +38,18 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):
     Args:
         ordered: carries out the calls.
         store: the group's.
+        name: under which torch registers the group.
         timeout: of operations.
         join: makes a group of some of its ranks: from a store, a name, a rank, the ranks of this group, and a timeout.
     """
 
-    def __init__(self, ordered: OrderedGroup, store: Any, timeout: datetime.timedelta,
+    def __init__(self, ordered: OrderedGroup, store: Any, name: str, timeout: datetime.timedelta,
                  join: Callable[..., HvdliteProcessGroup]) -> None:
         super().__init__(ordered.rank, ordered.size)  # the constructor with a store is not for classes of Python
         self.attach(ordered)
         self._store, self._timeout, self._join = store, timeout, join
         self._other_backends: dict[str, Any] = {}  # by type of device
-        self._group_name, self._group_desc = ordered.name, ""
+        self._group_name, self._group_desc = name, ""
         self._set_default_backend(c10d.ProcessGroup.BackendType.CUSTOM)
         self._backend: Any = self
         if backend.IS_POSSIBLE:

@@ -35,5 +35,6 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
         of_world = [members[each] for each in ranks] if members else list(ranks)
         return _join(store, name, rank, len(ranks), of_world, timeout)
 
-    ordered = api.join_group(store, name, rank, size, timeout.total_seconds(), members)
-    return HvdliteProcessGroup(ordered, store, timeout, join_part)
+    told = "default process group" if members is None else f"process group {name}"
+    ordered = api.join_group(store, told, rank, size, timeout.total_seconds(), members)
+    return HvdliteProcessGroup(ordered, store, name, timeout, join_part)

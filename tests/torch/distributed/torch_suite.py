@@ -76,7 +76,7 @@ def _module() -> types.ModuleType:
     module = types.ModuleType(MODULE)
     sys.modules[MODULE] = module
     module.__dict__["__file__"] = spec.origin
-    exec(compile(source, spec.origin, "exec"), module.__dict__)
+    exec(compile(source, spec.origin, "exec", dont_inherit=True), module.__dict__)
     return module
 
 
