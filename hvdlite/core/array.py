@@ -54,7 +54,7 @@ def dtype_name(dtype: np.dtype[np.generic]) -> str:
 def check_reducible(name: str, op: ReduceOp, tensor: str) -> None:
     """Raise `UnsupportedError` if `op` is not one of `hvd`'s operations, or not defined for dtype `name`."""
     if op in BITWISE:
-        raise UnsupportedError(f"{tensor}: {op.name} is an operation of torch.distributed only; see `hvdlite_torch.distributed`")
+        raise UnsupportedError(f"{tensor}: {op.name} is an operation of torch.distributed; see hvdlite_torch.distributed")
     if op is ReduceOp.ADASUM and name not in ("float16", "bfloat16", "float32", "float64"):
         raise UnsupportedError(f"{tensor}: op=Adasum weighs vectors by their angles and needs a floating point dtype, not "
                                f"{name}; use Average or Sum")

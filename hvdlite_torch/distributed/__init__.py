@@ -10,7 +10,7 @@ import torch
 
 from hvdlite_torch.distributed.registration import NAME, register
 
-__all__ = ["NAME", "monitored_barrier", "register"]
+__all__ = ["NAME", "monitored_barrier", "register", "set_environment"]
 
 register()
 
@@ -35,3 +35,18 @@ def monitored_barrier(group: Any = None, timeout: datetime.timedelta | float | N
     if isinstance(timeout, (int, float)):
         timeout = datetime.timedelta(seconds=timeout)
     group.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+
+def set_environment() -> None:
+    """Set the variables that `init_process_group` reads (RANK, MASTER_ADDR, ...) from those of mpirun, mpiexec or srun.
+
+    hvdrun and torchrun set them themselves, and what is set is not changed. With ranks on several hosts, mpirun does not
+    tell where rank 0 is: set MASTER_ADDR. MASTER_PORT is derived from the job's ids; set it where another program uses that
+    port.
+
+    Raises:
+        LaunchError: when no launcher has started this process, or MASTER_ADDR is needed.
+    """
+    from hvdlite import api
+
+    api.set_torch_variables()

@@ -1,4 +1,4 @@
-"""How `torch.compile` treats the methods of process groups: it calls them, as those of torch's own, and does not look inside.
+"""How `torch.compile` treats the methods of process groups: it calls them, like torch's own, and does not look inside.
 
 A compiled graph contains functional collectives, which torch makes of `torch.distributed`'s functions. A method of a process
 group is called where the compiler has left a function to Python.

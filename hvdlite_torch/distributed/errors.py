@@ -51,8 +51,8 @@ def missed(error: OperationTimeoutError, group: OrderedGroup, seconds: float, *,
     told = (f"Rank{'s' if len(absent) > 1 else ''} {', '.join(group.members[rank] for rank in absent)} failed to pass "
             f"monitoredBarrier in {limit} ms")
     if group.rank:
-        told = (f"Rank {own} successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank "
-                f"{first}: {told}")
+        told = (f"Rank {own} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
+                f"rank {first}: {told}")
     else:
         told += f"; Rank {own} timed out in monitoredBarrier after {limit} ms"
     return as_backend_error(OperationTimeoutError(told, error.ranks))

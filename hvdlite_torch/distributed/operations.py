@@ -166,8 +166,8 @@ class Operations:
         name = "all_gather"
         self._check_like([output], own, name)
         if output.numel() != own.numel() * self._size:
-            raise ValueError(f"{name}: output tensor size must be equal to world_size times input tensor size; the output has "
-                             f"{output.numel()} elements, the input {own.numel()} on each of {self._size} ranks")
+            raise ValueError(f"{name}: output tensor size must be equal to world_size times input tensor size; the output "
+                             f"has {output.numel()} elements, the input {own.numel()} on each of {self._size} ranks")
         copies = _Copies()
         return Prepared([self._gathering(copies.room(output), own, (own.numel(),) * self._size, name)], [output],
                         copies.finish)

@@ -32,8 +32,8 @@ _CPU: Final = torch.device("cpu")
 class HvdliteProcessGroup(Collectives, _ProcessGroup):
     """Implements `torch.distributed.ProcessGroup`, and answers for the backend that torch looks for in one.
 
-    Tensors on another device go to the backend that the script has named for it ("cpu:hvdlite,cuda:nccl"), which is made when
-    it is first needed.
+    Tensors on another device go to the backend that the script has named for it ("cpu:hvdlite,cuda:nccl"), which is made
+    when it is first needed.
 
     Args:
         ordered: carries out the calls.
@@ -236,8 +236,8 @@ _OLD_NAMES: Final = {
     "all_to_all_single": "alltoall_base",
 }
 """Names of methods, and the names that torch had for them up to 2.12."""
-for _name in ("broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "allgather_coalesced", "gather", "scatter",
-              "reduce_scatter", "alltoall", "send", "recv", "recv_anysource", "barrier", *_OLD_NAMES):
+for _name in ("broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "allgather_coalesced", "gather",
+              "scatter", "reduce_scatter", "alltoall", "send", "recv", "recv_anysource", "barrier", *_OLD_NAMES):
     for _known in (_name, _OLD_NAMES.get(_name, _name)):
         if hasattr(_ProcessGroup, _known):
             setattr(HvdliteProcessGroup, _known, _method(_name, _known))

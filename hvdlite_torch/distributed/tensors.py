@@ -42,10 +42,10 @@ def check(tensor: torch.Tensor, what: str) -> None:
     """
     if not tensor.is_cpu:
         raise UnsupportedArgumentError(
-            f"{what}: a tensor is on {tensor.device}, and this process group moves host memory; name a backend for the device "
-            f'too, for example init_process_group("cpu:hvdlite,{tensor.device.type}:<backend>")')
+            f"{what}: a tensor is on {tensor.device}, and this process group moves host memory; name a backend for the "
+            f'device too, for example init_process_group("cpu:hvdlite,{tensor.device.type}:<backend>")')
     if tensor.layout is not torch.strided:
-        raise UnsupportedArgumentError(f"{what}: a tensor has the layout {tensor.layout}; this operation needs a dense tensor")
+        raise UnsupportedArgumentError(f"{what}: a tensor has the layout {tensor.layout}; this needs a dense tensor")
 
 
 def values(tensor: torch.Tensor) -> Array:

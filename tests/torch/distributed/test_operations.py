@@ -47,8 +47,8 @@ def reducing(op: Any) -> Any:
 
 def reference(op: Any, values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the reduction of the ranks' tensors in a dtype with all operations."""
-    wide = torch.stack([value.to(torch.complex128 if value.is_complex() else torch.float64) if not value.dtype == torch.bool
-                        else value for value in values])
+    wide = torch.stack([value if value.dtype == torch.bool else value.to(
+        torch.complex128 if value.is_complex() else torch.float64) for value in values])
     if op in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
         combine = {dist.ReduceOp.BAND: torch.bitwise_and, dist.ReduceOp.BOR: torch.bitwise_or,
                    dist.ReduceOp.BXOR: torch.bitwise_xor}[op]
@@ -274,7 +274,7 @@ BAD: list[tuple[str, Callable[[Any], Any], type[Exception], str]] = [
      "needs a dense tensor"),
     ("a short list", lambda group: group.allgather([[torch.empty(2)]], [torch.ones(2)]), ValueError,
      "the list has 1 tensors; it needs one for each of 2 ranks"),
-    ("a place of another size", lambda group: group.allgather([[torch.empty(2), torch.empty(2)]], [torch.ones(3)]), ValueError,
+    ("a place of another size", lambda group: group.allgather([list(torch.empty(2, 2))], [torch.ones(3)]), ValueError,
      "has 3 elements, and its place in the output 2"),
     ("another dtype", lambda group: group.allgather([[torch.empty(2), torch.empty(2)]], [torch.ones(2).half()]), ValueError,
      "tensors with different dtypes: float32 and float16"),

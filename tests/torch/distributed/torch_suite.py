@@ -1,7 +1,8 @@
 """torch's own tests of process groups and of DDP, on hvdlite and on Gloo: `python -m tests.torch.distributed.torch_suite`.
 
-They are in torch's wheel (`torch/testing/_internal/distributed/distributed_test.py`) and need the package `expecttest`. Ranks
-are forked, so a test takes a second and not ten. Where torch's tests ask whether the backend is Gloo, hvdlite counts as it.
+They are in torch's wheel (`torch/testing/_internal/distributed/distributed_test.py`) and need the package `expecttest`.
+Ranks are forked, so a test takes a second and not ten. Where torch's tests ask whether the backend is Gloo, hvdlite counts
+as it.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _module() -> types.ModuleType:
     module = types.ModuleType(MODULE)
     sys.modules[MODULE] = module
     module.__dict__["__file__"] = spec.origin
-    exec(compile(source, spec.origin, "exec", dont_inherit=True), module.__dict__)
+    exec(compile(source, spec.origin, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - of an installed package
     return module
 
 
