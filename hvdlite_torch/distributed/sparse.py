@@ -18,8 +18,8 @@ def coalesced(tensor: torch.Tensor, reduce: Reduce) -> torch.Tensor:
         UnsupportedArgumentError: for another layout, device or operation.
     """
     if tensor.layout is not torch.sparse_coo or tensor.device.type != "cpu":
-        raise UnsupportedArgumentError("all_reduce: only COO is supported of the sparse layouts, in host memory; this tensor "
-                                       f"has {tensor.layout} on {tensor.device}")
+        raise UnsupportedArgumentError("all_reduce: only COO is supported of the sparse layouts, in host memory; this "
+                                       f"tensor has {tensor.layout} on {tensor.device}")
     if reduce.op is not ReduceOp.SUM or reduce.prescale != 1.0:
         raise UnsupportedArgumentError(f"all_reduce: sparse tensors can be reduced with SUM only, not {reduce.name}")
     return tensor.detach().coalesce()

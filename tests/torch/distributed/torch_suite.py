@@ -121,8 +121,9 @@ def _run_one_backend() -> None:
     from torch.testing._internal import common_distributed
 
     backend = os.environ["BACKEND"]
-    for feature in ("ddp", "plugin"):
-        common_distributed.DistTestCases.backend_feature[feature].add("hvdlite")
+    for feature, backends in common_distributed.DistTestCases.backend_feature.items():
+        if "gloo" in backends or feature == "plugin":
+            backends.add("hvdlite")
     if backend == "hvdlite":
         dist.monitored_barrier = distributed.monitored_barrier  # torch's function refuses other backends than Gloo
     module = _module()
