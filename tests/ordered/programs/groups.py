@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -111,6 +112,8 @@ def leaves_nothing_behind(folder: str, size: int) -> None:
         for call in calls:
             result_of(call)
         group.close()
+    del group, calls, call
+    gc.collect()
     until = time.monotonic() + 30
     while left_over() != before:  # the runtime ends when all ranks have left
         assert time.monotonic() < until, (before, left_over())
