@@ -19,6 +19,7 @@ from hvdlite.core.config import Config, timeout_or_inf
 from hvdlite.core.errors import LaunchError
 from hvdlite.memory.group_area import GroupArea, area_bytes
 from hvdlite.ordered.group_end import GroupEnd
+from hvdlite.ordered.ring_transfers import RingTransfers
 from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.runtime.assemble import assemble
 from hvdlite.runtime.process_hooks import configure_logging, tell_failure
@@ -164,6 +165,8 @@ class Groups:
                 release: Callable[[], None]) -> GroupEnd:
         assert runtime.group_parts is not None
         parts, world = runtime.group_parts(), runtime.world
+        messages = parts.memory.message_area(range(world.size)) if parts.is_one_host else None
+        transfers = RingTransfers(messages, name, members) if messages is not None else None
 
         def closed() -> None:
             runtime.remove_group(end)
@@ -171,7 +174,7 @@ class Groups:
             release()
 
         end = GroupEnd(name, world.rank, world.size, timeout, parts.plane, parts.area, shares_board=parts.is_one_host,
-                       members=members, reporter=runtime.group_reports, released=closed)
+                       transfers=transfers, members=members, reporter=runtime.group_reports, released=closed)
         self._ends.append(end)
         runtime.add_group(end)
         return end
