@@ -157,7 +157,8 @@ class Engine:
             self._serve()
         except JobFailed as failed:
             self._state.failure = failure_error(failed.notice, self._rank)
-            if (failed.notice.origin not in (self._rank, -1) and not (self._waiters or self._mailboxes.in_use)
+            if (failed.notice.origin not in (self._rank, -1) and not (self._waiters or self._mailboxes.in_use
+                         or any(group.is_waiting for group in list(self._state.groups)))
                     and failed.notice.kind != MismatchError.__name__):  # which the ranks concerned raise themselves
                 # No thread raises it now.
                 _log.error("rank %d: %s", self._rank, str(self._state.failure).splitlines()[0])
@@ -314,7 +315,7 @@ class Engine:
             state.failure = HorovodInternalError("the background thread ended unexpectedly; see the log")
         error = state.closing_error()
         parts: list[Callable[[], Any]] = [
-            *(functools.partial(tell, error) for tell in list(state.when_over)),
+            *(functools.partial(group.fail, error) for group in list(state.groups)),
             lambda: self._control.flush(FLUSH_SECONDS), lambda: connections.oob.close(error),
             lambda: self._execution.fail(error), connections.plane.close]
         devices = connections.devices

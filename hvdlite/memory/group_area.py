@@ -58,6 +58,11 @@ class GroupArea:
         self.word = shared_word(memory, 0)
         self._rings = itertools.count()
 
+    def release(self) -> None:
+        """Use the memory no more; it is unmapped when no thread sleeps there any more. What is written now goes nowhere."""
+        self.lines, self.heads, self.texts = [], [], []
+        self.word = shared_word(bytearray(4), 0)
+
     def ring(self, ranks: Sequence[int] = ()) -> None:
         """Let all ranks of the host that sleep look again; callable from any thread.
 

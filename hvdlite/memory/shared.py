@@ -26,7 +26,7 @@ import fcntl
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -244,15 +244,15 @@ class SharedMemory:
             return None
         return MessageArea(self, start, list(ranks).index(self._rank), len(ranks), ring)
 
-    def reserve_portion(self) -> Callable[[], SharedMemory]:
-        """Reserve a sixteenth of what is left of the file; return what makes a handle for it.
-
-        Its ranges are requested in the same order on all ranks, too, but independently of this object's.
-        """
+    def reserve_portions(self) -> Portions:
+        """Reserve a range of the file, a sixteenth of what is left, for handles with ranges of their own."""
         begin = -(-self._end // HUGE_PAGE) * HUGE_PAGE
-        end = begin + (self._length - begin) // 16 // HUGE_PAGE * HUGE_PAGE
-        self._end = end
-        return lambda: SharedMemory(os.dup(self.descriptor), self._rank, self.fence and self.fence.duplicate(), (begin, end))
+        self._end = begin + _sixteenth(begin, self._length)
+        return Portions(self, begin, self._end)
+
+    def portion(self, begin: int, end: int) -> SharedMemory:
+        """Return a handle of its own for a range of the file."""
+        return SharedMemory(os.dup(self.descriptor), self._rank, self.fence and self.fence.duplicate(), (begin, end))
 
     def close(self) -> None:
         """Close the file and the fence; mappings remain."""
@@ -282,6 +282,26 @@ class SharedMemory:
                               "share; raise the limit on the size of files (ulimit -f)")
         self._end = start + nbytes
         return start
+
+
+class Portions:
+    """A range of the host's file from which one handle after the other is made.
+
+    All ranks make the same calls in the same order, but independently of what they request of the file itself.
+    """
+
+    def __init__(self, memory: SharedMemory, begin: int, end: int) -> None:
+        self._memory, self._begin, self._end = memory, begin, end
+
+    def open(self) -> SharedMemory:
+        """Return the next handle, which has a sixteenth of what is left."""
+        begin = self._begin
+        self._begin += _sixteenth(begin, self._end)
+        return self._memory.portion(begin, self._begin)
+
+
+def _sixteenth(begin: int, end: int) -> int:
+    return (end - begin) // 16 // HUGE_PAGE * HUGE_PAGE
 
 
 def counter_bytes(ranks: int) -> int:

@@ -96,6 +96,10 @@ class Board:
         self._area.lines[self._index][0] = 1
         self._area.ring()
 
+    def close(self) -> None:
+        """Look at the memory no more."""
+        self._others = []
+
     def left(self) -> list[int]:
         """Return the ranks that have left."""
         return [index for index, line in enumerate(self._area.lines) if line[0]]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 
 from hvdlite.ordered.operations import Operation
+
+_log = logging.getLogger("hvdlite")
 
 
 class Call:
@@ -40,12 +43,15 @@ class Call:
         return self._done.wait(timeout)
 
     def when_done(self, callback: Callable[[Call], None]) -> None:
-        """Call a function when it is over: on the thread that carries it out, or at once if it is over already."""
+        """Call a function when it is over: on the thread that carries it out, or at once if it is over already.
+
+        It may make other calls of the group, and wait for them. What it raises is logged.
+        """
         with self._lock:
             if not self._done.is_set():
                 self._callbacks.append(callback)
                 return
-        callback(self)
+        self._tell(callback)
 
     def end(self, error: Exception | None = None) -> None:
         """It is over; called once, by the thread that has carried it out."""
@@ -54,4 +60,10 @@ class Call:
             self._done.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
+            self._tell(callback)
+
+    def _tell(self, callback: Callable[[Call], None]) -> None:
+        try:
             callback(self)
+        except Exception:
+            _log.exception("a callback of a call of an ordered group failed")

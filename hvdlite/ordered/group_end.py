@@ -2,7 +2,8 @@
 
 Theory of operation
 - A blocking call in an idle group is carried out by the thread that makes it. Other calls are carried out by the group's
-  worker thread, which exists from the first such call on.
+  worker thread, which exists from the first such call on. What a callback of a call calls is carried out at once, before
+  what is queued: so the order is the same on all ranks, whenever they have queued it.
 - A rank gives each operation the next number, writes this and a text to the board, and executes a plan. Within the plan's
   first barrier all ranks of the host have written; when they differ, all raise `MismatchError`, and the group goes on.
 - Ranks on several hosts have no common board: before a plan they gather the numbers and digests of all.
@@ -23,19 +24,26 @@ import msgspec
 import numpy as np
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import ForkedProcessError, HorovodInternalError, MismatchError, UnsupportedError
+from hvdlite.core.errors import (
+    ForkedProcessError,
+    HorovodInternalError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+    UnsupportedError,
+)
 from hvdlite.core.types import Collective
 from hvdlite.memory.group_area import TEXT, GroupArea
 from hvdlite.negotiation.messages import Response
 from hvdlite.ordered.board import Board, mismatch
 from hvdlite.ordered.call import Call
 from hvdlite.ordered.operations import Operation
-from hvdlite.ordered.plans import Plans, Prepared, shown
+from hvdlite.ordered.plans import Plans, Prepared, memory_of, shown
 from hvdlite.ordered.reporter import NoReporter, Reporter
-from hvdlite.ordered.told_calls import ToldCalls
+from hvdlite.ordered.told_calls import PATIENCE_SECONDS, ToldCalls
 from hvdlite.ordered.transfers import Transfers
 from hvdlite.ordered.waiter import Waiter
-from hvdlite.planes.base import Plan, Plane
+from hvdlite.planes.base import AlltoallSplits, Plan, Plane
 
 JOIN_SECONDS: Final = 2.0
 """How long `close` waits for the worker thread."""
@@ -51,27 +59,33 @@ class GroupEnd:
         transfers: sends and receives.
         members: for messages: the name of each rank.
         released: called once, when the group is closed.
+        patience: see `ToldCalls`.
     """
 
     def __init__(self, name: str, rank: int, size: int, timeout: float, plane: Plane, area: GroupArea, *, shares_board: bool,
                  transfers: Transfers | None = None, members: Sequence[str] = (),
-                 reporter: Reporter | None = None, released: Callable[[], object] = lambda: None) -> None:
+                 reporter: Reporter | None = None, released: Callable[[], object] = lambda: None,
+                 patience: float = PATIENCE_SECONDS) -> None:
         self.name, self.rank, self.size, self.timeout = name, rank, size, timeout
         self.members = tuple(members) or tuple(map(str, range(size)))
-        self._plane, self._transfers, self._released = plane, transfers, released
+        self._plane, self._area, self._transfers, self._released = plane, area, transfers, released
         self._board = Board(area) if shares_board else None
-        self._waiter = Waiter(name, area, self._board, self.members, self._impatient)
+        self._waiter = Waiter(name, area, self._board, self.members, self._impatient, patience)
         self._plans = Plans(name, rank, size)
         self._reporter = reporter or NoReporter()
-        self._told = ToldCalls(lambda number, text: self._reporter.request(f"{name}, call {number}: {text}"))
-        self._sequence = 0
+        self._told = ToldCalls(lambda number, text: self._reporter.request(f"{name}, call {number}: {text}"), patience)
+        self._sequence = self._executed = 0  # calls and plans
+        self._text = b""  # of the call under way
+        self._is_moving = False  # whether the thread that carries it out is in the middle of a plan
         self._unchecked: Prepared | None = None  # until it is known whether all ranks make the call under way
         self._met = 0.0  # when that was known, on the reporter's clock
         self._pid = os.getpid()
         self._lock = threading.RLock()  # guards the following; a signal handler may make a call while its thread holds it
         self._changed = threading.Condition(self._lock)
         self._queue: deque[Call] = deque()
-        self._is_busy = self._is_closed = False
+        self._runner = 0  # the thread that carries out a call
+        self._is_closed = False
+        self._has_runtime = True
         self._worker: threading.Thread | None = None
 
     # --- calls --------------------------------------------------------------------------------------------------------
@@ -80,19 +94,24 @@ class GroupEnd:
               blocking: bool = False, timeout: float | None = None) -> Call:
         call = Call(operations, finish, timeout)
         if self._pid != os.getpid():
-            call.end(ForkedProcessError(f"{self.name}: this process (pid {os.getpid()}) was forked from rank {self.rank} (pid "
-                                        f"{self._pid}), to which the group belongs; start workers with the spawn method"))
+            call.end(ForkedProcessError(f"{self.name}: this process (pid {os.getpid()}) was forked from rank {self.rank} "
+                                        f"(pid {self._pid}), to which the group belongs; start workers with the spawn "
+                                        "method"))
             return call
         self._reporter.called()
         with self._lock:
             error = self._waiter.error
-            runs_here = error is None and blocking and not self._is_busy and not self._queue
-            if runs_here:
-                self._is_busy = True
-            elif error is None:
-                self._enqueue(call)
+            is_nested = self._runner == threading.get_ident() and not self._is_moving
+            runs_here = not is_nested and blocking and not self._runner and not self._queue
+            if error is None and runs_here:
+                self._runner = threading.get_ident()
+            elif error is None and not is_nested:
+                self._queue.append(call)
+                self._let_work()
         if error is not None:
             call.end(error)
+        elif is_nested:
+            self._carry_out(call)
         elif runs_here:
             try:
                 self._carry_out(call)
@@ -116,7 +135,12 @@ class GroupEnd:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def fail(self, error: Exception) -> None:
-        """Fail all calls under way and all later ones; callable from any thread."""
+        """The runtime ends, on the other ranks too; callable from any thread."""
+        self._has_runtime = False
+        self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Fail all calls under way and all later ones."""
         self._waiter.fail(error)
         if self._transfers is not None:
             self._transfers.fail(error)
@@ -130,8 +154,13 @@ class GroupEnd:
         """Whether this rank has left the group."""
         return self._is_closed
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a call is under way, for which a thread most likely waits."""
+        return self._runner != 0
+
     def abort(self, reason: str) -> None:
-        self.fail(HorovodInternalError(f"{self.name} was aborted on this rank: {reason}"))
+        self._fail(HorovodInternalError(f"{self.name} was aborted on this rank: {reason}"))
 
     def close(self) -> None:
         if self._pid != os.getpid():
@@ -142,11 +171,11 @@ class GroupEnd:
             self._is_closed = True
             worker = self._worker
             self._changed.notify_all()
-        if self._board is not None:
+        if self._board is not None and self._has_runtime:  # else the others hear the reason from their own
             self._board.leave()
-        self.fail(HorovodInternalError(f"{self.name} was destroyed on this rank before the call was complete"))
+        self._fail(HorovodInternalError(f"{self.name} was destroyed on this rank before the call was complete"))
         with self._lock:
-            while self._is_busy and worker is not threading.current_thread():
+            while self._runner not in (0, threading.get_ident()):
                 if not self._changed.wait(JOIN_SECONDS):
                     break
         if worker is not None and worker is not threading.current_thread():
@@ -154,6 +183,9 @@ class GroupEnd:
         if self._transfers is not None:
             self._transfers.close()
         self._plane.close()
+        if self._board is not None:
+            self._board.close()
+        self._area.release()
         self._released()
 
     def close_in_child(self) -> None:
@@ -164,8 +196,8 @@ class GroupEnd:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, call: Call) -> None:
-        self._queue.append(call)
+    def _let_work(self) -> None:
+        """Let the worker thread look for calls."""
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name=f"hvdlite-group-{self.name}", daemon=True)
             self._worker.start()
@@ -174,12 +206,12 @@ class GroupEnd:
     def _work(self) -> None:
         while True:
             with self._lock:
-                while (self._is_busy or not self._queue) and not self._is_closed:
+                while (self._runner or not self._queue) and not self._is_closed:
                     self._changed.wait()
                 if not self._queue:
                     return
                 call = self._queue.popleft()
-                self._is_busy = True
+                self._runner = threading.get_ident()
             try:
                 self._carry_out(call)
             finally:
@@ -187,9 +219,11 @@ class GroupEnd:
 
     def _idle(self) -> None:
         with self._lock:
-            self._is_busy = False
-            if self._queue or self._is_closed:
+            self._runner = 0
+            if self._is_closed:
                 self._changed.notify_all()
+            elif self._queue:
+                self._let_work()
 
     def _carry_out(self, call: Call) -> None:
         error: Exception | None = None
@@ -201,13 +235,19 @@ class GroupEnd:
         except MismatchError as mismatched:
             error = mismatched
         except Exception as failed:
-            error = self._waiter.error or failed
-            self.fail(error)
+            error = self._waiter.error or self._reason(failed)
+            self._fail(error)
         except BaseException as interruption:  # in the middle of a plan: what the others wait for does not come
             self.abort(f"a thread was interrupted in a call ({type(interruption).__name__})")
             call.end(self._waiter.error)
             raise
         call.end(error)
+
+    def _reason(self, failed: Exception) -> Exception:
+        """Return the error of a call that has failed: between hosts a plane sees only that another rank does not answer."""
+        if self._board is not None or self._sequence == 0 or isinstance(failed, (PeerLostError, OperationTimeoutError)):
+            return failed
+        return self._told.reason(self._sequence, shown(self._text)) or failed
 
     def _perform(self, operation: Operation, timeout: float) -> None:
         """Carry out one operation."""
@@ -216,6 +256,7 @@ class GroupEnd:
         prepared = self._plans.prepared(operation)
         reporter, response = self._reporter, prepared.response
         self._sequence = sequence = self._sequence + 1
+        self._text = prepared.text
         self._waiter.begin(sequence, prepared.text, timeout)
         reporter.began(prepared.lane)
         begun = self._met = reporter.clock()
@@ -224,17 +265,17 @@ class GroupEnd:
             self._board.write(sequence, prepared.text, prepared.digest, int(begun * 1e9), self._told.owed)
         else:
             self._compare(prepared, int(begun * 1e9))
-        self._move(operation, response, sequence)
+        self._move(operation, response)
         reporter.ended(prepared.lane, response, begun, self._met)
 
-    def _move(self, operation: Operation, response: Response, sequence: int) -> None:
+    def _move(self, operation: Operation, response: Response) -> None:
         if operation.collective is Collective.ALLTOALL and response.collective is not Collective.BARRIER:
             self._alltoall(operation, response)
         elif response.collective is Collective.BARRIER:
             if self._board is not None:
-                self._execute(Plan(sequence, self._plans.ranks, response, (), ()))
+                self._execute(response, (), ())
         else:
-            self._execute(self._plans.plan(operation, response, sequence))
+            self._execute(response, *memory_of(operation))
 
     def _alltoall(self, operation: Operation, response: Response) -> None:
         if operation.rows:
@@ -247,7 +288,7 @@ class GroupEnd:
             if not sent:
                 return
             response = msgspec.structs.replace(response, rows=(sent, received))
-        self._execute(self._plans.plan(operation, response, self._sequence, splits))
+        self._execute(response, *memory_of(operation), splits)
 
     def _compare(self, prepared: Prepared, begun: int) -> None:
         """Check that the ranks of several hosts agree."""
@@ -275,10 +316,17 @@ class GroupEnd:
         """Gather the same number of elements of each rank."""
         response = Response(names=(what,), collective=Collective.ALLGATHER, dtype=str(own.dtype), elements=own.size,
                             contributors=self._plans.ranks, rows=(own.size,) * self.size, row_elements=1)
-        self._execute(Plan(self._sequence, self._plans.ranks, response, [own], [whole]))
+        self._execute(response, [own], [whole])
 
-    def _execute(self, plan: Plan) -> None:
-        self._plane.execute(plan, self._wait_until)
+    def _execute(self, response: Response, sources: Sequence[Array | None], outputs: Sequence[Array | None],
+                 splits: AlltoallSplits | None = None) -> None:
+        self._executed += 1
+        self._is_moving = True
+        try:
+            self._plane.execute(Plan(self._executed, self._plans.ranks, response, sources, outputs, None, splits),
+                                self._wait_until)
+        finally:
+            self._is_moving = False
 
     def _wait_until(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
         self._waiter(predicate, poll_interval=poll_interval)

@@ -24,7 +24,7 @@ class Operation:
             and ranks need not exchange them first.
         sent: alltoall: elements that this rank sends to each rank.
         received: alltoall: elements that this rank receives from each rank.
-        prescale: factor of the values before a reduction.
+        prescale: factor of this rank's values before a reduction.
         postscale: factor of its result.
     """
 

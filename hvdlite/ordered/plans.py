@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from hvdlite.core.array import Array
+from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.errors import MismatchError
 from hvdlite.core.texts import shortened
 from hvdlite.core.types import ROOTED, Collective
@@ -17,7 +19,7 @@ from hvdlite.memory.group_area import TEXT
 from hvdlite.negotiation.messages import Response
 from hvdlite.ordered.board import digest_of
 from hvdlite.ordered.operations import Operation
-from hvdlite.planes.base import AlltoallSplits, Plan
+from hvdlite.planes.base import AlltoallSplits
 
 LONGEST_SHOWN: Final = 200
 """Characters of a text in reports."""
@@ -63,7 +65,7 @@ class Plans:
     def prepared(self, operation: Operation) -> Prepared:
         """Return what all calls of this operation have in common."""
         key = (operation.agreed, operation.collective, operation.dtype, operation.op, operation.root, operation.rows,
-               operation.prescale, operation.postscale)
+               operation.postscale, operation.prescale)
         found = self._prepared.get(key)
         if found is None:
             if len(self._prepared) >= _KEPT:
@@ -71,19 +73,12 @@ class Plans:
             found = self._prepared[key] = self._prepare(operation, key)
         return found
 
-    def plan(self, operation: Operation, response: Response, sequence: int, splits: AlltoallSplits | None = None) -> Plan:
-        """Return the plan of a call."""
-        sources, outputs = operation.sources, operation.outputs
-        if len(sources) == len(outputs) and all(map(lambda one, other: one is other, sources, outputs)):
-            outputs = sources  # planes do not copy what is where it belongs
-        return Plan(sequence, self.ranks, response, sources, outputs, None, splits)
-
     def _prepare(self, operation: Operation, key: tuple[object, ...]) -> Prepared:
         text = operation.agreed
         if len(set(operation.rows)) > 1:
             text += f" rows={list(operation.rows)}"
         encoded = text.encode()
-        return Prepared(encoded, (shown(encoded),), f"{self._group}: {shown(encoded)}", digest_of(repr(key).encode()),
+        return Prepared(encoded, (shown(encoded),), f"{self._group}: {shown(encoded)}", digest_of(repr(key[:-1]).encode()),
                         self._response(operation))
 
     def _response(self, operation: Operation) -> Response:
@@ -132,6 +127,23 @@ class Plans:
         return (AlltoallSplits(tuple(sent[self._index].tolist()), tuple(sent[:, self._index].tolist()),
                                tuple(starts[:, self._index].tolist())),
                 int(sent.sum(axis=1).max()), int(sent.sum(axis=0).max()))
+
+
+def memory_of(operation: Operation) -> tuple[Sequence[Array | None], Sequence[Array | None]]:
+    """Return the sources and outputs of an operation's plan: one object if they are the same, so that nothing is copied."""
+    sources, outputs = operation.sources, operation.outputs
+    if not sources and operation.collective is Collective.BROADCAST:  # planes get what is overwritten as a source
+        return outputs, outputs
+    if not sources and operation.collective is Collective.SCATTER:
+        return [_nothing(operation.dtype)], outputs
+    if len(sources) == len(outputs) and all(map(operator.is_, sources, outputs)):
+        return sources, sources
+    return sources, outputs
+
+
+@functools.cache
+def _nothing(dtype: str) -> Array:
+    return np.empty(0, SUPPORTED_DTYPES[dtype])
 
 
 def shown(text: bytes) -> str:

@@ -38,7 +38,7 @@ class _Done:
     def done(self) -> bool:
         return True
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         pass
 
 

@@ -1,9 +1,9 @@
 """Calls that are told to rank 0, so that its stall inspector knows who waits for whom. Pure.
 
-In the ordinary case rank 0 hears nothing of a group's calls. A rank that has waited for `PATIENCE_SECONDS` for the others to
-make a call *tells* it: it requests a negotiated barrier named after the call. So reports, the end of a stalled job and the
-search for its cause work as for any tensor. A barrier that only some ranks request would look like a stall for ever.
-Therefore
+In the ordinary case rank 0 hears nothing of a group's calls. A rank that has waited for some seconds, its patience, for the
+others to make a call *tells* it: it requests a negotiated barrier named after the call. So reports, the end of a stalled job
+and the search for its cause work as for any tensor. A barrier that only some ranks request would look like a stall for
+ever. Therefore
 
 - every rank says when it has begun a call. When all have made it, each one computes how long the first has waited. If that
   is more than half of the patience, all request the barrier, those that had not done so, too: they see the same numbers, so
@@ -21,9 +21,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+from hvdlite.core.errors import HorovodInternalError
+
 PATIENCE_SECONDS: Final = 4.0
 """How long a rank waits for the others to make a call before it tells it."""
-_LATE_NANOSECONDS: Final = int(PATIENCE_SECONDS * 1e9 / 2)
+REASON_SECONDS: Final = 5.0
+"""How long rank 0 has to say why a call has failed."""
 _REMEMBERED: Final = 8
 """Calls of which a rank knows whether it has told them."""
 
@@ -34,8 +37,8 @@ class Pending(Protocol):
     def done(self) -> bool:
         """Return whether all ranks have requested it, or it has failed."""
 
-    def wait(self) -> object:
-        """When it is done, raise its error, if it has one."""
+    def wait(self, timeout: float | None = None) -> object:
+        """Wait until it is done, and raise its error, if it has one; `TimeoutError` if that takes longer than `timeout`."""
 
 
 class ToldCalls:
@@ -43,10 +46,11 @@ class ToldCalls:
 
     Args:
         request: requests the barrier of a call, given its number and text.
+        patience: in seconds, the same on all ranks.
     """
 
-    def __init__(self, request: Callable[[int, str], Pending]) -> None:
-        self._request = request
+    def __init__(self, request: Callable[[int, str], Pending], patience: float) -> None:
+        self._request, self._late = request, int(patience * 1e9 / 2)
         self._pending: dict[tuple[int, str], Pending] = {}
         self._requested: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
         self._last: tuple[int, Sequence[str]] = (0, ())  # the last call that all ranks have made
@@ -62,7 +66,7 @@ class ToldCalls:
         return max((number for number, _ in self._pending), default=0)
 
     def waits(self, sequence: int, text: str) -> None:
-        """This rank has waited for `PATIENCE_SECONDS` for others in a call; called again later.
+        """This rank's patience in a call is at an end; called again later.
 
         Raises:
             HorovodInternalError: when they will never come.
@@ -71,6 +75,19 @@ class ToldCalls:
         pending = self._pending.get((sequence, text))
         if pending is not None and pending.done():
             pending.wait()
+
+    def reason(self, sequence: int, text: str) -> Exception | None:
+        """Return why a call that has failed cannot succeed, as rank 0 sees it; None if it knows nothing within seconds."""
+        try:
+            self._tell(sequence, text)
+            pending = self._pending.get((sequence, text))
+            if pending is not None:
+                pending.wait(REASON_SECONDS)
+        except TimeoutError:
+            return None
+        except HorovodInternalError as error:
+            return error
+        return None
 
     def made(self, sequence: int, texts: Sequence[str], waited: int, owed: int) -> None:
         """All ranks have made a call.
@@ -84,7 +101,7 @@ class ToldCalls:
         if owed and owed == number:
             self._tell_all(number, last)
         self._last = sequence, texts
-        if waited > _LATE_NANOSECONDS:
+        if waited > self._late:
             self._tell_all(sequence, texts)
 
     def _tell_all(self, sequence: int, texts: Sequence[str]) -> None:

@@ -9,7 +9,6 @@ from typing import Final
 from hvdlite.core.errors import OperationTimeoutError, PeerLeftError
 from hvdlite.memory.group_area import GroupArea
 from hvdlite.ordered.board import Board, names
-from hvdlite.ordered.told_calls import PATIENCE_SECONDS
 
 LOOK_SECONDS: Final = 1.0
 """How long a thread sleeps at most before it looks again whether others have left."""
@@ -24,16 +23,16 @@ class Waiter:
         group: for messages.
         board: None where the ranks of the group do not share one.
         members: the name of each rank, for messages.
-        impatient: called whenever a wait has taken `PATIENCE_SECONDS` (again); may raise an error that ends it.
+        impatient: called whenever a wait has taken `patience` seconds (again); may raise an error that ends it.
 
     Attributes:
         error: what every wait fails with; None while the group can be used.
     """
 
     def __init__(self, group: str, area: GroupArea, board: Board | None, members: tuple[str, ...],
-                 impatient: Callable[[], None]) -> None:
+                 impatient: Callable[[], None], patience: float) -> None:
         self.error: Exception | None = None
-        self._impatient = impatient
+        self._impatient, self._patience = impatient, patience
         self._group, self._area, self._board, self._members = group, area, board, members
         self._sequence, self._text, self._timeout, self._deadline = 0, b"", 0.0, 0.0
 
@@ -55,7 +54,7 @@ class Waiter:
         now = time.monotonic()
         if not self._deadline:
             self._deadline = now + self._timeout
-        patient_until = now + PATIENCE_SECONDS
+        patient_until = now + self._patience
         while True:
             seen = word.value
             if predicate():
@@ -67,7 +66,7 @@ class Waiter:
             if now >= self._deadline:
                 raise self._timed_out()
             if now >= patient_until:
-                patient_until = now + PATIENCE_SECONDS
+                patient_until = now + self._patience
                 self._impatient()
             word.wait(seen, min(look, self._deadline - now, patient_until - now))
 
@@ -83,7 +82,7 @@ class Waiter:
                                     "process ended, or destroyed the group) without making this call", gone[0])
 
     def _timed_out(self) -> OperationTimeoutError:
-        text = f"{self._call()} has not ended within {self._timeout:g} s"
+        text = f"{self._call()} has not ended within its timeout of {self._timeout:g} s"
         missing: list[int] = []
         if self._board is not None:
             missing = self._board.missing(self._sequence)

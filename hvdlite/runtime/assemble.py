@@ -240,16 +240,13 @@ class HostPlanes:
             unavailable: as for `choose_plane`.
         """
         wanted = "auto" if self.config.cpu_operations == "mpi" else self.config.cpu_operations
-        reserved = self.memory.reserve_portion()
+        portions = self.memory.reserve_portions()
         local = self.hosts.local_ranks(self.rank)
         numbers = itertools.count()
-        opened: list[SharedMemory] = []
 
         def parts() -> GroupPlane:
             choice = choose_plane(wanted, self.hosts, {**unavailable, "mpi": "groups do not use it"})
-            if not opened:
-                opened.append(reserved())
-            memory = opened[0].reserve_portion()()
+            memory = portions.open()
             try:
                 area = memory.group_area(local)
                 assert area is not None

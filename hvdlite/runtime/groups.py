@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from hvdlite.bootstrap.environments import LaunchInfo, job_key, read_launch_info
-from hvdlite.bootstrap.store import Store, end_meeting, meet_in_store
+from hvdlite.bootstrap.store import Store, meet_in_store
 from hvdlite.core import launch_contract
-from hvdlite.core.config import Config
+from hvdlite.core.config import Config, timeout_or_inf
 from hvdlite.core.errors import LaunchError
 from hvdlite.memory.group_area import GroupArea, area_bytes
 from hvdlite.ordered.group_end import GroupEnd
@@ -68,20 +68,17 @@ class Groups:
         if not 0 <= rank < size:
             raise ValueError(f"{name}: rank {rank} is not in 0..{size - 1}")
         self._leaving = [runtime for runtime in self._leaving if not runtime.has_ended]
-        self._ends = [end for end in self._ends if not end.is_closed]
         shown = [str(rank) for rank in range(size)] if members is None else [str(member) for member in members]
         if size == 1:
             area = GroupArea(bytearray(area_bytes(1)), 0, 1, None)
             plane = LoopbackPlane(0, LoopbackHub(), lambda rank: None, self._worlds.casts)
-            end = GroupEnd(name, 0, 1, timeout, plane, area, shares_board=True, members=shown)
-        else:
-            runtime, release = self._meet(store, rank, size, is_world=members is None)
-            try:
-                end = self._opened(runtime, name, timeout, shown, release)
-            except BaseException:
-                release()
-                raise
-        self._ends.append(end)
+            return GroupEnd(name, 0, 1, timeout, plane, area, shares_board=True, members=shown)
+        runtime, release = self._meet(store, rank, size, is_world=members is None)
+        try:
+            end = self._opened(runtime, name, timeout, shown, release)
+        except BaseException:
+            release()
+            raise
         return end
 
     def fail(self, error: BaseException) -> None:
@@ -91,9 +88,8 @@ class Groups:
 
     def close_all(self) -> None:
         """Leave all groups, and wait until the other ranks have left those that are worlds of their own, too."""
-        for end in self._ends:
+        for end in list(self._ends):
             end.close()
-        self._ends.clear()
         for runtime in self._leaving:
             runtime.wait_until_left()
         self._leaving.clear()
@@ -112,7 +108,8 @@ class Groups:
         configure_logging(config, lambda: rank)
         info, shared = meet_in_store(store, rank, size, job_key(environment),
                                      place=environment.get(launch_contract.JOB_DIRECTORY, ""),
-                                     can_share=self._can_share(rank, size, is_world=is_world))
+                                     can_share=self._can_share(rank, size, is_world=is_world),
+                                     timeout=timeout_or_inf(config.start_timeout))
         try:
             if shared:
                 self._job.begin(info if shared == MET else None)
@@ -123,7 +120,6 @@ class Groups:
         finally:
             if info.held_port is not None:
                 info.held_port.close()
-        end_meeting(store, rank)
         return runtime, release
 
     def _can_share(self, rank: int, size: int, *, is_world: bool) -> str:
@@ -174,7 +170,14 @@ class Groups:
         rings = parts.memory.message_area(range(world.size)) if parts.is_one_host else None
         transfers = RingTransfers(rings, name, members) if rings is not None else NegotiatedTransfers(
             GroupLink(runtime, parts.oob), name, world.rank, world.size, members)
+
+        def closed() -> None:
+            runtime.remove_group(end)
+            self._ends.remove(end)
+            release()
+
         end = GroupEnd(name, world.rank, world.size, timeout, parts.plane, parts.area, shares_board=parts.is_one_host,
-                       transfers=transfers, members=members, reporter=runtime.group_reports, released=release)
-        runtime.when_over(end.fail)
+                       transfers=transfers, members=members, reporter=runtime.group_reports, released=closed)
+        self._ends.append(end)
+        runtime.add_group(end)
         return end

@@ -9,8 +9,8 @@ Theory of operation
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
 
 from hvdlite.core.config import Config
 from hvdlite.core.device import CPU, DeviceAccess
@@ -29,6 +29,7 @@ from hvdlite.engine.limits import EAGER_TRAFFIC, FLUSH_SECONDS
 from hvdlite.handoff.handle import Handle
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.inbox import Task
+from hvdlite.handoff.job_state import Group
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import FailureNotice, Layout, Wait
 from hvdlite.planes.base import Plane
@@ -176,11 +177,16 @@ class Runtime:
         """How an ordered group reports through this runtime."""
         return GroupReports(self._inbox, self._engine, self._recorder, self._connections.clock, self.barrier)
 
-    def when_over(self, tell: Callable[[HorovodInternalError], object]) -> None:
-        """Let the background thread call a function when it ends, with the error of later calls; now if it has ended."""
-        self._state.when_over.append(tell)
+    def add_group(self, group: Group) -> None:
+        """Let a group fail when the background thread ends; now if it has ended."""
+        self._state.groups.append(group)
         if self._state.ended.is_set():
-            tell(self._state.closing_error())
+            group.fail(self._state.closing_error())
+
+    def remove_group(self, group: Group) -> None:
+        """A group is closed; again is fine."""
+        with contextlib.suppress(ValueError):
+            self._state.groups.remove(group)
 
     # --- facts -----------------------------------------------------------------------------------------------------
 
