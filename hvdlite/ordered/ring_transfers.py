@@ -277,6 +277,8 @@ class RingTransfers(GuardedTransfers):
 
     def _check(self) -> bool:
         """Let calls fail that are overdue, or wait for a rank that has left; return whether there were some."""
+        if self._error is not None:
+            return False
         now, failed = time.monotonic(), False
         for call in tuple(self._calls):
             if call.deadline > now:

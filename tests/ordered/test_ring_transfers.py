@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -403,6 +404,22 @@ def test_no_memory_is_an_error_of_one_send(ranks: Callable[..., Ranks], monkeypa
         assert "MemoryError: no memory for" in failure(world.ends[0].send(text(1), 1, 0))
     done(world.ends[0].send(text(2), 1, 0))
     assert (received(world.ends[1], 16, 0)[0] == text(2)).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors")
+def test_a_closed_end_has_no_descriptors(ranks: Callable[..., Ranks]) -> None:
+    """Its calls and the caller may still refer to it."""
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    world = ranks(2)
+    open_ends = descriptors()
+    calls = [world.ends[0].receive(np.empty(1, np.uint8), 1, 0), world.ends[0].send(text(1, size=5 * RING), 1, 0)]
+    received(world.ends[1], 5 * RING, 0)
+    assert descriptors() == open_ends + 2
+    for end in world.ends:
+        end.close()
+    assert descriptors() == open_ends - 2 and failure(calls[0])
 
 
 def test_a_forked_child_changes_nothing(ranks: Callable[..., Ranks]) -> None:
