@@ -116,6 +116,11 @@ class Segment:
         self.arrivals = self._bytes[:ranks * COUNTER_STRIDE].view(np.int64)[::COUNTER_STRIDE // 8]
         self._allocated = [0] * REGIONS  # bytes of this rank's slots that have pages
 
+    @property
+    def allocated(self) -> int:
+        """Bytes of this rank's slots that have pages."""
+        return sum(self._allocated)
+
     def staging(self, index: int, region: int) -> Array:
         """Return a rank's slot of a region, as bytes; only the rank itself writes to it."""
         start = self._counter_bytes + (index * REGIONS + region) * self.slot

@@ -115,7 +115,7 @@ class HierarchicalPlane:
         if levels is not None:
             levels.area.barrier(wait_until)  # nobody reads this rank's slots any more
             levels.area.segment.release()
-            levels.area.segment.close()
+            levels.area.close()
             self._cross_plane.remove_process_set(levels.cross_set_id, wait_until)
         self._cross_plane.remove_process_set(process_set_id, wait_until)
 
@@ -124,6 +124,10 @@ class HierarchicalPlane:
         local = tuple(rank for rank in ranks if rank in here)
         slots = self._memory.window(nbytes, local) if local else []
         return FusionBuffer(slots[local.index(self._rank)], tuple(slots)) if slots else None
+
+    def staging_bytes(self) -> int:
+        own = sum(levels.area.segment.allocated for levels in list(self._two_level_sets.values()))
+        return own + self._local_plane.staging_bytes() + self._cross_plane.staging_bytes()
 
     def tune(self, settings: Mapping[str, int]) -> None:
         self._chunk = settings.get(CHUNK_KNOB, self._chunk)
@@ -134,7 +138,7 @@ class HierarchicalPlane:
         with contextlib.ExitStack() as closing:  # the cross plane first, and the rest even when it raises
             closing.callback(self._local_plane.close)
             for levels in self._two_level_sets.values():
-                closing.callback(levels.area.segment.close)
+                closing.callback(levels.area.close)
             closing.callback(self._cross_plane.close)
             self._two_level_sets.clear()
 

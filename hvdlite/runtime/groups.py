@@ -13,15 +13,17 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from hvdlite.bootstrap.environments import LaunchInfo, job_key, read_launch_info
-from hvdlite.bootstrap.store import Store, meet_in_store
+from hvdlite.bootstrap.store import Store, meet_in_store, own_address
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config, timeout_or_inf
 from hvdlite.core.errors import LaunchError
 from hvdlite.memory.group_area import GroupArea, area_bytes
 from hvdlite.ordered.group_end import GroupEnd
+from hvdlite.ordered.negotiated_transfers import NegotiatedTransfers
 from hvdlite.ordered.ring_transfers import RingTransfers
 from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.runtime.assemble import assemble
+from hvdlite.runtime.group_link import GroupLink
 from hvdlite.runtime.process_hooks import configure_logging, tell_failure
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.runtime.worlds import Worlds
@@ -106,6 +108,7 @@ class Groups:
         configure_logging(config, lambda: rank)
         info, shared = meet_in_store(store, rank, size, job_key(environment),
                                      place=environment.get(launch_contract.JOB_DIRECTORY, ""),
+                                     address=own_address(environment, store),
                                      can_share=self._can_share(rank, size, is_world=is_world),
                                      timeout=timeout_or_inf(config.start_timeout))
         try:
@@ -165,8 +168,9 @@ class Groups:
                 release: Callable[[], None]) -> GroupEnd:
         assert runtime.group_parts is not None
         parts, world = runtime.group_parts(), runtime.world
-        messages = parts.memory.message_area(range(world.size)) if parts.is_one_host else None
-        transfers = RingTransfers(messages, name, members) if messages is not None else None
+        rings = parts.memory.message_area(range(world.size)) if parts.is_one_host else None
+        transfers = RingTransfers(rings, name, members) if rings is not None else NegotiatedTransfers(
+            GroupLink(runtime, parts.oob), name, world.rank, world.size, members)
 
         def closed() -> None:
             runtime.remove_group(end)
