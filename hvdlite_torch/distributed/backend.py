@@ -25,7 +25,7 @@ IS_POSSIBLE: Final = "rank" in (c10d.Backend.__init__.__doc__ or "")
 """Whether `Backend` has a constructor, so that Python can derive from it."""
 
 
-class HvdliteBackend(Collectives, _Backend):
+class HvdliteBackend(Collectives, _Backend):  # type: ignore[misc]
     """Implements c10d's `Backend` for host memory; torch keeps the backends of other devices beside it.
 
     Args:
@@ -40,8 +40,9 @@ class HvdliteBackend(Collectives, _Backend):
     def __init__(self, ordered: OrderedGroup, timeout: datetime.timedelta) -> None:
         super().__init__(ordered.rank, ordered.size)
         self.attach(ordered)
-        self._options = c10d.Backend.Options(NAME, timeout)
-        self._options.group_name = ordered.name
+        options: Any = c10d.Backend.Options(NAME, timeout)
+        options.group_name = ordered.name
+        self._options = options
 
     def getBackendName(self) -> str:
         """Return the backend's name."""

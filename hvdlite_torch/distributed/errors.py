@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistBackendError
 
@@ -30,10 +30,10 @@ def as_backend_error(error: Exception) -> Exception:
 
     The result is a new object: an exception collects the traceback of each place that raises it.
     """
-    kind = type(error)
+    kind: Any = type(error)
     if not isinstance(error, HvdliteError):
         return error
-    copied = _combined(kind)(*error.args)
+    copied: Exception = _combined(kind)(*error.args)
     copied.__dict__.update(error.__dict__)
     copied.__cause__ = error.__cause__
     return copied
@@ -59,7 +59,7 @@ def missed(error: OperationTimeoutError, group: OrderedGroup, seconds: float, *,
 
 
 @functools.cache
-def _combined(kind: type[HvdliteError]) -> type[HvdliteError]:
+def _combined(kind: Any) -> Any:
     """Return a class that derives from an hvdlite error and from torch's; `ValueError`s stay as they are."""
     if issubclass(kind, (_BackendError, ValueError)):
         return kind

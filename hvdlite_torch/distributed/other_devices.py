@@ -31,7 +31,7 @@ def make(name: str, device: str, group: Any, timeout: datetime.timedelta) -> tup
         UnsupportedArgumentError: for a backend that cannot be made here.
     """
     prefix = distributed_c10d._world.pg_map[group][1]
-    store, rank, size = torch.distributed.PrefixStore(f"{device}/", prefix), group.rank(), group.size()
+    store, rank, size = c10d.PrefixStore(f"{device}/", prefix), group.rank(), group.size()
     ranks = list(distributed_c10d._world.pg_group_ranks.get(group, range(size)))
     if name in ("nccl", "xccl"):
         kind: Any = getattr(c10d, f"ProcessGroup{name.upper()}")

@@ -29,7 +29,7 @@ else:
 _CPU: Final = torch.device("cpu")
 
 
-class HvdliteProcessGroup(Collectives, _ProcessGroup):
+class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
     """Implements `torch.distributed.ProcessGroup`, and answers for the backend that torch looks for in one.
 
     Tensors on another device go to the backend that the script has named for it ("cpu:hvdlite,cuda:nccl"), which is made
@@ -176,7 +176,7 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):
         if self._ordered.rank not in ranks:
             return None
         name = group_name or f"{self._group_name}:split:{','.join(map(str, ranks))}"
-        store = torch.distributed.PrefixStore(f"{name}/", self.get_group_store())
+        store = c10d.PrefixStore(f"{name}/", self.get_group_store())
         part = self._join(store, name, ranks.index(self._ordered.rank), ranks, timeout or self._timeout)
         part._set_group_name(name)
         part._set_group_desc(group_desc or "")

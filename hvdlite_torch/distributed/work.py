@@ -20,7 +20,7 @@ NO_TIMEOUT = datetime.timedelta()
 """`wait` without an own timeout: the operation has that of its process group."""
 
 
-class GroupWork(_Work):
+class GroupWork(_Work):  # type: ignore[misc]
     """Implements torch's `Work` over a call of an ordered group.
 
     torch may drop this object while the operation is under way: what it needs belongs to the call, which the group keeps.
@@ -106,7 +106,7 @@ class GroupWork(_Work):
             self._future.set_exception(as_backend_error(call.error))
 
 
-class Works(_Work):
+class Works(_Work):  # type: ignore[misc]
     """Several operations as one work.
 
     Args:
