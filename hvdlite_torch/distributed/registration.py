@@ -29,6 +29,8 @@ def _create(options: Any, backend_options: Any = None) -> Any:
 
 def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | None, timeout: datetime.timedelta) -> Any:
     from hvdlite import api
+    from hvdlite.core.errors import HvdliteError, LaunchError
+    from hvdlite_torch.distributed.errors import as_backend_error
     from hvdlite_torch.distributed.process_group import HvdliteProcessGroup
 
     def join_part(store: Any, name: str, rank: int, ranks: Sequence[int], timeout: datetime.timedelta) -> Any:
@@ -36,5 +38,12 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
         return _join(store, name, rank, len(ranks), of_world, timeout)
 
     told = "default process group" if members is None else f"process group {name}"
-    ordered = api.join_group(store, told, rank, size, timeout.total_seconds(), members)
+    try:
+        ordered = api.join_group(store, told, rank, size, timeout.total_seconds(), members)
+    except HvdliteError as error:
+        raise as_backend_error(error) from error.__cause__
+    except RuntimeError as error:  # the store's
+        raise as_backend_error(LaunchError(
+            f"{told}: rank {rank} has waited in vain for the others of its {size} ranks; all of them must make the group, with "
+            f'the backend "{NAME}": {str(error).splitlines()[0]}')) from error
     return HvdliteProcessGroup(ordered, store, name, timeout, join_part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import sys
@@ -123,8 +124,6 @@ def another_device(folder: str) -> None:
 
 def questions(folder: str) -> None:
     """What scripts and torch ask a group."""
-    import datetime
-
     begin(folder)
     world: Any = dist.group.WORLD
     assert dist.get_backend() == "hvdlite" and world.name() == "hvdlite" and world._get_backend_name() == "hvdlite"
@@ -166,14 +165,13 @@ def one_has_another_size(folder: str) -> str:
 
 def one_has_another_backend(folder: str) -> str:
     """The rank that is alone finds nobody: the store's timeout ends it."""
-    dist.TCPStore  # noqa: B018 - imported above
     try:
-        backend = "hvdlite" if RANK else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=RANK, world_size=2,
-                                timeout=__import__("datetime").timedelta(seconds=3))
+        dist.init_process_group("hvdlite" if RANK else "gloo", init_method=f"file://{folder}/store", rank=RANK, world_size=2,
+                                timeout=datetime.timedelta(seconds=3))
         summed()
     except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
+        also = ", a DistBackendError" if isinstance(error, dist.DistBackendError) else ""
+        return f"{type(error).__name__}{also}: {error}"
     return "no error"
 
 
