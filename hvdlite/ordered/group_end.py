@@ -9,7 +9,7 @@ Theory of operation
 - Ranks on several hosts have no common board: before a plan they gather the numbers and digests of all.
 - Any other error ends the group on this rank: the others may be in the middle of the plan.
 
-The lock is held for moments, and never while a call is carried out.
+The lock is held for moments, and never while a call is carried out. Rules: docs/protocol.md#ordered-groups.
 """
 
 from __future__ import annotations
