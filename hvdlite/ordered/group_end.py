@@ -92,7 +92,8 @@ class GroupEnd:
 
     def start(self, operations: Sequence[Operation], finish: Callable[[], None] | None = None, *,
               blocking: bool = False, timeout: float | None = None) -> Call:
-        call = Call(operations, finish, timeout)
+        progress = self._reporter.progress
+        call = Call(operations, finish, timeout, progress)
         if self._pid != os.getpid():
             call.end(ForkedProcessError(f"{self.name}: this process (pid {os.getpid()}) was forked from rank {self.rank} "
                                         f"(pid {self._pid}), to which the group belongs; start workers with the spawn "
@@ -113,19 +114,25 @@ class GroupEnd:
         elif is_nested:
             self._carry_out(call)
         elif runs_here:
+            begun = progress.block()
             try:
                 self._carry_out(call)
             finally:
                 self._idle()
+                progress.unblock(begun)
         elif blocking:
             call.wait()
         return call
 
     def send(self, values: Array, to: int, tag: int) -> Call:
-        return self._messages().send(values, to, tag, self.timeout)
+        return self._counted(self._messages().send(values, to, tag, self.timeout))
 
     def receive(self, values: Array, source: int | None, tag: int) -> Call:
-        return self._messages().receive(values, source, tag, self.timeout)
+        return self._counted(self._messages().receive(values, source, tag, self.timeout))
+
+    def _counted(self, call: Call) -> Call:
+        call.progress = self._reporter.progress
+        return call
 
     def _messages(self) -> Transfers:
         if self._transfers is None:

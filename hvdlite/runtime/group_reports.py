@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
+from hvdlite.diagnostics.progress import Progress
 from hvdlite.engine.engine import Engine
 from hvdlite.handoff.handle import Handle
 from hvdlite.handoff.inbox import Inbox, Task
@@ -18,11 +19,12 @@ class GroupReports:
     Args:
         clock: the same for all ranks of the job, in seconds.
         barrier: requests a negotiated barrier of all ranks.
+        progress: of this rank.
     """
 
     def __init__(self, inbox: Inbox, engine: Engine, recorder: FlightRecorder, clock: Callable[[], float],
-                 barrier: Callable[[str], Handle]) -> None:
-        self.clock = clock
+                 barrier: Callable[[str], Handle], progress: Progress) -> None:
+        self.clock, self.progress = clock, progress
         self._inbox, self._engine, self._recorder, self._barrier = inbox, engine, recorder, barrier
 
     def called(self) -> None:

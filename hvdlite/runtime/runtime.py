@@ -175,7 +175,7 @@ class Runtime:
     @property
     def group_reports(self) -> GroupReports:
         """How an ordered group reports through this runtime."""
-        return GroupReports(self._inbox, self._engine, self._recorder, self._connections.clock, self.barrier)
+        return GroupReports(self._inbox, self._engine, self._recorder, self._connections.clock, self.barrier, self.progress)
 
     def add_group(self, group: Group) -> None:
         """Let a group fail when the background thread ends; now if it has ended."""

@@ -382,3 +382,33 @@ def test_callbacks_may_make_calls_and_wait_for_them(blocking: bool) -> None:
         return seen
 
     assert play(groups(2), step) == [[1.0, 2.0, 2.0] * 5] * 2
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_waits_of_the_script_count_in_its_progress(blocking: bool) -> None:
+    """Once each; those of the worker thread do not."""
+    def step(group: GroupEnd) -> list[str]:
+        waiting, names = threading.Event(), []
+
+        def block() -> float:
+            names.append(threading.current_thread().name)
+            waiting.set()
+            return 7.0
+
+        progress = mock.Mock(block=mock.Mock(side_effect=block))
+        group._reporter.progress = progress  # type: ignore[misc]
+        if group.rank == 1:
+            assert first.wait(HANGS_SECONDS)
+        elif blocking:
+            threading.Thread(target=lambda: (waiting.wait(HANGS_SECONDS), first.set())).start()
+        else:
+            first.set()
+        call = group.start([barrier()], blocking=blocking)
+        result_of(call)
+        assert progress.unblock.mock_calls == [mock.call(7.0)] * len(names)
+        return names
+
+    first = threading.Event()
+    for names in play(groups(2), step):
+        assert len(names) == 1 if blocking else len(names) <= 1  # it may be over before the script waits
+        assert not any(name.startswith("hvdlite-group") for name in names)

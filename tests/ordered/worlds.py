@@ -13,6 +13,7 @@ import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.diagnostics.progress import Progress
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.messages import Response
 from hvdlite.ordered.call import Call
@@ -52,6 +53,7 @@ class Reports:
         self.began_calls: list[str] = []
         self.ended_calls: list[str] = []
         self.suspected = 0
+        self.progress = Progress()
         self._rank, self._size, self._barriers = rank, size, barriers
 
     def clock(self) -> float:
