@@ -7,7 +7,8 @@ Theory of operation
 - A rank gives each operation the next number, writes this and a text to the board, and executes a plan. Within the plan's
   first barrier all ranks of the host have written; when they differ, all raise `MismatchError`, and the group goes on.
 - Ranks on several hosts have no common board: before a plan they gather the numbers and digests of all.
-- Any other error ends the group on this rank: the others may be in the middle of the plan.
+- Any other error ends the group on this rank: the others may be in the middle of the plan. They are told of what they cannot
+  know, such as a lack of memory.
 
 The lock is held for moments, and never while a call is carried out. Rules: docs/protocol.md#ordered-groups.
 """
@@ -237,17 +238,22 @@ class GroupEnd:
         try:
             for operation in call.operations:
                 self._perform(operation, self.timeout if call.timeout is None else call.timeout)
-            if call.finish is not None:
-                call.finish()
         except MismatchError as mismatched:
             error = mismatched
         except Exception as failed:
             error = self._waiter.error or self._reason(failed)
             self._fail(error)
+            if not isinstance(error, HorovodInternalError):  # no memory, say: the others do not know of it
+                self._reporter.failed(error)
         except BaseException as interruption:  # in the middle of a plan: what the others wait for does not come
             self.abort(f"a thread was interrupted in a call ({type(interruption).__name__})")
             call.end(self._waiter.error)
             raise
+        try:
+            if error is None and call.finish is not None:
+                call.finish()
+        except Exception as failed:  # all ranks have done their part
+            error = failed
         call.end(error)
 
     def _reason(self, failed: Exception) -> Exception:

@@ -41,6 +41,9 @@ class Reporter(Protocol):
     def suspect(self) -> None:
         """This rank has waited for long in the middle of a call that all ranks have made."""
 
+    def failed(self, error: Exception) -> None:
+        """A call has failed on this rank alone: tell the others."""
+
 
 class _Done:
     def done(self) -> bool:
@@ -71,4 +74,7 @@ class NoReporter:
         return _Done()
 
     def suspect(self) -> None:
+        pass
+
+    def failed(self, error: Exception) -> None:
         pass

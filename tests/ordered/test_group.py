@@ -262,7 +262,7 @@ def test_close_ends_the_thread_and_the_calls() -> None:
     assert set(threading.enumerate()) == before and len(ended) == 1
 
 
-def test_an_exception_of_finish_ends_the_group() -> None:
+def test_an_exception_of_finish_is_the_calls_alone() -> None:
     def step(group: GroupEnd) -> None:
         def finish() -> None:
             raise ZeroDivisionError("in finish")
@@ -272,8 +272,22 @@ def test_an_exception_of_finish_ends_the_group() -> None:
             assert isinstance(call.error, ZeroDivisionError)
         else:
             result_of(group.start([barrier()], blocking=True))
+        assert sums(group, 1.0) == 2
 
     play(groups(2), step)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_an_error_of_one_rank_is_told_to_the_others(blocking: bool) -> None:
+    group, other = groups(2)
+    with mock.patch.object(group._plane, "execute", side_effect=MemoryError("no memory for 7 bytes")):
+        call = group.start([barrier()], blocking=blocking)
+        assert call.wait(HANGS_SECONDS)
+    reports = group._reporter
+    assert isinstance(reports, Reports) and reports.failures == [call.error]
+    assert isinstance(call.error, MemoryError) and group.start([barrier()]).error is call.error
+    group.close()
+    other.close()
 
 
 def test_an_interrupt_in_a_blocking_call_aborts_the_group() -> None:

@@ -53,6 +53,7 @@ class Reports:
         self.began_calls: list[str] = []
         self.ended_calls: list[str] = []
         self.suspected = 0
+        self.failures: list[Exception] = []
         self.progress = Progress()
         self._rank, self._size, self._barriers = rank, size, barriers
 
@@ -77,6 +78,9 @@ class Reports:
 
     def suspect(self) -> None:
         self.suspected += 1
+
+    def failed(self, error: Exception) -> None:
+        self.failures.append(error)
 
 
 def groups(size: int, *, one_host: bool = True, timeout: float = HANGS_SECONDS,
