@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from hvdlite.core.errors import HorovodInternalError, MismatchError, OperationTimeoutError, PeerLeftError
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.memory import futex
+from hvdlite.memory.futex import PolledWord
 from hvdlite.ordered import waiter
 from hvdlite.ordered.call import Call
 from hvdlite.ordered.group_end import GroupEnd
@@ -426,3 +428,16 @@ def test_waits_of_the_script_count_in_its_progress(blocking: bool) -> None:
     for names in play(groups(2), step):
         assert len(names) == 1 if blocking else len(names) <= 1  # it may be over before the script waits
         assert not any(name.startswith("hvdlite-group") for name in names)
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_groups_of_other_machines(fenced: bool) -> None:
+    """Where there are no futexes, threads look again and again; where stores are reordered, they share the host's fence."""
+    def step(group: GroupEnd) -> None:
+        for number in range(20):
+            assert sums(group, float(number), 20_000) == 3 * number
+
+    with mock.patch.object(futex, "AVAILABLE", False):
+        ends = groups(3, fenced=fenced)
+        assert isinstance(ends[0]._area.word, PolledWord)
+        play(ends, step)
