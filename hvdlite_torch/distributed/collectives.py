@@ -22,6 +22,7 @@ from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, 
 from hvdlite_torch.distributed.work import GroupWork, Works
 
 _UNSET = datetime.timedelta()
+_NO_TIMEOUT: dict[str, float] = {}
 _SUM = Reduce.of(torch.distributed.ReduceOp.SUM)
 
 
@@ -247,7 +248,7 @@ def _reduce(opts: Any) -> Reduce:
 def _timeout(opts: Any) -> dict[str, float]:
     """Return the timeout that was set for a call, as an argument of `OrderedGroup.start`."""
     timeout = getattr(opts, "timeout", _UNSET)
-    return {"timeout": timeout.total_seconds()} if timeout > _UNSET else {}
+    return {"timeout": timeout.total_seconds()} if timeout > _UNSET else _NO_TIMEOUT
 
 
 def _joined(prepared: Sequence[Prepared]) -> Prepared:

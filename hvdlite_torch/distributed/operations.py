@@ -59,9 +59,12 @@ class Reduce:
     def of(cls, given: Any) -> Reduce:
         """Return what a `torch.distributed.ReduceOp` says."""
         kind = getattr(given, "op", given)
-        if kind != TorchOp.PREMUL_SUM:
-            return _plain(kind)
-        return cls("PREMUL_SUM", ReduceOp.SUM, float(given.factor))
+        known = _PLAIN.get(int(kind))
+        if known is not None:
+            return known
+        if kind == TorchOp.PREMUL_SUM:
+            return cls("PREMUL_SUM", ReduceOp.SUM, float(given.factor))
+        raise UnsupportedArgumentError(f"ReduceOp.{_name(kind)} is not supported; supported: {', '.join(map(_name, _OPS))}")
 
     def on(self, dtype: torch.dtype, what: str) -> ReduceOp:
         """Return the operation for values of a dtype.
@@ -83,13 +86,12 @@ class Reduce:
         return self.op
 
 
-@functools.cache
-def _plain(kind: Any) -> Reduce:
-    name = str(kind).rpartition(".")[2]
-    if kind not in _OPS:
-        raise UnsupportedArgumentError(f"ReduceOp.{name} is not supported; supported: "
-                                       + ", ".join(str(each).rpartition(".")[2] for each in _OPS))
-    return Reduce(name, _OPS[kind])
+def _name(kind: Any) -> str:
+    return str(kind).rpartition(".")[2]
+
+
+_PLAIN: Final = {int(kind): Reduce(_name(kind), op) for kind, op in _OPS.items() if kind != TorchOp.PREMUL_SUM}
+"""By the number of torch's operation."""
 
 
 @functools.lru_cache(4096)
@@ -114,18 +116,18 @@ class Operations:
 
     def allreduce(self, tensors: Sequence[torch.Tensor], reduce: Reduce, name: str = "all_reduce") -> Prepared:
         """Reduce every tensor in place; tensors of one dtype together."""
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in tensors:
             memory.check(tensor, name)
+        if len(tensors) == 1 and memory.room_for(tensors[0]) is tensors[0]:  # nothing to sort or to copy: the ordinary case
+            operation = _reduction([tensors[0]], tensors[0].dtype, reduce, name)
+            return Prepared([operation], list(tensors))
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         operations, copies = [], _Copies()
         for dtype, members in by_dtype.items():
-            op = reduce.on(dtype, name)
-            arrays = [memory.values(copies.room_with_values(tensor)) for tensor in members]
-            count = arrays[0].size if len(arrays) == 1 else f"{len(arrays)} tensors, {sum(array.size for array in arrays)}"
-            operations.append(Operation(
-                collective=Collective.ALLREDUCE, agreed=_told(name, reduce.name, dtype, count), dtype=memory.NAMES[dtype],
-                sources=arrays, outputs=arrays, op=op, prescale=reduce.prescale))
+            reduce.on(dtype, name)  # before anything is copied
+            operations.append(_reduction([copies.room_with_values(tensor) for tensor in members], dtype, reduce, name))
         return Prepared(operations, list(tensors), copies.finish)
 
     def reduce(self, tensor: torch.Tensor, root: int, reduce: Reduce) -> Prepared:
@@ -293,6 +295,15 @@ class Operations:
             if tensor.dtype is not like.dtype:
                 raise ValueError(f"{name}: Invalid usage of tensors with different dtypes: {memory.NAMES[tensor.dtype]} and "
                                  f"{memory.NAMES[like.dtype]}")
+
+
+def _reduction(tensors: Sequence[torch.Tensor], dtype: torch.dtype, reduce: Reduce, name: str) -> Operation:
+    """Return an allreduce of contiguous tensors of one dtype, in place."""
+    op = reduce.on(dtype, name)
+    arrays = [memory.values(tensor) for tensor in tensors]
+    count = arrays[0].size if len(arrays) == 1 else f"{len(arrays)} tensors, {sum(array.size for array in arrays)}"
+    return Operation(collective=Collective.ALLREDUCE, agreed=_told(name, reduce.name, dtype, count),
+                     dtype=memory.NAMES[dtype], sources=arrays, outputs=arrays, op=op, prescale=reduce.prescale)
 
 
 _BARRIER: Final = Operation(collective=Collective.BARRIER, agreed="barrier()", dtype="uint8")

@@ -202,7 +202,7 @@ def _first_tensor(argument: Any) -> torch.Tensor | None:
 
 
 def _has_options(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    return "opts" in kwargs or (bool(args) and type(args[-1]).__name__.endswith("Options"))
+    return (bool(args) and type(args[-1]) in _OPTIONS) or "opts" in kwargs
 
 
 def _method(own_name: str, name: str) -> Callable[..., Any]:
@@ -230,6 +230,7 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
     return method
 
 
+_OPTIONS: Final = frozenset(kind for name, kind in vars(c10d).items() if name.endswith("Options"))
 _OLD_NAMES: Final = {
     "all_gather_single": "_allgather_base", "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single": "_reduce_scatter_base", "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
