@@ -92,9 +92,8 @@ class Board:
         return found
 
     def leave(self) -> None:
-        """This rank leaves the group."""
+        """This rank leaves the group; those that sleep see it when they are woken."""
         self._area.lines[self._index][0] = 1
-        self._area.ring()
 
     def close(self) -> None:
         """Look at the memory no more."""
