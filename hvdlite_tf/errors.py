@@ -35,10 +35,11 @@ class _Failure:
     """An exception, without its traceback: the frames hold tensors.
 
     Attributes:
+        kind: its class.
         attributes: of the exception, such as the rank that was lost.
     """
 
-    kind: type[Exception]
+    kind: Any
     message: str
     attributes: dict[str, Any]
 
@@ -67,12 +68,9 @@ def as_tensorflow(function: Callable[P, R]) -> Callable[P, R]:
             failure = _remembered(error)
             if failure is None:
                 raise
-            raised = failure.exception().with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-            raised.__cause__, raised.__suppress_context__ = error.__cause__, error.__suppress_context__
-        try:
-            raise raised  # here, so that its context is the script's
-        finally:
-            del raised  # which has this frame
+            both = [failure.exception().with_traceback(error.__traceback__ and error.__traceback__.tb_next)]
+            both[0].__cause__, both[0].__suppress_context__ = error.__cause__, error.__suppress_context__
+        raise both.pop()  # here, so that its context is the script's; no variable keeps it, because it has this frame
     return wrapper
 
 
@@ -151,7 +149,7 @@ class _Both:
 
 
 @functools.cache
-def _both(own: type[Exception], theirs: Any) -> Any:
+def _both(own: Any, theirs: Any) -> Any:
     """Return a subclass of both classes, with the name of the first one.
 
     Its constructor takes what those of `tf.errors` take, because autograph and Keras make a new error from one that passes
