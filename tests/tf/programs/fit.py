@@ -251,7 +251,8 @@ def beside_torch_in_one_process() -> None:
 
 def the_page_about_callbacks_is_right(folder: str, page: str) -> None:
     """Run the code of docs/keras.md."""
-    section = re.search(r"^## `fit` with callbacks$(.*?)^## ", Path(page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    text = Path(page).read_text(encoding="utf-8")
+    section = re.search(r"^## `fit` with callbacks$(.*?)^## ", text, re.DOTALL | re.MULTILINE)
     blocks = re.findall(r"^```python$(.*?)^```$", section[1], re.DOTALL | re.MULTILINE)
     hvd.init()
     os.chdir(folder)
