@@ -14,7 +14,8 @@ TORCH, MPI = ["torch>=2.1"], ["mpi4py>=4"]
 LIGHTNING = [*TORCH, "lightning>=2.2"]
 BENCH = [*MPI, "mpich>=4.2", *PLOT]
 TEST = [*AUTOTUNE, *LIGHTNING, *RAY, *SPARK, *BENCH, "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5",
-        "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", "import-linter>=2.1", "nbclient>=0.10", "ipykernel>=6"]
+        "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", "import-linter>=2.1", "nbclient>=0.10", "ipykernel>=6",
+        "build>=1.2", "twine>=5", "check-wheel-contents>=0.6"]
 
 setup(
     name="hvdlite",
