@@ -32,7 +32,7 @@ setup(
     package_dir={"hvdlite_runner": "runner"},
     package_data={"hvdlite": ["py.typed", "horovod_compat/path/horovod/__init__.py"],
                   "hvdlite_torch": ["py.typed"], "hvdlite_tf": ["py.typed"], "hvdlite_runner": ["py.typed", "ssh_config"]},
-    install_requires=["numpy>=1.24", "ml_dtypes>=0.4", "msgspec>=0.18", "cloudpickle>=2.2", "pyyaml>=6"],
+    install_requires=["numpy>=1.24", "ml_dtypes>=0.3.1", "msgspec>=0.18", "cloudpickle>=2.2", "pyyaml>=6"],
     extras_require={
         "torch": TORCH,
         "lightning": LIGHTNING,

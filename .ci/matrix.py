@@ -4,10 +4,10 @@
     python .ci/matrix.py core-oldest keras-oldest   # some
     python .ci/matrix.py --table                    # the table for the README, of the results so far
 
-Packages are installed from package indexes, hvdlite with its extras, so an environment also shows that pip finds versions that
-fit together. The tests run with this tree. Results are in build/matrix/results.json. A Python that is not installed here, and
-an environment that pip cannot make, are told; they fail nothing, but count as not run. PyTorch's builds for CPUs are not on
-PyPI: where there is no other index, older versions come with CUDA's libraries.
+Packages are installed from package indexes, and hvdlite as a package, so an environment also shows that pip finds versions
+that fit together. The tests run with this tree. Results are in build/matrix/results.json. A Python that is not installed
+here, and an environment that pip cannot make, are named as not run. PyTorch's builds for CPUs are not on PyPI: where there
+is no other index, older versions come with CUDA's libraries.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build/matrix"
 RESULTS = BUILD / "results.json"
 TEST_PACKAGES = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5", "hypothesis>=6.100")
-CORE = ("tests/core", "tests/memory", "tests/handoff", "tests/negotiation", "tests/control", "tests/planes/test_contract_collectives.py",
-        "tests/planes/test_contract_reductions.py", "tests/runtime/test_threads.py", "tests/runner/test_options.py")
+CORE = ("tests/core", "tests/memory", "tests/handoff", "tests/negotiation", "tests/control",
+        "tests/planes/test_contract_collectives.py", "tests/planes/test_contract_reductions.py",
+        "tests/runtime/test_threads.py", "tests/runner/test_options.py")
 MPI = ("tests/planes/test_mpi.py",)
-TORCH = ("tests/torch/test_ops.py", "tests/torch/test_optimizer.py", "tests/torch/test_buckets.py", "tests/torch/test_state.py",
-         "tests/torch/test_sync_batch_norm.py", "tests/torch/test_hooks.py")
+TORCH = ("tests/torch/test_ops.py", "tests/torch/test_optimizer.py", "tests/torch/test_buckets.py",
+         "tests/torch/test_state.py", "tests/torch/test_sync_batch_norm.py", "tests/torch/test_hooks.py")
 KERAS = ("tests/tf/test_keras.py", "tests/tf/test_mirrored_losses.py")
 TENSORFLOW = ("tests/tf/test_ops.py", "tests/tf/test_errors.py", "tests/tf/test_graph_names.py", *KERAS)
-SHOWN = {"Python": "python", "PyTorch": "torch", "TensorFlow": "tensorflow", "Keras": "keras", "JAX, as Keras' backend": "jax",
-         "NumPy": "numpy", "mpi4py": "mpi4py"}
+SHOWN = {"Python": "python", "PyTorch": "torch", "TensorFlow": "tensorflow", "Keras": "keras",
+         "JAX, as Keras' backend": "jax", "NumPy": "numpy", "mpi4py": "mpi4py"}
 """Rows of the README's table, and the packages they are about."""
 
 
@@ -46,7 +47,7 @@ class Environment:
 
     Attributes:
         python: a version, such as "3.12"; "3.14t" is free-threaded.
-        packages: beside hvdlite and what tests need; "[...]" are extras of hvdlite.
+        packages: beside hvdlite and what tests need.
         tests: files and folders.
         options: of pytest.
     """
@@ -58,8 +59,8 @@ class Environment:
 
 
 ENVIRONMENTS: dict[str, Environment] = {
-    "core-oldest": Environment("3.10", ("numpy==1.24.0", "ml_dtypes==0.4.0", "msgspec==0.18.0", "cloudpickle==2.2.0", "pyyaml==6.0"),
-                               CORE),
+    "core-oldest": Environment(
+        "3.10", ("numpy==1.24.0", "ml_dtypes==0.3.1", "msgspec==0.18.0", "cloudpickle==2.2.0", "pyyaml==6.0"), CORE),
     "core-3.12": Environment("3.12", (), CORE),
     "core-3.13": Environment("3.13", (), CORE),
     "core-3.14": Environment("3.14", (), CORE),
@@ -71,8 +72,8 @@ ENVIRONMENTS: dict[str, Environment] = {
     "tensorflow-oldest": Environment("3.11", ("tensorflow-cpu==2.16.1", "keras==3.8.0"), TENSORFLOW),
     "tensorflow-newest": Environment("3.13", ("tensorflow-cpu", "keras"), TENSORFLOW),
     "keras-oldest-torch": Environment("3.11", ("keras==3.8.0", "torch==2.13.0"), KERAS, ("-k", "torch")),
-    "jax-oldest": Environment("3.11", ("jax==0.4.30", "tensorflow-cpu==2.18.0", "keras==3.10.0"), ("tests/tf/test_mirrored_losses.py",),
-                              ("-m", "long", "-k", "jax")),
+    "jax-oldest": Environment("3.11", ("jax==0.4.30", "tensorflow-cpu==2.18.0", "keras==3.10.0"),
+                              ("tests/tf/test_mirrored_losses.py",), ("-m", "long", "-k", "jax")),
 }
 
 
@@ -101,8 +102,9 @@ def make(name: str, environment: Environment) -> str:
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
-    ended = subprocess.run([str(folder / "bin/python"), "-m", "pip", "install", "-q", "--disable-pip-version-check", *TEST_PACKAGES,
-                            *environment.packages, str(ROOT)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pip = [str(folder / "bin/python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    ended = subprocess.run([*pip, *TEST_PACKAGES, *environment.packages, str(ROOT)], stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT, text=True)
     if ended.returncode:
         lines = [line for line in ended.stdout.splitlines() if "ERROR" in line or "conflict" in line or "depends on" in line]
         return "pip: " + " ".join(lines[:6])
@@ -116,7 +118,7 @@ def versions(name: str) -> dict[str, str]:
             "{d.metadata['Name'].lower(): d.version for d in m.distributions()}))")
     told: dict[str, str] = json.loads(subprocess.run([str(BUILD / name / "bin/python"), "-I", "-c", code], check=True,
                                                      stdout=subprocess.PIPE, text=True).stdout)
-    return told | {"tensorflow": told[each] for each in ("tensorflow-cpu",) if each in told}
+    return told | ({"tensorflow": told["tensorflow-cpu"]} if "tensorflow-cpu" in told else {})
 
 
 def run(name: str, environment: Environment, workers: int) -> dict[str, object]:
