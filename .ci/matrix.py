@@ -2,7 +2,7 @@
 
     make matrix                                     # all; an hour or more, and gigabytes of downloads
     python .ci/matrix.py core-oldest keras-oldest   # some
-    python .ci/matrix.py --table                    # the table for the README, of the results so far
+    python .ci/matrix.py --table --readme           # the results so far, into the README's table
 
 Packages are installed from package indexes, and hvdlite as a package, so an environment also shows that pip finds versions
 that fit together. The tests run with this tree. Results are in build/matrix/results.json. A Python that is not installed
@@ -36,6 +36,7 @@ TORCH = ("tests/torch/test_ops.py", "tests/torch/test_optimizer.py", "tests/torc
          "tests/torch/test_state.py", "tests/torch/test_sync_batch_norm.py", "tests/torch/test_hooks.py")
 KERAS = ("tests/tf/test_keras.py", "tests/tf/test_mirrored_losses.py")
 TENSORFLOW = ("tests/tf/test_ops.py", "tests/tf/test_errors.py", "tests/tf/test_graph_names.py", *KERAS)
+HEAD = "| | tested with |\n|---|---|\n"
 SHOWN = {"Python": "python", "PyTorch": "torch", "TensorFlow": "tensorflow", "Keras": "keras",
          "JAX, as Keras' backend": "jax", "NumPy": "numpy", "mpi4py": "mpi4py"}
 """Rows of the README's table, and the packages they are about."""
@@ -50,12 +51,14 @@ class Environment:
         packages: beside hvdlite and what tests need.
         tests: files and folders.
         options: of pytest.
+        beside: packages that tests need and that the table is not about.
     """
 
     python: str
     packages: tuple[str, ...]
     tests: tuple[str, ...]
     options: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
 
 ENVIRONMENTS: dict[str, Environment] = {
@@ -65,15 +68,16 @@ ENVIRONMENTS: dict[str, Environment] = {
     "core-3.13": Environment("3.13", (), CORE),
     "core-3.14": Environment("3.14", (), CORE),
     "core-3.14t": Environment("3.14t", (), CORE),
-    "mpi-oldest": Environment("3.11", ("mpi4py==4.0.0", "mpich"), MPI),
+    "mpi-oldest": Environment("3.11", ("mpi4py==4.1.0", "mpich"), MPI),  # the first one with wheels
     "mpi-newest": Environment("3.13", ("mpi4py", "mpich"), MPI),
     "torch-oldest": Environment("3.11", ("torch==2.1.0", "numpy<2"), TORCH),
     "torch-newest": Environment("3.13", ("torch",), TORCH),
     "tensorflow-oldest": Environment("3.11", ("tensorflow-cpu==2.16.1", "keras==3.8.0"), TENSORFLOW),
     "tensorflow-newest": Environment("3.13", ("tensorflow-cpu", "keras"), TENSORFLOW),
-    "keras-oldest-torch": Environment("3.11", ("keras==3.8.0", "torch==2.13.0"), KERAS, ("-k", "torch")),
-    "jax-oldest": Environment("3.11", ("jax==0.4.30", "tensorflow-cpu==2.18.0", "keras==3.10.0"),
-                              ("tests/tf/test_mirrored_losses.py",), ("-m", "long", "-k", "jax")),
+    "keras-oldest-torch": Environment("3.11", ("keras==3.8.0", "torch==2.13.0"), KERAS, ("-k", "torch"),
+                                      ("tensorflow-cpu==2.18.0",)),
+    "jax-oldest": Environment("3.11", ("jax==0.4.30", "keras==3.10.0"), ("tests/tf/test_mirrored_losses.py",),
+                              ("-m", "long", "-k", "jax"), ("tensorflow-cpu==2.18.0",)),
 }
 
 
@@ -103,8 +107,8 @@ def make(name: str, environment: Environment) -> str:
     folder.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
     pip = [str(folder / "bin/python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    ended = subprocess.run([*pip, *TEST_PACKAGES, *environment.packages, str(ROOT)], stdout=subprocess.PIPE,
-                           stderr=subprocess.STDOUT, text=True)
+    ended = subprocess.run([*pip, *TEST_PACKAGES, *environment.packages, *environment.beside, str(ROOT)],
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if ended.returncode:
         lines = [line for line in ended.stdout.splitlines() if "ERROR" in line or "conflict" in line or "depends on" in line]
         return "pip: " + " ".join(lines[:6])
@@ -159,11 +163,27 @@ def table(results: Mapping[str, Mapping[str, object]]) -> list[str]:
     return rows
 
 
+def with_table(page: str, rows: Sequence[str]) -> str:
+    """Return a page whose table of versions has these rows; rows about something else stay.
+
+    Raises:
+        ValueError: for a page without the table.
+    """
+    before, head, rest = page.partition(HEAD)
+    if not head:
+        raise ValueError("the page has no table of versions")
+    new = {row.split(" | ")[0]: row for row in rows}
+    lines, _, after = rest.partition("\n\n")
+    kept = [new.pop(line.split(" | ")[0], line) for line in lines.splitlines()]
+    return before + head + "\n".join([*kept, *new.values()]) + "\n\n" + after
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run environments; return 1 if tests have failed in one of them, else 0."""
     parser = argparse.ArgumentParser(description="Run chosen tests with several versions.")
     parser.add_argument("names", nargs="*", metavar="environment", help=f"default: all of {', '.join(ENVIRONMENTS)}")
     parser.add_argument("--table", action="store_true", help="print the rows for the README, and run nothing")
+    parser.add_argument("--readme", action="store_true", help="also write them to README.md")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="test processes")
     options = parser.parse_args(arguments)
     unknown = set(options.names) - set(ENVIRONMENTS)
@@ -180,7 +200,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"    {each}")
             RESULTS.parent.mkdir(parents=True, exist_ok=True)
             RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    print("\n".join(["| | tested with |", "|---|---|", *table(results)]))
+    print(HEAD + "\n".join(table(results)))
+    if options.readme:
+        page = ROOT / "README.md"
+        page.write_text(with_table(page.read_text(encoding="utf-8"), table(results)), encoding="utf-8")
     return int(any(result["outcome"] == "failed" for result in results.values()))
 
 

@@ -49,5 +49,11 @@ def test_the_table_has_what_passed(matrix: ModuleType) -> None:
         "keras-oldest-torch": {"outcome": "passed",
                                "versions": {"python": "3.11.7", "torch": "2.13.0+cpu", "keras": "3.8.0"}},
     }
-    assert matrix.table(results) == ["| Python | 3.10, 3.11, 3.13 |", "| PyTorch | 2.13 |", "| Keras | 3.8 |",
+    rows = matrix.table(results)
+    page = f"Text.\n\n{matrix.HEAD}| Python | 3.9 |\n| Lightning | 2.6 |\n\n## More\n"
+    assert matrix.with_table(page, rows[:2]) == (
+        f"Text.\n\n{matrix.HEAD}| Python | 3.10, 3.11, 3.13 |\n| Lightning | 2.6 |\n| PyTorch | 2.13 |\n\n## More\n")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert matrix.with_table(readme, []) == readme
+    assert rows == ["| Python | 3.10, 3.11, 3.13 |", "| PyTorch | 2.13 |", "| Keras | 3.8 |",
                                      "| NumPy | 1.24, 2.4 |"]
