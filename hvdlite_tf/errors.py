@@ -14,6 +14,7 @@ them, that one is raised instead: importing this module changes the classes of f
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -87,8 +88,11 @@ def remembering(function: Callable[P, R]) -> Callable[P, R]:
 
 def _install() -> None:
     """Let calls of a `tf.function` raise the errors of its collectives as what they are."""
-    from tensorflow.python.eager.polymorphic_function import concrete_function  # has no public name
-    for kind in (type(tf.function(lambda: None)), concrete_function.ConcreteFunction):
+    kinds: list[Any] = [type(tf.function(lambda: None))]
+    with contextlib.suppress(ImportError):  # without it, errors of such functions stay TensorFlow's
+        from tensorflow.python.eager.polymorphic_function import concrete_function  # has no public name
+        kinds.append(concrete_function.ConcreteFunction)
+    for kind in kinds:
         if not hasattr(kind.__call__, "_raises_failures_of_hvdlite"):
             kind.__call__ = _raising_failures(kind.__call__)
 
