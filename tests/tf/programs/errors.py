@@ -71,7 +71,8 @@ def errors_are_of_hvdlites_and_of_tensorflows_class() -> None:
         model.run_eagerly, model.train_function = run_eagerly, None
         caught(disagreement, "the shape of 'gradient.", lambda: model.fit(x, y, verbose=0))
     caught(disagreement, "has other variables", lambda: hvd_keras.broadcast_variables(model.variables, 0))
-    caught(disagreement, "root rank", lambda: hvd.broadcast_object(1, rank, name="object"))
+    for frontend in (hvd, hvd_keras):
+        caught(disagreement, "root rank", functools.partial(frontend.broadcast_object, 1, rank, name="object"))
 
     caught((*invalid, hvd.UnsupportedError), "not registered", lambda: hvd.allreduce(1.0, process_set=hvd.ProcessSet([0])))
     caught(invalid, "not both", lambda: hvd.allreduce(1.0, average=True, op=hvd.Sum))
