@@ -1,4 +1,4 @@
-"""Train a small character GPT with gradient accumulation, bfloat16 and a learning-rate schedule; it writes a line at the end.
+"""Train a small character GPT with gradient accumulation, bfloat16 and learning-rate warm-up; then it writes a line.
 
     hvdrun -np 2 python examples/pytorch_char_gpt.py
     hvdrun -np 2 python examples/pytorch_char_gpt.py --batch-size 32 --passes 1 --precision fp32

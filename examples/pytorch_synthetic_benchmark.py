@@ -76,7 +76,7 @@ def main() -> None:
 
     torch.manual_seed(42 + hvd.rank())
     model = built(args.model).to(device)
-    # Average needs a learning rate that grows with the batch of all ranks. Adasum adds up what the ranks' steps have not in common.
+    # With Average the learning rate grows with the batch of all ranks; Adasum finds the length of its step itself.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * (1 if args.use_adasum else hvd.size()))
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(),
                                          compression=getattr(hvd.Compression, args.compression),
