@@ -221,6 +221,17 @@ def test_on_the_real_data() -> None:
     run("--epochs", "1", "--limit", "6400", "--batch-size", "16", "--lr", "0.005", "--minimum-accuracy", "0.7", size=4)
 
 
+def test_the_index_has_every_file_and_no_other() -> None:
+    text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"\[`([^`]+)`\]\(([^)]+)\)", text)
+    assert all(name == link for name, link in named)
+    assert sorted(name for name, _ in named) == sorted(
+        path.name for path in EXAMPLES.iterdir() if path.is_file() and path.name != "README.md")
+    commands = re.findall(r"<br>`([^`]+)`", text)
+    assert len(commands) > 10 and all((ROOT / word).exists() for command in commands for word in command.split()
+                                      if word.startswith("examples/"))
+
+
 def test_missing_data_is_explained(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="dataset-fashion-mnist") as caught:
         fashion_mnist.find(str(tmp_path))
