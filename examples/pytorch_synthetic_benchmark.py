@@ -109,7 +109,7 @@ def main() -> None:
     if hvd.rank() == 0:
         for rank, rates in enumerate(zip(*rounds, strict=True)):
             print(f"rank {rank}: {interval(list(rates))} images/s")
-        print(f"{hvd.size()} ranks in all: {interval([sum(rates) for rates in rounds])} images/s")
+        print(f"in all: {interval([sum(rates) for rates in rounds])} images/s")
     hvd.shutdown()
 
 

@@ -102,7 +102,8 @@ def test_the_pods_of_the_manifest_find_each_other_and_train(small: Path, tmp_pat
     for index in range(pods):
         (tmp_path / str(index)).mkdir()
         environment = {**clean_environment(), **variables, "JOB_COMPLETION_INDEX": str(index), "OMP_NUM_THREADS": "1",
-                       "TMPDIR": str(tmp_path / str(index)), "PYTHONPATH": PYTHON_PATH}
+                       "TMPDIR": str(tmp_path / str(index)), "PYTHONPATH": PYTHON_PATH,
+                       "HVDLITE_START_TIMEOUT": "120"}
         ranks.append(subprocess.Popen(program, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                       text=True))
     try:
