@@ -27,8 +27,8 @@ class WaitUntil(Protocol):
         """
 
 
-class OobChannel(Protocol):
-    """Out-of-band messages by which planes of different ranks connect. Each label is used once."""
+class OobTexts(Protocol):
+    """Out-of-band texts by which planes of different ranks connect. Each label is used once."""
 
     def publish(self, label: str, text: bytes) -> None:
         """Make this rank's text available to `fetch` on other ranks."""
@@ -45,6 +45,10 @@ class OobChannel(Protocol):
 
     def withdraw(self, label: str) -> None:
         """Remove this rank's text; no rank fetches it any more."""
+
+
+class OobChannel(OobTexts, Protocol):
+    """Out-of-band texts and answers to them."""
 
     def gather_and_broadcast(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
                              wait_until: WaitUntil) -> bytes:
@@ -137,6 +141,9 @@ class Plane(Protocol):
         Raises:
             MemoryError: if there is not enough memory, with the requested size.
         """
+
+    def staging_bytes(self) -> int:
+        """Return how much memory this rank keeps for the plane's work, in bytes, beside fusion buffers."""
 
     def tune(self, settings: Mapping[str, int]) -> None:
         """Apply new values of knobs that concern this plane; all ranks do so between the same plans."""
