@@ -17,7 +17,7 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cor
 # One at a time, also where make does several things at a time.
 APT := flock . env RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: demo demo-keras demo-elastic test long fuzz chaos bench docs lint ready pytest system data wheel clean
+.PHONY: demo demo-keras demo-elastic test long fuzz chaos bench docs site lint ready pytest system data wheel clean
 
 demo: $(VENV)/torch data
 	$(BIN)/hvdrun -np 2 $(BIN)/python examples/pytorch_fashion_mnist.py --epochs 4 --minimum-accuracy 0.88
@@ -62,6 +62,10 @@ bench: $(VENV)/installed data
 # The tables that follow from the code.
 docs: $(VENV)/installed
 	$(BIN)/python docs/generate.py
+
+# The documentation as a site, in build/site; `$(BIN)/mkdocs serve` shows it while one writes.
+site: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
 # Packages, and what ranks of tests run; the scripts for Horovod are as one writes them. One pass: importing torch is most of it.
 TYPED := $(patsubst %,-p %,hvdlite hvdlite_runner hvdlite_torch hvdlite_tf) -m tests.worlds \

@@ -198,7 +198,7 @@ def host(sheet: Sheet, setup: Setup) -> None:
         empty = torch.empty(0)
         add("the same negotiation without a GPU (host, no bytes)", lambda: hvd.allreduce_(empty, op=hvd.Sum))
     with sheet.part("NCCL"):
-        communicator = plane._communicator_refs[0].communicator
+        communicator = plane._communicators.refs[0].communicator
         pointer, stream, events = tensor.data_ptr(), plane._device.stream, plane._events
         add("allReduce through CuPy, the call alone", lambda: communicator.allReduce(pointer, pointer, 1024, 7, 0, stream))
         add("recording an event", lambda: events.record(stream))

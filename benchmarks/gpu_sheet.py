@@ -120,7 +120,7 @@ class Setup:
 
     def device(self, gpu: Any) -> Any:
         """Return the GPU as the plane uses it, current on this thread."""
-        from hvdlite.planes.nccl.device import CupyDevice
+        from hvdlite.planes.nccl.cupy_device import CupyDevice
         device = CupyDevice(gpu.index, 0, {})
         device.make_current()
         return device
@@ -187,7 +187,7 @@ def replaced_all_reduce(replacement: Callable[..., None]) -> Iterator[None]:
     """
     from hvdlite import api
     plane: Any = api.runtime().devices
-    ref = plane._communicator_refs[0]
+    ref = plane._communicators.refs[0]
     real = ref.communicator
     ref.communicator = CommunicatorProxy(real, lambda *arguments: replacement(real.allReduce, *arguments))
     try:

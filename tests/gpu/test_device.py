@@ -22,7 +22,7 @@ NAMES = [name for name in SUPPORTED_DTYPES if name != "bool" and "complex" not i
 def device() -> Iterator[Any]:
     import torch  # first, so that there is one libnccl
     torch.zeros(1, device="cuda")
-    from hvdlite.planes.nccl.device import CupyDevice
+    from hvdlite.planes.nccl.cupy_device import CupyDevice
     made = CupyDevice(0, 0, {})
     made.make_current()
     yield made

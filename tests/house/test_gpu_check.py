@@ -19,7 +19,7 @@ import torch
 from benchmarks import gpu_check, gpu_checks, gpu_report, gpu_sheet
 from benchmarks.gpu_check import CHECKS, Check
 from benchmarks.gpu_sheet import Setup
-from hvdlite.planes.nccl import device
+from hvdlite.planes.nccl import cupy_device
 from tests.house import gpu_stand_in
 
 ENDING = "tests.house.programs.ending_checks"
@@ -91,8 +91,8 @@ def test_ranks_that_share_a_gpu_are_hosts_to_nccl(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_gpu_is_opened_as_the_plane_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = create_autospec(device.CupyDevice)
-    monkeypatch.setattr(device, "CupyDevice", made)
+    made = create_autospec(cupy_device.CupyDevice)
+    monkeypatch.setattr(cupy_device, "CupyDevice", made)
     assert Setup(0, 1).device(torch.device("cuda", 1)) is made.return_value
     made.assert_called_once_with(1, 0, {})
     made.return_value.make_current.assert_called_once_with()

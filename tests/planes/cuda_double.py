@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from hvdlite.planes.nccl import device, library
-from hvdlite.planes.nccl.device import CupyDevice
+from hvdlite.planes.nccl import cupy_device, library
+from hvdlite.planes.nccl.cupy_device import CupyDevice
 
 
 class CudaError(RuntimeError):
@@ -52,8 +52,8 @@ class CudaDouble:
         driver = types.SimpleNamespace(CUDADriverError=CudaError)
         cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=self, driver=driver))
         monkeypatch.setattr(library, "load", lambda environment: cupy)
-        monkeypatch.setattr(device.importlib, "import_module", lambda name: nccl)
-        monkeypatch.setattr(device, "Driver", lambda: self)
+        monkeypatch.setattr(cupy_device.importlib, "import_module", lambda name: nccl)
+        monkeypatch.setattr(cupy_device, "Driver", lambda: self)
         return CupyDevice(index, 0, {})
 
     # --- the runtime

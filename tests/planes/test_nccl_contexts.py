@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlite.planes.nccl.device import CupyDevice, EventPool
+from hvdlite.planes.nccl.cupy_device import CupyDevice
+from hvdlite.planes.nccl.device import EventPool
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
 from tests.device_double import Gpus

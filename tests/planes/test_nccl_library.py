@@ -118,7 +118,7 @@ def test_the_real_library_without_a_gpu() -> None:
     """CuPy and NCCL load, ids are made, and errors come with NCCL's text, on any machine that has them installed."""
     pytest.importorskip("cupy", reason="needs CuPy")
     from hvdlite.planes.nccl.communicator import DEFAULT_OPTIONS
-    from hvdlite.planes.nccl.device import CupyDevice
+    from hvdlite.planes.nccl.cupy_device import CupyDevice
     from hvdlite.planes.nccl.driver import Driver
     cupy = library.load({})
     if not cupy.cuda.nccl.available:

@@ -19,7 +19,6 @@ Theory of operation
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import os
 import threading
@@ -27,7 +26,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 
 from hvdlite.core.device import Completion, CopySpec, DeviceArray, Event
@@ -38,12 +36,12 @@ from hvdlite.negotiation.messages import GpuProgress, OverdueWork
 from hvdlite.planes.base import FusionBuffer, OobChannel, Plan, WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl import collectives, library
-from hvdlite.planes.nccl.api import NcclError
 from hvdlite.planes.nccl.collectives import DTYPES, Launch, StagingBuffer
 from hvdlite.planes.nccl.communicator import DEFAULT_OPTIONS, NcclOptions
-from hvdlite.planes.nccl.device import Communicator, CupyDevice, Device, EventPool, PooledEvent, check_not_captured
-from hvdlite.planes.nccl.peer_info import PeerInfo, check_peers
-from hvdlite.planes.nccl.shrinking import SHRINK_SECONDS, CommunicatorKeeper, KeptCommunicator, KeptInfo, excluded_ranks
+from hvdlite.planes.nccl.communicators import Communicators, nccl_error
+from hvdlite.planes.nccl.cupy_device import CupyDevice
+from hvdlite.planes.nccl.device import Device, EventPool, PooledEvent, check_not_captured
+from hvdlite.planes.nccl.shrinking import CommunicatorKeeper
 from hvdlite.planes.nccl.watcher import (
     ABORT_SECONDS,
     POLL_SECONDS,
@@ -66,19 +64,6 @@ FREED_SECONDS: Final = 1.0
 left behind, with its stream; it ends when NCCL gives up."""
 LINGER_SECONDS: Final = 0.1
 """Time for the other GPUs to leave the final all-reduce."""
-_PEER_INFO: Final = msgspec.msgpack.Decoder(PeerInfo)
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    """What the first rank of a communicator tells all of them."""
-
-    problem: str = ""  # why there can be none
-    unique_id: bytes = b""
-    has_kernels: bool = False  # whether all ranks have them
-    excluded: tuple[int, ...] = ()  # ranks without which the last world's communicator may become this one
-
-
-_ANSWER: Final = msgspec.msgpack.Decoder(_Answer)
 
 MakeDevice = Callable[[int | None], Device]
 """Opens the GPU with the given index; None chooses it by the local rank."""
@@ -117,10 +102,7 @@ class NcclPlane:
         self._device: Device | None = None
         self._events: EventPool | None = None
         self._sets: dict[int, tuple[int, ...]] = {}
-        self._communicator_refs: dict[int, CommunicatorRef] = {}  # by process set
         self._options, self._keeper = options, keeper if options.shrink else None
-        self._tokens: dict[int, bytes] = {}  # by process set: see `KeptInfo`
-        self._to_abort: list[CommunicatorRef] = []  # by `close`, also if no process set has them yet
         self._reason: str | None = None  # why there is no GPU, once it is known
         self._closing = False
         self._entered = threading.local()  # has an attribute in threads that have called `enter_thread`
@@ -188,8 +170,7 @@ class NcclPlane:
         device = self._opened(None)
         self.enter_thread()
         process_set_id = plan.response.process_set_id
-        if process_set_id not in self._communicator_refs:
-            self._create_communicator(process_set_id, plan.ranks, wait_until)
+        self._communicators.create(process_set_id, plan.ranks, wait_until)
         launched = self._thread.run(lambda: self._launch(device, plan), wait_until)
         if not plan.outputs:  # this rank has joined: no entry keeps the work alive, but other ranks need it
             launched.for_entry(None)
@@ -204,9 +185,9 @@ class NcclPlane:
 
     def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
         self._sets.pop(process_set_id, None)
-        ref = self._communicator_refs.pop(process_set_id, None)
-        if ref is not None:
-            device = self._opened(None)
+        device = self._device
+        ref = None if device is None else self._communicators.refs.pop(process_set_id, None)
+        if device is not None and ref is not None:
             self._thread.run(lambda: self._watcher.drain(DRAIN_SECONDS), wait_until)
             self._oob.gather_and_broadcast(f"nccl.{process_set_id}.end", ref.ranks, b"", lambda texts: b"", wait_until)
             self._watcher.wait_for_poll()
@@ -223,7 +204,7 @@ class NcclPlane:
         except MemoryError:
             raise
         except device.failure as error:
-            raise self._error(device, None, f"allocating {nbytes} bytes", error) from error
+            raise nccl_error(self._rank, device, None, f"allocating {nbytes} bytes", error) from error
 
     def row_major(self, array: DeviceArray) -> DeviceArray:
         """See `DevicePlane.row_major`."""
@@ -244,37 +225,24 @@ class NcclPlane:
         """
         if self._device is None or self._pid != os.getpid():  # a forked child must not call CUDA
             return
-        device, refs = self._device, list(self._communicator_refs.values())
-        everybody = self._communicator_refs.get(GLOBAL_PROCESS_SET_ID)
+        device, communicators = self._device, self._communicators
+        everybody = communicators.refs.get(GLOBAL_PROCESS_SET_ID)
         if failure is None and not self._watcher.drain(DRAIN_SECONDS):
             _log.warning("rank %d: reductions are still under way on GPU %d after %.0f s; they are given up", self._rank,
                          device.index, DRAIN_SECONDS)
         elif failure is None and self._exit_timeout:
-            self._final_allreduce(device, [ref for ref in refs if len(ref.ranks) > 1])
-        self._communicator_refs, self._closing = {}, True
+            self._final_allreduce(device, [ref for ref in communicators.refs.values() if len(ref.ranks) > 1])
+        refs, self._closing = communicators.close(), True
         self._watcher.end(failure)
         self._watcher.wait_for_poll()
         has_ended = failure is None and self._thread.end(DRAIN_SECONDS)
-        is_kept = failure is not None and everybody is not None and self._keep(device, everybody)
-        stuck = abort([ref for ref in {*refs, *self._to_abort} if not (is_kept and ref is everybody)], device, ABORT_SECONDS)
+        is_kept = failure is not None and everybody is not None and communicators.keep(everybody)
+        stuck = abort([ref for ref in refs if not (is_kept and ref is everybody)], device, ABORT_SECONDS)
         if stuck:
             _log.error("rank %d: %d NCCL communicators did not end within %.0f s; leave this process to free GPU %d",
                        self._rank, stuck, ABORT_SECONDS, device.index)
         elif has_ended or self._thread.end(FREED_SECONDS):  # by now an abort has ended what it was blocked in
             self._release(device)
-
-    def _keep(self, device: Device, ref: CommunicatorRef) -> bool:
-        """Stop the communicator of all ranks, and keep it for the next world; return False if it has to be aborted."""
-        if self._keeper is None or ref.ended or len(ref.ranks) == 1 or device.shrink_missing():
-            return False
-        try:
-            device.revoke(ref.communicator, ABORT_SECONDS)
-        except device.failure as error:
-            _log.info("rank %d: the communicator is not kept: %s", self._rank, device.explain(ref.communicator, error))
-            return False
-        info = KeptInfo(self._tokens[GLOBAL_PROCESS_SET_ID], ref.ranks.index(self._rank), len(ref.ranks))
-        self._keeper.put(KeptCommunicator(ref, info, device))
-        return True
 
     def _release(self, device: Device) -> None:
         """Destroy streams and events: a process of an elastic job makes new ones in each world."""
@@ -327,11 +295,13 @@ class NcclPlane:
                 device = self._make_device(index)
                 self._events = EventPool(device)
                 self._staging = StagingBuffer(device, functools.partial(self._allocate, device))
-                self._watcher = Watcher(device, self._check, lambda error: self._report(error), self._overdue_times,
-                                        lambda work: self._report_overdue(work), self._clock)
+                self._watcher = Watcher(device, lambda: self._communicators.check(), lambda error: self._report(error),
+                                        self._overdue_times, lambda work: self._report_overdue(work), self._clock)
                 self._windows = Windows(self._rank, device, self._oob, functools.partial(self._reclaimed, device),
                                         blocking=self._options.blocking)
                 self._copies = StagingBuffer(device, functools.partial(self._allocate, device))
+                self._communicators = Communicators(self._rank, self._host, self._oob, self._thread, device, self._staging,
+                                                    self._keeper, shared_gpu=self._shared_gpu)
                 self._device = device
         return self._device
 
@@ -358,9 +328,8 @@ class NcclPlane:
         found = next((number for number, members in self._sets.items() if members == ranks), None)
         if not self._options.windows or len(ranks) == 1 or found is None:
             return None
-        if found not in self._communicator_refs:
-            self._create_communicator(found, ranks, wait_until)
-        return self._windows.memory(found, self._communicator_refs[found], nbytes, self._thread, wait_until)
+        self._communicators.create(found, ranks, wait_until)
+        return self._windows.memory(found, self._communicators.refs[found], nbytes, self._thread, wait_until)
 
     def _cleared(self, device: Device, nbytes: int, memory: DeviceArray | None) -> DeviceArray:
         """Return zeroed memory: the gaps between a bucket's tensors are never written, but reduced with them."""
@@ -368,104 +337,11 @@ class NcclPlane:
         device.zero(memory)
         return memory
 
-    def _create_communicator(self, process_set_id: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> None:
-        """Create the communicator of a process set, together with all its ranks."""
-        device, mine = self._opened(None), ranks.index(self._rank)
-        unique_id = self._thread.run(device.unique_id, wait_until) if mine == 0 else b""
-        has_kernels = self._thread.run(device.has_kernels, wait_until)
-        kept = self._keeper.take() if self._keeper is not None and process_set_id == GLOBAL_PROCESS_SET_ID else None
-        if kept is not None:
-            self._to_abort.append(kept.ref)
-        info = PeerInfo(self._host, device.bus_id(), device.version, has_kernels, unique_id,
-                        kept.info if kept is not None and kept.device.index == device.index else None)
-        text = msgspec.msgpack.encode(info)
-        answer = _ANSWER.decode(self._oob.gather_and_broadcast(f"nccl.{process_set_id}", ranks, text,
-                                                               functools.partial(self._check_peers, ranks), wait_until))
-        if answer.problem:
-            raise HorovodInternalError(answer.problem)
-        ref = None
-        if kept is not None:
-            ref = self._shrunk(device, kept, ranks, answer, wait_until)
-            self._thread.run(lambda: abort([kept.ref], device, ABORT_SECONDS), wait_until)
-        self._tokens[process_set_id] = hashlib.sha256(answer.unique_id).digest()
-        self._communicator_refs[process_set_id] = ref or self._thread.run(
-            lambda: self._make(device, process_set_id, ranks, answer), wait_until)
-
-    def _shrunk(self, device: Device, kept: KeptCommunicator, ranks: tuple[int, ...], answer: _Answer,
-                wait_until: WaitUntil) -> CommunicatorRef | None:
-        """Return a communicator that was made from the last world's on all ranks, or None on all."""
-        if not answer.excluded:
-            return None
-        ref, problem = None, ""
-        try:
-            ref = self._thread.run(lambda: self._known(device.shrink(
-                kept.ref.communicator, answer.excluded, SHRINK_SECONDS), ranks, answer), wait_until)
-        except device.failure as error:
-            problem = f"rank {self._rank}: {device.explain(kept.ref.communicator, error)}. "
-        problem = self._oob.gather_and_broadcast("nccl.shrunk", ranks, problem.encode(), b"".join, wait_until).decode()
-        if ref is not None and not problem:
-            made = ref
-            self._thread.run(lambda: self._make_ready(device, made), wait_until)  # has no time limit: all ranks come
-            _log.info("rank %d: made the communicator of ranks %s from the last world's", self._rank, list(ranks))
-            return made
-        _log.info("rank %d: ranks %s make a new communicator: %s", self._rank, list(ranks), problem)
-        if ref is not None:
-            self._thread.run(lambda: abort([ref], device, ABORT_SECONDS), wait_until)
-        return None
-
-    def _check_peers(self, ranks: tuple[int, ...], texts: Sequence[bytes]) -> bytes:
-        """Return the answer to the ranks of a communicator; called on its first rank.
-        """
-        peers = {rank: _PEER_INFO.decode(text) for rank, text in zip(ranks, texts, strict=True)}
-        try:
-            check_peers(peers, shared=self._shared_gpu)
-        except HorovodInternalError as error:
-            return msgspec.msgpack.encode(_Answer(str(error)))
-        have_kernels = all(each.has_kernels for each in peers.values())
-        excluded = excluded_ranks([peers[rank].kept for rank in ranks])
-        return msgspec.msgpack.encode(_Answer("", peers[ranks[0]].unique_id, have_kernels, excluded))
-
-    def _make(self, device: Device, process_set_id: int, ranks: tuple[int, ...], answer: _Answer) -> CommunicatorRef:
-        what = f"making a communicator of ranks {list(ranks)}"
-        try:
-            made = device.communicator(len(ranks), answer.unique_id, ranks.index(self._rank), f"hvdlite.{process_set_id}")
-        except device.failure as error:
-            raise self._error(device, None, what, error) from error
-        ref = self._known(made, ranks, answer)
-        self._make_ready(device, ref)
-        _log.info("rank %d: %s on GPU %d", self._rank, what, device.index)
-        return ref
-
-    def _known(self, made: Communicator, ranks: tuple[int, ...], answer: _Answer) -> CommunicatorRef:
-        """Let `close` know a new communicator as early as possible."""
-        ref = CommunicatorRef(made, ranks, has_kernels=answer.has_kernels)
-        self._to_abort = [*(each for each in self._to_abort if not each.ended), ref]
-        self._check_open(ref)
-        return ref
-
-    def _make_ready(self, device: Device, ref: CommunicatorRef) -> None:
-        """Make a communicator ready for collectives; waits for its ranks."""
-        try:
-            device.complete(ref.communicator)
-            self._check_open(ref)
-            # The first call connects the ranks, which blocks; better here than in a training step.
-            warm = self._staging.get(4096)
-            ref.communicator.allReduce(warm, warm, 1024, DTYPES["float32"], collectives.SUM, device.stream)
-        except device.failure as error:
-            what = f"making a communicator of ranks {list(ref.ranks)}"
-            raise self._error(device, ref.communicator, what, error) from error
-
-    def _check_open(self, ref: CommunicatorRef) -> None:
-        """Abort a new communicator if the world was lost meanwhile: nobody else may know it."""
-        if self._closing:
-            ref.end()
-            raise HorovodInternalError(f"making a communicator of ranks {list(ref.ranks)} was given up")
-
     def _launch(self, device: Device, plan: Plan) -> LaunchedWork:
         if self._closing:
             raise HorovodInternalError("the plane for GPUs is closed")
         response = plan.response
-        ref = self._communicator_refs[response.process_set_id]
+        ref = self._communicators.refs[response.process_set_id]
         communicator = ref.communicator
         if self._windows.retired:
             self._windows.release()
@@ -489,26 +365,7 @@ class NcclPlane:
             what = f"{response.collective.name.lower()} of '{response.names[0]}'"
             if len(response.names) > 1:
                 what += f" and {len(response.names) - 1} more"
-            raise self._error(device, communicator, what, error) from error
-
-    def _check(self) -> None:
-        """Raise an asynchronous error of a communicator."""
-        device = self._opened(None)
-        for ref in list(self._communicator_refs.values()):
-            try:
-                ref.communicator.check_async_error()
-            except device.failure as error:
-                what = f"work under way between ranks {list(ref.ranks)}"
-                raise self._error(device, ref.communicator, what, error) from error
-
-    def _error(self, device: Device, communicator: Any, what: str, error: Exception) -> HorovodInternalError:
-        if isinstance(error, MemoryError):
-            return HorovodInternalError(f"rank {self._rank}: out of memory in {what}: {error}")
-        if not isinstance(error, (device.failure[0], KeyError, NcclError)):
-            return HorovodInternalError(f"rank {self._rank}: CUDA failed in {what} on GPU {device.index}: {error}")
-        return HorovodInternalError(f"rank {self._rank}: NCCL failed in {what} on GPU {device.index}: "
-                                    f"{device.explain(communicator, error)}; NCCL_DEBUG=INFO tells more")
-
+            raise nccl_error(self._rank, device, communicator, what, error) from error
 
 def _ready_events(plan: Plan) -> list[Event]:
     """Return the distinct ready events of a plan's arrays."""

@@ -1,0 +1,75 @@
+"""What the site needs beside the pages: references from the public names, and links to files that are not pages."""
+
+import importlib
+import inspect
+import posixpath
+import re
+from pathlib import Path, PurePosixPath
+from types import ModuleType
+from typing import Any
+
+from mkdocs.structure.files import File
+
+API = re.compile(r"<!-- public names of ([\w.]+)(?: without those of ([\w.]+))? -->\n")
+LINK = re.compile(r"(!?)\[([^]]*)\]\(([\w./-]+)(#[\w-]*)?\)")
+ROOT = Path(__file__).resolve().parent.parent
+MOVED = {"benchmarks/results": "results"}
+"""Folders beside docs/ whose pages and pictures are part of the site, and their names there."""
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add pages and pictures that do not lie in docs/."""
+    for folder, name in MOVED.items():
+        for path in sorted((ROOT / folder).iterdir()):
+            if path.suffix in (".md", ".png"):
+                files.append(File.generated(config, f"{name}/{path.name}", abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Expand references, and let links lead to where files are on the site; other files are named by their path."""
+    markdown = API.sub(lambda match: references(match[1], match[2]), markdown)
+    here = PurePosixPath("docs") / page.file.src_uri
+    for folder, name in MOVED.items():
+        if page.file.src_uri.startswith(f"{name}/"):
+            here = PurePosixPath(folder) / here.name
+
+    def link(match: re.Match[str]) -> str:
+        target = posixpath.normpath(here.parent / match[3])
+        for folder, name in MOVED.items():
+            target = re.sub(f"^{folder}/", f"docs/{name}/", target)
+        if target == "docs/decisions":
+            target += "/README.md"
+        if not target.startswith("docs/"):
+            return f"{match[2]} (`{target}`)"
+        way = posixpath.relpath(target, PurePosixPath("docs", page.file.src_uri).parent)
+        return f"{match[1]}[{match[2]}]({way}{match[4] or ''})"
+
+    return LINK.sub(link, markdown)
+
+
+def references(name: str, without: str | None) -> str:
+    """Return a reference for every public name of a module, for mkdocstrings.
+
+    Args:
+        without: a module whose public names are left out where they mean the same.
+    """
+    module = importlib.import_module(name)
+    others = importlib.import_module(without) if without else None
+    lines = []
+    for each in sorted(module.__all__, key=str.lower):
+        value = getattr(module, each)
+        if others is not None and each in others.__all__ and value is getattr(others, each):
+            continue
+        if isinstance(value, ModuleType):
+            lines += [f"### {each}", "", inspect.cleandoc(value.__doc__ or "").partition("\n\n")[0], ""]
+            lines += [text for public in getattr(value, "__all__", ()) for text in _reference(getattr(value, public))]
+        else:
+            lines += _reference(value)
+    return "\n".join(lines) + "\n"
+
+
+def _reference(value: Any) -> list[str]:
+    if not (inspect.isclass(value) or inspect.isroutine(value)) or not inspect.getdoc(value):
+        return []
+    return [f"::: {value.__module__}.{value.__qualname__}", ""]

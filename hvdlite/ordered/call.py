@@ -1,0 +1,55 @@
+"""A call of an ordered group: under way, done, or failed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from hvdlite.ordered.operations import Operation
+
+
+class Call:
+    """Some operations that one rank starts together, and the result of all of them.
+
+    Attributes:
+        operations: carried out one after the other.
+        error: what it failed with; None while it is under way, and when it has succeeded.
+        source: the rank that has sent what this call receives; -1 for other calls, and before it is known.
+
+    Args:
+        finish: called when the operations are done, before the call is: it copies results to where they belong, say.
+    """
+
+    def __init__(self, operations: Sequence[Operation], finish: Callable[[], None] | None = None) -> None:
+        self.operations, self.finish = operations, finish
+        self.error: Exception | None = None
+        self.source = -1
+        self._done = threading.Event()
+        self._callbacks: list[Callable[[Call], None]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is over, successfully or not."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is over; return False when that takes longer than `timeout` seconds. Raises nothing."""
+        return self._done.wait(timeout)
+
+    def when_done(self, callback: Callable[[Call], None]) -> None:
+        """Call a function when it is over: on the thread that carries it out, or at once if it is over already."""
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def end(self, error: Exception | None = None) -> None:
+        """It is over; called once, by the thread that has carried it out."""
+        with self._lock:
+            self.error = error
+            self._done.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)

@@ -1,0 +1,55 @@
+"""A group of ranks whose collectives are carried out in the order of calls, without negotiation.
+
+Every rank calls the same collectives in the same order, as in MPI, NCCL and `torch.distributed`. So the number of a call is
+its name, and nobody has to be asked when it may begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from hvdlite.core.array import Array
+from hvdlite.ordered.call import Call
+from hvdlite.ordered.operations import Operation
+
+
+class OrderedGroup(Protocol):
+    """One rank's end of a group. Callable from any thread; calls of different threads are carried out in their order.
+
+    Attributes:
+        name: for messages.
+        rank: this rank's index in the group.
+        size: number of ranks.
+        timeout: seconds after which a call fails on a rank that still waits.
+    """
+
+    name: str
+    rank: int
+    size: int
+    timeout: float
+
+    def start(self, operations: Sequence[Operation], finish: Callable[[], None] | None = None, *,
+              blocking: bool = False) -> Call:
+        """Start operations; return their call, which may be over.
+
+        Arrays belong to the call until it is over.
+
+        Args:
+            blocking: the calling thread waits for it anyway: it may carry the operations out itself.
+        """
+
+    def send(self, values: Array, to: int, tag: int) -> Call:
+        """Send bytes (uint8, flat) to a rank; messages of the same pair and tag arrive in order. It never waits for the receiver."""
+
+    def receive(self, values: Array, source: int | None, tag: int) -> Call:
+        """Receive bytes into `values` from a rank, or from any; their number must be the sender's. See `Call.source`."""
+
+    def monitored_barrier(self, timeout: float, *, all_ranks: bool) -> Call:
+        """Start a barrier that fails on rank 0 with the ranks that do not come (`all_ranks`: all of them, else the first)."""
+
+    def abort(self, reason: str) -> None:
+        """Fail all calls under way and all later ones, on this rank."""
+
+    def close(self) -> None:
+        """Leave the group; the memory is freed when all ranks have left. Calls under way fail. Idempotent."""

@@ -1,0 +1,304 @@
+"""A GPU by CuPy, with what CuPy lacks: NCCL's newer calls, and CUDA's contexts."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+
+from hvdlite.core.array import Array
+from hvdlite.core.device import CopySpec, DeviceArray
+from hvdlite.core.errors import HorovodInternalError
+from hvdlite.planes.nccl import kernels, library
+from hvdlite.planes.nccl.api import CONFIG, SHRINK, WINDOWS, NcclApi, NcclError
+from hvdlite.planes.nccl.communicator import DEFAULT_OPTIONS, ConfiguredCommunicator, Groups, NcclOptions
+from hvdlite.planes.nccl.device import Communicator
+from hvdlite.planes.nccl.driver import Driver
+from hvdlite.planes.nccl.kernels import NO_SCALING, Scaling
+
+_log = logging.getLogger("hvdlite")
+
+_HIGHEST_PRIORITY: Final = -5
+"""CUDA clamps priorities to its range."""
+_OUT_OF_MEMORY: Final = 2
+"""cudaErrorMemoryAllocation."""
+_NOT_READY: Final = 600
+"""cudaErrorNotReady."""
+_CAPTURE_FAULTS: Final = range(900, 909)
+"""cudaErrorStreamCapture...: the query concerns a capture in progress, or the capture is invalid."""
+
+
+class CupyDevice:
+    """A GPU through CuPy. Raises `HorovodInternalError` when CuPy, NCCL or a GPU is missing.
+
+    Args:
+        index: the index of the GPU; None chooses it by the local rank.
+        environment: the environment of the process, checked for unsupported settings.
+        options: what knobs say about NCCL.
+    """
+
+    def __init__(self, index: int | None, local_rank: int, environment: Mapping[str, str],
+                 options: NcclOptions = DEFAULT_OPTIONS) -> None:
+        cupy = library.load(environment)
+        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        self._nccl = importlib.import_module("cupy.cuda.nccl")
+        # Kernel errors come from the driver. KeyError: a status of NCCL that CuPy does not know.
+        self.failure: tuple[type[Exception], ...] = (self._nccl.NcclError, self._runtime.CUDARuntimeError,
+                                                     cupy.cuda.driver.CUDADriverError, MemoryError, KeyError, NcclError)
+        self.version: int = self._nccl.get_version()
+        self.index: int = local_rank % self._runtime.getDeviceCount() if index is None else index
+        self._driver = Driver()
+        self._api, self._options = NcclApi(), options
+        self._groups = Groups(self._api)
+        self._guards: dict[int, int] = {}  # by address of a window's memory
+        if options.needs_config and (problem := self._api.lacks(CONFIG)):
+            _log.warning("communicators are not configured: %s", problem)
+            self._options = dataclasses.replace(options, blocking=True, max_ctas=0, cta_policy="default")
+        self._own_threads = threading.local()  # has an attribute in threads that called `make_current`
+        with self._here():
+            self.stream = self._runtime.streamCreateWithPriority(self._runtime.streamNonBlocking, _HIGHEST_PRIORITY)
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._kernels_work = True
+
+    def make_current(self) -> None:
+        self._own_threads.entered = True
+        self._runtime.setDevice(self.index)
+        self._driver.relax_captures()
+
+    def bus_id(self) -> str:
+        return str(self._runtime.deviceGetPCIBusId(self.index))
+
+    def make_event(self) -> int:
+        with self._here():
+            return int(self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming))
+
+    def destroy_event(self, event: int) -> None:
+        self._runtime.eventDestroy(event)
+
+    def close(self) -> None:
+        self._runtime.streamDestroy(self.stream)
+
+    def record(self, event: int, stream: int) -> None:
+        if self._runtime.getDevice() == self.index:
+            self._runtime.eventRecord(event, stream)
+            return
+        with self._here():  # stream 0 belongs to the thread's current device
+            self._runtime.eventRecord(event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        if self._runtime.getDevice() == self.index:
+            self._runtime.streamWaitEvent(stream, event)
+            return
+        with self._here():
+            self._runtime.streamWaitEvent(stream, event)
+
+    def is_event_done(self, event: int) -> bool:
+        status = self._driver.event_status(event)
+        if status not in (0, _NOT_READY):  # without a driver, or an error: CuPy keeps the GIL, but knows errors' names
+            status = self._runtime.eventQuery(event)
+            if status not in (0, _NOT_READY):
+                raise self._runtime.CUDARuntimeError(status)
+        return status == 0
+
+    def is_capturing(self, stream: int) -> bool:
+        try:
+            return bool(self._runtime.streamIsCapturing(stream))
+        except self._runtime.CUDARuntimeError as error:
+            if error.status in _CAPTURE_FAULTS:
+                return True
+            raise
+        except RuntimeError:  # CuPy's error for an invalid capture
+            return True
+
+    def allocate(self, nbytes: int) -> DeviceArray:
+        rounded = max(256, -(-nbytes // 256) * 256)
+        with self._here():
+            try:  # not from CuPy's pool, whose memory is reused in the order of one stream: this is used on several
+                pointer = int(self._runtime.malloc(rounded))
+            except self._runtime.CUDARuntimeError as error:
+                if error.status != _OUT_OF_MEMORY:
+                    raise  # an earlier error, of a kernel for example
+                raise MemoryError(f"{nbytes} bytes on GPU {self.index}: {error}") from None
+        return DeviceArray(pointer, (nbytes,), np.dtype(np.uint8), self.index, _Memory(pointer, self._free))
+
+    def _free(self, pointer: int) -> None:
+        try:
+            with self._here():  # else a thread that has used no GPU gets a context on GPU 0
+                mode = self._driver.relax_captures()  # it may be a thread of the user's, in the middle of a capture
+                try:
+                    self._runtime.free(pointer)
+                finally:
+                    self._driver.relax_captures(mode)
+        except self._runtime.CUDARuntimeError as error:  # the GPU has failed, or the process ends
+            _log.debug("memory of GPU %d is not freed: %s", self.index, error)
+
+    def zero(self, array: DeviceArray) -> None:
+        with self._here():
+            self._runtime.memsetAsync(array.pointer, 0, array.nbytes, self.stream)
+            self._runtime.streamSynchronize(self.stream)
+
+    def copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
+        self._runtime.memcpyAsync(target, source, nbytes, self._runtime.memcpyDeviceToDevice, stream)
+
+    def copy_row_major(self, source: DeviceArray, target: DeviceArray, stream: int) -> None:
+        width = source.dtype.itemsize
+        kernel = self._kernel(("layouts", width), lambda: kernels.row_major_code(width))
+        if kernel is None:
+            raise HorovodInternalError(f"gradients in another order than row-major {kernels.NEEDED}")
+        table, blocks = kernels.layout(source, target)
+        self._start(kernel, blocks, table, stream)
+
+    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, scaling: Scaling = NO_SCALING,
+                     fill_value: int = 0) -> bool:
+        calculates = not scaling.is_identity
+        kernel = self._kernel((source, target, calculates), lambda: kernels.source_code(source, target, calculates))
+        if kernel is None:
+            return False
+        for table in kernels.tables(copies, kernels.chunk(source, target), scaling, fill_value):
+            entry = table[0]
+            self._start(kernel, int(entry["first"][entry["entries"]]), table, stream)
+        return True
+
+    def has_kernels(self) -> bool:
+        kernel = self._kernel(("float32", "float32", True), lambda: kernels.source_code("float32", "float32", True))
+        return kernel is not None
+
+    def unique_id(self) -> bytes:
+        return bytes(self._nccl.get_unique_id())
+
+    def communicator(self, size: int, unique_id: bytes, rank: int, name: str) -> Communicator:
+        if not self._options.needs_config:
+            return self._nccl.NcclCommunicator(size, unique_id, rank)  # type: ignore[no-any-return]
+        config = self._options.config(name)
+        return ConfiguredCommunicator(self._api, self._api.init(size, unique_id, rank, config), self._groups, config,
+                                      blocking=self._options.blocking)
+
+    def complete(self, communicator: Communicator) -> None:
+        if isinstance(communicator, ConfiguredCommunicator):
+            communicator.complete()
+
+    def shrink_missing(self) -> str:
+        return "communicators are CuPy's, or block" if self._options.blocking else self._api.lacks(SHRINK)
+
+    def revoke(self, communicator: Communicator, seconds: float) -> None:
+        assert isinstance(communicator, ConfiguredCommunicator)
+        communicator.revoke(seconds)
+
+    def shrink(self, communicator: Communicator, excluded: Sequence[int], seconds: float) -> Communicator:
+        assert isinstance(communicator, ConfiguredCommunicator)
+        return communicator.shrink(excluded, self._groups, seconds)
+
+    def windows_missing(self) -> str:
+        return self._api.lacks(WINDOWS)
+
+    def allocate_window(self, nbytes: int) -> int:
+        with self._here():
+            guard = int(self._runtime.malloc(1))
+            try:
+                pointer = self._api.allocate(nbytes)
+            except NcclError:
+                self._free(guard)
+                raise
+            self._guards[pointer] = guard
+            return pointer
+
+    def free_window(self, pointer: int) -> None:
+        self._free(self._guards.pop(pointer))  # waits for the GPU, which ncclMemFree does not
+        with self._here():
+            mode = self._driver.relax_captures()
+            try:
+                self._api.free(pointer)
+            finally:
+                self._driver.relax_captures(mode)
+
+    def register_window(self, communicator: Communicator, pointer: int, nbytes: int) -> int:
+        if isinstance(communicator, ConfiguredCommunicator):
+            return communicator.register_window(pointer, nbytes)
+        return self._api.register_window(communicator.comm, pointer, nbytes).value or 0
+
+    @contextmanager
+    def group(self) -> Any:
+        if self._options.needs_config:
+            with self._groups.begin():
+                yield
+            return
+        self._nccl.groupStart()
+        try:
+            yield
+        finally:
+            self._nccl.groupEnd()
+
+    def explain(self, communicator: Communicator | None, error: Exception) -> str:
+        if isinstance(error, KeyError):
+            return f"NCCL answered with status {error}, which CuPy does not know"
+        said = library.last_error(getattr(communicator, "comm", 0) or 0)
+        return f"{error}" + (f" ({said})" if said else "")
+
+    @contextmanager
+    def _here(self) -> Any:
+        """Return a context in which this GPU is the calling thread's current device.
+
+        A thread of the user's gets back the device that it had, if that has a context: to set another one would make one.
+        """
+        before = self._runtime.getDevice()
+        if before == self.index:
+            yield
+            return
+        self._runtime.setDevice(self.index)
+        try:
+            yield
+        finally:
+            if not hasattr(self._own_threads, "entered") and self._driver.has_context(before):
+                self._runtime.setDevice(before)
+
+    def _start(self, kernel: Any, blocks: int, table: Array, stream: int) -> None:
+        """Launch a kernel; its table is passed by value."""
+        with self._here():  # passing the stream costs less than making it CuPy's current stream
+            kernel.kernel((blocks,), (kernels.THREADS,), (table,), 0, _Handle(stream))
+
+    def _kernel(self, key: tuple[Any, ...], code: Callable[[], str]) -> Any:
+        """Return the compiled kernel; None if it cannot be compiled."""
+        if key not in self._compiled and self._kernels_work:
+            kernel = self._cupy.RawKernel(code(), kernels.NAME, options=("--std=c++17",))
+            try:
+                with self._here():
+                    kernel.compile()
+            except Exception as error:  # CuPy raises many kinds: no NVRTC, another CUDA version, no cache directory
+                _log.warning("kernels cannot be compiled (%s: %s); packing takes more launches", type(error).__name__,
+                             str(error).splitlines()[0] if str(error) else "")
+                self._kernels_work = False
+            else:
+                self._compiled[key] = kernel
+        return self._compiled.get(key)
+
+
+class _Memory:
+    """Allocated memory, freed when nobody refers to it any more; CUDA waits until the GPU does not use it.
+
+    CuPy's own would be freed with whichever device is current. A forked child must not call CUDA.
+    """
+
+    __slots__ = ("_free", "_pid", "_pointer")
+
+    def __init__(self, pointer: int, free: Callable[[int], None]) -> None:
+        self._pointer, self._free, self._pid = pointer, free, os.getpid()
+
+    def __del__(self) -> None:
+        if self._pid == os.getpid():
+            self._free(self._pointer)
+
+
+class _Handle:
+    """A stream in the form that CuPy's kernels expect."""
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
