@@ -27,7 +27,7 @@ parser.add_argument("--limit", type=int, help="use only so many training images"
 
 
 def main(args: argparse.Namespace) -> None:
-    # On the CPU, Accelerate itself would accept no other backend than Gloo and MPI. It takes the group that is there.
+    # On the CPU, Accelerate by itself accepts no backend but Gloo and MPI. A group that exists is taken.
     dist.init_process_group(args.backend)
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(42)

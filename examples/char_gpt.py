@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class Attention(nn.Module):
-    """Causal self-attention. The number of heads follows from the projections' width, so that these may be split by heads."""
+    """Causal self-attention. The number of heads follows from the projections' width: ranks may have some heads each."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Text:
         self._train, self._validate = numbers.split([len(numbers) * 9 // 10, len(numbers) - len(numbers) * 9 // 10])
 
     def batch(self, step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets, (size, context) each, which depend on the step and the rank alone: a job can be resumed."""
+        """Return inputs and targets, (size, context) each. They depend on the step and the rank alone: a job can go on."""
         starts = torch.randint(len(self._train) - self.context, (size,),
                                generator=torch.Generator().manual_seed(1_000_003 * step + rank))
         return self._windows(self._train, starts)

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 parser.add_argument("--backend", default="hvdlite")
-parser.add_argument("--zero", action="store_true", help="split the optimizer's state over the ranks: ZeroRedundancyOptimizer")
+parser.add_argument("--zero", action="store_true", help="split the optimizer's state: ZeroRedundancyOptimizer")
 parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--batch-size", type=int, default=64, help="per rank")
 parser.add_argument("--lr", type=float, default=0.001)
@@ -70,8 +70,8 @@ def main(args: argparse.Namespace) -> None:
         seconds = time.perf_counter() - started
         accuracy = accuracy_of(model.module, tests)
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: {seconds:.1f} s, {len(training) / seconds:.0f} images/s on {dist.get_world_size()} ranks, "
-                  f"test accuracy {accuracy:.4f}", flush=True)
+            print(f"epoch {epoch}: {seconds:.1f} s, {len(training) / seconds:.0f} images/s on "
+                  f"{dist.get_world_size()} ranks, test accuracy {accuracy:.4f}", flush=True)
     if args.checkpoint:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             optimizer.consolidate_state_dict(to=0)

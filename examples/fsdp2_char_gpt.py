@@ -25,7 +25,7 @@ parser.add_argument("--backend", default="hvdlite")
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--batch-size", type=int, default=16, help="per rank")
 parser.add_argument("--lr", type=float, default=0.002)
-parser.add_argument("--checkpoint", type=Path, help="go on from the newest checkpoint in this directory; write one at the end")
+parser.add_argument("--checkpoint", type=Path, help="go on from the newest one in this directory; write one at the end")
 
 
 class Training:

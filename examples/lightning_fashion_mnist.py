@@ -30,6 +30,8 @@ parser.add_argument("--limit", type=int, help="use only so many training images"
 
 
 class Classifier(pl.LightningModule):
+    """The network, how it is trained, and its accuracy over the test set."""
+
     def __init__(self, lr: float) -> None:
         super().__init__()
         self.lr, self.layers = lr, mlp()
@@ -52,6 +54,8 @@ class Classifier(pl.LightningModule):
 
 
 class FashionMnist(pl.LightningDataModule):
+    """The images. Lightning gives each rank its share of them."""
+
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
         self.args = args

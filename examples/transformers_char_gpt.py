@@ -35,16 +35,17 @@ class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def main(args: argparse.Namespace) -> None:
-    # On the CPU, TrainingArguments(ddp_backend=...) accepts no other backend than Gloo and MPI. It takes the group that is there.
+    # On the CPU, TrainingArguments(ddp_backend=...) accepts no backend but Gloo and MPI. A group that exists is taken.
     dist.init_process_group(args.backend)
     torch.manual_seed(42)
     text = Text()
     model = GPT2LMHeadModel(GPT2Config(vocab_size=text.characters, n_positions=text.context, n_embd=128, n_layer=4, n_head=4,
                                        bos_token_id=0, eos_token_id=0))
     with tempfile.TemporaryDirectory() as directory:
-        settings = TrainingArguments(directory, use_cpu=True, max_steps=args.steps, per_device_train_batch_size=args.batch_size,
-                                     learning_rate=args.lr, lr_scheduler_type="constant", save_strategy="no", report_to="none",
-                                     logging_strategy="no", disable_tqdm=True, ddp_find_unused_parameters=False)
+        settings = TrainingArguments(
+            directory, use_cpu=True, max_steps=args.steps, per_device_train_batch_size=args.batch_size, learning_rate=args.lr,
+            lr_scheduler_type="constant", ddp_find_unused_parameters=False, save_strategy="no", logging_strategy="no",
+            report_to="none", disable_tqdm=True)
         trainer = Trainer(model, settings, train_dataset=Windows(text, args.steps * args.batch_size * settings.world_size))
         trained = trainer.train()
         model.eval()
@@ -52,8 +53,9 @@ def main(args: argparse.Namespace) -> None:
         with torch.no_grad():
             loss = model(inputs, labels=inputs).loss.item()
         if trainer.is_world_process_zero():
-            print(f"step {trained.global_step}: {1000 * trained.metrics['train_runtime'] / trained.global_step:.0f} ms a step on "
-                  f"{settings.world_size} ranks, validation loss {loss:.3f}", flush=True)
+            milliseconds = 1000 * trained.metrics["train_runtime"] / trained.global_step
+            print(f"step {trained.global_step}: {milliseconds:.0f} ms a step on {settings.world_size} ranks, "
+                  f"validation loss {loss:.3f}", flush=True)
     dist.destroy_process_group()
 
 
