@@ -43,9 +43,9 @@ def main(args: argparse.Namespace) -> None:
                                        bos_token_id=0, eos_token_id=0))
     with tempfile.TemporaryDirectory() as directory:
         settings = TrainingArguments(
-            directory, use_cpu=True, max_steps=args.steps, per_device_train_batch_size=args.batch_size, learning_rate=args.lr,
-            lr_scheduler_type="constant", ddp_find_unused_parameters=False, save_strategy="no", logging_strategy="no",
-            report_to="none", disable_tqdm=True)
+            directory, use_cpu=True, max_steps=args.steps, per_device_train_batch_size=args.batch_size,
+            learning_rate=args.lr, lr_scheduler_type="constant", ddp_find_unused_parameters=False, save_strategy="no",
+            logging_strategy="no", report_to="none", disable_tqdm=True)
         trainer = Trainer(model, settings, train_dataset=Windows(text, args.steps * args.batch_size * settings.world_size))
         trained = trainer.train()
         model.eval()
