@@ -1,7 +1,7 @@
 """torch.distributed with the backend "hvdlite" and with Gloo: process groups of one job, which do the same work in turn.
 
-    gradients       DDP's part of a step with the 161 gradients of a ResNet-50 (102 MB), all of which exist when it begins:
-                    copying into buckets, and communication
+    gradients       DDP's part of a step with the 161 gradients of a ResNet-50 (102 MB), all of which exist when it begins;
+                    its communication is what it takes longer than with a hook that communicates nothing
     training        steps of an MLP under DDP, and of a transformer with 25 million parameters under FSDP2
     collectives     all_reduce, all_gather_into_tensor and reduce_scatter_tensor of float32; the size is that of the larger
                     buffer. "blocking" is one call after the other, "4 at once" starts four and then waits for each
@@ -123,16 +123,34 @@ class GivenGradients(torch.nn.Module):
         return Given.apply(self.gradients, *self.weights)
 
 
+def no_communication(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook of DDP that returns this rank's gradients."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
 def gradients(groups: Groups) -> dict[str, Work]:
-    """Return steps over the gradients of a ResNet-50; "alone" is without DDP."""
-    def step(model: torch.nn.Module) -> Work:
+    """Return DDP's steps over the gradients of a ResNet-50."""
+    def step(group: Any, hook: Any = None) -> Work:
+        model = DistributedDataParallel(GivenGradients(resnet50_shapes()), process_group=group, gradient_as_bucket_view=True)
+        if hook is not None:
+            model.register_comm_hook(None, hook)
+
         def run() -> None:
             model.zero_grad()
             model().backward()
         return run
-    found = {who: step(DistributedDataParallel(GivenGradients(resnet50_shapes()), process_group=group,
-                                               gradient_as_bucket_view=True)) for who, group in groups.items()}
-    return {**found, "alone": step(GivenGradients(resnet50_shapes()))}
+    steps = {who: step(group) for who, group in groups.items()}
+    return {**steps, "no communication": step(groups["gloo"], no_communication)}
+
+
+def communication_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of what is left when DDP's own copying is taken off."""
+    seconds = row["seconds"]
+    found = {who: seconds[who] - seconds["no communication"] for who in ("hvdlite", "gloo")}
+    say(f"  communication of these: x{found['hvdlite'] / found['gloo']:.2f}")
+    return {"part": "the same, communication only", "seconds": found}
 
 
 def mlp_under_ddp(group: Any) -> tuple[torch.nn.Module, Work]:
@@ -198,6 +216,7 @@ def main() -> None:
     rows = [compare_parameters(groups)]
     say(f"parameters after {STEPS} steps: {rows[0]['from_gloo']:g} from Gloo's, on all ranks alike")
     rows.append(measured(bench, {"part": "DDP, gradients of a ResNet-50"}, gradients(groups)))
+    rows.append(communication_of(rows[-1]))
     training = {who: mlp_under_ddp(group)[1] for who, group in {**groups, "alone": None}.items()}
     rows.append(measured(bench, {"part": "DDP, step of an MLP"}, training, STEPS))
     rows.append(measured(bench, {"part": "FSDP2, step of a transformer"},
