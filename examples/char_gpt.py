@@ -63,14 +63,16 @@ class Text:
     """Python's help texts as numbers of characters: the first nine tenths to train on, the rest to validate.
 
     Attributes:
-        characters: number of different characters.
+        alphabet: the different characters; a character's number is its place here.
+        characters: how many there are.
     """
 
     def __init__(self, context: int = 64) -> None:
         text = "".join(topics[name] for name in sorted(topics))
-        alphabet = {character: number for number, character in enumerate(sorted(set(text)))}
-        self.context, self.characters = context, len(alphabet)
-        numbers = torch.tensor([alphabet[character] for character in text])
+        self.alphabet = "".join(sorted(set(text)))
+        self.context, self.characters = context, len(self.alphabet)
+        number_of = {character: number for number, character in enumerate(self.alphabet)}
+        numbers = torch.tensor([number_of[character] for character in text])
         self._train, self._validate = numbers.split([len(numbers) * 9 // 10, len(numbers) - len(numbers) * 9 // 10])
 
     def batch(self, step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
