@@ -7,21 +7,26 @@ end it properly (docs/protocol.md#one-runtime).
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+from hvdlite.bootstrap.environments import LaunchInfo
+from hvdlite.bootstrap.store import Store
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
 from hvdlite.core.config import environment_name
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import ReduceOp
+from hvdlite.ordered.group import OrderedGroup
 from hvdlite.runtime.followers import Follower
+from hvdlite.runtime.groups import Groups
 from hvdlite.runtime.process_hooks import answer_signal, tell_failure
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.runtime.worlds import Worlds
@@ -53,19 +58,26 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
         ConfigError: for an unknown or invalid `HVDLITE_*` variable.
         UnsupportedError: for a communicator, ranks or process sets that do not fit the job.
     """
-    global _users
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ValueError(f'process_sets must be a list of ProcessSet or "dynamic", not {process_sets!r}')
+    with _joining(comm):
+        for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
+            if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
+                add_process_set(process_set)
+
+
+@contextlib.contextmanager
+def _joining(comm: object, info: LaunchInfo | None = None) -> Iterator[None]:
+    """Count a user of the runtime, and join the job if nobody uses it yet; undo that if the block fails."""
+    global _users
     try:
         with _lock:
             _users += 1
             if not _worlds.is_initialized:
                 _users = 1
                 _install_hooks()
-                answer_signal(_worlds.join(comm).report_signal, lambda: _worlds.runtime)
-        for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
-            if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
-                add_process_set(process_set)
+                answer_signal(_worlds.join(comm, info).report_signal, lambda: _worlds.runtime)
+        yield
     except BaseException as error:
         with _lock:
             if _users == 1 and _worlds.runtime is not None:  # nobody else uses it
@@ -81,11 +93,29 @@ def shutdown() -> None:
 
     Process sets are then unregistered; you can register them again after another `init()`.
     """
+    _release(waits=True)
+
+
+def _release(*, waits: bool) -> None:
     global _users
     with _lock:
         _users = max(0, _users - 1)
         if not _users:
-            _worlds.leave()
+            _worlds.leave(waits=waits)
+
+
+class _Job:
+    """The use of the runtime by groups; implements `runtime.groups.Job`."""
+
+    def begin(self, info: LaunchInfo | None) -> None:
+        with _joining(None, info):
+            pass
+
+    def end(self) -> None:
+        _release(waits=False)
+
+
+_groups = Groups(_worlds, _Job())
 
 
 def runtime() -> Runtime:
@@ -311,7 +341,29 @@ def transfer_name(adapter: str, name: str | None, sender: int, receiver: int) ->
     return runtime().unnamed(adapter, f"send.{way}") if name is None else f"send.{way}.{name}"
 
 
-# --- hooks: installed once, by the first init() ----------------------------------------------------------------------
+def join_group(store: Store, name: str, rank: int, size: int, timeout: float,
+               members: Sequence[int] | None = None) -> OrderedGroup:
+    """Meet the other ranks of a group whose collectives are carried out in the order of calls; all of them call this.
+
+    Args:
+        store: of this group alone, such as a `PrefixStore` of `torch.distributed`.
+        name: for messages, and of the group's thread.
+        rank: this process's rank in the group.
+        size: number of ranks of the group.
+        timeout: seconds after which a call fails on a rank that still waits.
+        members: for messages: the ranks of the world that are the group's, in its order; None if it is the whole world.
+
+    Raises:
+        LaunchError: when the ranks cannot meet.
+        ConfigError: for an unknown or invalid `HVDLITE_*` variable.
+        ValueError: for a rank that is not in the group.
+    """
+    with _lock:
+        _install_hooks()
+    return _groups.join(store, name, rank, size, timeout, members)
+
+
+# --- hooks: installed once, by the first init() or group -------------------------------------------------------------
 
 
 def _install_hooks() -> None:
@@ -321,14 +373,17 @@ def _install_hooks() -> None:
     _hooks_installed = True
     atexit.register(_at_exit)
     os.register_at_fork(after_in_child=_worlds.close_in_child)
+    os.register_at_fork(after_in_child=_groups.close_in_child)
     previous = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> Any:
         if previous is sys.__excepthook__ and isinstance(error, Exception) and _worlds.fail(error, prints=True):
+            _groups.fail(error)
             return
         previous(kind, error, where)
         sys.stderr.flush()
         _worlds.fail(error)
+        _groups.fail(error)
 
     sys.excepthook = excepthook
 
@@ -342,4 +397,5 @@ def _at_exit() -> None:
     global _users
     with _lock:
         _users = 0
+    _groups.close_all()
     shutdown()

@@ -141,7 +141,7 @@ def _launch_info(environment: Environment, environ: Mapping[str, str], parent: i
     if environment.is_mpi and environment.local_rank not in environ and "SLURM_LOCALID" in environ:  # srun --mpi=pmi2
         environment = dataclasses.replace(environment, local_rank="SLURM_LOCALID", local_size="SLURM_STEP_TASKS_PER_NODE")
     world = _world(environment, environ)
-    key = _key(environ)
+    key = job_key(environ)
     if world.epoch and key:
         key = epoch_key(key, world.epoch)
     coordinator = _host_and_port(environ[contract.COORDINATOR]) if contract.COORDINATOR in environ else None
@@ -200,7 +200,12 @@ def epoch_key(key: bytes, epoch: int) -> bytes:
     return hmac.digest(key, f"epoch {epoch}".encode(), "sha256")
 
 
-def _key(environ: Mapping[str, str]) -> bytes:
+def job_key(environ: Mapping[str, str]) -> bytes:
+    """Return the job's key as the environment gives it; empty without one.
+
+    Raises:
+        LaunchError: for one that cannot be used.
+    """
     secret, source = environ.get(contract.SECRET, ""), contract.SECRET
     if not secret and (path := environ.get(contract.SECRET_FILE)):
         source = f"{contract.SECRET_FILE}={path}"

@@ -63,6 +63,18 @@ class DeadlockError(PeerLostError):
     """Raised on all ranks when ranks wait for each other in a circle; tells which rank waits for what."""
 
 
+class OperationTimeoutError(HorovodInternalError, TimeoutError):
+    """Raised when a call of an ordered group has taken longer than allowed.
+
+    Attributes:
+        ranks: the ranks of the group that are known not to have made the call.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
 class ForkedProcessError(HorovodInternalError):
     """Raised when a forked child (a DataLoader worker, say) uses its parent's runtime."""
 

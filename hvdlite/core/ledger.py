@@ -18,6 +18,9 @@ class Ledger(msgspec.Struct, frozen=True, array_like=True):
         input: waiting for batches, as far as the frontend can tell.
         input_cpu: of those, running.
         absent: gradients that this rank did not have in a step, counted by step.
+        forward: in modules, without waits for collectives; like the following only under `hvdrun --profile`, with torch.
+        backward: from there to the optimizer's step, without waits.
+        optimizer: in the optimizer's step, without waits.
     """
 
     seconds: float = 0.0
@@ -29,6 +32,9 @@ class Ledger(msgspec.Struct, frozen=True, array_like=True):
     input: float = 0.0
     input_cpu: float = 0.0
     absent: int = 0
+    forward: float = 0.0
+    backward: float = 0.0
+    optimizer: float = 0.0
 
     def since(self, earlier: Ledger) -> Ledger:
         """Return what has been added."""

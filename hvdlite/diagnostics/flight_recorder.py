@@ -122,6 +122,20 @@ class FlightRecorder:
         """A tensor was exchanged in a mailbox; callable from any thread."""
         self._events.append((self._clock(), (name,), "done in a mailbox", None))
 
+    def carried_out(self, name: str) -> None:
+        """A call of an ordered group is done; callable from any thread."""
+        self._events.append((self._clock(), (name,), "done in an ordered group", None))
+
+    def ordered(self, name: str, response: Response, begun: float, met: float, done: float) -> None:
+        """The same, for the timeline: `begun` on this rank, when all ranks had `met`, and `done`, on this object's clock."""
+        if self._open is not None:
+            operation = response.collective.name
+            for phase, when, what, detail in (
+                    ("B", begun, operation, f"{response.dtype}, {response.elements} elements"), ("B", begun, "WAIT", ""),
+                    ("E", met, "", ""), ("B", met, f"{self._plane}_{operation}", ""), ("E", done, "", ""),
+                    ("E", done, "", "")):
+                self._trace.append(TraceEvent(phase, when * 1e6, name, what, detail))
+
     def split(self, lane: str, names: Sequence[str]) -> None:
         """A bucket's members are negotiated one by one after all."""
         self._events.append((self._clock(), names, "to be negotiated one by one: its bucket was given up", lane))

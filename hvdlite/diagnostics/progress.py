@@ -10,8 +10,10 @@ import dataclasses
 import gc
 import mmap
 import os
+import resource
 import statistics
 import struct
+import sys
 import threading
 import time
 from collections import deque
@@ -28,8 +30,9 @@ _BLOCKED: Final = struct.Struct("=dd")  # seconds blocked in waits that are over
 _STEP: Final = struct.Struct("=dd")  # seconds, samples
 KEPT: Final = 4096
 """Steps whose times are kept."""
-_LEDGER: Final = struct.Struct("=dQddddddQ")  # as `Ledger`, since the first step
-_TIMES: Final = _HEAD.size + _BLOCKED.size + _LEDGER.size  # where the steps begin
+_LEDGER: Final = struct.Struct("=dQddddddQddd")  # as `Ledger`, since the first step
+_PEAK: Final = struct.Struct("=Q")  # bytes of memory
+_TIMES: Final = _HEAD.size + _BLOCKED.size + _LEDGER.size + _PEAK.size  # where the steps begin
 _SIZE: Final = _TIMES + KEPT * _STEP.size
 WARM_UP: Final = 3
 """First steps that do not count for the rate."""
@@ -37,6 +40,7 @@ PAUSE: Final = 10.0
 """A step that took so many times the median was none: an evaluation, a checkpoint."""
 LEDGER_SECONDS: Final = 1.0
 """How often the ledger is written, at most."""
+_MAXRSS_UNIT: Final = 1 if sys.platform == "darwin" else 1024
 WINDOW_SECONDS: Final = 30.0
 """What `Progress.ledger` is about."""
 
@@ -56,6 +60,7 @@ class Progress:
         self._collecting = self._collection_begun = 0.0
         self._input = self._input_cpu = 0.0
         self._absent = 0
+        self._parts = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         self._is_watching = False
         self._thread = 0  # the one that trains, once it is known
         self._begun = 0.0
@@ -89,6 +94,8 @@ class Progress:
 
     def withdraw(self) -> None:
         """From now on nobody reads it; what was written last stays in the file."""
+        if self._ledgers and threading.get_ident() == self._thread:
+            self._enter(time.monotonic())
         if self._is_watching:
             self._is_watching = False
             gc.callbacks.remove(self._collect)
@@ -127,6 +134,15 @@ class Progress:
             self._input += seconds
             self._input_cpu += cpu
 
+    @property
+    def blocked(self) -> float:
+        """Seconds in waits that are over."""
+        return self._blocked
+
+    def part(self, name: str, seconds: float) -> None:
+        """A part of a step has taken so long: "forward", "backward" or "optimizer"."""
+        self._parts[name] += seconds
+
     def absent(self, count: int) -> None:
         """So many gradients are missing on this rank in this step."""
         self._absent += count
@@ -162,11 +178,12 @@ class Progress:
         cpu, queued = _scheduled()
         self._begun = self._begun or now
         total = Ledger(now - self._begun, self._steps, self._blocked, cpu, queued, self._collecting, self._input,
-                       self._input_cpu, self._absent)
+                       self._input_cpu, self._absent, **self._parts)
         if not self._ledgers:
             self._first = total
         self._ledgers.append((now, total))
         _LEDGER.pack_into(self._memory, _HEAD.size + _BLOCKED.size, *msgspec.structs.astuple(total.since(self._first)))
+        _PEAK.pack_into(self._memory, _TIMES - _PEAK.size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT)
 
     def _write(self) -> None:
         _HEAD.pack_into(self._memory, 0, self._steps, self._samples, self._counts_samples, self._last)
@@ -182,6 +199,7 @@ class Reading:
         idle: seconds since its last step; infinite before the first.
         rate: samples a second in undisturbed steps (see `rate_of`); 0.0 while there are too few.
         ledger: since its first step.
+        peak: the most bytes of memory that it has used.
     """
 
     steps: int = 0
@@ -191,6 +209,7 @@ class Reading:
     idle: float = float("inf")
     rate: float = 0.0
     ledger: Ledger = NOTHING
+    peak: int = 0
 
 
 def _scheduled() -> tuple[float, float]:
@@ -214,6 +233,7 @@ def read(job_directory: str, rank: int) -> Reading:
         steps, samples, counted, last = _HEAD.unpack_from(content)
         blocked, since = _BLOCKED.unpack_from(content, _HEAD.size)
         ledger = Ledger(*_LEDGER.unpack_from(content, _HEAD.size + _BLOCKED.size))
+        peak, = _PEAK.unpack_from(content, _TIMES - _PEAK.size)
     except (OSError, struct.error):
         return Reading()
     kept = min(max(0, steps - 1), KEPT)
@@ -222,7 +242,7 @@ def read(job_directory: str, rank: int) -> Reading:
         times = times[WARM_UP:]
     now = time.monotonic()
     return Reading(steps, samples, bool(counted), blocked + (now - since if since else 0.0),
-                   now - last if last else float("inf"), rate_of(times), ledger)
+                   now - last if last else float("inf"), rate_of(times), ledger, peak)
 
 
 def rate_of(times: list[tuple[float, ...]]) -> float:

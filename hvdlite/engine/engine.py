@@ -10,6 +10,7 @@ Theory of operation
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 
 from hvdlite.control.base import DecisionReceived, DirectMessageReceived, Event
 from hvdlite.core.errors import HorovodInternalError, MismatchError
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.diagnostics.call_history import CallHistory
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.stall_inspector import CoordinatorWatchdog
@@ -57,6 +59,9 @@ class Engine:
         serves: the ranks that need this one until they have left: on rank 0 all, on a host's leader the host's.
         spin: seconds to poll for messages before sleeping, while a user thread is blocked.
         look_seconds: how often to look for stalls while something is pending.
+
+    Attributes:
+        history: the collectives that this rank has called last.
     """
 
     def __init__(self, connections: Connections, controller: Controller, coordinator: CoordinatorLink, handoff: Handoff,
@@ -67,7 +72,7 @@ class Engine:
         self._controller, self._coordinator = controller, coordinator
         self._inbox, self._waiters, self._state = handoff.inbox, handoff.waiters, handoff.state  # shared with user threads
         self._recorder, self._clock = recorder, connections.clock
-        self._history = CallHistory()
+        self.history = CallHistory()
         self._mailboxes = Mailboxes(self._rank, connections.mailbox_area, self._state, controller.report_mailbox,
                                     self._inbox.post, self._exchanged, lambda act: self._inbox.post(Task(act)), self._take,
                                     self._launch, self._launch_failed,
@@ -140,6 +145,11 @@ class Engine:
         """Tell rank 0 what this rank's GPU has not finished for long."""
         self._controller.send_side_message(SideMessage(overdue=work))
 
+    def suspect_others(self) -> None:
+        """Let rank 0 see whether the others are alive: this rank has waited long in the middle of a group's call."""
+        others = tuple(rank for rank in self._state.process_sets[GLOBAL_PROCESS_SET_ID] if rank != self._rank)
+        self._controller.send_side_message(SideMessage(slow_peers=others))
+
     # --- the loop --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -147,7 +157,8 @@ class Engine:
             self._serve()
         except JobFailed as failed:
             self._state.failure = failure_error(failed.notice, self._rank)
-            if (failed.notice.origin not in (self._rank, -1) and not (self._waiters or self._mailboxes.in_use)
+            if (failed.notice.origin not in (self._rank, -1) and not (self._waiters or self._mailboxes.in_use
+                         or any(group.is_waiting for group in list(self._state.groups)))
                     and failed.notice.kind != MismatchError.__name__):  # which the ranks concerned raise themselves
                 # No thread raises it now.
                 _log.error("rank %d: %s", self._rank, str(self._state.failure).splitlines()[0])
@@ -202,13 +213,13 @@ class Engine:
     def _take(self, item: Item) -> None:
         match item:
             case Entry(request=request):
-                self._history.add(request.name)
+                self.history.add(request.name)
                 self._execution.add(item)
                 self._controller.enqueue(request)
             case BucketEntry() | RoundDone() if self._mailboxes.keep(item):
                 pass
             case BucketEntry(bucket=bucket, ready=ready):
-                self._history.add(item.handle.name)
+                self.history.add(item.handle.name)
                 self._execution.add_bucket(item)
                 expanded = self._controller.enqueue_bucket(bucket.definition, ready)
                 if expanded is not None:
@@ -272,12 +283,12 @@ class Engine:
         name = call.signature[0]
         self._inbox.release(call.key)
         if call.is_done:
-            self._history.add(name)
+            self.history.add(name)
             self._recorder.exchanged(name)
 
     def _launch(self, entry: BucketEntry) -> None:
         """Launch a bucket that all ranks have announced; any thread may call this, one at a time."""
-        self._history.add(entry.handle.name)
+        self.history.add(entry.handle.name)
         self._execution.launch(entry)
 
     def _launch_failed(self, error: Exception) -> None:
@@ -295,8 +306,8 @@ class Engine:
     def _status(self) -> RankStatus:
         devices = self._connections.devices
         waiting = [*(entry.handle.name for entry in self._execution.pending()), *self._mailboxes.waiting.values()]
-        return self._history.status(self._inbox.last_caller, waiting, () if devices is None else devices.progress(),
-                                    self._waiters.progress.ledger())
+        return self.history.status(self._inbox.last_caller, waiting, () if devices is None else devices.progress(),
+                                   self._waiters.progress.ledger())
 
     def _close(self) -> None:
         """Close every part, whatever others raise; in the end no thread waits for this one any more."""
@@ -305,6 +316,7 @@ class Engine:
             state.failure = HorovodInternalError("the background thread ended unexpectedly; see the log")
         error = state.closing_error()
         parts: list[Callable[[], Any]] = [
+            *(functools.partial(group.fail, error) for group in list(state.groups)),
             lambda: self._control.flush(FLUSH_SECONDS), lambda: connections.oob.close(error),
             lambda: self._execution.fail(error), connections.plane.close]
         devices = connections.devices

@@ -19,7 +19,7 @@ from hvdlite.planes.base import WaitUntil
 class OobChannel:
     """One rank's out-of-band channel; implements `planes.base.OobChannel`.
 
-    Only `fetch` is called by other threads than the background thread.
+    Only `fetch`, `publish_from` and `withdraw_from` are called by other threads than the background thread.
 
     Args:
         rank: this one.
@@ -78,6 +78,14 @@ class OobChannel:
                 raise self._failure
             return self._received.pop(wanted)
 
+    def publish_from(self, label: str, text: bytes) -> None:
+        """Like `publish`, from any other thread than the background thread."""
+        self._post(Task(lambda: self._say(SideMessage(oob_messages=(OobMessage(label, self._rank, text),)))))
+
+    def withdraw_from(self, label: str) -> None:
+        """Like `withdraw`, likewise."""
+        self._post(Task(lambda: self.withdraw(label)))
+
     def gather_and_broadcast(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
                 wait_until: WaitUntil) -> bytes:
         first, question = ranks[0], f"{label}?"
@@ -90,3 +98,26 @@ class OobChannel:
         told = OobKey(label, first)
         wait_until(lambda: told in self._received)
         return self._received.pop(told)
+
+
+class GroupOob:
+    """The out-of-band texts of an ordered group's planes; implements `planes.base.OobTexts`.
+
+    Its calls come from any thread but the background thread.
+
+    Args:
+        channel: the job's.
+        prefix: of the group's labels.
+    """
+
+    def __init__(self, channel: OobChannel, prefix: str) -> None:
+        self._channel, self._prefix = channel, prefix
+
+    def publish(self, label: str, text: bytes) -> None:
+        self._channel.publish_from(self._prefix + label, text)
+
+    def withdraw(self, label: str) -> None:
+        self._channel.withdraw_from(self._prefix + label)
+
+    def fetch(self, label: str, sender: int, wait_until: WaitUntil) -> bytes:
+        return self._channel.fetch(self._prefix + label, sender, wait_until)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Protocol
 
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.handoff.buckets import LearnedLayout
@@ -11,8 +12,19 @@ from hvdlite.handoff.mailbox import MailboxEnd
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
 
+class Group(Protocol):
+    """An ordered group that lives on a runtime, as its background thread sees it."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a thread may be blocked in a call of the group."""
+
+    def fail(self, error: Exception) -> None:
+        """The background thread ends: fail all calls under way and all later ones."""
+
+
 class JobState:
-    """Written by the background thread only; user threads read it.
+    """Written by the background thread only, but for `groups`; user threads read it.
 
     Attributes:
         process_sets: the process sets that exist.
@@ -22,6 +34,7 @@ class JobState:
         tuned: the knobs that have been changed since the beginning.
         joins: how often all ranks have joined.
         failure: the error that ended the job; None while the job runs.
+        groups: the ordered groups that live on this runtime; written by user threads.
         ended: set when the background thread has ended.
     """
 
@@ -33,6 +46,7 @@ class JobState:
         self.tuned: dict[str, int] = {}
         self.joins = 0
         self.failure: HorovodInternalError | None = None
+        self.groups: list[Group] = []
         self.ended = threading.Event()
 
     def closing_error(self) -> HorovodInternalError:

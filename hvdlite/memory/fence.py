@@ -50,6 +50,10 @@ class Fence:
         else:
             os.read(self._descriptor, 1)  # reading from an empty, closed pipe takes the pipe's lock
 
+    def duplicate(self) -> Fence:
+        """Return another end of the same fence."""
+        return Fence(os.dup(self._descriptor))
+
     def close(self) -> None:
         """Close the descriptor, once."""
         if self._descriptor >= 0:

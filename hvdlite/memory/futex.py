@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
+import time
 from typing import Any, Final
 
 _NUMBERS: Final = {"x86_64": 202, "amd64": 202}
 """The system call by machine. Machines that reorder stores are not among them; see `memory/fence.py`."""
 _WAIT, _WAKE, _EVERYBODY = 0, 1, 2**31 - 1
+POLL_SECONDS: Final = 0.0005
+"""How long a thread sleeps before it looks again, where there are no futexes."""
 
 AVAILABLE: Final = sys.platform == "linux" and platform.machine().lower() in _NUMBERS and sys.maxsize > 2**32
 
@@ -53,3 +56,32 @@ class Futex:
     def wake(self) -> None:
         """Wake all threads that sleep on the word; it has been changed before."""
         self._call(self._number, self._address, _WAKE, _EVERYBODY, None, None, 0)
+
+
+class PolledWord:
+    """Like `Futex`, on other systems: whoever waits looks again after a short sleep."""
+
+    def __init__(self, buffer: Any, offset: int) -> None:
+        self._word = ctypes.c_uint32.from_buffer(buffer, offset)
+
+    @property
+    def value(self) -> int:
+        """The word."""
+        return self._word.value
+
+    @value.setter
+    def value(self, value: int) -> None:
+        self._word.value = value
+
+    def wait(self, seen: int, seconds: float) -> None:
+        """Sleep for a moment, at most `seconds`, unless the word is not `seen` any more."""
+        if self._word.value == seen:
+            time.sleep(min(seconds, POLL_SECONDS))
+
+    def wake(self) -> None:
+        """Nobody sleeps for long."""
+
+
+def shared_word(buffer: Any, offset: int) -> Futex | PolledWord:
+    """Return a word in shared memory on which threads can sleep, as well as this system can."""
+    return Futex(buffer, offset) if AVAILABLE else PolledWord(buffer, offset)

@@ -5,7 +5,7 @@ behind; elsewhere it is a file that is unlinked before use (macOS: untested). It
 
     segment: one arrival counter per rank, 64 bytes apart | slot (rank 0, region 0) | (0, 1) | (0, 2) | (1, 0) | ...
     window:  rank 0's part | rank 1's part | ...
-    area:    see `memory/mailbox_area.py`
+    area:    see `memory/mailbox_area.py` and `memory/group_area.py`
 
 Rules (docs/protocol.md#slots, #staging-regions, #allocation, #memory-order)
 - Pages are allocated with `posix_fallocate` before they are written: a lack of memory is a `MemoryError`, never SIGBUS.
@@ -32,8 +32,10 @@ import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import LaunchError
+from hvdlite.memory import group_area, mailbox_area
 from hvdlite.memory.fence import Fence, fence_file
-from hvdlite.memory.mailbox_area import MailboxArea, area_bytes
+from hvdlite.memory.group_area import GroupArea
+from hvdlite.memory.mailbox_area import MailboxArea
 
 COUNTER_STRIDE = 64
 REGIONS = 3
@@ -155,14 +157,14 @@ class SharedMemory:
         descriptor: from `anonymous_file`, the same file on all ranks; owned by this object.
         rank: this rank.
         fence: the host's fence, owned by this object; None on machines that need none.
+        span: the beginning and the end of what this object may use; by default the whole file.
     """
 
-    def __init__(self, descriptor: int, rank: int, fence: Fence | None = None) -> None:
+    def __init__(self, descriptor: int, rank: int, fence: Fence | None = None, span: tuple[int, int] | None = None) -> None:
         self.descriptor, self.fence, self.process = descriptor, fence, os.getpid()
         self.flush = fence or Fence(fence_file())
         self._rank = rank
-        self._end = 0  # the end of the ranges in use
-        self._length = os.fstat(descriptor).st_size
+        self._end, self._length = span or (0, os.fstat(descriptor).st_size)  # the end of the ranges in use, and of all
 
     def segment(self, ranks: Sequence[int], slot: int) -> Segment | None:
         """Return the next segment, for a process set; None if this rank is not one of `ranks`.
@@ -205,13 +207,37 @@ class SharedMemory:
         Raises:
             MemoryError: as for `segment`.
         """
-        nbytes = _rounded(area_bytes(capacity, len(ranks)))
+        nbytes = _rounded(mailbox_area.area_bytes(capacity, len(ranks)))
         start = self._next_range(nbytes, PAGE)
         if self._rank not in ranks:
             return None
         self.allocate(start, nbytes)
         return MailboxArea(mmap.mmap(self.descriptor, nbytes, offset=start), list(ranks).index(self._rank), len(ranks),
                            capacity)
+
+    def group_area(self, ranks: Sequence[int]) -> GroupArea | None:
+        """Return the next area for an ordered group; None if this rank is not one of `ranks`.
+
+        Raises:
+            MemoryError: as for `segment`.
+        """
+        nbytes = _rounded(group_area.area_bytes(len(ranks)))
+        start = self._next_range(nbytes, PAGE)
+        if self._rank not in ranks:
+            return None
+        self.allocate(start, nbytes)
+        return GroupArea(mmap.mmap(self.descriptor, nbytes, offset=start), list(ranks).index(self._rank), len(ranks),
+                         self.fence)
+
+    def reserve_portions(self) -> Portions:
+        """Reserve a range of the file, a sixteenth of what is left, for handles with ranges of their own."""
+        begin = -(-self._end // HUGE_PAGE) * HUGE_PAGE
+        self._end = begin + _sixteenth(begin, self._length)
+        return Portions(self, begin, self._end)
+
+    def portion(self, begin: int, end: int) -> SharedMemory:
+        """Return a handle of its own for a range of the file."""
+        return SharedMemory(os.dup(self.descriptor), self._rank, self.fence and self.fence.duplicate(), (begin, end))
 
     def close(self) -> None:
         """Close the file and the fence; mappings remain."""
@@ -237,6 +263,26 @@ class SharedMemory:
                               "share; raise the limit on the size of files (ulimit -f)")
         self._end = start + nbytes
         return start
+
+
+class Portions:
+    """A range of the host's file from which one handle after the other is made.
+
+    All ranks make the same calls in the same order, but independently of what they request of the file itself.
+    """
+
+    def __init__(self, memory: SharedMemory, begin: int, end: int) -> None:
+        self._memory, self._begin, self._end = memory, begin, end
+
+    def open(self) -> SharedMemory:
+        """Return the next handle, which has a sixteenth of what is left."""
+        begin = self._begin
+        self._begin += _sixteenth(begin, self._end)
+        return self._memory.portion(begin, self._begin)
+
+
+def _sixteenth(begin: int, end: int) -> int:
+    return (end - begin) // 16 // HUGE_PAGE * HUGE_PAGE
 
 
 def counter_bytes(ranks: int) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 
 from hvdlite.ordered.operations import Operation
+
+_log = logging.getLogger("hvdlite")
 
 
 class Call:
@@ -13,6 +16,7 @@ class Call:
 
     Attributes:
         operations: carried out one after the other.
+        timeout: seconds that it may take, once it has begun; None for the group's.
         error: what it failed with; None while it is under way, and when it has succeeded.
         source: the rank that has sent what this call receives; -1 for other calls, and before it is known.
 
@@ -20,8 +24,9 @@ class Call:
         finish: called when the operations are done, before the call is: it copies results to where they belong, say.
     """
 
-    def __init__(self, operations: Sequence[Operation], finish: Callable[[], None] | None = None) -> None:
-        self.operations, self.finish = operations, finish
+    def __init__(self, operations: Sequence[Operation], finish: Callable[[], None] | None = None,
+                 timeout: float | None = None) -> None:
+        self.operations, self.finish, self.timeout = operations, finish, timeout
         self.error: Exception | None = None
         self.source = -1
         self._done = threading.Event()
@@ -38,12 +43,15 @@ class Call:
         return self._done.wait(timeout)
 
     def when_done(self, callback: Callable[[Call], None]) -> None:
-        """Call a function when it is over: on the thread that carries it out, or at once if it is over already."""
+        """Call a function when it is over: on the thread that carries it out, or at once if it is over already.
+
+        It may make other calls of the group, and wait for them. What it raises is logged.
+        """
         with self._lock:
             if not self._done.is_set():
                 self._callbacks.append(callback)
                 return
-        callback(self)
+        self._tell(callback)
 
     def end(self, error: Exception | None = None) -> None:
         """It is over; called once, by the thread that has carried it out."""
@@ -52,4 +60,10 @@ class Call:
             self._done.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
+            self._tell(callback)
+
+    def _tell(self, callback: Callable[[Call], None]) -> None:
+        try:
             callback(self)
+        except Exception:
+            _log.exception("a callback of a call of an ordered group failed")

@@ -30,23 +30,27 @@ class OrderedGroup(Protocol):
     timeout: float
 
     def start(self, operations: Sequence[Operation], finish: Callable[[], None] | None = None, *,
-              blocking: bool = False) -> Call:
+              blocking: bool = False, timeout: float | None = None) -> Call:
         """Start operations; return their call, which may be over.
 
-        Arrays belong to the call until it is over.
+        Arrays belong to the call until it is over. Its error is one of
+
+        - `MismatchError`, on all ranks: they do not call the same. The rest of the call is not done; the group goes on.
+        - `OperationTimeoutError`; `PeerLeftError` or another `PeerLostError`; what `finish` raises; and
+          `HorovodInternalError` for what was aborted or destroyed. The group cannot be used any more on this rank.
+        - `ForkedProcessError`, in a forked child.
 
         Args:
-            blocking: the calling thread waits for it anyway: it may carry the operations out itself.
+            finish: called when the operations are done, before the call is over; by the thread that carries them out.
+            blocking: the calling thread waits for it anyway: it may carry the operations out itself, and the call is over.
+            timeout: seconds from when its turn comes; by default the group's.
         """
 
     def send(self, values: Array, to: int, tag: int) -> Call:
-        """Send bytes (uint8, flat) to a rank; messages of the same pair and tag arrive in order. It never waits for the receiver."""
+        """Send bytes (uint8, flat) to a rank; never waits for it. Messages of the same pair and tag arrive in order."""
 
     def receive(self, values: Array, source: int | None, tag: int) -> Call:
         """Receive bytes into `values` from a rank, or from any; their number must be the sender's. See `Call.source`."""
-
-    def monitored_barrier(self, timeout: float, *, all_ranks: bool) -> Call:
-        """Start a barrier that fails on rank 0 with the ranks that do not come (`all_ranks`: all of them, else the first)."""
 
     def abort(self, reason: str) -> None:
         """Fail all calls under way and all later ones, on this rank."""

@@ -17,11 +17,14 @@ class Operation:
     outputs are as in `planes.base.Plan`. An output may be its source.
 
     Attributes:
-        agreed: what has to be equal on all ranks, as errors show it: "all_reduce(SUM, float32[64, 10])".
-        rows: elements of each rank: that it contributes (allgather, gather), or that it gets (reducescatter, scatter).
+        agreed: what has to be equal on all ranks, as errors show it: "all_reduce(SUM, float32[64, 10])". The same text means
+            the same dtype and numbers of elements.
+        rows: elements of each rank: that it contributes (allgather, gather), or that it gets (reducescatter, scatter); in an
+            alltoall, what it gets from each rank, where that is the same for all. Then there is no `sent` and no `received`,
+            and ranks need not exchange them first.
         sent: alltoall: elements that this rank sends to each rank.
         received: alltoall: elements that this rank receives from each rank.
-        prescale: factor of the values before a reduction.
+        prescale: factor of this rank's values before a reduction.
         postscale: factor of its result.
     """
 

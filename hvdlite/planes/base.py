@@ -27,8 +27,8 @@ class WaitUntil(Protocol):
         """
 
 
-class OobChannel(Protocol):
-    """Out-of-band messages by which planes of different ranks connect. Each label is used once."""
+class OobTexts(Protocol):
+    """Out-of-band texts by which planes of different ranks connect. Each label is used once."""
 
     def publish(self, label: str, text: bytes) -> None:
         """Make this rank's text available to `fetch` on other ranks."""
@@ -45,6 +45,10 @@ class OobChannel(Protocol):
 
     def withdraw(self, label: str) -> None:
         """Remove this rank's text; no rank fetches it any more."""
+
+
+class OobChannel(OobTexts, Protocol):
+    """Out-of-band texts and answers to them."""
 
     def gather_and_broadcast(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
                              wait_until: WaitUntil) -> bytes:

@@ -30,7 +30,7 @@ from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import reserve_descriptors
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
-from hvdlite.planes.base import OobChannel, WaitUntil
+from hvdlite.planes.base import OobTexts, WaitUntil
 from hvdlite.planes.gloo_listener import make_deaf
 from hvdlite.planes.process_group import library_error
 from hvdlite.planes.process_group_plane import ProcessGroupPlane
@@ -66,7 +66,7 @@ def unavailable_reason() -> str:
     return ""
 
 
-def gloo_plane(rank: int, oob: OobChannel, wake: Callable[[], None], address: str, *, timeout: float, chunk: int,
+def gloo_plane(rank: int, oob: OobTexts, wake: Callable[[], None], address: str, *, timeout: float, chunk: int,
                casts: Casts | None = None) -> ProcessGroupPlane:
     """Return the plane of one rank; it connects with the first plan of a process set.
 
@@ -80,7 +80,7 @@ def gloo_plane(rank: int, oob: OobChannel, wake: Callable[[], None], address: st
     return ProcessGroupPlane("gloo", rank, connect, chunk=chunk, casts=casts)
 
 
-def _connect(rank: int, oob: OobChannel, wake: Callable[[], None], address: str, timeout: float,
+def _connect(rank: int, oob: OobTexts, wake: Callable[[], None], address: str, timeout: float,
              warn: Callable[[str], object], process_set_id: int, ranks: tuple[int, ...],
              wait_until: WaitUntil) -> GlooProcessGroup:
     distributed = importlib.import_module("torch.distributed")

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from hvdlite.negotiation.messages import Response
 from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import CHUNK_KNOB, BufferSlice, FusionBuffer, Plan, Plane, WaitUntil
 from hvdlite.planes.shm import ShmPlane
+from hvdlite.planes.shm_barrier import WakeRanks
 from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
 from hvdlite.planes.staging import HostMemory, StagingArea
 
@@ -51,14 +52,14 @@ class HierarchicalPlane:
         chunk: bytes reduced per NumPy call.
     """
 
-    def __init__(self, rank: int, hosts: Hosts, memory: HostMemory, wake_rank: Callable[[int], None], cross_plane: Plane, *,
+    def __init__(self, rank: int, hosts: Hosts, memory: HostMemory, wake_ranks: WakeRanks, cross_plane: Plane, *,
                  slot: int, chunk: int, direct: int, casts: Casts | None = None) -> None:
         self.name = f"hierarchical ({cross_plane.name})"
         self._rank, self._hosts, self._memory = rank, hosts, memory
-        self._wake_rank, self._cross_plane = wake_rank, cross_plane
+        self._wake_ranks, self._cross_plane = wake_ranks, cross_plane
         self._slot, self._chunk = slot, chunk
         self._casts = casts or Casts.of_numpy()
-        self._local_plane = ShmPlane(rank, memory, wake_rank, slot=slot, chunk=chunk, direct=direct, casts=self._casts)
+        self._local_plane = ShmPlane(rank, memory, wake_ranks, slot=slot, chunk=chunk, direct=direct, casts=self._casts)
         self._local_sets: set[int] = set()  # process sets of one host
         self._two_level_sets: dict[int, _TwoLevelSet] = {}  # those of several hosts that this rank is in
 
@@ -102,7 +103,7 @@ class HierarchicalPlane:
             return  # a pair only sends
         segment = self._memory.segment(local, self._slot)
         if segment is not None:
-            area = StagingArea(self._rank, local, segment, self._wake_rank)
+            area = StagingArea(self._rank, local, segment, self._wake_ranks)
             self._two_level_sets[process_set_id] = _TwoLevelSet(process_set_id, self._rank, ranks, hosts, area)
 
     def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:

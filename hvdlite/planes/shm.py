@@ -34,6 +34,7 @@ from hvdlite.negotiation.messages import Response
 from hvdlite.planes.adasum import AdasumReduction
 from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import CHUNK_KNOB, BufferSlice, FusionBuffer, Plan, WaitUntil
+from hvdlite.planes.shm_barrier import WakeRanks
 from hvdlite.planes.shm_pieces import AdasumPiece, Piece, reduce_by_slices
 from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
 from hvdlite.planes.staging import HostMemory, StagingArea
@@ -43,7 +44,7 @@ class ShmPlane:
     """Collectives of the ranks of one host through shared staging slots.
 
     Args:
-        wake_rank: wakes another rank that may be waiting at a barrier.
+        wake_ranks: wakes other ranks that may be waiting at a barrier.
         slot: bytes of one staging slot.
         chunk: bytes reduced per NumPy call.
         direct: up to this many bytes, every rank reduces the whole piece.
@@ -51,10 +52,10 @@ class ShmPlane:
 
     name = "shm"
 
-    def __init__(self, rank: int, memory: HostMemory, wake_rank: Callable[[int], None], *, slot: int, chunk: int,
+    def __init__(self, rank: int, memory: HostMemory, wake_ranks: WakeRanks, *, slot: int, chunk: int,
                  direct: int, casts: Casts | None = None) -> None:
         self._rank = rank
-        self._memory, self._wake_rank = memory, wake_rank
+        self._memory, self._wake_ranks = memory, wake_ranks
         self._slot, self._chunk, self._direct = slot, chunk, direct
         self._casts = casts or Casts.of_numpy()
         self._areas: dict[int, StagingArea] = {}  # the process sets this rank is in
@@ -72,13 +73,16 @@ class ShmPlane:
                 self._reducescatter(area, plan, wait_until)
             case Collective.BROADCAST:
                 self._broadcast(area, plan, wait_until)
+            case Collective.BARRIER:
+                area.next_region(0)  # like every collective
+                area.barrier(wait_until)
             case _:
                 self._gather_scatter(area, plan, wait_until)
 
     def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         segment = self._memory.segment(ranks, self._slot)
         if segment is not None:
-            self._areas[process_set_id] = StagingArea(self._rank, ranks, segment, self._wake_rank)
+            self._areas[process_set_id] = StagingArea(self._rank, ranks, segment, self._wake_ranks)
 
     def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
         area = self._areas.pop(process_set_id, None)

@@ -18,11 +18,22 @@ tests/planes/test_memory_order.py a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from hvdlite.core.array import Array
 from hvdlite.planes.base import WaitUntil
+
+WakeRanks = Callable[[Sequence[int]], object]
+"""Wakes some other ranks that may be waiting; more of them is fine."""
+
+
+def one_by_one(wake_rank: Callable[[int], None]) -> WakeRanks:
+    """Return what wakes ranks, from what wakes one."""
+    def wake_ranks(ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            wake_rank(rank)
+    return wake_ranks
 
 
 class Counters(Protocol):
@@ -49,11 +60,11 @@ class Barrier:
     Args:
         rank: this one.
         ranks: those that meet, this one included; in the order of the counters.
-        wake_rank: wakes another rank that may be waiting.
+        wake_ranks: wakes other ranks that may be waiting.
     """
 
-    def __init__(self, rank: int, ranks: tuple[int, ...], counters: Counters, wake_rank: Callable[[int], None]) -> None:
-        self._index, self._counters, self._wake_rank = ranks.index(rank), counters, wake_rank
+    def __init__(self, rank: int, ranks: tuple[int, ...], counters: Counters, wake_ranks: WakeRanks) -> None:
+        self._index, self._counters, self._wake_ranks = ranks.index(rank), counters, wake_ranks
         self._others = [other for other in ranks if other != rank]
         self._count = 0
 
@@ -66,8 +77,7 @@ class Barrier:
         arrivals[self._index] = due
         self._counters.flush()
         if (arrivals >= due).all():
-            for rank in self._others:
-                self._wake_rank(rank)
+            self._wake_ranks(self._others)
         wait_until(lambda: bool((arrivals >= due).all()))
         if fence is not None:
             fence()

@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.planes.base import WaitUntil
-from hvdlite.planes.shm_barrier import Barrier
+from hvdlite.planes.shm_barrier import Barrier, WakeRanks
 
 
 class StagingSegment(Protocol):
@@ -56,10 +56,10 @@ class StagingArea:
         barrier: the barrier of these ranks.
     """
 
-    def __init__(self, rank: int, ranks: tuple[int, ...], segment: StagingSegment, wake_rank: Callable[[int], None]) -> None:
+    def __init__(self, rank: int, ranks: tuple[int, ...], segment: StagingSegment, wake_ranks: WakeRanks) -> None:
         self.ranks, self.segment = ranks, segment
         self.index, self.size = ranks.index(rank), len(ranks)
-        self.barrier = Barrier(rank, ranks, segment, wake_rank)
+        self.barrier = Barrier(rank, ranks, segment, wake_ranks)
         self._pieces = 0
 
     def next_region(self, nbytes: int) -> int:

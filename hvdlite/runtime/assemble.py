@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,10 +27,10 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import ProcessProbe
-from hvdlite.engine.connections import Connections
+from hvdlite.engine.connections import Connections, GroupParts, GroupPlane
 from hvdlite.engine.limits import EAGER_TRAFFIC
 from hvdlite.engine.mailboxes import Areas
-from hvdlite.engine.oob import OobChannel
+from hvdlite.engine.oob import GroupOob, OobChannel
 from hvdlite.memory.futex import AVAILABLE as FUTEXES
 from hvdlite.memory.shared import SharedMemory
 from hvdlite.negotiation.coordinator import Coordinator
@@ -37,7 +38,7 @@ from hvdlite.negotiation.layouts import BucketSizes
 from hvdlite.negotiation.leader import Leader
 from hvdlite.negotiation.negotiator import Policy
 from hvdlite.planes.arithmetic import Casts
-from hvdlite.planes.base import DevicePlane, Plane
+from hvdlite.planes.base import DevicePlane, OobTexts, Plane
 from hvdlite.planes.eager import reduce_payloads
 from hvdlite.planes.gloo import gloo_plane
 from hvdlite.planes.hierarchical import HierarchicalPlane
@@ -48,6 +49,7 @@ from hvdlite.planes.nccl.plane import create_nccl_plane
 from hvdlite.planes.nccl.shrinking import CommunicatorKeeper
 from hvdlite.planes.selection import PlaneChoice, choose_plane
 from hvdlite.planes.shm import ShmPlane
+from hvdlite.planes.shm_barrier import WakeRanks, one_by_one
 from hvdlite.runtime.learned import Learned
 from hvdlite.runtime.meeting import Meeting, address_for_others, checked_world, common_clock
 from hvdlite.runtime.runtime import Runtime
@@ -163,18 +165,20 @@ def _assembled(meeting: Meeting, casts: Casts, stack_dump: StackDumpTarget, envi
             control = _control(world, hosts, direct, inside, doorbells, pids, config, use_leaders=welcome.use_leaders)
             made.callback(control.close)
     oob = OobChannel(world.rank)
-    planes = HostPlanes(world.rank, hosts, config, casts, memory, control, oob, address, info.communicator)
+    planes = HostPlanes(world.rank, hosts, config, casts, memory, one_by_one(control.wake_rank), control.wake, oob, address,
+                        info.communicator)
     choice = choose_plane(config.cpu_operations, hosts, dict(welcome.unavailable))
     if world.rank == 0:
         _log.info("%s", choice)
     plane = planes.make(choice)
     made.callback(plane.close)
     plane.add_process_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
+    group_parts = planes.for_groups(dict(welcome.unavailable))
     probe = ProcessProbe(pids, {rank: welcome.stack_dumps[rank] for rank in local})
     has_mailboxes = choice.name == "shm" and FUTEXES
     devices = gpus(info, config, environment, keeper)(world.rank, oob, control.wake)
     connections = Connections(control, plane, oob, devices, probe, common_clock(welcome),
-                              memory.mailbox_area if has_mailboxes else None)
+                              memory.mailbox_area if has_mailboxes else None, group_parts)
     limit = min(config.mailbox_limit, EAGER_TRAFFIC // world.size) if has_mailboxes else 0
     locked = has_mailboxes and config.locked_rounds and not config.autotune  # autotune counts what is reported
     coordinator = coordinator_for(world, config, learned, mailbox_limit=limit, locked_rounds=locked)
@@ -198,7 +202,9 @@ class HostPlanes:
 
     Attributes:
         memory: the host's shared file.
-        oob: let planes of different ranks connect.
+        wake_ranks: wakes ranks of this host that wait in a plane.
+        wake: lets this rank look whether what it waits for in a plane has come.
+        oob: lets planes of different ranks connect.
         address: at which other hosts reach this one: an IP address or a network interface.
         communicator: MPI's, of all ranks; None without MPI.
     """
@@ -208,8 +214,9 @@ class HostPlanes:
     config: Config
     casts: Casts
     memory: SharedMemory
-    control: StarControl
-    oob: OobChannel
+    wake_ranks: WakeRanks
+    wake: Callable[[], None]
+    oob: OobTexts
     address: str
     communicator: Any
 
@@ -217,20 +224,49 @@ class HostPlanes:
         """Return the chosen plane."""
         config = self.config
         if choice.name == "shm":
-            return ShmPlane(self.rank, self.memory, self.control.wake_rank, slot=config.shm_slot, chunk=config.shm_chunk,
+            return ShmPlane(self.rank, self.memory, self.wake_ranks, slot=config.shm_slot, chunk=config.shm_chunk,
                             direct=config.shm_direct, casts=self.casts)
         if choice.name == "hierarchical":
             backend = self._backend(choice.cross_backend)
-            return HierarchicalPlane(self.rank, self.hosts, self.memory, self.control.wake_rank, backend,
-                                     slot=config.shm_slot,
-                                     chunk=config.shm_chunk, direct=config.shm_direct, casts=self.casts)
+            return HierarchicalPlane(self.rank, self.hosts, self.memory, self.wake_ranks, backend,
+                                     slot=config.shm_slot, chunk=config.shm_chunk, direct=config.shm_direct,
+                                     casts=self.casts)
         return self._backend(choice.name)
+
+    def for_groups(self, unavailable: Mapping[str, str]) -> GroupParts:
+        """Return what makes the planes of ordered groups; MPI is not used for them.
+
+        Args:
+            unavailable: as for `choose_plane`.
+        """
+        wanted = "auto" if self.config.cpu_operations == "mpi" else self.config.cpu_operations
+        portions = self.memory.reserve_portions()
+        local = self.hosts.local_ranks(self.rank)
+        numbers = itertools.count()
+
+        def parts() -> GroupPlane:
+            choice = choose_plane(wanted, self.hosts, {**unavailable, "mpi": "groups do not use it"})
+            memory = portions.open()
+            try:
+                area = memory.group_area(local)
+                assert area is not None
+                assert isinstance(self.oob, OobChannel)
+                own = dataclasses.replace(self, memory=memory, wake_ranks=area.ring, wake=area.ring,
+                                          oob=GroupOob(self.oob, f"group{next(numbers)}."))
+                plane = own.make(choice)
+                plane.add_process_set(GLOBAL_PROCESS_SET_ID, tuple(range(sum(map(len, self.hosts.ranks_by_host)))))
+            except BaseException:
+                memory.close()
+                raise
+            return GroupPlane(plane, area, choice.name == "shm", memory)
+
+        return parts
 
     def _backend(self, name: str) -> Plane:
         config = self.config
         if name == "mpi":
             return mpi_plane(self.communicator, chunk=config.shm_chunk, casts=self.casts)
-        return gloo_plane(self.rank, self.oob, self.control.wake, self.address, timeout=timeout_or_inf(config.gloo_timeout),
+        return gloo_plane(self.rank, self.oob, self.wake, self.address, timeout=timeout_or_inf(config.gloo_timeout),
                           chunk=config.shm_chunk, casts=self.casts)
 
 

@@ -97,7 +97,7 @@ class Meeting:
             doorbells = [Doorbell() for _ in local]
             file = anonymous_file()
             fences = [fence.fence_file()] if fenced else []
-            memory = SharedMemory(file, rank, *map(fence.Fence, fences))
+            memory = SharedMemory(file, rank, fence.Fence(fences[0]) if fences else None)
             for close in (memory.close, *(doorbell.close for doorbell in doorbells), *(ours.close for ours, _ in pairs)):
                 made.callback(close)
             with contextlib.ExitStack() as given:

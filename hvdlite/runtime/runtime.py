@@ -9,6 +9,7 @@ Theory of operation
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 from hvdlite.core.config import Config
@@ -23,16 +24,18 @@ from hvdlite.diagnostics.report_server import ReportServer
 from hvdlite.diagnostics.stall_inspector import Receiver
 from hvdlite.diagnostics.timeline import Order
 from hvdlite.engine.build import build_engine
-from hvdlite.engine.connections import Connections
+from hvdlite.engine.connections import Connections, GroupParts
 from hvdlite.engine.limits import EAGER_TRAFFIC, FLUSH_SECONDS
 from hvdlite.handoff.handle import Handle
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.inbox import Task
+from hvdlite.handoff.job_state import Group
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import FailureNotice, Layout, Wait
 from hvdlite.planes.base import Plane
 from hvdlite.runtime.collectives import Collectives
 from hvdlite.runtime.gradient_sets import GradientSets
+from hvdlite.runtime.group_reports import GroupReports
 from hvdlite.runtime.names import Names
 
 _log = logging.getLogger("hvdlite")
@@ -127,10 +130,20 @@ class Runtime:
         Rank 0 serves until all others have left too, and the leader of a host until its host's have, at most
         `shutdown_timeout` seconds (0: for ever); then it logs whom it waits for. Idempotent; nothing in a forked child.
         """
-        if self.in_child or self._inbox.closed:
+        if not self._inbox.closed:
+            self.leave()
+            self.wait_until_left()
+
+    def leave(self) -> None:
+        """Begin a `shutdown`, and do not wait for its end. Idempotent; nothing in a forked child."""
+        if not (self.in_child or self._inbox.closed):
+            self._inbox.closed = True
+            self._inbox.post(Task(self._engine.leave))
+
+    def wait_until_left(self) -> None:
+        """Wait for the end of a `shutdown`; nothing in a forked child."""
+        if self.in_child:
             return
-        self._inbox.closed = True
-        self._inbox.post(Task(self._engine.leave))
         if not self._state.ended.wait(self.config.shutdown_timeout or None):
             _log.error("rank %d: gave up waiting in shutdown() after %.0f s%s (HVDLITE_SHUTDOWN_TIMEOUT)",
                        self.world.rank, self.config.shutdown_timeout, self._engine.awaited())
@@ -151,6 +164,29 @@ class Runtime:
         self._connections.control.close_in_child()
         self._connections.plane.close()
         self.progress.withdraw()
+
+    # --- ordered groups --------------------------------------------------------------------------------------------
+
+    @property
+    def group_parts(self) -> GroupParts | None:
+        """What an ordered group of all ranks has of its own; None in a job of size 1."""
+        return self._connections.group_parts
+
+    @property
+    def group_reports(self) -> GroupReports:
+        """How an ordered group reports through this runtime."""
+        return GroupReports(self._inbox, self._engine, self._recorder, self._connections.clock, self.barrier)
+
+    def add_group(self, group: Group) -> None:
+        """Let a group fail when the background thread ends; now if it has ended."""
+        self._state.groups.append(group)
+        if self._state.ended.is_set():
+            group.fail(self._state.closing_error())
+
+    def remove_group(self, group: Group) -> None:
+        """A group is closed; again is fine."""
+        with contextlib.suppress(ValueError):
+            self._state.groups.remove(group)
 
     # --- facts -----------------------------------------------------------------------------------------------------
 

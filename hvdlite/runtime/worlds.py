@@ -74,6 +74,7 @@ class Worlds:
         self._tuned: dict[str, int] = {}  # knobs, in the last world of an elastic job in which any were
         self._full_tracebacks = False
         self._stack_dump: StackDumpTarget | None = None  # where this process writes its stacks
+        self._leaving: Runtime | None = None  # the last runtime, which this process has left, but the others may not have
 
     @property
     def is_initialized(self) -> bool:
@@ -100,8 +101,8 @@ class Worlds:
 
     # --- the beginning and the end of the job, for this process -------------------------------------------------------
 
-    def join(self, comm: object) -> Config:
-        """Join the job that the environment describes; return its configuration.
+    def join(self, comm: object, info: LaunchInfo | None = None) -> Config:
+        """Join the job that `info` describes, or else the environment; return its configuration.
 
         A process that joins an elastic job later gets its world in `elastic.run`.
 
@@ -109,9 +110,9 @@ class Worlds:
             LaunchError, ConfigError, UnsupportedError: see `api.init`.
         """
         try:
-            config = self._joined(comm)
+            config = self._joined(comm, info)
         except LaunchError as error:
-            if not self._is_child_of_rank:
+            if not self.is_child_of_rank:
                 raise
             raise LaunchError(f"process {self._environ[launch_contract.JOINED]}, from which this one has its environment, "
                               "has joined the job as this rank already, and only one process of a rank can: call init() in "
@@ -120,7 +121,8 @@ class Worlds:
             self._environ.setdefault(launch_contract.JOINED, str(os.getpid()))
         return config
 
-    def _joined(self, comm: object) -> Config:
+    def _joined(self, comm: object, given: LaunchInfo | None) -> Config:
+        self._wait_until_left()
         config = self._config()
         self._full_tracebacks, self.refused_in = config.full_tracebacks, 0
         if self.member is None:
@@ -128,7 +130,7 @@ class Worlds:
             if self.member is not None:  # each change collects garbage; what has been imported would make that slow
                 gc.collect()
                 gc.freeze()
-        info = resolve_launch(comm, self._key.environment(), os.getppid(), config)
+        info = given or resolve_launch(comm, self._key.environment(), os.getppid(), config)
         self._key.take()
         configure_logging(config, lambda: self.coordinates.rank if self.is_initialized else info.world.rank)
         if launch_contract.JOINER in self._environ:
@@ -140,16 +142,27 @@ class Worlds:
         self.followers.world_began(self.current())
         return config
 
-    def leave(self) -> None:
-        """Leave the job; process sets are unregistered."""
-        if self.runtime is not None:
-            self.runtime.shutdown()
-            self.runtime.progress.withdraw()
-        self.runtime = self.waiting = None
+    def leave(self, *, waits: bool = True) -> None:
+        """Leave the job; process sets are unregistered.
+
+        Args:
+            waits: False leaves it to the next call of this object to wait for the other ranks.
+        """
+        self._leaving, self.runtime, self.waiting = self.runtime or self._leaving, None, None
+        if self._leaving is not None:
+            self._leaving.leave()
+            self._leaving.progress.withdraw()
+        if waits:
+            self._wait_until_left()
         self._communicators.close()
         self._process_sets.clear()
-        if not self._is_child_of_rank:
+        if not self.is_child_of_rank:
             self._environ.pop(launch_contract.JOINED, None)
+
+    def _wait_until_left(self) -> None:
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.wait_until_left()
 
     def fail(self, error: BaseException, *, prints: bool = False) -> bool:
         """Tell the other ranks and the launcher that this process ends with an exception.
@@ -166,7 +179,7 @@ class Worlds:
         rank = self.coordinates.rank if self.is_initialized else int(told) if told.isdecimal() else 0
         told = self._environ.get(launch_contract.MEMBER, "")
         own = int(told) if told.isdecimal() else rank
-        directory = None if self._is_child_of_rank else self._environ.get(launch_contract.JOB_DIRECTORY)
+        directory = None if self.is_child_of_rank else self._environ.get(launch_contract.JOB_DIRECTORY)
         shown = prints and tracebacks.print_failure(error, directory, rank, full=self._full_tracebacks)
         if self.runtime is None:
             origin, text = own, tracebacks.text_of(error)
@@ -264,17 +277,25 @@ class Worlds:
         return any(part is not None and part.in_child for part in (self.runtime, self.member))
 
     @property
-    def _is_child_of_rank(self) -> bool:
+    def is_child_of_rank(self) -> bool:
         """Whether another process has joined the job as this rank; that one speaks for the rank."""
         return self._environ.get(launch_contract.JOINED, str(os.getpid())) != str(os.getpid())
 
     def _config(self) -> Config:
         return Config.from_environment({**self.defaults, **self._environ})
 
-    def _enter(self, info: LaunchInfo, config: Config, learned: Learned | None = None) -> None:
+    def stack_dump(self, config: Config) -> StackDumpTarget:
+        """Return where this process writes its stacks."""
         if self._stack_dump is None:
             self._stack_dump = enable_stack_dump(config.traceback_signal)
-        self.runtime, self.waiting = self._started(info, config, self._stack_dump, learned), None
+        return self._stack_dump
+
+    def launch_environment(self) -> Mapping[str, str]:
+        """Return the environment with the job's key, if this process has taken it out, and with defaults of knobs."""
+        return {**self.defaults, **self._key.environment()}
+
+    def _enter(self, info: LaunchInfo, config: Config, learned: Learned | None = None) -> None:
+        self.runtime, self.waiting = self._started(info, config, self.stack_dump(config), learned), None
         global_process_set.set_members(self.runtime.world.size, self.runtime.world.rank)
 
     def _started(self, info: LaunchInfo, config: Config, stack_dump: StackDumpTarget, learned: Learned | None) -> Runtime:

@@ -18,6 +18,7 @@ from hvdlite.planes.hierarchical import HierarchicalPlane
 from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.planes.mpi import mpi_plane
 from hvdlite.planes.shm import ShmPlane
+from hvdlite.planes.shm_barrier import one_by_one
 from tests.planes import under_mpi
 
 
@@ -30,9 +31,8 @@ def shm(size: int, wake_rank: Callable[[int], None], slot: int = 1 << 16, direct
         fenced: bool = False) -> list[Plane]:
     """Small slots and a low threshold, so that small tensors already take several pieces and both algorithms."""
     file, order = anonymous_file(), fence_file()
-    planes = [ShmPlane(rank, SharedMemory(os.dup(file), rank, Fence(os.dup(order)) if fenced else None), wake_rank,
-                       slot=slot,
-                       chunk=1 << 12, direct=direct) for rank in range(size)]
+    planes = [ShmPlane(rank, SharedMemory(os.dup(file), rank, Fence(os.dup(order)) if fenced else None),
+                       one_by_one(wake_rank), slot=slot, chunk=1 << 12, direct=direct) for rank in range(size)]
     os.close(file)
     os.close(order)
     for plane in planes:
@@ -105,8 +105,8 @@ HOSTS = {1: "a", 2: "ab", 3: "abb", 4: "abba"}
 def hierarchical(size: int, wake_rank: Callable[[int], None]) -> list[Plane]:
     files = {host: anonymous_file() for host in HOSTS[size]}
     hosts = Hosts.of(HOSTS[size])
-    planes = [HierarchicalPlane(rank, hosts, SharedMemory(os.dup(files[HOSTS[size][rank]]), rank), wake_rank, cross_plane,
-                                slot=1 << 16, chunk=1 << 12, direct=256) for rank,
+    planes = [HierarchicalPlane(rank, hosts, SharedMemory(os.dup(files[HOSTS[size][rank]]), rank),
+                                one_by_one(wake_rank), cross_plane, slot=1 << 16, chunk=1 << 12, direct=256) for rank,
               cross_plane in enumerate(gloo(size, wake_rank))]
     for plane in planes:
         plane.add_process_set(0, tuple(range(size)))
@@ -121,8 +121,7 @@ def mpi(size: int, wake_rank: Callable[[int], None]) -> list[Plane]:
 def hierarchical_mpi(size: int, wake_rank: Callable[[int], None]) -> list[Plane]:
     """Processes of one host each, as far as the plane can see: what happens inside a host is tested with Gloo."""
     hosts, rank = Hosts.of([str(rank) for rank in range(size)]), under_mpi.world(size).rank
-    plane = HierarchicalPlane(rank, hosts, SharedMemory(anonymous_file(), rank), wake_rank, mpi(size, wake_rank)[0],
-                              slot=1 << 16,
-                              chunk=1 << 12, direct=256)
+    plane = HierarchicalPlane(rank, hosts, SharedMemory(anonymous_file(), rank), one_by_one(wake_rank),
+                              mpi(size, wake_rank)[0], slot=1 << 16, chunk=1 << 12, direct=256)
     plane.add_process_set(0, tuple(range(size)))
     return [plane]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hvdlite.memory.shared import REGIONS
-from hvdlite.planes.shm_barrier import Barrier
+from hvdlite.planes.shm_barrier import Barrier, one_by_one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,8 @@ class Recorder:
         self.fence = (lambda: self.operate("fence")) if fenced else None
         self.flush = lambda: self.operate("fence" if fenced else f"flush{rank}")
         self.arrivals: Any = self
-        self.barrier = Barrier(rank, tuple(range(size)), self, lambda other: self.operate(f"bell{other}"))
+        self.barrier = Barrier(rank, tuple(range(size)), self,
+                               one_by_one(lambda other: self.operate(f"bell{other}")))
         self._waits = False
 
     def write(self, where: str, value: int) -> None:
@@ -322,7 +323,8 @@ def test_only_the_last_to_arrive_rings() -> None:
 
     counters = Counters()
     rung: list[tuple[int, int]] = []
-    barriers = [Barrier(rank, (0, 1, 2, 3), counters, lambda other, rank=rank: rung.append((rank, other)))  # type: ignore[misc]
+    barriers = [Barrier(rank, (0, 1, 2, 3), counters,
+                        one_by_one(lambda other, rank=rank: rung.append((rank, other))))  # type: ignore[misc]
                 for rank in range(4)]
     for rank in (2, 0, 3, 1):
         barriers[rank](lambda predicate, **poll_interval: None)

@@ -1,0 +1,146 @@
+"""A world whose ranks find each other through a key-value store: that of `torch.distributed`, say.
+
+Every rank says on which host it is. Rank 0 answers with what they have in common: where the ranks of each host meet, and
+for several hosts where it listens and a key. Who can read the store can join the world, as with torch's own backends;
+with `HVDLITE_SECRET` on all ranks the key is that one, and does not go through the store.
+
+A store may be used again by later worlds, as `torchrun` does. So a rank removes what it has said, and rank 0's answer
+repeats a random number of each rank: an answer without it is that of an earlier world.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from hvdlite.bootstrap.environments import LaunchInfo
+from hvdlite.bootstrap.mpi import route_address
+from hvdlite.bootstrap.rendezvous import host_identity
+from hvdlite.core.errors import LaunchError
+from hvdlite.core.held_port import HeldPort
+from hvdlite.core.world import Hosts
+
+KEY_BYTES: Final = 32
+LOOK_SECONDS: Final = 0.01
+"""How often a rank looks for an answer, where there is one of an earlier world."""
+
+
+class Store(Protocol):
+    """The part of torch's `Store` that is used. `delete_key` is used where it exists."""
+
+    def set(self, key: str, value: Any, /) -> object:
+        """Store bytes under a key."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return them, once they are there."""
+
+
+class _Member(msgspec.Struct, array_like=True):
+    """What a rank says of itself."""
+
+    size: int
+    host: str
+    name: str
+    directory: str
+    has_key: bool
+    can_share: str
+    number: int
+
+
+class _Answer(msgspec.Struct, array_like=True):
+    """What rank 0 says to all."""
+
+    problem: str = ""
+    hosts: tuple[str, ...] = ()
+    directories: tuple[str, ...] = ()  # of each rank's host
+    coordinator: tuple[str, int] | None = None
+    key: bytes = b""
+    shares: str = ""
+    numbers: tuple[int, ...] = ()
+
+
+def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", *, place: str = "", address: str = "",
+                  can_share: str = "", timeout: float = math.inf) -> tuple[LaunchInfo, str]:
+    """Return the launch information of one rank of a world, and what they share; all of them call this.
+
+    Args:
+        store: of this world alone, the same for all ranks.
+        key: the job's, if this process has one.
+        place: tells ranks apart that are on different hosts although they share a machine.
+        address: an IP address of this host for the others, if it is known.
+        can_share: what this rank can have in common with the others; they share it if all say the same, else "".
+        timeout: seconds that rank 0 has for its answer.
+
+    Raises:
+        LaunchError: on all ranks, when they do not fit together; on one when rank 0 does not answer.
+    """
+    own = _Member(size, f"{host_identity()}:{place}", address or socket.gethostname(), tempfile.gettempdir(), bool(key),
+                  can_share, secrets.randbits(63))
+    store.set(f"hvdlite/{rank}", msgspec.msgpack.encode(own))
+    held = None
+    if rank == 0:
+        members = [msgspec.msgpack.decode(store.get(f"hvdlite/{each}"), type=_Member) for each in range(size)]
+        answer, held = _answer(members, address)
+        answer.numbers = tuple(member.number for member in members)
+        store.set("hvdlite/world", msgspec.msgpack.encode(answer))
+    else:
+        answer = _awaited_answer(store, rank, own.number, timeout)
+    _forget(store, f"hvdlite/{rank}")
+    if answer.problem:
+        raise LaunchError(answer.problem)
+    world = Hosts.of(answer.hosts).world(rank)
+    return LaunchInfo("store", world, answer.directories[rank], answer.coordinator, key or answer.key, owns_directory=True,
+                      held_port=held), answer.shares
+
+
+def _awaited_answer(store: Store, rank: int, number: int, timeout: float) -> _Answer:
+    """Return rank 0's answer to what this rank has said."""
+    until = time.monotonic() + timeout
+    while True:
+        answer = msgspec.msgpack.decode(store.get("hvdlite/world"), type=_Answer)
+        if number in answer.numbers[rank:rank + 1]:
+            return answer
+        if time.monotonic() >= until:
+            raise LaunchError(f"rank 0 of the group has not answered for {timeout:.0f} s: it has not joined the group, or "
+                              "another group uses the same store (HVDLITE_START_TIMEOUT)")
+        time.sleep(LOOK_SECONDS)
+
+
+def _answer(members: list[_Member], address: str) -> tuple[_Answer, HeldPort | None]:
+    sizes = sorted({member.size for member in members})
+    if len(sizes) > 1:
+        return _Answer(f"the ranks do not agree on their number: {sizes}"), None
+    hosts = Hosts.of([member.host for member in members])
+    directories = [""] * len(members)
+    token = secrets.token_hex(8)
+    for number, ranks in enumerate(hosts.ranks_by_host):
+        for rank in ranks:
+            directories[rank] = str(Path(members[ranks[0]].directory) / f"hvdlite-{os.geteuid()}-{token}-{number}")
+    names, shared = tuple(member.host for member in members), {member.can_share for member in members}
+    shares = shared.pop() if len(shared) == 1 else ""
+    if len(hosts.ranks_by_host) == 1:
+        return _Answer("", names, tuple(directories), shares=shares), None
+    keyed = [rank for rank, member in enumerate(members) if member.has_key]
+    if keyed and len(keyed) < len(members):
+        lacking = next(rank for rank in range(len(members)) if rank not in keyed)
+        return _Answer(f"rank {keyed[0]} has the job's key (HVDLITE_SECRET), and rank {lacking} has none: set it on all "
+                       "ranks, or on none"), None
+    held = HeldPort()
+    where = address or route_address([member.name for member in members])
+    key = b"" if keyed else secrets.token_bytes(KEY_BYTES)
+    return _Answer("", names, tuple(directories), (where, held.port), key, shares), held
+
+
+def _forget(store: Any, key: str) -> None:
+    """Remove a key, so that it is not taken for that of a later world in the same store."""
+    with contextlib.suppress(Exception):  # some stores cannot, and it costs nothing to leave it
+        store.delete_key(key)

@@ -1,0 +1,344 @@
+"""One rank's end of an ordered group: its calls are queued, and carried out one after the other.
+
+Theory of operation
+- A blocking call in an idle group is carried out by the thread that makes it. Other calls are carried out by the group's
+  worker thread, which exists from the first such call on. What a callback of a call calls is carried out at once, before
+  what is queued: so the order is the same on all ranks, whenever they have queued it.
+- A rank gives each operation the next number, writes this and a text to the board, and executes a plan. Within the plan's
+  first barrier all ranks of the host have written; when they differ, all raise `MismatchError`, and the group goes on.
+- Ranks on several hosts have no common board: before a plan they gather the numbers and digests of all.
+- Any other error ends the group on this rank: the others may be in the middle of the plan.
+
+The lock is held for moments, and never while a call is carried out.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from hvdlite.core.array import Array
+from hvdlite.core.errors import (
+    ForkedProcessError,
+    HorovodInternalError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+)
+from hvdlite.core.types import Collective
+from hvdlite.memory.group_area import TEXT, GroupArea
+from hvdlite.negotiation.messages import Response
+from hvdlite.ordered.board import Board, mismatch
+from hvdlite.ordered.call import Call
+from hvdlite.ordered.operations import Operation
+from hvdlite.ordered.plans import Plans, Prepared, memory_of, shown
+from hvdlite.ordered.reporter import NoReporter, Reporter
+from hvdlite.ordered.told_calls import PATIENCE_SECONDS, ToldCalls
+from hvdlite.ordered.transfers import Transfers
+from hvdlite.ordered.waiter import Waiter
+from hvdlite.planes.base import AlltoallSplits, Plan, Plane
+
+JOIN_SECONDS: Final = 2.0
+"""How long `close` waits for the worker thread."""
+
+
+class GroupEnd:
+    """Implements `OrderedGroup`.
+
+    Args:
+        plane: has the group's ranks as process set 0.
+        area: of this host.
+        shares_board: whether all ranks of the group are on this host.
+        transfers: sends and receives.
+        members: for messages: the name of each rank.
+        released: called once, when the group is closed.
+        patience: see `ToldCalls`.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, timeout: float, plane: Plane, area: GroupArea, *, shares_board: bool,
+                 transfers: Transfers | None = None, members: Sequence[str] = (),
+                 reporter: Reporter | None = None, released: Callable[[], object] = lambda: None,
+                 patience: float = PATIENCE_SECONDS) -> None:
+        self.name, self.rank, self.size, self.timeout = name, rank, size, timeout
+        self.members = tuple(members) or tuple(map(str, range(size)))
+        self._plane, self._area, self._transfers, self._released = plane, area, transfers, released
+        self._board = Board(area) if shares_board else None
+        self._waiter = Waiter(name, area, self._board, self.members, self._impatient, patience)
+        self._plans = Plans(name, rank, size)
+        self._reporter = reporter or NoReporter()
+        self._told = ToldCalls(lambda number, text: self._reporter.request(f"{name}, call {number}: {text}"), patience)
+        self._sequence = self._executed = 0  # calls and plans
+        self._text = b""  # of the call under way
+        self._is_moving = False  # whether the thread that carries it out is in the middle of a plan
+        self._unchecked: Prepared | None = None  # until it is known whether all ranks make the call under way
+        self._met = 0.0  # when that was known, on the reporter's clock
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # guards the following; a signal handler may make a call while its thread holds it
+        self._changed = threading.Condition(self._lock)
+        self._queue: deque[Call] = deque()
+        self._runner = 0  # the thread that carries out a call
+        self._is_closed = False
+        self._has_runtime = True
+        self._worker: threading.Thread | None = None
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def start(self, operations: Sequence[Operation], finish: Callable[[], None] | None = None, *,
+              blocking: bool = False, timeout: float | None = None) -> Call:
+        call = Call(operations, finish, timeout)
+        if self._pid != os.getpid():
+            call.end(ForkedProcessError(f"{self.name}: this process (pid {os.getpid()}) was forked from rank {self.rank} "
+                                        f"(pid {self._pid}), to which the group belongs; start workers with the spawn "
+                                        "method"))
+            return call
+        self._reporter.called()
+        with self._lock:
+            error = self._waiter.error
+            is_nested = self._runner == threading.get_ident() and not self._is_moving
+            runs_here = not is_nested and blocking and not self._runner and not self._queue
+            if error is None and runs_here:
+                self._runner = threading.get_ident()
+            elif error is None and not is_nested:
+                self._queue.append(call)
+                self._let_work()
+        if error is not None:
+            call.end(error)
+        elif is_nested:
+            self._carry_out(call)
+        elif runs_here:
+            try:
+                self._carry_out(call)
+            finally:
+                self._idle()
+        elif blocking:
+            call.wait()
+        return call
+
+    def send(self, values: Array, to: int, tag: int) -> Call:
+        assert self._transfers is not None
+        return self._transfers.send(values, to, tag)
+
+    def receive(self, values: Array, source: int | None, tag: int) -> Call:
+        assert self._transfers is not None
+        return self._transfers.receive(values, source, tag)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def fail(self, error: Exception) -> None:
+        """The runtime ends, on the other ranks too; callable from any thread."""
+        self._has_runtime = False
+        self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Fail all calls under way and all later ones."""
+        self._waiter.fail(error)
+        if self._transfers is not None:
+            self._transfers.fail(error)
+        with self._lock:
+            waiting, self._queue = self._queue, deque()
+        for call in waiting:
+            call.end(self._waiter.error)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this rank has left the group."""
+        return self._is_closed
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a call is under way, for which a thread most likely waits."""
+        return self._runner != 0
+
+    def abort(self, reason: str) -> None:
+        self._fail(HorovodInternalError(f"{self.name} was aborted on this rank: {reason}"))
+
+    def close(self) -> None:
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            worker = self._worker
+            self._changed.notify_all()
+        if self._board is not None and self._has_runtime:  # else the others hear the reason from their own
+            self._board.leave()
+        self._fail(HorovodInternalError(f"{self.name} was destroyed on this rank before the call was complete"))
+        with self._lock:
+            while self._runner not in (0, threading.get_ident()):
+                if not self._changed.wait(JOIN_SECONDS):
+                    break
+        if worker is not None and worker is not threading.current_thread():
+            worker.join(JOIN_SECONDS)
+        if self._transfers is not None:
+            self._transfers.close()
+        self._plane.close()
+        if self._board is not None:
+            self._board.close()
+        self._area.release()
+        self._released()
+
+    def close_in_child(self) -> None:
+        """In a forked child: close every descriptor; what is shared with the parent is left as it is."""
+        self._plane.close()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _let_work(self) -> None:
+        """Let the worker thread look for calls."""
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name=f"hvdlite-group-{self.name}", daemon=True)
+            self._worker.start()
+        self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                while (self._runner or not self._queue) and not self._is_closed:
+                    self._changed.wait()
+                if not self._queue:
+                    return
+                call = self._queue.popleft()
+                self._runner = threading.get_ident()
+            try:
+                self._carry_out(call)
+            finally:
+                self._idle()
+
+    def _idle(self) -> None:
+        with self._lock:
+            self._runner = 0
+            if self._is_closed:
+                self._changed.notify_all()
+            elif self._queue:
+                self._let_work()
+
+    def _carry_out(self, call: Call) -> None:
+        error: Exception | None = None
+        try:
+            for operation in call.operations:
+                self._perform(operation, self.timeout if call.timeout is None else call.timeout)
+            if call.finish is not None:
+                call.finish()
+        except MismatchError as mismatched:
+            error = mismatched
+        except Exception as failed:
+            error = self._waiter.error or self._reason(failed)
+            self._fail(error)
+        except BaseException as interruption:  # in the middle of a plan: what the others wait for does not come
+            self.abort(f"a thread was interrupted in a call ({type(interruption).__name__})")
+            call.end(self._waiter.error)
+            raise
+        call.end(error)
+
+    def _reason(self, failed: Exception) -> Exception:
+        """Return the error of a call that has failed: between hosts a plane sees only that another rank does not answer."""
+        if self._board is not None or self._sequence == 0 or isinstance(failed, (PeerLostError, OperationTimeoutError)):
+            return failed
+        return self._told.reason(self._sequence, shown(self._text)) or failed
+
+    def _perform(self, operation: Operation, timeout: float) -> None:
+        """Carry out one operation."""
+        if self._waiter.error is not None:
+            raise self._waiter.error.with_traceback(None)
+        prepared = self._plans.prepared(operation)
+        reporter, response = self._reporter, prepared.response
+        self._sequence = sequence = self._sequence + 1
+        self._text = prepared.text
+        self._waiter.begin(sequence, prepared.text, timeout)
+        reporter.began(prepared.lane)
+        begun = self._met = reporter.clock()
+        self._unchecked = prepared
+        if self._board is not None:
+            self._board.write(sequence, prepared.text, prepared.digest, int(begun * 1e9), self._told.owed)
+        else:
+            self._compare(prepared, int(begun * 1e9))
+        self._move(operation, response)
+        reporter.ended(prepared.lane, response, begun, self._met)
+
+    def _move(self, operation: Operation, response: Response) -> None:
+        if operation.collective is Collective.ALLTOALL and response.collective is not Collective.BARRIER:
+            self._alltoall(operation, response)
+        elif response.collective is Collective.BARRIER:
+            if self._board is not None:
+                self._execute(response, (), ())
+        else:
+            self._execute(response, *memory_of(operation))
+
+    def _alltoall(self, operation: Operation, response: Response) -> None:
+        if operation.rows:
+            splits = self._plans.even_splits(operation.rows)
+        else:
+            told = np.zeros((self.size, 2, self.size), np.int64)
+            told[self.rank] = operation.sent, operation.received
+            self._gather(told[self.rank].reshape(-1), told.reshape(-1), "splits")
+            splits, sent, received = self._plans.splits(told, f"{self.name}, call {self._sequence}: {operation.agreed}")
+            if not sent:
+                return
+            response = msgspec.structs.replace(response, rows=(sent, received))
+        self._execute(response, *memory_of(operation), splits)
+
+    def _compare(self, prepared: Prepared, begun: int) -> None:
+        """Check that the ranks of several hosts agree."""
+        told = np.zeros((self.size, 4), np.int64)
+        told[self.rank] = self._sequence, prepared.digest, begun, self._told.owed
+        self._gather(told[self.rank].copy(), told.reshape(-1), "digests")
+        self._unchecked, self._met = None, self._reporter.clock()
+        texts = [prepared.text]
+        if (told[:, :2] != told[self.rank, :2]).any():
+            texts = self._gather_texts(prepared)
+        self._told.made(self._sequence, [shown(text) for text in dict.fromkeys(texts)],
+                        int(np.ptp(told[:, 2])), int(told[:, 3].max()))
+        if len(texts) > 1:
+            raise mismatch(self.name, list(zip(told[:, 0].tolist(), texts, strict=True)), self.members)
+
+    def _gather_texts(self, prepared: Prepared) -> list[bytes]:
+        """Return what each rank calls."""
+        texts = np.zeros((self.size, TEXT), np.uint8)
+        shown = prepared.text[:TEXT]
+        texts[self.rank, :len(shown)] = np.frombuffer(shown, np.uint8)
+        self._gather(texts[self.rank].copy(), texts.reshape(-1), "texts")
+        return [text.tobytes().rstrip(b"\0") for text in texts]
+
+    def _gather(self, own: Array, whole: Array, what: str) -> None:
+        """Gather the same number of elements of each rank."""
+        response = Response(names=(what,), collective=Collective.ALLGATHER, dtype=str(own.dtype), elements=own.size,
+                            contributors=self._plans.ranks, rows=(own.size,) * self.size, row_elements=1)
+        self._execute(response, [own], [whole])
+
+    def _execute(self, response: Response, sources: Sequence[Array | None], outputs: Sequence[Array | None],
+                 splits: AlltoallSplits | None = None) -> None:
+        self._executed += 1
+        self._is_moving = True
+        try:
+            self._plane.execute(Plan(self._executed, self._plans.ranks, response, sources, outputs, None, splits),
+                                self._wait_until)
+        finally:
+            self._is_moving = False
+
+    def _wait_until(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
+        self._waiter(predicate, poll_interval=poll_interval)
+        prepared, board = self._unchecked, self._board
+        if prepared is None or board is None:
+            return
+        self._unchecked, self._met = None, self._reporter.clock()
+        if board.agrees(self._sequence, prepared.digest):
+            self._told.made(self._sequence, prepared.shown, board.waited, board.owed)
+            return
+        texts = board.texts(self._sequence)
+        self._told.made(self._sequence, [shown(text) for text in dict.fromkeys(text for _, text in texts)], board.waited,
+                        board.owed)
+        raise mismatch(self.name, texts, self.members)
+
+    def _impatient(self) -> None:
+        """A wait takes long: tell rank 0 who waits for whom."""
+        if self._unchecked is not None:
+            self._told.waits(self._sequence, *self._unchecked.shown)
+        else:
+            self._reporter.suspect()

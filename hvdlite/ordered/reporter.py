@@ -1,0 +1,64 @@
+"""What an ordered group tells the runtime on which it lives, for reports, the timeline and the search for stalled ranks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from hvdlite.negotiation.messages import Response
+from hvdlite.ordered.told_calls import Pending
+
+
+class Reporter(Protocol):
+    """The interface of a runtime for groups. Callable from any thread."""
+
+    def clock(self) -> float:
+        """Return the time in seconds, the same for all ranks of the group."""
+
+    def called(self) -> None:
+        """The script's thread that calls this calls a collective."""
+
+    def began(self, name: str) -> None:
+        """A call begins, under its name for reports."""
+
+    def ended(self, name: str, response: Response, begun: float, met: float) -> None:
+        """A call is done, which began, and had all ranks, at these times."""
+
+    def request(self, name: str) -> Pending:
+        """Request a barrier of all ranks of the group.
+
+        Raises:
+            HorovodInternalError: when the runtime has failed or is closed.
+        """
+
+    def suspect(self) -> None:
+        """This rank has waited for long in the middle of a call that all ranks have made."""
+
+
+class _Done:
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        pass
+
+
+class NoReporter:
+    """For a group of one rank, which never waits."""
+
+    def clock(self) -> float:
+        return 0.0
+
+    def called(self) -> None:
+        pass
+
+    def began(self, name: str) -> None:
+        pass
+
+    def ended(self, name: str, response: Response, begun: float, met: float) -> None:
+        pass
+
+    def request(self, name: str) -> Pending:
+        return _Done()
+
+    def suspect(self) -> None:
+        pass
