@@ -1,7 +1,7 @@
 """Fashion-MNIST with Hugging Face Accelerate, whose collectives are those of the named backend.
 
     hvdrun -np 2 python examples/accelerate_fashion_mnist.py
-    accelerate launch --cpu --num_processes 2 examples/accelerate_fashion_mnist.py
+    torchrun --nproc-per-node 2 examples/accelerate_fashion_mnist.py
 """
 
 from __future__ import annotations
