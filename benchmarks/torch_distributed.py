@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import training
 from benchmarks.gradients import resnet50_shapes
 from benchmarks.harness import Bench, median, say
-from benchmarks.training import STEPS, mlp, trainer
 from examples.char_gpt import CharGPT, loss_of
 
 BACKEND = "hvdlite"
@@ -156,11 +156,11 @@ def communication_of(row: dict[str, Any]) -> dict[str, Any]:
 def mlp_under_ddp(group: Any) -> tuple[torch.nn.Module, Work]:
     """Return an MLP, and a function that trains it on images that differ from rank to rank; without a group, alone."""
     torch.manual_seed(0)
-    model = mlp() if group is None else DistributedDataParallel(mlp(), process_group=group, gradient_as_bucket_view=True)
+    model = training.mlp() if group is None else DistributedDataParallel(training.mlp(), process_group=group, gradient_as_bucket_view=True)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     images = torch.rand(16 * BATCH, 1, 28, 28, generator=generator)
     labels = torch.randint(10, (len(images),), generator=generator)
-    return model, trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), images, labels, BATCH)
+    return model, training.trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), images, labels, BATCH)
 
 
 def transformer_under_fsdp(group: Any) -> Work:
@@ -197,8 +197,8 @@ def compare_parameters(groups: Groups) -> dict[str, Any]:
     dist.all_gather(of_all, found[BACKEND])
     alike = all(torch.equal(each, of_all[0]) for each in of_all)
     if apart > 1e-6 or not alike:
-        raise SystemExit(f"parameters after {STEPS} steps: {apart:g} from Gloo's, on all ranks alike: {alike}")
-    return {"part": "parameters", "steps": STEPS, "from_gloo": apart}
+        raise SystemExit(f"parameters after {training.STEPS} steps: {apart:g} from Gloo's, on all ranks alike: {alike}")
+    return {"part": "parameters", "steps": training.STEPS, "from_gloo": apart}
 
 
 def measured(bench: Bench, row: dict[str, Any], contenders: dict[str, Work], calls: int = 1) -> dict[str, Any]:
@@ -214,11 +214,11 @@ def main() -> None:
     bench = Bench.start(__doc__)
     groups: Groups = {"hvdlite": dist.new_group(backend=BACKEND), "gloo": dist.new_group(backend="gloo")}
     rows = [compare_parameters(groups)]
-    say(f"parameters after {STEPS} steps: {rows[0]['from_gloo']:g} from Gloo's, on all ranks alike")
+    say(f"parameters after {training.STEPS} steps: {rows[0]['from_gloo']:g} from Gloo's, on all ranks alike")
     rows.append(measured(bench, {"part": "DDP, gradients of a ResNet-50"}, gradients(groups)))
     rows.append(communication_of(rows[-1]))
-    training = {who: mlp_under_ddp(group)[1] for who, group in {**groups, "alone": None}.items()}
-    rows.append(measured(bench, {"part": "DDP, step of an MLP"}, training, STEPS))
+    trainers = {who: mlp_under_ddp(group)[1] for who, group in {**groups, "alone": None}.items()}
+    rows.append(measured(bench, {"part": "DDP, step of an MLP"}, trainers, training.STEPS))
     rows.append(measured(bench, {"part": "FSDP2, step of a transformer"},
                          {who: transformer_under_fsdp(group) for who, group in groups.items()}))
     for row, contenders in collectives(groups, SHORT if bench.arguments.short else SIZES):
