@@ -156,7 +156,9 @@ def communication_of(row: dict[str, Any]) -> dict[str, Any]:
 def mlp_under_ddp(group: Any) -> tuple[torch.nn.Module, Work]:
     """Return an MLP, and a function that trains it on images that differ from rank to rank; without a group, alone."""
     torch.manual_seed(0)
-    model = training.mlp() if group is None else DistributedDataParallel(training.mlp(), process_group=group, gradient_as_bucket_view=True)
+    model = training.mlp()
+    if group is not None:
+        model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     images = torch.rand(16 * BATCH, 1, 28, 28, generator=generator)
     labels = torch.randint(10, (len(images),), generator=generator)
