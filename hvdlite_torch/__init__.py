@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hvdlite_torch import comm_hooks, elastic
     from hvdlite_torch.buffers import broadcast_buffers
     from hvdlite_torch.compression import Compression
+    from hvdlite_torch.memory_usage import memory_report
     from hvdlite_torch.metrics import gather_all_tensors, synchronize_metrics
     from hvdlite_torch.mirrored import MirroredStrategy
     from hvdlite_torch.ops import (
@@ -64,14 +65,15 @@ if TYPE_CHECKING:
         "broadcast_optimizer_state", "broadcast_parameters", "check_replicas", "comm_hooks", "elastic", "gather",
         "gather_all_tensors", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
         "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
-        "join", "poll", "recv", "recv_async", "reduce", "reducescatter", "reducescatter_async", "scatter", "send",
-        "send_async", "sparse_allreduce_async", "synchronize", "synchronize_metrics",
+        "join", "memory_report", "poll", "recv", "recv_async", "reduce", "reducescatter", "reducescatter_async", "scatter",
+        "send", "send_async", "sparse_allreduce_async", "synchronize", "synchronize_metrics",
     ]
     __all__ += frontend.__all__
 else:
     _HOMES = {
         "buffers": ["broadcast_buffers"],
         "compression": ["Compression"],
+        "memory_usage": ["memory_report"],
         "metrics": ["gather_all_tensors", "synchronize_metrics"],
         "mirrored": ["MirroredStrategy"],
         "ops": ["allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",

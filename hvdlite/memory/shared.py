@@ -5,7 +5,7 @@ behind; elsewhere it is a file that is unlinked before use (macOS: untested). It
 
     segment: one arrival counter per rank, 64 bytes apart | slot (rank 0, region 0) | (0, 1) | (0, 2) | (1, 0) | ...
     window:  rank 0's part | rank 1's part | ...
-    area:    see `memory/mailbox_area.py` and `memory/group_area.py`
+    area:    see `memory/mailbox_area.py`, `memory/group_area.py`, `memory/message_area.py`
 
 Rules (docs/protocol.md#slots, #staging-regions, #allocation, #memory-order)
 - Pages are allocated with `posix_fallocate` before they are written: a lack of memory is a `MemoryError`, never SIGBUS.
@@ -32,10 +32,11 @@ import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import LaunchError
-from hvdlite.memory import group_area, mailbox_area
+from hvdlite.memory import group_area, mailbox_area, message_area
 from hvdlite.memory.fence import Fence, fence_file
 from hvdlite.memory.group_area import GroupArea
 from hvdlite.memory.mailbox_area import MailboxArea
+from hvdlite.memory.message_area import MessageArea
 
 COUNTER_STRIDE = 64
 REGIONS = 3
@@ -114,6 +115,11 @@ class Segment:
         self._bytes = np.frombuffer(self._map, np.uint8)
         self.arrivals = self._bytes[:ranks * COUNTER_STRIDE].view(np.int64)[::COUNTER_STRIDE // 8]
         self._allocated = [0] * REGIONS  # bytes of this rank's slots that have pages
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of this rank's slots that have pages."""
+        return sum(self._allocated)
 
     def staging(self, index: int, region: int) -> Array:
         """Return a rank's slot of a region, as bytes; only the rank itself writes to it."""
@@ -229,6 +235,20 @@ class SharedMemory:
         return GroupArea(mmap.mmap(self.descriptor, nbytes, offset=start), list(ranks).index(self._rank), len(ranks),
                          self.fence)
 
+    def message_area(self, ranks: Sequence[int], ring: int = message_area.RING_BYTES) -> MessageArea | None:
+        """Return the next area for messages between two of `ranks`; None if this rank is not one of them.
+
+        Args:
+            ring: bytes that a rank can send to another one without waiting for it.
+
+        Raises:
+            MemoryError: as for `segment`.
+        """
+        start = self._next_range(message_area.area_bytes(len(ranks), ring), PAGE)
+        if self._rank not in ranks:
+            return None
+        return MessageArea(self, start, list(ranks).index(self._rank), len(ranks), ring)
+
     def reserve_portions(self) -> Portions:
         """Reserve a range of the file, a sixteenth of what is left, for handles with ranges of their own."""
         begin = -(-self._end // HUGE_PAGE) * HUGE_PAGE
@@ -255,6 +275,10 @@ class SharedMemory:
         except OSError as error:
             raise MemoryError(f"no memory for {length} bytes shared between ranks ({error}); lower HVDLITE_SHM_SLOT, or "
                               "turn learned buckets off with HVDLITE_BUCKET_SIZE=0") from error
+
+    def free(self, mapping: mmap.mmap, start: int, length: int) -> None:
+        """Free the pages of a range of a mapping of this file; in a forked child, do nothing."""
+        _free_pages(mapping, self.process, start, length)
 
     def _next_range(self, nbytes: int, alignment: int) -> int:
         start = -(-self._end // alignment) * alignment

@@ -30,6 +30,7 @@ from hvdlite.core.errors import (
     MismatchError,
     OperationTimeoutError,
     PeerLostError,
+    UnsupportedError,
 )
 from hvdlite.core.types import Collective
 from hvdlite.memory.group_area import TEXT, GroupArea
@@ -121,12 +122,15 @@ class GroupEnd:
         return call
 
     def send(self, values: Array, to: int, tag: int) -> Call:
-        assert self._transfers is not None
-        return self._transfers.send(values, to, tag)
+        return self._messages().send(values, to, tag, self.timeout)
 
     def receive(self, values: Array, source: int | None, tag: int) -> Call:
-        assert self._transfers is not None
-        return self._transfers.receive(values, source, tag)
+        return self._messages().receive(values, source, tag, self.timeout)
+
+    def _messages(self) -> Transfers:
+        if self._transfers is None:
+            raise UnsupportedError(f"{self.name}: there is no other rank to exchange messages with")
+        return self._transfers
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -186,6 +190,8 @@ class GroupEnd:
 
     def close_in_child(self) -> None:
         """In a forked child: close every descriptor; what is shared with the parent is left as it is."""
+        if self._transfers is not None:
+            self._transfers.close_in_child()
         self._plane.close()
 
     # ------------------------------------------------------------------------------------------------------------------

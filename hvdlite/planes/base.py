@@ -142,6 +142,9 @@ class Plane(Protocol):
             MemoryError: if there is not enough memory, with the requested size.
         """
 
+    def staging_bytes(self) -> int:
+        """Return how much memory this rank keeps for the plane's work, in bytes, beside fusion buffers."""
+
     def tune(self, settings: Mapping[str, int]) -> None:
         """Apply new values of knobs that concern this plane; all ranks do so between the same plans."""
 

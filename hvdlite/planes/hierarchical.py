@@ -125,6 +125,10 @@ class HierarchicalPlane:
         slots = self._memory.window(nbytes, local) if local else []
         return FusionBuffer(slots[local.index(self._rank)], tuple(slots)) if slots else None
 
+    def staging_bytes(self) -> int:
+        own = sum(levels.area.segment.allocated for levels in list(self._two_level_sets.values()))
+        return own + self._local_plane.staging_bytes() + self._cross_plane.staging_bytes()
+
     def tune(self, settings: Mapping[str, int]) -> None:
         self._chunk = settings.get(CHUNK_KNOB, self._chunk)
         self._local_plane.tune(settings)

@@ -65,6 +65,9 @@ class LoopbackPlane:
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
         return FusionBuffer(aligned_zeros(nbytes)) if self._rank in ranks else None
 
+    def staging_bytes(self) -> int:
+        return 0
+
     def tune(self, settings: Mapping[str, int]) -> None:
         pass
 

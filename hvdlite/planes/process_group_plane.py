@@ -85,6 +85,9 @@ class ProcessGroupPlane:
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
         return FusionBuffer(aligned_zeros(nbytes)) if self._rank in ranks else None
 
+    def staging_bytes(self) -> int:
+        return self._scratch_memory.nbytes
+
     def tune(self, settings: Mapping[str, int]) -> None:
         self._chunk = settings.get(CHUNK_KNOB, self._chunk)
 

@@ -95,6 +95,9 @@ class ShmPlane:
         slots = self._memory.window(nbytes, ranks)
         return FusionBuffer(slots[ranks.index(self._rank)], tuple(slots)) if slots else None
 
+    def staging_bytes(self) -> int:
+        return sum(area.segment.allocated for area in list(self._areas.values()))
+
     def tune(self, settings: Mapping[str, int]) -> None:
         self._chunk = settings.get(CHUNK_KNOB, self._chunk)
         self._direct = settings.get("shm_direct", self._direct)

@@ -13,7 +13,7 @@ import contextlib
 import logging
 
 from hvdlite.core.config import Config
-from hvdlite.core.device import CPU, DeviceAccess
+from hvdlite.core.device import CPU, AnyArray, DeviceAccess
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.texts import LONGEST_MESSAGE, LONGEST_TRACEBACK, shortened
@@ -224,6 +224,10 @@ class Runtime:
     def has_deferred(self) -> bool:
         """Whether this rank has ever left a wait for later, because ranks waited for each other in a circle."""
         return self._handoff.waiters.have_deferred
+
+    def bucket_memory(self) -> list[AnyArray]:
+        """Return the memory of all learned buckets of this rank."""
+        return [bucket.memory for learned in list(self._state.layouts.values()) for bucket in learned.buckets]
 
     def learned_layout(self, label: str) -> Layout | None:
         """Return the layout of a gradient set of all ranks in host memory, for the next world of an elastic job."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math as _math
 from collections.abc import Iterable as _Iterable
 from typing import Any
 
 import keras as _keras
+import numpy as _np
 
 from hvdlite import api as _api
 from hvdlite import frontend, join
 from hvdlite.frontend import *
 from hvdlite.training import objects as _objects
+from hvdlite.training.memory_report import MemoryReport as _MemoryReport
+from hvdlite.training.memory_report import gather_report as _gather_report
 from hvdlite_tf.compression import Compression
 from hvdlite_tf.keras import callbacks, elastic
 from hvdlite_tf.keras.broadcast import broadcast_variables as _broadcast_variables
@@ -24,7 +28,7 @@ from hvdlite_tf.sync_batch_norm import install as _install_sync_batch_norm
 __all__ = [
     "Compression", "DistributedOptimizer", "MirroredStrategy", "PartialDistributedOptimizer", "SyncBatchNormalization",
     "allgather", "allgather_object", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object",
-    "broadcast_variables", "callbacks", "elastic", "join", "load_model", "reducescatter",
+    "broadcast_variables", "callbacks", "elastic", "join", "load_model", "memory_report", "reducescatter",
 ]
 __all__ += frontend.__all__
 
@@ -38,6 +42,25 @@ if _keras.backend.backend() == "jax":
 
 _install()
 _install_sync_batch_norm()
+
+
+def memory_report(model: _keras.Model) -> _MemoryReport:
+    """Return what each rank's memory is used for, in bytes; all ranks call this. `print` shows a table.
+
+    Gradients are values that Keras passes on, and count nowhere.
+
+    Args:
+        model: its variables count, and those of the optimizer with which it is compiled.
+
+    Raises:
+        HorovodInternalError: like every collective.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    return _gather_report(_nbytes(model.variables), 0, 0 if optimizer is None else _nbytes(optimizer.variables))
+
+
+def _nbytes(variables: _Iterable[_keras.Variable]) -> int:
+    return sum(_math.prod(variable.shape) * _np.dtype(variable.dtype).itemsize for variable in variables)
 
 
 def broadcast_variables(variables: Any, root_rank: int) -> None:

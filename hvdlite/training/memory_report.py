@@ -1,0 +1,61 @@
+"""What each rank uses its memory for: the model, its gradients, the optimizer, and hvdlite's buckets and staging memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import sys
+
+import numpy as np
+
+from hvdlite.api import runtime as current_runtime
+
+PARTS = ("parameters", "gradients", "optimizer", "buckets", "staging", "process", "peak")
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """Bytes by part and rank; `str` is a table.
+
+    Attributes:
+        ranks: for each rank, bytes by part: `parameters` (with buffers), `gradients` (outside of buckets), `optimizer`,
+            `buckets` (gradients that lie in hvdlite's buckets), `staging` (hvdlite's memory for other tensors), `process`
+            (what the process has in memory now, all in all; 0 where that is not known), `peak` (the most it has had).
+    """
+
+    ranks: tuple[dict[str, int], ...]
+
+    def __str__(self) -> str:
+        cells = [["rank", *(f"{part}, MiB" for part in PARTS)]]
+        cells += [[str(rank), *(f"{parts[part] / 2**20:,.1f}" for part in PARTS)] for rank, parts in enumerate(self.ranks)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+def gather_report(parameters: int, gradients: int, optimizer: int) -> MemoryReport:
+    """Return the report of all ranks, all of which call this.
+
+    Args:
+        parameters, gradients, optimizer: bytes on this rank.
+
+    Raises:
+        HorovodInternalError: like every collective.
+    """
+    runtime = current_runtime()
+    process, peak = process_memory()
+    buckets = sum(memory.nbytes for memory in runtime.bucket_memory())
+    own = np.array([[parameters, gradients, optimizer, buckets, runtime.plane.staging_bytes(), process, peak]], np.int64)
+    rows = runtime.allgather(runtime.unnamed("hvdlite", "memory"), own).wait()
+    return MemoryReport(tuple(dict(zip(PARTS, row, strict=True)) for row in rows.tolist()))
+
+
+def process_memory() -> tuple[int, int]:
+    """Return the bytes that this process has in memory, and the most that it has had."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            now = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux
+        now = 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return now, max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
