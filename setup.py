@@ -51,7 +51,10 @@ setup(
         "bench": BENCH,
         "dev": TEST,
     },
-    entry_points={"console_scripts": ["hvdrun = hvdlite_runner.__main__:main"]},
+    entry_points={
+        "console_scripts": ["hvdrun = hvdlite_runner.__main__:main"],
+        "torch.backends": ["hvdlite = hvdlite_torch.distributed.registration:register"],  # at the end of `import torch`
+    },
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",

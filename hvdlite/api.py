@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from hvdlite.bootstrap.environments import LaunchInfo
+from hvdlite.bootstrap.environments import LaunchInfo, torch_variables
 from hvdlite.bootstrap.store import Store
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
@@ -335,6 +335,11 @@ def transfer_name(adapter: str, name: str | None, sender: int, receiver: int) ->
     """Return the name under which a tensor from one rank to another is negotiated."""
     way = f"{sender}to{receiver}"
     return runtime().unnamed(adapter, f"send.{way}") if name is None else f"send.{way}.{name}"
+
+
+def set_torch_variables() -> None:
+    """Set the variables by which `torch.distributed` finds the ranks; see `bootstrap.environments.torch_variables`."""
+    os.environ.update(torch_variables(os.environ, os.getppid()))
 
 
 def join_group(store: Store, name: str, rank: int, size: int, timeout: float,

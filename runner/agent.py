@@ -86,7 +86,7 @@ class Agent:
         self._ending = False
         self._launcher_pauses = False
         self._probe_server: host_probe.ProbeServer | None = None
-        self._held_port: HeldPort | None = None  # at which rank 0 will listen
+        self._held_ports: tuple[HeldPort, ...] = ()  # at which rank 0 will listen
 
     def run(self) -> None:
         """Handle orders and the ranks' events until the job ends."""
@@ -168,7 +168,7 @@ class Agent:
         """Stop listening for probes: rank 0 will listen there."""
         if self._probe_server is not None:
             self._probe_server.close()
-            self._held_port, self._probe_server = self._probe_server.held, None
+            self._held_ports, self._probe_server = (self._probe_server.held, self._probe_server.store), None
 
     def _route(self, order: RouteRequest) -> RouteReply:
         if not order.listen:
@@ -178,7 +178,8 @@ class Agent:
                 self._probe_server = host_probe.ProbeServer(order.port)
             except OSError as error:
                 return RouteReply([], 0, f"cannot listen on port {order.port}: {error.strerror}")
-        return RouteReply(host_probe.own_addresses(order.hosts, order.interfaces), self._probe_server.port)
+        return RouteReply(host_probe.own_addresses(order.hosts, order.interfaces), self._probe_server.port,
+                          store_port=self._probe_server.store.port)
 
     def _tell(self, event: Event) -> None:
         self._unsent += frame(event)

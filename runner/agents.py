@@ -40,14 +40,16 @@ class Agents:
 
     Attributes:
         remotes: the agents.
-        held_port: the port at which rank 0 will listen, if it will be on this host.
+        held_ports: of rank 0, if it will be on this host: for its listener, and for the store of `torch.distributed`.
+        store_port: the number of the latter, wherever rank 0 will be; 0 until it is known.
     """
 
     def __init__(self, selector: selectors.BaseSelector, take: Callable[[RemoteAgent, Event], None],
                  lost: Callable[[RemoteAgent], None], stopped: Callable[[], bool] = lambda: False,
                  unreached: Callable[[RemoteAgent], None] = lambda remote: None) -> None:
         self.remotes: list[RemoteAgent] = []
-        self.held_port: HeldPort | None = None
+        self.held_ports: tuple[HeldPort, ...] = ()
+        self.store_port = 0
         self._leaving: list[RemoteAgent] = []  # hosts that are not used any more, until their shells have ended
         self._pinger: Pinger | None = None
         self._selector, self._take, self._lost, self._stopped = selector, take, lost, stopped
@@ -195,9 +197,9 @@ def probed(agents: Agents, first: RemoteAgent | None, hosts: Sequence[str], inte
         server = host_probe.ProbeServer(port)
     except OSError as error:
         raise LaunchError(f"cannot listen on port {port} of this host: {error.strerror}") from None
-    agents.held_port = server.held
+    agents.held_ports = server.held, server.store
     with contextlib.closing(server):
-        yield RouteReply(host_probe.own_addresses(hosts, interfaces), server.port)
+        yield RouteReply(host_probe.own_addresses(hosts, interfaces), server.port, store_port=server.store.port)
 
 
 def rendezvous_address(agents: Agents, first: RemoteAgent | None, others: Mapping[RemoteAgent | None, str],
@@ -216,6 +218,7 @@ def rendezvous_address(agents: Agents, first: RemoteAgent | None, others: Mappin
         here = "this host" if first is None else f"host {first.host.name}"
         if routed.problem:
             raise LaunchError(f"{here}: {routed.problem}")
+        agents.store_port = routed.store_port
         if not routed.addresses:
             wanted = f" on {', '.join(interfaces)}" if interfaces else ""
             raise LaunchError(f"{here} has no address{wanted} that other hosts can reach; its addresses: "

@@ -79,15 +79,28 @@ def _script(command: Sequence[str]) -> str | None:
 
 def rank_environment(world: World, job_directory: str, inherited: Mapping[str, str],
                      settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the complete environment of a rank: the inherited one without another job's variables, plus this job's."""
+    """Return the complete environment of a rank: the inherited one without another job's variables, plus this job's.
+
+    Where `settings` say how `torch.distributed` finds rank 0, the rank's coordinates have torch's names too, unless the user
+    has set those.
+    """
     ours = launch_contract.CONTRACT_VARIABLES | {launch_contract.HOSTNAME, launch_contract.ELASTIC}
-    stale = ours | {name.replace("HVDLITE_", "HOROVOD_") for name in ours}
+    stale = ours | {name.replace("HVDLITE_", "HOROVOD_") for name in ours} | another_jobs_torch_variables(inherited)
+    for_torch = {}
+    if launch_contract.MASTER_PORT in settings:
+        for_torch = {name: str(getattr(world, field)) for name, field in launch_contract.TORCH_COORDINATES.items()}
     return {
+        **for_torch,
         **{name: value for name, value in inherited.items() if name not in stale},
         "PYTHONUNBUFFERED": "1",
         **settings,  # may hold the coordinator's address and the key of this job
         **launch_contract.rank_environment(world, job_directory),
     }
+
+
+def another_jobs_torch_variables(inherited: Mapping[str, str]) -> frozenset[str]:
+    """Return the names of torch's variables that are those of a rank of another job of ours, and not the user's."""
+    return launch_contract.TORCH_VARIABLES if launch_contract.RANK in inherited else frozenset()
 
 
 def current_directory() -> str:

@@ -88,11 +88,12 @@ class ProbeServer:
 
     Attributes:
         held: keeps the port for rank 0, also when this does not listen any more.
+        store: keeps another port, for the store of `torch.distributed`.
     """
 
     def __init__(self, port: int = 0) -> None:
         both = socket.has_dualstack_ipv6()
-        self.held = HeldPort(port)
+        self.held, self.store = HeldPort(port), HeldPort()
         port = self.held.port
         self._listener = socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET,
                                               dualstack_ipv6=both)

@@ -15,7 +15,7 @@ from hvdlite.core import launch_contract
 from hvdlite.core.held_port import HeldPort
 from hvdlite.core.launch_contract import FailureRecord
 from hvdlite_runner import commands, failures, monitor
-from hvdlite_runner.agents import Stopped
+from hvdlite_runner.agents import Stopped, probed
 from hvdlite_runner.failures import Exit
 from hvdlite_runner.job_output import JobOutput
 from hvdlite_runner.job_workers import JobWorkers
@@ -93,6 +93,7 @@ class _Job:
         self._task = TaskFiles(settings.task_directory)
         self._rank_hosts = {rank: host_ranks.host.name for host_ranks in settings.hosts for rank in host_ranks.ranks}
         self._held_port: HeldPort | None = None  # at which rank 0 will listen
+        self._store_port: HeldPort | None = None  # at which it will have torch.distributed's store
         self._running: set[int] = set()
         self._exits: list[Exit] = []
         self._records: dict[int, FailureRecord] = {}
@@ -148,6 +149,7 @@ class _Job:
         for line in self._settings.notice.splitlines():
             self._output.note(line)
         rendezvous = self._rendezvous_variables()
+        for_torch = self._torch_variables(rendezvous.get(launch_contract.COORDINATOR, ""))
         self._running = set(self._settings.ranks)
         threads = {host_ranks.host.name: max(1, self._workers.cores(host_ranks.host.name) // len(host_ranks.ranks))
                    for host_ranks in self._settings.hosts}
@@ -155,7 +157,7 @@ class _Job:
             self._note_threads(threads)
         for host_ranks in self._settings.hosts:
             given = {"OMP_NUM_THREADS": str(threads[host_ranks.host.name])} if self._settings.share_cores else {}
-            environment = {**given, **self._settings.environment, **rendezvous,
+            environment = {**given, **for_torch, **self._settings.environment, **rendezvous,
                            launch_contract.HOSTNAME: host_ranks.host.name}
             order = Start([dataclasses.astuple(world) for world in host_ranks.worlds],
                           commands.to_bytes(self._settings.command), commands.values_to_bytes(environment),
@@ -235,6 +237,26 @@ class _Job:
         if self._settings.verbose:
             self._output.note(f"rank 0 listens at {where}")
         return {launch_contract.COORDINATOR: where, launch_contract.SECRET: key}
+
+    def _torch_variables(self, coordinator: str) -> dict[str, str]:
+        """Return where rank 0 has the store by which `torch.distributed` lets ranks meet; what the user has set prevails.
+
+        Args:
+            coordinator: host:port where rank 0 listens, if there are several hosts.
+        """
+        first, address = self._settings.hosts[0].host, "127.0.0.1"
+        if len(self._settings.hosts) > 1:
+            address, port = coordinator.rpartition(":")[0].strip("[]"), self._workers.agents.store_port
+        elif first.name == LOCAL:
+            self._store_port = HeldPort()
+            port = self._store_port.port
+        else:
+            with probed(self._workers.agents, self._workers.remote(first.name), []) as routed:
+                port = routed.store_port
+        stale = commands.another_jobs_torch_variables(self._inherited)
+        users = {name: self._inherited[name] for name in (launch_contract.MASTER_ADDR, launch_contract.MASTER_PORT)
+                 if name in self._inherited and name not in stale}
+        return {launch_contract.MASTER_ADDR: address, launch_contract.MASTER_PORT: str(port), **users}
 
     def _take(self, host: str, event: Event) -> None:
         if isinstance(event, Output):

@@ -200,6 +200,7 @@ class RouteReply(Message, frozen=True):
     addresses: list[str]
     port: int
     problem: str = ""
+    store_port: int = 0  # kept for the store of torch.distributed
 
 
 class ProbeReply(Message, frozen=True):

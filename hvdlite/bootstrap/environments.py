@@ -138,8 +138,7 @@ def _applies(environment: Environment, environ: Mapping[str, str]) -> bool:
 
 def _launch_info(environment: Environment, environ: Mapping[str, str], parent: int) -> LaunchInfo:
     is_mpi = any(row.is_mpi and row.size in environ for row in ENVIRONMENTS)  # hvdrun may have used it
-    if environment.is_mpi and environment.local_rank not in environ and "SLURM_LOCALID" in environ:  # srun --mpi=pmi2
-        environment = dataclasses.replace(environment, local_rank="SLURM_LOCALID", local_size="SLURM_STEP_TASKS_PER_NODE")
+    environment = _with_slurms_local_rank(environment, environ)
     world = _world(environment, environ)
     key = job_key(environ)
     if world.epoch and key:
@@ -159,6 +158,53 @@ def _launch_info(environment: Environment, environ: Mapping[str, str], parent: i
                       not is_mpi or environment.local_rank in environ,
                       coordinator_port=_number(environ, contract.COORDINATOR_PORT, environment, default=0),
                       how_to_have_a_key=how_to_have_a_key(environ))
+
+
+def torch_variables(environ: Mapping[str, str], parent: int) -> dict[str, str]:
+    """Return the variables by which `torch.distributed` (env://) finds the ranks, from those of another launcher.
+
+    Args:
+        environ: of this rank.
+        parent: as for `read_launch_info`.
+
+    Returns:
+        The variables that are not set; none of them if torch's launcher, or hvdrun, has set RANK. MASTER_PORT is derived
+        from the job's ids, and nothing keeps other programs off it.
+
+    Raises:
+        LaunchError: when no launcher has started this process, or its variables do not tell where rank 0 is.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return {}
+    environment = next((each for each in ENVIRONMENTS if _applies(each, environ)), None)
+    if environment is None:
+        raise LaunchError("no launcher that is known has started this process: set RANK, WORLD_SIZE, MASTER_ADDR and "
+                          "MASTER_PORT, or start it with hvdrun, torchrun, mpirun or srun")
+    environment = _with_slurms_local_rank(environment, environ)
+    world = _world(environment, environ)
+    if environment.first_host or "MASTER_ADDR" in environ:
+        first = environ.get("MASTER_ADDR") or next(environ[name] for name in environment.first_host if environ.get(name))
+    elif world.local_size == world.size:
+        first = "127.0.0.1"
+    else:
+        raise LaunchError(f"{environment.name}: the ranks are on several hosts, and the address of rank 0 is not known: set "
+                          "MASTER_ADDR, the same on all ranks")
+    found = contract.torch_environment(world, first_host(first), _port_of(environment, environ, parent))
+    return {name: value for name, value in found.items() if name not in environ}
+
+
+def _with_slurms_local_rank(environment: Environment, environ: Mapping[str, str]) -> Environment:
+    """Return an MPI environment that has its local ranks from srun (`--mpi=pmi2`)."""
+    if environment.is_mpi and environment.local_rank not in environ and "SLURM_LOCALID" in environ:
+        return dataclasses.replace(environment, local_rank="SLURM_LOCALID", local_size="SLURM_STEP_TASKS_PER_NODE")
+    return environment
+
+
+def _port_of(environment: Environment, environ: Mapping[str, str], parent: int) -> int:
+    """Return a port that the ranks of a job derive from its ids, or from their common parent without such."""
+    ids = [environ.get(variable, "") for variable in environment.job]
+    text = "|".join([environment.name, *(ids if any(ids) else [str(parent)])])
+    return PORTS[int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % len(PORTS)]
 
 
 def _world(environment: Environment, environ: Mapping[str, str]) -> World:

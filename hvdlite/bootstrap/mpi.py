@@ -129,16 +129,16 @@ def route_address(names: list[str]) -> str:
             address = socket.gethostbyname(name)
         except OSError:
             continue
-        if (own := _own_address((address, 9))) and not own.startswith("127."):
+        if (own := source_address(address)) and not own.startswith("127."):
             return own
-    return _own_address(_ANYWHERE) or "127.0.0.1"
+    return source_address(*_ANYWHERE) or "127.0.0.1"
 
 
-def _own_address(target: tuple[str, int]) -> str:
-    """Return the address from which a packet to `target` would be sent, "" without a route. Nothing is sent."""
+def source_address(host: str, port: int = 9) -> str:
+    """Return the IP address from which a packet to `host` would be sent, "" without a route. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(target)
+            probe.connect((host, port))
         except OSError:
             return ""
         return str(probe.getsockname()[0])

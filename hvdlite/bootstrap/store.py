@@ -17,14 +17,15 @@ import secrets
 import socket
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from hvdlite.bootstrap.environments import LaunchInfo
-from hvdlite.bootstrap.mpi import route_address
-from hvdlite.bootstrap.rendezvous import host_identity
+from hvdlite.bootstrap.mpi import route_address, source_address
+from hvdlite.bootstrap.rendezvous import host_identity, is_loopback
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.held_port import HeldPort
 from hvdlite.core.world import Hosts
@@ -138,6 +139,20 @@ def _answer(members: list[_Member], address: str) -> tuple[_Answer, HeldPort | N
     where = address or route_address([member.name for member in members])
     key = b"" if keyed else secrets.token_bytes(KEY_BYTES)
     return _Answer("", names, tuple(directories), (where, held.port), key, shares), held
+
+
+def own_address(environ: Mapping[str, str], store: Any) -> str:
+    """Return the IP address of this host on the way to a host that all ranks reach, "" if none is known.
+
+    That is torch's `MASTER_ADDR`, or where the store is.
+    """
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    for host in (environ.get("MASTER_ADDR", ""), getattr(store, "host", "")):
+        address = source_address(host) if host else ""
+        if address and not is_loopback(address):
+            return address
+    return ""
 
 
 def _forget(store: Any, key: str) -> None:

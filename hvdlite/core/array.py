@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdlite.core.errors import UnsupportedError
-from hvdlite.core.types import ReduceOp
+from hvdlite.core.types import BITWISE, ReduceOp
 
 Array = NDArray[Any]
 
@@ -52,7 +52,9 @@ def dtype_name(dtype: np.dtype[np.generic]) -> str:
 
 
 def check_reducible(name: str, op: ReduceOp, tensor: str) -> None:
-    """Raise `UnsupportedError` if `op` is not defined for dtype `name`."""
+    """Raise `UnsupportedError` if `op` is not one of `hvd`'s operations, or not defined for dtype `name`."""
+    if op in BITWISE:
+        raise UnsupportedError(f"{tensor}: {op.name} is an operation of torch.distributed; see hvdlite_torch.distributed")
     if op is ReduceOp.ADASUM and name not in ("float16", "bfloat16", "float32", "float64"):
         raise UnsupportedError(f"{tensor}: op=Adasum weighs vectors by their angles and needs a floating point dtype, not "
                                f"{name}; use Average or Sum")
@@ -71,6 +73,8 @@ def identity(op: ReduceOp, dtype: np.dtype[np.generic]) -> Any:
         return {"f": -0.0, "c": complex(-0.0, -0.0)}.get(kind, 0)
     if op is ReduceOp.PRODUCT:
         return 1
+    if op in BITWISE:
+        return np.invert(np.zeros((), dtype)) if op is ReduceOp.BAND else 0
     if kind == "b":
         return op is ReduceOp.MIN
     if kind == "f":

@@ -52,6 +52,14 @@ HOSTNAME = "HOROVOD_HOSTNAME"
 ELASTIC = "HOROVOD_ELASTIC"
 """1 in elastic jobs, as in Horovod."""
 
+MASTER_ADDR = "MASTER_ADDR"
+"""`torch.distributed`'s (env://): the host where rank 0 has the store by which ranks meet. Not set in elastic jobs."""
+MASTER_PORT = "MASTER_PORT"
+"""`torch.distributed`'s: the store's port."""
+TORCH_COORDINATES = {"RANK": "rank", "WORLD_SIZE": "size", "LOCAL_RANK": "local_rank", "LOCAL_WORLD_SIZE": "local_size"}
+"""`torch.distributed`'s coordinates of a rank, by field of `World`."""
+TORCH_VARIABLES = frozenset(TORCH_COORDINATES) | {MASTER_ADDR, MASTER_PORT}
+
 MEMBER_SOCKET = "member.sock"
 """In the job directory of an elastic job: the socket at which the launcher, or its agent, serves this host's members."""
 REPORT_SOCKET = "report.sock"
@@ -98,6 +106,12 @@ def rank_environment(world: World, job_directory: str | None) -> dict[str, str]:
     theirs = {name.replace("HVDLITE_", "HOROVOD_"): value for name, value in ours.items()}
     directory = {} if job_directory is None else {JOB_DIRECTORY: job_directory}
     return {**ours, **theirs, **directory}
+
+
+def torch_environment(world: World, address: str, port: int) -> dict[str, str]:
+    """Return the variables by which `torch.distributed` (env://) finds the other ranks."""
+    return {**{name: str(getattr(world, field)) for name, field in TORCH_COORDINATES.items()},
+            MASTER_ADDR: address, MASTER_PORT: str(port)}
 
 
 @dataclasses.dataclass(frozen=True)

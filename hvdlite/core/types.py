@@ -6,7 +6,7 @@ import enum
 
 
 class ReduceOp(enum.IntEnum):
-    """The operation of an allreduce; the values are Horovod's."""
+    """The operation of a reduction; the values up to PRODUCT are Horovod's, the bitwise ones are for `torch.distributed`."""
 
     AVERAGE = 0
     SUM = 1
@@ -14,11 +14,18 @@ class ReduceOp(enum.IntEnum):
     MIN = 3
     MAX = 4
     PRODUCT = 5
+    BAND = 6
+    BOR = 7
+    BXOR = 8
 
     @classmethod
     def _missing_(cls, value: object) -> ReduceOp:
-        names = ", ".join(f"hvd.{op.name.capitalize()}" for op in cls)
+        names = ", ".join(f"hvd.{op.name.capitalize()}" for op in cls if op not in BITWISE)
         raise ValueError(f"op must be one of {names}, not {value!r}")
+
+
+BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+"""The operations on the bits of integers."""
 
 
 class Collective(enum.IntEnum):

@@ -29,18 +29,24 @@ class Call:
         self.operations, self.finish, self.timeout = operations, finish, timeout
         self.error: Exception | None = None
         self.source = -1
-        self._done = threading.Event()
+        self._is_over = False
+        self._event: threading.Event | None = None  # once a thread waits
         self._callbacks: list[Callable[[Call], None]] = []
         self._lock = threading.Lock()
 
     @property
     def is_done(self) -> bool:
         """Whether it is over, successfully or not."""
-        return self._done.is_set()
+        return self._is_over
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is over; return False when that takes longer than `timeout` seconds. Raises nothing."""
-        return self._done.wait(timeout)
+        with self._lock:
+            if self._is_over:
+                return True
+            if self._event is None:
+                self._event = threading.Event()
+        return self._event.wait(timeout)
 
     def when_done(self, callback: Callable[[Call], None]) -> None:
         """Call a function when it is over: on the thread that carries it out, or at once if it is over already.
@@ -48,7 +54,7 @@ class Call:
         It may make other calls of the group, and wait for them. What it raises is logged.
         """
         with self._lock:
-            if not self._done.is_set():
+            if not self._is_over:
                 self._callbacks.append(callback)
                 return
         self._tell(callback)
@@ -57,7 +63,9 @@ class Call:
         """It is over; called once, by the thread that has carried it out."""
         with self._lock:
             self.error = error
-            self._done.set()
+            self._is_over = True
+            if self._event is not None:
+                self._event.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             self._tell(callback)

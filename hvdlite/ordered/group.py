@@ -22,12 +22,14 @@ class OrderedGroup(Protocol):
         rank: this rank's index in the group.
         size: number of ranks.
         timeout: seconds after which a call fails on a rank that still waits.
+        members: for messages: the name of each rank.
     """
 
     name: str
     rank: int
     size: int
     timeout: float
+    members: tuple[str, ...]
 
     def start(self, operations: Sequence[Operation], finish: Callable[[], None] | None = None, *,
               blocking: bool = False, timeout: float | None = None) -> Call:

@@ -81,18 +81,18 @@ class Transfer(Call):
     @property
     def is_over(self) -> bool:
         """Like `is_done`, without doing anything for it."""
-        return self._done.is_set()
+        return self._is_over
 
     @property
     def is_done(self) -> bool:
-        return self._done.is_set() or self._owner.poll(self)
+        return self._is_over or self._owner.poll(self)
 
     def wait(self, timeout: float | None = None) -> bool:
-        return self._done.is_set() or self._owner.wait(self, timeout)
+        return self._is_over or self._owner.wait(self, timeout)
 
     def wait_idly(self, timeout: float | None) -> bool:
         """Wait while another thread carries it out."""
-        return self._done.wait(timeout)
+        return super().wait(timeout)
 
 
 class Send(Transfer):

@@ -27,7 +27,7 @@ from hvdlite.negotiation.messages import Response
 
 _UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add, ReduceOp.AVERAGE: np.add, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum,
-    ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.PRODUCT: np.multiply, ReduceOp.BAND: np.bitwise_and, ReduceOp.BOR: np.bitwise_or, ReduceOp.BXOR: np.bitwise_xor,
 }
 _INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 

@@ -115,7 +115,7 @@ class HierarchicalPlane:
         if levels is not None:
             levels.area.barrier(wait_until)  # nobody reads this rank's slots any more
             levels.area.segment.release()
-            levels.area.segment.close()
+            levels.area.close()
             self._cross_plane.remove_process_set(levels.cross_set_id, wait_until)
         self._cross_plane.remove_process_set(process_set_id, wait_until)
 
@@ -138,7 +138,7 @@ class HierarchicalPlane:
         with contextlib.ExitStack() as closing:  # the cross plane first, and the rest even when it raises
             closing.callback(self._local_plane.close)
             for levels in self._two_level_sets.values():
-                closing.callback(levels.area.segment.close)
+                closing.callback(levels.area.close)
             closing.callback(self._cross_plane.close)
             self._two_level_sets.clear()
 

@@ -89,7 +89,7 @@ class ShmPlane:
         if area is not None:
             area.barrier(wait_until)  # nobody reads this rank's slots any more
             area.segment.release()
-            area.segment.close()
+            area.close()
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
         slots = self._memory.window(nbytes, ranks)
@@ -104,7 +104,7 @@ class ShmPlane:
 
     def close(self) -> None:
         for area in self._areas.values():
-            area.segment.close()
+            area.close()
         self._areas.clear()
         self._memory.close()
 
@@ -131,6 +131,9 @@ class ShmPlane:
         if not plan.response.contributors:
             return
         reduction = self._reduction(area, plan.response)
+        if self._is_small(plan, area):
+            self._reduce_small(area, plan, reduction, wait_until)
+            return
         sources, outputs = self._ends(plan)
         total = sources.size if sources else outputs.size if outputs else plan.response.elements
         per_piece = area.segment.slot // reduction.dtype.itemsize
@@ -141,6 +144,23 @@ class ShmPlane:
                 piece.reduce_whole(sources, outputs, wait_until)
         else:
             reduce_by_slices(pieces, sources, outputs, area.barrier, wait_until)
+
+    def _is_small(self, plan: Plan, area: StagingArea) -> bool:
+        """Return whether every rank contributes one small tensor, and all reduce it whole."""
+        response, sources = plan.response, plan.sources
+        return (len(sources) == 1 and len(response.contributors) == area.size
+                and sources[0].nbytes <= min(self._direct, area.segment.slot))
+
+    def _reduce_small(self, area: StagingArea, plan: Plan, reduction: Reduction, wait_until: WaitUntil) -> None:
+        """Like `Piece.reduce_whole`, with less work for the frequent case."""
+        source = plan.sources[0]
+        if source.size == 0:
+            return
+        slots = area.pieces(area.next_region(source.nbytes), reduction.dtype, source.size)
+        reduction.copy_prescaled(source, slots[area.index])
+        area.barrier(wait_until)
+        if plan.response.collective is Collective.ALLREDUCE or self._rank == plan.response.root_rank:
+            reduction.combine(slots, plan.outputs[0])
 
     def _ends(self, plan: Plan) -> tuple[Concatenation | None, Concatenation | None]:
         """Return what this rank contributes to a reduction, and where it receives the result."""

@@ -76,8 +76,8 @@ class Barrier:
             fence()
         arrivals[self._index] = due
         self._counters.flush()
-        if (arrivals >= due).all():
+        if min(arrivals.tolist()) >= due:
             self._wake_ranks(self._others)
-        wait_until(lambda: bool((arrivals >= due).all()))
+        wait_until(lambda: min(arrivals.tolist()) >= due)
         if fence is not None:
             fence()

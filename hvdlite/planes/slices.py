@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -29,14 +30,14 @@ class Concatenation:
     def __init__(self, arrays: Sequence[Array | None], begin: int = 0) -> None:
         self._arrays = [array for array in arrays if array is not None]
         assert len(self._arrays) == len(arrays), "a contributor has every tensor of the response"
-        self._begins = np.cumsum([begin, *(array.size for array in self._arrays)]).tolist()
+        self._begins = list(itertools.accumulate((array.size for array in self._arrays), initial=begin))
         self.size: int = self._begins[-1] - begin
 
     def parts(self, low: int, high: int, limit: int) -> Iterator[tuple[int, int, Array]]:
         """Yield (start, stop, view) that cover low..high; each view has at most `limit` elements and lies in one array."""
         if low >= high:
             return
-        first = int(np.searchsorted(self._begins, low, side="right")) - 1
+        first = bisect.bisect_right(self._begins, low) - 1
         for begin, array in zip(self._begins[first:], self._arrays[first:]):  # noqa: B905 (begins has one more)
             if begin >= high:
                 return

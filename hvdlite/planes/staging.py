@@ -8,13 +8,16 @@ barrier of the piece after that, which every rank has passed by then.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.planes.base import WaitUntil
 from hvdlite.planes.shm_barrier import Barrier, WakeRanks
+
+KEPT_VIEWS: Final = 64
+"""Views of small pieces that are kept."""
 
 
 class StagingSegment(Protocol):
@@ -64,6 +67,7 @@ class StagingArea:
         self.index, self.size = ranks.index(rank), len(ranks)
         self.barrier = Barrier(rank, ranks, segment, wake_ranks)
         self._pieces = 0
+        self._views: dict[tuple[int, np.dtype[np.generic], int], list[Array]] = {}
 
     def next_region(self, nbytes: int) -> int:
         """Return the region for the next piece, and allocate `nbytes` in this rank's slot."""
@@ -76,6 +80,21 @@ class StagingArea:
         """Return a rank's slot as elements of `dtype`."""
         staging = self.segment.staging(index, region)
         return staging[:staging.size // dtype.itemsize * dtype.itemsize].view(dtype)
+
+    def pieces(self, region: int, dtype: np.dtype[np.generic], count: int) -> list[Array]:
+        """Return the first `count` elements of each rank's slot; the last views are kept, because small pieces repeat."""
+        key = region, dtype, count
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= KEPT_VIEWS:
+                self._views.clear()
+            views = self._views[key] = [self.slot(index, region, dtype)[:count] for index in range(self.size)]
+        return views
+
+    def close(self) -> None:
+        """Unmap the memory. The pages remain: a slower rank may still read them."""
+        self._views.clear()
+        self.segment.close()
 
     def total(self, values: Array, wait_until: WaitUntil) -> Array:
         """Return the sum of all ranks' float64 arrays, in rank order; the array must fit into a slot."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from hvdlite.bootstrap.environments import LaunchInfo, job_key, read_launch_info
-from hvdlite.bootstrap.store import Store, meet_in_store
+from hvdlite.bootstrap.store import Store, meet_in_store, own_address
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config, timeout_or_inf
 from hvdlite.core.errors import LaunchError
@@ -108,6 +108,7 @@ class Groups:
         configure_logging(config, lambda: rank)
         info, shared = meet_in_store(store, rank, size, job_key(environment),
                                      place=environment.get(launch_contract.JOB_DIRECTORY, ""),
+                                     address=own_address(environment, store),
                                      can_share=self._can_share(rank, size, is_world=is_world),
                                      timeout=timeout_or_inf(config.start_timeout))
         try:

@@ -130,6 +130,7 @@ class Recorder:
         self.barrier = Barrier(rank, tuple(range(size)), self,
                                one_by_one(lambda other: self.operate(f"bell{other}")))
         self._waits = False
+        self._due = 0  # how often this rank has come
 
     def write(self, where: str, value: int) -> None:
         self.program.append(Event("write", where, value))
@@ -149,18 +150,17 @@ class Recorder:
         self.barrier(wait_until)
 
     def __setitem__(self, index: int, count: int) -> None:
+        self._due = count
         self.write(f"counter{index}", count)
 
-    def __ge__(self, count: int) -> Recorder:
+    def tolist(self) -> list[int]:
+        """Return the counters, as if somebody else were the last."""
+        count = self._due
         if self._looks and not self._waits:
             self.program += [Event("read", f"counter{index}", count) for index in range(self._size) if index != self._rank]
         elif self._waits and not self._looks:
             self.program += [Event("await", f"counter{index}", count) for index in range(self._size)]
-        return self
-
-    def all(self) -> bool:
-        """Somebody else is the last."""
-        return self._waits
+        return [count if self._waits else count - 1] * self._size
 
 
 Use = Callable[[Recorder, int, int], None]

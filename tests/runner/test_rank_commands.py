@@ -46,3 +46,16 @@ def test_an_executable_script_is_run_as_it_is(tmp_path: Path, monkeypatch: pytes
     assert resolve_command(["sh", "-c", "true"], PATH) == ["sh", "-c", "true"]
     (tmp_path / "plain.py").write_text("")
     assert resolve_command(["plain.py", "--fast"], PATH) == [sys.executable, "plain.py", "--fast"]
+
+
+def test_torch_finds_the_ranks() -> None:
+    settings = {"MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    coordinates = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    world = World(1, 2, 0, 1)
+    assert rank_environment(world, "/job", {}, settings).items() >= {**settings, **coordinates}.items()
+    assert not rank_environment(world, "/job", {}, {}).keys() & coordinates.keys(), "an elastic job has other ranks later"
+    users = {"RANK": "7", "LOCAL_RANK": "5"}
+    assert rank_environment(world, "/job", users, settings).items() >= {**coordinates, **users}.items()
+    in_a_rank = {**users, "HVDLITE_RANK": "7", "WORLD_SIZE": "9", "MASTER_PORT": "2"}
+    assert rank_environment(world, "/job", in_a_rank, settings).items() >= {**settings, **coordinates}.items()
+    assert not rank_environment(world, "/job", in_a_rank, {}).keys() & coordinates.keys()

@@ -1,0 +1,268 @@
+"""The methods by which `torch.distributed` uses a process group, over an ordered group.
+
+They have the names and arguments of c10d's virtual methods. A class of this kind exists for each way in which torch lets
+Python implement a backend: `process_group.py` and `backend.py`.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvdlite.core.errors import OperationTimeoutError
+from hvdlite.ordered.call import Call
+from hvdlite.ordered.group import OrderedGroup
+from hvdlite_torch.distributed import sparse
+from hvdlite_torch.distributed import tensors as memory
+from hvdlite_torch.distributed.errors import as_backend_error, missed
+from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, Prepared, Reduce
+from hvdlite_torch.distributed.work import GroupWork, Works
+
+_UNSET = datetime.timedelta()
+_SUM = Reduce.of(torch.distributed.ReduceOp.SUM)
+
+
+class Collectives:
+    """Mixed into a class of torch. Lists of tensors are as in c10d: a list of one tensor, or of one list of tensors."""
+
+    _ordered: OrderedGroup
+    _operations: Operations
+    _done: GroupWork  # of every blocking call that has succeeded: nobody asks it for more than that
+    _calls: int  # collectives begun
+    _coalesced: list[GroupWork] | None  # the works since `_start_coalescing`; None outside
+
+    def attach(self, ordered: OrderedGroup) -> None:
+        """Set the group that carries out the calls."""
+        self._ordered, self._operations = ordered, Operations(ordered.rank, ordered.size)
+        self._calls, self._coalesced = 0, None
+        done = Call(())
+        done.end()
+        self._done = GroupWork(done, [])
+
+    # --- collectives --------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        """See `torch.distributed.all_reduce`; sparse tensors too."""
+        if tensors[0].layout is not torch.strided:
+            return self.allreduce_sparse(tensors, opts)
+        return self._start(self._operations.allreduce(tensors, _reduce(opts)), opts)
+
+    def allreduce_sparse(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        """Sum a sparse tensor; it waits for the other ranks' numbers of values."""
+        (tensor,) = tensors
+        counts = [torch.empty(1, dtype=torch.int64) for _ in range(self._ordered.size)]
+        own = sparse.coalesced(tensor, _reduce(opts))
+        prepared = self._operations.allgather(counts, torch.tensor([own._nnz()]), sparse.told(own))
+        self._run(prepared.operations, prepared.finish, opts)
+        return self._start(sparse.summing(self._operations, tensor, own, [int(count) for count in counts]), opts)
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        """Like `allreduce`, of several tensors."""
+        return self._start(self._operations.allreduce(tensors, _reduce(opts)), opts)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
+        """See `torch.distributed.broadcast`."""
+        return self._start(self._operations.broadcast(tensors, self._root(opts, "broadcast")), opts)
+
+    def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
+        """See `torch.distributed.reduce`."""
+        (tensor,) = tensors
+        return self._start(self._operations.reduce(tensor, self._root(opts, "reduce"), _reduce(opts)), opts)
+
+    def allgather(self, output_tensors: Sequence[Sequence[torch.Tensor]], input_tensors: Sequence[torch.Tensor],
+                  opts: Any = None) -> Any:
+        """See `torch.distributed.all_gather`; the tensors of different ranks may differ in size."""
+        (outputs,), (own,) = output_tensors, input_tensors
+        return self._start(self._operations.allgather(outputs, own), opts)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        """See `torch.distributed.all_gather_into_tensor`."""
+        return self._start(self._operations.allgather_single(output, input), opts)
+
+    def allgather_coalesced(self, output_lists: Sequence[Sequence[torch.Tensor]], input_list: Sequence[torch.Tensor],
+                            opts: Any = None) -> Any:
+        """Gather several tensors of each rank; one list of outputs for each rank."""
+        if any(len(outputs) != len(input_list) for outputs in output_lists):
+            raise ValueError("all_gather_coalesced: each rank's list of outputs must have one tensor for each of the "
+                             f"{len(input_list)} inputs; they have {[len(outputs) for outputs in output_lists]}")
+        return self._start(_joined([self._operations.allgather([outputs[index] for outputs in output_lists], own)
+                                    for index, own in enumerate(input_list)]), opts)
+
+    def all_gather_single_coalesced(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
+                                    opts: Any = None) -> Any:
+        """Like `all_gather_single`, of several tensors."""
+        return self._start(_joined([self._operations.allgather_single(output, own)
+                                    for output, own in _pairs(outputs, inputs, "all_gather_single_coalesced")]), opts)
+
+    def gather(self, output_tensors: Sequence[Sequence[torch.Tensor]], input_tensors: Sequence[torch.Tensor],
+               opts: Any) -> Any:
+        """See `torch.distributed.gather`; `output_tensors` is empty on other ranks than the root."""
+        (own,) = input_tensors
+        outputs = output_tensors[0] if output_tensors else None
+        return self._start(self._operations.gather(outputs, own, self._root(opts, "gather")), opts)
+
+    def scatter(self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[Sequence[torch.Tensor]],
+                opts: Any) -> Any:
+        """See `torch.distributed.scatter`; `input_tensors` is empty on other ranks than the root."""
+        (output,) = output_tensors
+        inputs = input_tensors[0] if input_tensors else None
+        return self._start(self._operations.scatter(output, inputs, self._root(opts, "scatter")), opts)
+
+    def reduce_scatter(self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[Sequence[torch.Tensor]],
+                       opts: Any = None) -> Any:
+        """See `torch.distributed.reduce_scatter`; the tensors of different ranks may differ in size."""
+        (output,), (inputs,) = output_tensors, input_tensors
+        return self._start(self._operations.reduce_scatter(output, inputs, _reduce(opts)), opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        """See `torch.distributed.reduce_scatter_tensor`."""
+        return self._start(self._operations.reduce_scatter_single(output, input, _reduce(opts)), opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
+                                        opts: Any = None) -> Any:
+        """Like `reduce_scatter_single`, of several tensors."""
+        reduce = _reduce(opts)
+        return self._start(_joined([self._operations.reduce_scatter_single(output, own, reduce) for output, own
+                                    in _pairs(outputs, inputs, "reduce_scatter_single_coalesced")]), opts)
+
+    def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor, output_split_sizes: Sequence[int],
+                          input_split_sizes: Sequence[int], opts: Any = None) -> Any:
+        """See `torch.distributed.all_to_all_single`."""
+        return self._start(self._operations.alltoall_single(output, input, output_split_sizes, input_split_sizes), opts)
+
+    def alltoall(self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[torch.Tensor],
+                 opts: Any = None) -> Any:
+        """See `torch.distributed.all_to_all`."""
+        return self._start(self._operations.alltoall(output_tensors, input_tensors), opts)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """See `torch.distributed.barrier`."""
+        return self._start(self._operations.barrier(), opts)
+
+    # --- sends and receives -------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Sequence[torch.Tensor], dst_rank: int, tag: int) -> Any:
+        """See `torch.distributed.isend`."""
+        (tensor,) = tensors
+        memory.check(tensor, "send")
+        self._check_rank(dst_rank, "send", "destination")
+        return self._began(GroupWork(self._ordered.send(memory.memory(memory.dense(tensor)), dst_rank, tag), [tensor]))
+
+    def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int) -> Any:
+        """See `torch.distributed.irecv`."""
+        self._check_rank(src_rank, "recv", "source")
+        return self._receive(tensors, src_rank, tag)
+
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Any:
+        """Receive from the rank that has sent first; `Work.source_rank` tells which one that was."""
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: Sequence[torch.Tensor], source: int | None, tag: int) -> Any:
+        (tensor,) = tensors
+        memory.check(tensor, "recv")
+        if memory.room_for(tensor) is not tensor:
+            raise ValueError("recv: Tensors must be contiguous: this one has the shape "
+                             f"{tuple(tensor.shape)} and the strides {tensor.stride()}")
+        return self._began(GroupWork(self._ordered.receive(memory.memory(tensor), source, tag), [tensor]))
+
+    # --- the group ----------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Leave the group; operations under way fail."""
+        self._ordered.close()
+
+    def abort(self) -> None:
+        """Fail all operations under way on this rank, and leave the group."""
+        self._ordered.abort("abort() was called")
+        self._ordered.close()
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Set the time after which operations fail from now on."""
+        self._ordered.timeout = timeout.total_seconds()
+
+    def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
+        self.set_timeout(timeout)
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._calls
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass  # calls are counted from the beginning
+
+    def _run_monitored_barrier(self, timeout: datetime.timedelta | None, wait_all_ranks: bool) -> None:
+        """Wait for all ranks; raise an error that names those that do not come in time."""
+        seconds = timeout.total_seconds() if timeout is not None and timeout >= _UNSET else self._ordered.timeout
+        self._calls += 1
+        call = self._ordered.start([MONITORED_BARRIER], blocking=True, timeout=seconds)
+        if isinstance(call.error, OperationTimeoutError) and call.error.ranks:
+            raise missed(call.error, self._ordered, seconds, all_ranks=wait_all_ranks)
+        if call.error is not None:
+            raise as_backend_error(call.error)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _start(self, prepared: Prepared, opts: Any) -> Any:
+        """Start operations; return their work."""
+        self._calls += 1
+        is_blocking = opts is not None and not getattr(opts, "asyncOp", True)
+        call = self._ordered.start(prepared.operations, prepared.finish, blocking=is_blocking, **_timeout(opts))
+        if is_blocking and call.is_done and call.error is None:
+            return self._done
+        return self._began(GroupWork(call, prepared.tensors))
+
+    def _run(self, operations: Sequence[Any], finish: Any, opts: Any) -> None:
+        """Carry out operations on this thread, before what follows."""
+        self._calls += 1
+        GroupWork(self._ordered.start(operations, finish, blocking=True, **_timeout(opts)), []).wait()
+
+    def _began(self, work: GroupWork) -> GroupWork:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _begin_coalescing(self) -> None:
+        self._coalesced = []
+
+    def _finish_coalescing(self) -> Works:
+        works, self._coalesced = self._coalesced or [], None
+        return Works(works)
+
+    def _root(self, opts: Any, name: str) -> int:
+        root = int(opts.rootRank)
+        self._check_rank(root, name, "root")
+        return root
+
+    def _check_rank(self, rank: int, name: str, what: str) -> None:
+        if not 0 <= rank < self._ordered.size:
+            raise ValueError(f"{name}: invalid {what} rank: {rank} is not in 0..{self._ordered.size - 1}, the group's ranks")
+
+
+def _reduce(opts: Any) -> Reduce:
+    return _SUM if opts is None else Reduce.of(opts.reduceOp)
+
+
+def _timeout(opts: Any) -> dict[str, float]:
+    """Return the timeout that was set for a call, as an argument of `OrderedGroup.start`."""
+    timeout = getattr(opts, "timeout", _UNSET)
+    return {"timeout": timeout.total_seconds()} if timeout > _UNSET else {}
+
+
+def _joined(prepared: Sequence[Prepared]) -> Prepared:
+    """Return several calls as one."""
+    finishes = [each.finish for each in prepared if each.finish is not None]
+
+    def finish() -> None:
+        for each in finishes:
+            each()
+
+    return Prepared([operation for each in prepared for operation in each.operations],
+                    [tensor for each in prepared for tensor in each.tensors], finish if finishes else None)
+
+
+def _pairs(outputs: Sequence[Any], inputs: Sequence[torch.Tensor], name: str) -> Sequence[tuple[Any, torch.Tensor]]:
+    if len(outputs) != len(inputs):
+        raise ValueError(f"{name}: {len(outputs)} outputs for {len(inputs)} inputs; there must be as many")
+    return list(zip(outputs, inputs, strict=True))

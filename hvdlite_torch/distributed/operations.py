@@ -1,0 +1,361 @@
+"""The collectives of `torch.distributed` as operations of an ordered group; no rank is needed to make them.
+
+What travels without arithmetic travels as bytes, so that every dtype of torch can. Ranks may call a collective with
+different shapes of the same number of elements, as with torch's own backends: errors and checks therefore show numbers of
+elements. A tensor that is not contiguous is copied, and an output copied back when the operation is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch.distributed import ReduceOp as TorchOp
+
+from hvdlite.core.types import BITWISE, Collective, ReduceOp
+from hvdlite.ordered.operations import Operation
+from hvdlite_torch.distributed import tensors as memory
+from hvdlite_torch.distributed.errors import UnsupportedArgumentError
+
+_OPS: Final = {
+    TorchOp.SUM: ReduceOp.SUM, TorchOp.AVG: ReduceOp.AVERAGE, TorchOp.MIN: ReduceOp.MIN, TorchOp.MAX: ReduceOp.MAX,
+    TorchOp.PRODUCT: ReduceOp.PRODUCT, TorchOp.BAND: ReduceOp.BAND, TorchOp.BOR: ReduceOp.BOR, TorchOp.BXOR: ReduceOp.BXOR,
+    TorchOp.PREMUL_SUM: ReduceOp.SUM,
+}
+_OF_BOOL: Final = {
+    ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN, ReduceOp.MIN: ReduceOp.MIN, ReduceOp.MAX: ReduceOp.MAX,
+    ReduceOp.BAND: ReduceOp.MIN, ReduceOp.BOR: ReduceOp.MAX, ReduceOp.BXOR: ReduceOp.BXOR,
+}
+"""Booleans are reduced as NCCL reduces them: a sum is true if any rank has true."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """What one rank does for a call of `torch.distributed`.
+
+    Attributes:
+        operations: in order.
+        tensors: the result, as `Work.result` returns it.
+        finish: copies results to tensors that are not contiguous; None if there is nothing to copy.
+    """
+
+    operations: Sequence[Operation]
+    tensors: list[torch.Tensor]
+    finish: Callable[[], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reduce:
+    """How values are reduced: torch's operation, and the factor of PREMUL_SUM, which may differ between ranks."""
+
+    name: str
+    op: ReduceOp
+    prescale: float = 1.0
+
+    @classmethod
+    def of(cls, given: Any) -> Reduce:
+        """Return what a `torch.distributed.ReduceOp` says."""
+        kind = getattr(given, "op", given)
+        if kind != TorchOp.PREMUL_SUM:
+            return _plain(kind)
+        return cls("PREMUL_SUM", ReduceOp.SUM, float(given.factor))
+
+    def on(self, dtype: torch.dtype, what: str) -> ReduceOp:
+        """Return the operation for values of a dtype.
+
+        Raises:
+            UnsupportedArgumentError: if there is none.
+        """
+        if dtype not in memory.REDUCED:
+            raise UnsupportedArgumentError(f"{what}: {memory.NAMES[dtype]} can be moved, but not reduced; convert it first")
+        if dtype is torch.bool:
+            if self.op not in _OF_BOOL or self.prescale != 1.0:
+                raise UnsupportedArgumentError(f"{what}: {self.name} is not defined for bool; convert it first")
+            return _OF_BOOL[self.op]
+        if self.op in BITWISE and (dtype.is_floating_point or dtype.is_complex):
+            raise UnsupportedArgumentError(f"{what}: cannot use ReduceOp.{self.name} with {memory.NAMES[dtype]}, "
+                                           "only with integers and bool")
+        if dtype.is_complex and self.op in (ReduceOp.MIN, ReduceOp.MAX):
+            raise UnsupportedArgumentError(f"{what}: complex numbers have no order, so no ReduceOp.{self.name}")
+        return self.op
+
+
+@functools.cache
+def _plain(kind: Any) -> Reduce:
+    name = str(kind).rpartition(".")[2]
+    if kind not in _OPS:
+        raise UnsupportedArgumentError(f"ReduceOp.{name} is not supported; supported: "
+                                       + ", ".join(str(each).rpartition(".")[2] for each in _OPS))
+    return Reduce(name, _OPS[kind])
+
+
+@functools.lru_cache(4096)
+def _told(name: str, how: str, dtype: torch.dtype, count: object) -> str:
+    """Return a call in an error's words, which are equal on all ranks if the ranks agree."""
+    return f"{name}({how}{', ' if how else ''}{memory.NAMES[dtype]}[{count}])"
+
+
+class Operations:
+    """Makes the operations of one rank of a group.
+
+    Every method raises `UnsupportedArgumentError` for tensors that cannot be served, and `ValueError` for numbers of tensors
+    or elements that do not fit.
+
+    Args:
+        rank: this rank's index in the group.
+        size: number of ranks of the group.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], reduce: Reduce, name: str = "all_reduce") -> Prepared:
+        """Reduce every tensor in place; tensors of one dtype together."""
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            memory.check(tensor, name)
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        operations, copies = [], _Copies()
+        for dtype, members in by_dtype.items():
+            op = reduce.on(dtype, name)
+            arrays = [memory.values(copies.room_with_values(tensor)) for tensor in members]
+            count = arrays[0].size if len(arrays) == 1 else f"{len(arrays)} tensors, {sum(array.size for array in arrays)}"
+            operations.append(Operation(
+                collective=Collective.ALLREDUCE, agreed=_told(name, reduce.name, dtype, count), dtype=memory.NAMES[dtype],
+                sources=arrays, outputs=arrays, op=op, prescale=reduce.prescale))
+        return Prepared(operations, list(tensors), copies.finish)
+
+    def reduce(self, tensor: torch.Tensor, root: int, reduce: Reduce) -> Prepared:
+        """Reduce in place on the root; other ranks keep their values."""
+        memory.check(tensor, "reduce")
+        op, copies = reduce.on(tensor.dtype, "reduce"), _Copies()
+        array = memory.values(copies.room_with_values(tensor) if self._rank == root else memory.dense(tensor))
+        operation = Operation(
+            collective=Collective.REDUCE, agreed=_told("reduce", f"{reduce.name}, to rank {root}", tensor.dtype, array.size),
+            dtype=memory.NAMES[tensor.dtype], sources=[array], outputs=[array if self._rank == root else None], op=op,
+            root=root, prescale=reduce.prescale)
+        return Prepared([operation], [tensor], copies.finish)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> Prepared:
+        """Copy the root's values to all ranks."""
+        operations, copies = [], _Copies()
+        for tensor in tensors:
+            memory.check(tensor, "broadcast")
+            array = memory.memory(memory.dense(tensor) if self._rank == root else copies.room(tensor))
+            operations.append(Operation(
+                collective=Collective.BROADCAST, dtype="uint8", sources=[array], outputs=[array], root=root,
+                agreed=_told("broadcast", f"from rank {root}", tensor.dtype, tensor.numel())))
+        return Prepared(operations, list(tensors), copies.finish)
+
+    def allgather(self, outputs: Sequence[torch.Tensor], own: torch.Tensor, name: str = "all_gather") -> Prepared:
+        """Gather every rank's tensor in `outputs`; their numbers of elements may differ between ranks."""
+        self._check_parts(outputs, name)
+        self._check_like(outputs, own, name)
+        rows = tuple(output.numel() for output in outputs)
+        if own.numel() != rows[self._rank]:
+            raise ValueError(f"{name}: this rank's tensor has {own.numel()} elements, and its place in the output "
+                             f"{rows[self._rank]}; they must be equal")
+        copies = _Copies()
+        return Prepared([self._gathering(copies.room_for_all(outputs), own, rows, name)], list(outputs), copies.finish)
+
+    def allgather_single(self, output: torch.Tensor, own: torch.Tensor) -> Prepared:
+        """Gather every rank's tensor, of equal size, in one."""
+        name = "all_gather"
+        self._check_like([output], own, name)
+        if output.numel() != own.numel() * self._size:
+            raise ValueError(f"{name}: output tensor size must be equal to world_size times input tensor size; the output "
+                             f"has {output.numel()} elements, the input {own.numel()} on each of {self._size} ranks")
+        copies = _Copies()
+        return Prepared([self._gathering(copies.room(output), own, (own.numel(),) * self._size, name)], [output],
+                        copies.finish)
+
+    def gather(self, outputs: Sequence[torch.Tensor] | None, own: torch.Tensor, root: int) -> Prepared:
+        """Gather every rank's tensor on the root, which alone has `outputs`; all have the same number of elements."""
+        memory.check(own, "gather")
+        copies, target, count = _Copies(), None, own.numel()
+        if self._rank == root:
+            outputs = outputs or []
+            self._check_parts(outputs, "gather")
+            self._check_like(outputs, own, "gather")
+            _check_even(outputs, own, "gather")
+            target = memory.memory(copies.room_for_all(outputs))
+        operation = Operation(
+            collective=Collective.GATHER, agreed=_told("gather", f"to rank {root}", own.dtype, count), dtype="uint8",
+            sources=[memory.memory(memory.dense(own))], outputs=[target], root=root,
+            rows=(count * own.element_size(),) * self._size)
+        return Prepared([operation], list(outputs or []), copies.finish)
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> Prepared:
+        """Give every rank one of the tensors of the root, which alone has `inputs`; all have the same number of elements."""
+        memory.check(output, "scatter")
+        sources = []
+        if self._rank == root:
+            inputs = inputs or []
+            self._check_parts(inputs, "scatter")
+            self._check_like(inputs, output, "scatter")
+            _check_even(inputs, output, "scatter")
+            sources = [memory.memory(memory.concatenated(inputs))]
+        copies = _Copies()
+        operation = Operation(
+            collective=Collective.SCATTER, agreed=_told("scatter", f"from rank {root}", output.dtype, output.numel()),
+            dtype="uint8", sources=sources, outputs=[memory.memory(copies.room(output))], root=root,
+            rows=(output.numel() * output.element_size(),) * self._size)
+        return Prepared([operation], [output], copies.finish)
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduce: Reduce) -> Prepared:
+        """Reduce the ranks' lists of tensors; each rank gets one of the results. The tensors' sizes may differ."""
+        name = "reduce_scatter"
+        self._check_parts(inputs, name)
+        self._check_like(inputs, output, name)
+        rows = tuple(part.numel() for part in inputs)
+        if output.numel() != rows[self._rank]:
+            raise ValueError(f"{name}: the output has {output.numel()} elements, and this rank's tensor of the inputs "
+                             f"{rows[self._rank]}; they must be equal")
+        return self._scattering(output, memory.concatenated(inputs), rows, reduce)
+
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, reduce: Reduce) -> Prepared:
+        """Reduce the ranks' tensors; each rank gets an equal part of the result."""
+        self._check_like([source], output, "reduce_scatter")
+        if source.numel() != output.numel() * self._size:
+            raise ValueError("reduce_scatter: input tensor must be the same size as output size times world size; the input "
+                             f"has {source.numel()} elements, the output {output.numel()} on each of {self._size} ranks")
+        return self._scattering(output, memory.dense(source), (output.numel(),) * self._size, reduce)
+
+    def alltoall_single(self, output: torch.Tensor, source: torch.Tensor, output_splits: Sequence[int],
+                        input_splits: Sequence[int]) -> Prepared:
+        """Exchange rows of tensors; without splits every rank gets as many."""
+        self._check_like([output], source, "all_to_all")
+        received, sent = self._elements(output, output_splits, "output"), self._elements(source, input_splits, "input")
+        copies = _Copies()
+        is_even = not output_splits and not input_splits  # on this rank, and on all if the calls agree
+        if is_even and received != sent:
+            raise ValueError(f"all_to_all: the output has {output.numel()} elements, the input {source.numel()}; without "
+                             "splits they must be equal")
+        return Prepared([_exchange(copies.room(output), memory.dense(source), received, sent, is_even)], [output],
+                        copies.finish)
+
+    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Prepared:
+        """Exchange lists of tensors of any sizes."""
+        self._check_parts(outputs, "all_to_all")
+        self._check_parts(inputs, "all_to_all")
+        self._check_like([*outputs, *inputs], inputs[0], "all_to_all")
+        received, sent = ([part.numel() for part in parts] for parts in (outputs, inputs))
+        copies = _Copies()
+        exchange = _exchange(copies.room_for_all(outputs), memory.concatenated(inputs), received, sent)
+        return Prepared([exchange], list(outputs), copies.finish)
+
+    def barrier(self) -> Prepared:
+        """Wait until all ranks have come."""
+        return Prepared([_BARRIER], [])
+
+    def _gathering(self, whole: torch.Tensor, own: torch.Tensor, rows: tuple[int, ...], name: str) -> Operation:
+        count = rows[0] if len(set(rows)) == 1 else ", ".join(map(str, rows))
+        unit = own.element_size()
+        return Operation(
+            collective=Collective.ALLGATHER, agreed=_told(name, "", own.dtype, count), dtype="uint8",
+            sources=[memory.memory(memory.dense(own))], outputs=[memory.memory(whole)],
+            rows=tuple(row * unit for row in rows))
+
+    def _scattering(self, output: torch.Tensor, source: torch.Tensor, rows: tuple[int, ...], reduce: Reduce) -> Prepared:
+        count = rows[0] if len(set(rows)) == 1 else ", ".join(map(str, rows))
+        op, copies = reduce.on(output.dtype, "reduce_scatter"), _Copies()
+        operation = Operation(
+            collective=Collective.REDUCESCATTER, agreed=_told("reduce_scatter", reduce.name, output.dtype, count),
+            dtype=memory.NAMES[output.dtype], sources=[memory.values(source)], outputs=[memory.values(copies.room(output))],
+            op=op, rows=rows, prescale=reduce.prescale)
+        return Prepared([operation], [output], copies.finish)
+
+    def _elements(self, tensor: torch.Tensor, splits: Sequence[int], what: str) -> list[int]:
+        """Return the elements for each rank of a tensor that is split along its first dimension."""
+        length = tensor.shape[0] if tensor.dim() else 1
+        if not splits:
+            if length % self._size:
+                raise ValueError(f"all_to_all: Tensor's dim 0 does not divide equally across group size: the {what} has "
+                                 f"{length} rows for {self._size} ranks; pass {what}_split_sizes")
+            return [tensor.numel() // self._size] * self._size
+        if len(splits) != self._size or sum(splits) != length or min(splits) < 0:
+            raise ValueError(f"all_to_all: Split sizes doesn't match total dim 0 size: the {what} has {length} rows for "
+                             f"{self._size} ranks, the splits are {list(splits)}")
+        per_row = tensor.numel() // length if length else 0
+        return [split * per_row for split in splits]
+
+    def _check_parts(self, parts: Sequence[torch.Tensor], name: str) -> None:
+        if len(parts) != self._size:
+            raise ValueError(f"{name}: the list has {len(parts)} tensors; it needs one for each of {self._size} ranks")
+
+    def _check_like(self, tensors: Sequence[torch.Tensor], like: torch.Tensor, name: str) -> None:
+        memory.check(like, name)
+        for tensor in tensors:
+            memory.check(tensor, name)
+            if tensor.dtype is not like.dtype:
+                raise ValueError(f"{name}: Invalid usage of tensors with different dtypes: {memory.NAMES[tensor.dtype]} and "
+                                 f"{memory.NAMES[like.dtype]}")
+
+
+_BARRIER: Final = Operation(collective=Collective.BARRIER, agreed="barrier()", dtype="uint8")
+MONITORED_BARRIER: Final = Operation(collective=Collective.BARRIER, agreed="monitored_barrier()", dtype="uint8")
+
+
+def _exchange(output: torch.Tensor, source: torch.Tensor, received: Sequence[int], sent: Sequence[int],
+              is_even: bool = False) -> Operation:
+    """Return an alltoall; without `is_even` the ranks tell each other how much they send."""
+    unit, arrays = source.element_size(), (memory.memory(source), memory.memory(output))
+    if is_even:
+        return Operation(
+            collective=Collective.ALLTOALL, agreed=_told("all_to_all", "no splits", source.dtype, source.numel()),
+            dtype="uint8", sources=arrays[:1], outputs=arrays[1:], rows=(sent[0] * unit,) * len(sent))
+    return Operation(
+        collective=Collective.ALLTOALL, agreed=f"all_to_all({memory.NAMES[source.dtype]}, splits)", dtype="uint8",
+        sources=arrays[:1], outputs=arrays[1:], sent=tuple(count * unit for count in sent),
+        received=tuple(count * unit for count in received))
+
+
+def _check_even(parts: Sequence[torch.Tensor], like: torch.Tensor, name: str) -> None:
+    for index, part in enumerate(parts):
+        if part.numel() != like.numel():
+            raise ValueError(f"{name}: tensor {index} of the list has {part.numel()} elements, this rank's tensor "
+                             f"{like.numel()}; all must be equal")
+
+
+class _Copies:
+    """The outputs of a call that get their values by copies when the operations are done."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def finish(self) -> Callable[[], None] | None:
+        """The function that makes the copies; None without any."""
+        return self._copy if self._copies else None
+
+    def room(self, output: torch.Tensor) -> torch.Tensor:
+        """Return contiguous memory for an output."""
+        room = memory.room_for(output)
+        if room is not output:
+            self._copies.append((output, room))
+        return room
+
+    def room_with_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return contiguous memory for a tensor that is replaced by a result, with its values."""
+        room = memory.dense(tensor.detach())
+        if room.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+            self._copies.append((tensor, room))
+        return room
+
+    def room_for_all(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return contiguous memory for outputs one after the other."""
+        whole = memory.adjoining(outputs)
+        if whole is None:
+            whole = torch.empty(sum(output.numel() for output in outputs), dtype=outputs[0].dtype)
+            begin = 0
+            for output in outputs:
+                self._copies.append((output, whole[begin:begin + output.numel()]))
+                begin += output.numel()
+        return whole
+
+    def _copy(self) -> None:
+        for output, values in self._copies:
+            memory.copy_to(output, values)

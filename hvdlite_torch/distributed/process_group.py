@@ -1,0 +1,243 @@
+"""The process group: torch lets Python implement a whole `ProcessGroup`, and uses it instead of one of its own.
+
+Before torch 2.14, Python cannot implement a backend of a process group; the process group then answers for it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from hvdlite.ordered.group import OrderedGroup
+from hvdlite_torch.distributed import backend, other_devices
+from hvdlite_torch.distributed.backend import NAME
+from hvdlite_torch.distributed.collectives import Collectives
+from hvdlite_torch.distributed.compiling import leave_to_python
+from hvdlite_torch.distributed.overloads import OVERLOADS
+from hvdlite_torch.distributed.work import Works
+
+if TYPE_CHECKING:
+    _ProcessGroup: Any = object
+else:
+    _ProcessGroup = torch.distributed.ProcessGroup
+
+_CPU: Final = torch.device("cpu")
+
+
+class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
+    """Implements `torch.distributed.ProcessGroup`, and answers for the backend that torch looks for in one.
+
+    Tensors on another device go to the backend that the script has named for it ("cpu:hvdlite,cuda:nccl"), which is made
+    when it is first needed.
+
+    Args:
+        ordered: carries out the calls.
+        store: the group's.
+        name: under which torch registers the group.
+        timeout: of operations.
+        join: makes a group of some of its ranks: from a store, a name, a rank, the ranks of this group, and a timeout.
+    """
+
+    def __init__(self, ordered: OrderedGroup, store: Any, name: str, timeout: datetime.timedelta,
+                 join: Callable[..., HvdliteProcessGroup]) -> None:
+        super().__init__(ordered.rank, ordered.size)  # the constructor with a store is not for classes of Python
+        self.attach(ordered)
+        self._store, self._timeout, self._join = store, timeout, join
+        self._other_backends: dict[str, Any] = {}  # by type of device
+        self._group_name, self._group_desc = name, ""
+        self._set_default_backend(c10d.ProcessGroup.BackendType.CUSTOM)
+        self._backend: Any = self
+        if backend.IS_POSSIBLE:
+            self._backend = backend.HvdliteBackend(ordered, timeout)
+            self._register_backend(_CPU, c10d.ProcessGroup.BackendType.CUSTOM, self._backend)
+
+    # --- names, which C++ asks for --------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        """Return the backend's name."""
+        return NAME
+
+    def getRank(self) -> int:
+        """Return this process's rank in the group."""
+        return self._ordered.rank
+
+    def getSize(self) -> int:
+        """Return the number of ranks."""
+        return self._ordered.size
+
+    def getGroupName(self) -> str:
+        """Return the name under which torch has registered the group."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        """Set the name under which torch has registered the group."""
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:
+        """Return the description that the script has given the group."""
+        return self._group_desc
+
+    def setGroupDesc(self, description: str) -> None:
+        """Set the description that the script has given the group, which errors and reports show."""
+        self._group_desc = description
+
+    def name(self) -> str:
+        """Return the backend's name."""
+        return NAME
+
+    def get_group_store(self) -> Any:
+        """Return the group's store."""
+        return self._store
+
+    # --- what torch asks the backend of a group, which is the group itself before torch 2.14 -----------------------
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    @property
+    def options(self) -> Any:
+        """The options of a backend: its name and timeout."""
+        return c10d.Backend.Options(NAME, self._timeout)
+
+    def get_error(self) -> Any:
+        """Return that there is no error: those of operations are raised by their work."""
+        return c10d.ErrorType.SUCCESS
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return the backend for a device."""
+        other = None if device.type == "cpu" else self._backend_for(device.type)
+        return self._backend if other is None else other
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU, *map(torch.device, other_devices.named(self, NAME))]
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        pass
+
+    def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """See `hvdlite_torch.distributed.monitored_barrier`."""
+        self._run_monitored_barrier(timeout, wait_all_ranks)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type == "cpu":
+            self._begin_coalescing()
+        else:
+            self._backend_for(device.type)
+            super()._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Works:
+        return self._finish_coalescing() if device.type == "cpu" else super()._end_coalescing(device)
+
+    # --- the end, and parts ----------------------------------------------------------------------------------------
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Set the time after which operations fail from now on."""
+        self._timeout = timeout
+        super().set_timeout(timeout)
+        for other in self._other_backends.values():
+            other.set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        """Leave the group; operations under way fail."""
+        super().shutdown()
+        for other in self._other_backends.values():
+            other.shutdown()
+
+    def abort(self) -> None:
+        """Fail all operations under way on this rank, and leave the group."""
+        super().abort()
+        for other in self._other_backends.values():
+            other.abort()
+
+    def split_group(self, new_ranks: Sequence[int], timeout: datetime.timedelta | None = None, opts: Any = None,
+                    group_name: str | None = None, group_desc: str | None = None,
+                    device_types: Any = None) -> HvdliteProcessGroup | None:
+        """Make a group of some of this group's ranks; all of those call it. Return None on other ranks.
+
+        Args:
+            new_ranks: indices in this group.
+            timeout: of its operations; this group's without one.
+            opts: ignored, as are `device_types`.
+            group_name: for torch's registry; distinct for each group of these ranks.
+            group_desc: for errors and reports.
+        """
+        ranks = sorted(new_ranks)
+        if self._ordered.rank not in ranks:
+            return None
+        name = group_name or f"{self._group_name}:split:{','.join(map(str, ranks))}"
+        store = c10d.PrefixStore(f"{name}/", self.get_group_store())
+        part = self._join(store, name, ranks.index(self._ordered.rank), ranks, timeout or self._timeout)
+        part._set_group_name(name)
+        part._set_group_desc(group_desc or "")
+        return part
+
+    splitGroup = split_group
+
+    def _backend_for(self, device: str) -> Any:
+        """Return the backend that the script has named for another device; None without one."""
+        name = other_devices.named(self, NAME).get(device)
+        if name is not None and device not in self._other_backends:
+            made, kind = other_devices.make(name, device, self, self._timeout)
+            self._register_backend(torch.device(device), kind, made)
+            self._other_backends[device] = made
+        return self._other_backends.get(device)
+
+
+def _first_tensor(argument: Any) -> torch.Tensor | None:
+    """Return a tensor of an argument, which may be a list, or a list of lists."""
+    while isinstance(argument, (list, tuple)) and argument:
+        argument = argument[0]
+    return argument if isinstance(argument, torch.Tensor) else None
+
+
+def _has_options(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return "opts" in kwargs or (bool(args) and type(args[-1]).__name__.endswith("Options"))
+
+
+def _method(own_name: str, name: str) -> Callable[..., Any]:
+    """Return a method that accepts all forms of c10d's, and passes tensors on another device to its backend.
+
+    Args:
+        own_name: of the method of `Collectives`.
+        name: of the method of torch.
+    """
+    own, elsewhere, with_options = getattr(Collectives, own_name), getattr(_ProcessGroup, name), OVERLOADS.get(own_name)
+
+    def method(self: HvdliteProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        for argument in args:
+            tensor = _first_tensor(argument)
+            if tensor is not None:
+                if not tensor.is_cpu and self._backend_for(tensor.device.type) is not None:
+                    return elsewhere(self, *args, **kwargs)
+                break
+        if with_options is not None and not _has_options(args, kwargs):
+            return own(self, *with_options(*args, **kwargs))
+        return own(self, *args, **kwargs)
+
+    functools.update_wrapper(method, own)
+    leave_to_python(method)
+    return method
+
+
+_OLD_NAMES: Final = {
+    "all_gather_single": "_allgather_base", "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base", "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""Names of methods, and the names that torch had for them up to 2.12."""
+for _name in ("broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "allgather_coalesced", "gather",
+              "scatter", "reduce_scatter", "alltoall", "send", "recv", "recv_anysource", "barrier", *_OLD_NAMES):
+    for _known in (_name, _OLD_NAMES.get(_name, _name)):
+        if hasattr(_ProcessGroup, _known):
+            setattr(HvdliteProcessGroup, _known, _method(_name, _known))

@@ -1,0 +1,49 @@
+"""Makes the backend "hvdlite" known to `torch.distributed`. Importing this module imports nothing of the runtime."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any, Final
+
+from torch.distributed import Backend, is_available
+
+NAME: Final = "hvdlite"
+
+
+def register() -> None:
+    """Register the backend; torch's entry point for backends calls this at the end of `import torch`."""
+    if is_available() and NAME.upper() not in Backend._plugins:
+        Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+
+
+def _create(options: Any, backend_options: Any = None) -> Any:
+    """Make one process group on this rank; c10d calls this on all its ranks."""
+    ranks = list(options.global_ranks_in_group) or None
+    group = _join(options.store, options.group_id, options.group_rank, options.group_size, ranks, options.timeout)
+    replaced = getattr(options, "process_group", None)  # since torch 2.14
+    if replaced is not None and replaced.bound_device_id is not None:
+        group.bound_device_id = replaced.bound_device_id
+    return group
+
+
+def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | None, timeout: datetime.timedelta) -> Any:
+    from hvdlite import api
+    from hvdlite.core.errors import HvdliteError, LaunchError
+    from hvdlite_torch.distributed.errors import as_backend_error
+    from hvdlite_torch.distributed.process_group import HvdliteProcessGroup
+
+    def join_part(store: Any, name: str, rank: int, ranks: Sequence[int], timeout: datetime.timedelta) -> Any:
+        of_world = [members[each] for each in ranks] if members else list(ranks)
+        return _join(store, name, rank, len(ranks), of_world, timeout)
+
+    told = "default process group" if members is None else f"process group {name}"
+    try:
+        ordered = api.join_group(store, told, rank, size, timeout.total_seconds(), members)
+    except HvdliteError as error:
+        raise as_backend_error(error) from error.__cause__
+    except RuntimeError as error:  # the store's
+        raise as_backend_error(LaunchError(
+            f"{told}: rank {rank} has waited in vain for the others of its {size} ranks; all of them must make the group, with "
+            f'the backend "{NAME}": {str(error).splitlines()[0]}')) from error
+    return HvdliteProcessGroup(ordered, store, name, timeout, join_part)

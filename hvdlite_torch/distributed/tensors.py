@@ -1,0 +1,105 @@
+"""Tensors as the flat arrays that operations move: without a copy if the tensor is contiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hvdlite.core.array import BFLOAT16, Array
+from hvdlite_torch.distributed.errors import UnsupportedArgumentError
+
+NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+"""Names of dtypes in messages."""
+_CODES = {
+    torch.bool: "|b1", torch.int8: "|i1", torch.uint8: "|u1", torch.int16: "=i2", torch.uint16: "=u2", torch.int32: "=i4",
+    torch.uint32: "=u4", torch.int64: "=i8", torch.uint64: "=u8", torch.float16: "=f2", torch.bfloat16: "=u2",
+    torch.float32: "=f4", torch.float64: "=f8", torch.complex64: "=c8", torch.complex128: "=c16"}
+"""Dtypes with arithmetic, in NumPy's array interface; bfloat16 as integers of its width."""
+REDUCED = frozenset(_CODES)
+"""Dtypes that can be reduced."""
+
+
+class _Memory:
+    """A tensor's memory for NumPy; the array keeps this, and so the tensor.
+
+    Not `Tensor.numpy`, after which torch refuses to free or resize the memory, as FSDP does.
+    """
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, count: int, code: str) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {"data": (tensor.data_ptr(), False), "shape": (count,), "typestr": code, "version": 3}
+
+
+def check(tensor: torch.Tensor, what: str) -> None:
+    """Check that a tensor is dense and in host memory.
+
+    Raises:
+        UnsupportedArgumentError: when it is not.
+    """
+    if not tensor.is_cpu:
+        raise UnsupportedArgumentError(
+            f"{what}: a tensor is on {tensor.device}, and this process group moves host memory; name a backend for the "
+            f'device too, for example init_process_group("cpu:hvdlite,{tensor.device.type}:<backend>")')
+    if tensor.layout is not torch.strided:
+        raise UnsupportedArgumentError(f"{what}: a tensor has the layout {tensor.layout}; this needs a dense tensor")
+
+
+def values(tensor: torch.Tensor) -> Array:
+    """Return the memory of a contiguous tensor of one of the dtypes `REDUCED` as a flat array."""
+    array: Array = np.asarray(_Memory(tensor, tensor.numel(), _CODES[tensor.dtype]))
+    return array.view(BFLOAT16) if tensor.dtype is torch.bfloat16 else array
+
+
+def memory(tensor: torch.Tensor) -> Array:
+    """Return the memory of a contiguous tensor of any dtype as bytes."""
+    array: Array = np.asarray(_Memory(tensor, tensor.numel() * tensor.element_size(), "|u1"))
+    return array
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor with the values: the tensor itself if possible."""
+    if tensor.is_conj():
+        tensor = tensor.resolve_conj()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor.contiguous()
+
+
+def room_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Return contiguous memory for the values of an output: the tensor itself if possible."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def copy_to(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy values of the same dtype to a tensor, on this thread alone if both are contiguous."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        np.copyto(memory(tensor), memory(source))
+    else:
+        tensor.detach().copy_(source.view(tensor.shape))
+
+
+def adjoining(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return a flat tensor over contiguous tensors that lie one after the other in memory; None if they do not."""
+    present = [tensor for tensor in tensors if tensor.numel()]
+    if not present:
+        return tensors[0].detach().reshape(-1)
+    first = present[0]
+    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for tensor in present:
+        if (tensor.data_ptr() != end or not tensor.is_contiguous() or tensor.untyped_storage().data_ptr() != storage
+                or tensor.is_conj() or tensor.is_neg()):
+            return None
+        end += tensor.numel() * tensor.element_size()
+    return first.detach().as_strided((sum(tensor.numel() for tensor in present),), (1,), first.storage_offset())
+
+
+def concatenated(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the values of tensors, one after the other, as a flat tensor: their own memory if possible."""
+    whole = adjoining(tensors)
+    return torch.cat([dense(tensor.detach()).view(-1) for tensor in tensors]) if whole is None else whole

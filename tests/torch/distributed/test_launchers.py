@@ -1,0 +1,53 @@
+"""Scripts for `torch.distributed` under launchers, and how the backend becomes known to torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mpis import MPIS, Mpi, mpiexec
+from tests.torch.distributed.programs import launched
+from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, ROOT, clean_environment
+
+SCRIPT = str(Path(launched.__file__))
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+EXPECTED = {f"rank {rank} of 2, local {rank}: 3" for rank in range(2)}
+
+
+def output(command: list[str], **environment: str) -> str:
+    """Run a command as a script's user does; return its output."""
+    given = clean_environment("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCH_")
+    ended = subprocess.run(command, env={**given, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1", **environment},
+                           capture_output=True, text=True, timeout=HANGS_SECONDS, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize("command", [[*HVDRUN, "-np", "2", sys.executable], TORCHRUN], ids=["hvdrun", "torchrun"])
+def test_launchers_that_set_torchs_variables(command: list[str]) -> None:
+    said = output([*command, SCRIPT])
+    assert {line.rpartition(">:")[2] for line in said.splitlines()} == EXPECTED, said
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_mpiexec(mpi: Mpi) -> None:
+    ended = mpiexec(mpi, 2, [SCRIPT, "--ours"], timeout=HANGS_SECONDS)
+    assert ended.returncode == 0 and set(ended.stdout.splitlines()) == EXPECTED, ended
+
+
+def test_the_entry_point_is_the_function_that_registers() -> None:
+    """And it loads nothing of the runtime, which each `import torch` would wait for."""
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert '"torch.backends": ["hvdlite = hvdlite_torch.distributed.registration:register"]' in setup
+    said = output([sys.executable, "-c", "import torch, sys; from hvdlite_torch.distributed.registration import register\n"
+                   "register(); register()\n"
+                   "print(sorted(name for name in sys.modules if name.startswith('hvdlite')))\n"
+                   "print(torch.distributed.Backend._plugins['HVDLITE'].extended_api)"], TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    modules, is_registered = said.splitlines()
+    assert set(ast.literal_eval(modules)) - {"hvdlite"} == {
+        "hvdlite_torch", "hvdlite_torch.distributed", "hvdlite_torch.distributed.registration"}
+    assert is_registered == "True"

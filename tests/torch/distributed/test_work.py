@@ -1,0 +1,152 @@
+"""Works and futures of process groups; ranks are threads."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hvdlite.core.errors import HorovodInternalError, MismatchError, OperationTimeoutError
+from hvdlite_torch.distributed.errors import WaitTimeoutError
+from tests.torch.distributed.test_operations import options
+from tests.torch.distributed.threads import run
+
+
+def late(group: Any, event: threading.Event) -> Any:
+    """Return a work that waits for rank 1, which begins it after the event."""
+    if group.rank() == 1:
+        event.wait()
+    return group.allreduce([torch.ones(2)])
+
+
+def test_a_work_under_way_and_done() -> None:
+    event = threading.Event()
+
+    def step(group: Any) -> None:
+        work = late(group, event)
+        if group.rank() == 0:
+            assert not work.is_completed() and not work.is_success() and work.exception() is None
+            with pytest.raises(WaitTimeoutError, match=r"all_reduce\(SUM, float32\[2\]\) is still under way after 0.05 s"):
+                work.wait(datetime.timedelta(seconds=0.05))
+            event.set()
+        assert work.wait() and work.wait() and work.wait(datetime.timedelta(seconds=9))
+        assert work.is_completed() and work.is_success() and work.exception() is None
+        work.synchronize()
+        assert [tensor.tolist() for tensor in work.result()] == [[2.0, 2.0]]
+
+    run(2, step)
+
+
+def test_futures_and_their_callbacks() -> None:
+    event = threading.Event()
+
+    def step(group: Any) -> None:
+        work = late(group, event)
+        future = work.get_future()
+        assert work.get_future() is future and (group.rank() == 1 or not future.done())
+        doubled = future.then(lambda done: done.value()[0] * 2)
+        event.set()
+        assert doubled.wait().tolist() == [4.0, 4.0] and future.wait()[0].tolist() == [2.0, 2.0]
+        assert group.allreduce([torch.ones(1)]).get_future().then(lambda done: done.value()).wait()[0].item() == 2.0
+
+    run(2, step)
+
+
+def test_a_callback_may_communicate_and_wait() -> None:
+    """As DDP's PowerSGD hook does."""
+    def step(group: Any) -> None:
+        def again(future: Any) -> torch.Tensor:
+            return group.allreduce([future.value()[0]]).get_future().wait()[0]
+
+        futures = [group.allreduce([torch.full((3,), float(each))]).get_future().then(again) for each in range(4)]
+        assert [future.wait().tolist() for future in futures] == [[4.0 * each] * 3 for each in range(4)]
+
+    run(2, step)
+
+
+def test_a_work_outlives_the_references_of_the_script() -> None:
+    event = threading.Event()
+
+    def step(group: Any) -> None:
+        tensor = torch.ones(2)
+        if group.rank() == 1:
+            event.wait()
+        reference = weakref.ref(group.allreduce([tensor]))
+        assert reference() is None
+        event.set()
+        group.barrier().wait()
+        assert tensor.tolist() == [2.0, 2.0]
+
+    run(2, step)
+
+
+def test_a_failed_work_raises_at_every_wait() -> None:
+    def step(group: Any) -> None:
+        mine = torch.ones(2 + group.rank())
+        for blocking in (True, False):
+            work = group.allreduce([mine], options(dist.AllreduceOptions, asyncOp=not blocking))
+            for _ in range(2):
+                with pytest.raises(MismatchError) as caught:
+                    work.wait()
+                assert isinstance(caught.value, dist.DistBackendError)
+            assert work.is_completed() and not work.is_success() and isinstance(work.exception(), MismatchError)
+            with pytest.raises(RuntimeError, match="all_reduce"):
+                work.get_future().wait()
+
+    run(2, step)
+
+
+def test_a_timeout_names_who_has_not_come() -> None:
+    done = threading.Event()
+
+    def step(group: Any) -> None:
+        if group.rank() == 1:
+            done.wait()
+            return
+        with pytest.raises(OperationTimeoutError, match=" timeout ") as caught:
+            group.barrier(datetime.timedelta(seconds=0.2)).wait()
+        assert isinstance(caught.value, dist.DistBackendError) and caught.value.ranks == (1,)
+        with pytest.raises(dist.DistBackendError):
+            group.allreduce([torch.ones(1)]).wait()
+        done.set()
+
+    run(2, step)
+
+
+def test_a_monitored_barrier_names_who_has_not_come() -> None:
+    done = threading.Event()
+
+    def step(group: Any) -> None:
+        group.monitored_barrier()
+        if group.rank():
+            done.wait()
+            return
+        with pytest.raises(RuntimeError, match="Ranks 1, 2 failed to pass monitoredBarrier in 200 ms"):
+            group.monitored_barrier(datetime.timedelta(seconds=0.2), wait_all_ranks=True)
+        done.set()
+
+    run(3, step)
+
+
+@pytest.mark.parametrize(("ends", "said"), [("shutdown", "destroyed"), ("abort", "abort")])
+def test_a_group_that_ends(ends: str, said: str) -> None:
+    event = threading.Event()
+
+    def step(group: Any) -> None:
+        if group.rank() == 1:
+            event.wait()
+            return
+        work = group.allreduce([torch.ones(1)])
+        getattr(group, ends)()
+        with pytest.raises(HorovodInternalError, match=said):
+            work.wait()
+        with pytest.raises(HorovodInternalError):
+            group.allreduce([torch.ones(1)]).wait()
+        event.set()
+
+    run(2, step)
