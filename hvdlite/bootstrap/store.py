@@ -4,8 +4,8 @@ Every rank says on which host it is. Rank 0 answers with what they have in commo
 for several hosts where it listens and a key. Who can read the store can join the world, as with torch's own backends;
 with `HVDLITE_SECRET` on all ranks the key is that one, and does not go through the store.
 
-A store may be used again by later worlds, as `torchrun` does. So a rank removes what it has said, and rank 0's answer
-repeats a random number of each rank: an answer without it is that of an earlier world.
+A store may be used again by later worlds, as `torchrun` does. So a rank removes what it has said (a store that cannot
+forget serves one world), and rank 0's answer repeats a random number of each rank: another one is of an earlier world.
 """
 
 from __future__ import annotations

@@ -5,10 +5,34 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 from hvdlite.ordered.operations import Operation
 
 _log = logging.getLogger("hvdlite")
+
+
+class Waits(Protocol):
+    """The part of `diagnostics.progress.Progress` that counts waits."""
+
+    def block(self) -> float:
+        """A thread of the script begins to wait; return what `unblock` wants."""
+
+    def unblock(self, begun: float) -> None:
+        """It goes on."""
+
+
+class Uncounted:
+    """Counts nothing."""
+
+    def block(self) -> float:
+        return 0.0
+
+    def unblock(self, begun: float) -> None:
+        pass
+
+
+UNCOUNTED: Final = Uncounted()
 
 
 class Call:
@@ -19,13 +43,15 @@ class Call:
         timeout: seconds that it may take, once it has begun; None for the group's.
         error: what it failed with; None while it is under way, and when it has succeeded.
         source: the rank that has sent what this call receives; -1 for other calls, and before it is known.
+        progress: counts the time that threads wait for it.
 
     Args:
         finish: called when the operations are done, before the call is: it copies results to where they belong, say.
     """
 
     def __init__(self, operations: Sequence[Operation], finish: Callable[[], None] | None = None,
-                 timeout: float | None = None) -> None:
+                 timeout: float | None = None, progress: Waits = UNCOUNTED) -> None:
+        self.progress = progress
         self.operations, self.finish, self.timeout = operations, finish, timeout
         self.error: Exception | None = None
         self.source = -1
@@ -41,6 +67,15 @@ class Call:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is over; return False when that takes longer than `timeout` seconds. Raises nothing."""
+        if self._is_over:
+            return True
+        begun = self.progress.block()
+        try:
+            return self._wait(timeout)
+        finally:
+            self.progress.unblock(begun)
+
+    def _wait(self, timeout: float | None) -> bool:
         with self._lock:
             if self._is_over:
                 return True

@@ -38,8 +38,9 @@ class OrderedGroup(Protocol):
         Arrays belong to the call until it is over. Its error is one of
 
         - `MismatchError`, on all ranks: they do not call the same. The rest of the call is not done; the group goes on.
-        - `OperationTimeoutError`; `PeerLeftError` or another `PeerLostError`; what `finish` raises; and
-          `HorovodInternalError` for what was aborted or destroyed. The group cannot be used any more on this rank.
+        - `OperationTimeoutError`; `PeerLeftError` or another `PeerLostError`; `HorovodInternalError` for what was aborted or
+          destroyed; and `MemoryError`, of which the other ranks hear. The group cannot be used any more on this rank.
+        - what `finish` raises; the group goes on.
         - `ForkedProcessError`, in a forked child.
 
         Args:

@@ -7,9 +7,10 @@ Theory of operation
 - A rank gives each operation the next number, writes this and a text to the board, and executes a plan. Within the plan's
   first barrier all ranks of the host have written; when they differ, all raise `MismatchError`, and the group goes on.
 - Ranks on several hosts have no common board: before a plan they gather the numbers and digests of all.
-- Any other error ends the group on this rank: the others may be in the middle of the plan.
+- Any other error ends the group on this rank: the others may be in the middle of the plan. They are told of what they cannot
+  know, such as a lack of memory.
 
-The lock is held for moments, and never while a call is carried out.
+The lock is held for moments, and never while a call is carried out. Rules: docs/protocol.md#ordered-groups.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class GroupEnd:
 
     def start(self, operations: Sequence[Operation], finish: Callable[[], None] | None = None, *,
               blocking: bool = False, timeout: float | None = None) -> Call:
-        call = Call(operations, finish, timeout)
+        progress = self._reporter.progress
+        call = Call(operations, finish, timeout, progress)
         if self._pid != os.getpid():
             call.end(ForkedProcessError(f"{self.name}: this process (pid {os.getpid()}) was forked from rank {self.rank} "
                                         f"(pid {self._pid}), to which the group belongs; start workers with the spawn "
@@ -113,19 +115,25 @@ class GroupEnd:
         elif is_nested:
             self._carry_out(call)
         elif runs_here:
+            begun = progress.block()
             try:
                 self._carry_out(call)
             finally:
                 self._idle()
+                progress.unblock(begun)
         elif blocking:
             call.wait()
         return call
 
     def send(self, values: Array, to: int, tag: int) -> Call:
-        return self._messages().send(values, to, tag, self.timeout)
+        return self._counted(self._messages().send(values, to, tag, self.timeout))
 
     def receive(self, values: Array, source: int | None, tag: int) -> Call:
-        return self._messages().receive(values, source, tag, self.timeout)
+        return self._counted(self._messages().receive(values, source, tag, self.timeout))
+
+    def _counted(self, call: Call) -> Call:
+        call.progress = self._reporter.progress
+        return call
 
     def _messages(self) -> Transfers:
         if self._transfers is None:
@@ -230,17 +238,22 @@ class GroupEnd:
         try:
             for operation in call.operations:
                 self._perform(operation, self.timeout if call.timeout is None else call.timeout)
-            if call.finish is not None:
-                call.finish()
         except MismatchError as mismatched:
             error = mismatched
         except Exception as failed:
             error = self._waiter.error or self._reason(failed)
             self._fail(error)
+            if not isinstance(error, HorovodInternalError):  # no memory, say: the others do not know of it
+                self._reporter.failed(error)
         except BaseException as interruption:  # in the middle of a plan: what the others wait for does not come
             self.abort(f"a thread was interrupted in a call ({type(interruption).__name__})")
             call.end(self._waiter.error)
             raise
+        try:
+            if error is None and call.finish is not None:
+                call.finish()
+        except Exception as failed:  # all ranks have done their part
+            error = failed
         call.end(error)
 
     def _reason(self, failed: Exception) -> Exception:

@@ -5,11 +5,19 @@ from __future__ import annotations
 from typing import Protocol
 
 from hvdlite.negotiation.messages import Response
+from hvdlite.ordered.call import UNCOUNTED, Waits
 from hvdlite.ordered.told_calls import Pending
 
 
 class Reporter(Protocol):
-    """The interface of a runtime for groups. Callable from any thread."""
+    """The interface of a runtime for groups. Callable from any thread.
+
+    Attributes:
+        progress: counts the time that the script's threads wait.
+    """
+
+    @property
+    def progress(self) -> Waits: ...
 
     def clock(self) -> float:
         """Return the time in seconds, the same for all ranks of the group."""
@@ -33,6 +41,9 @@ class Reporter(Protocol):
     def suspect(self) -> None:
         """This rank has waited for long in the middle of a call that all ranks have made."""
 
+    def failed(self, error: Exception) -> None:
+        """A call has failed on this rank alone: tell the others."""
+
 
 class _Done:
     def done(self) -> bool:
@@ -44,6 +55,8 @@ class _Done:
 
 class NoReporter:
     """For a group of one rank, which never waits."""
+
+    progress = UNCOUNTED
 
     def clock(self) -> float:
         return 0.0
@@ -61,4 +74,7 @@ class NoReporter:
         return _Done()
 
     def suspect(self) -> None:
+        pass
+
+    def failed(self, error: Exception) -> None:
         pass

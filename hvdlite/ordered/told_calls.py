@@ -13,6 +13,7 @@ ever. Therefore
   others waited for it.
 
 Ranks that do not agree what they call have told barriers of several names; then all ranks request all of them.
+Rule: docs/protocol.md#told-calls.
 """
 
 from __future__ import annotations

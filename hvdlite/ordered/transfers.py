@@ -87,12 +87,12 @@ class Transfer(Call):
     def is_done(self) -> bool:
         return self._is_over or self._owner.poll(self)
 
-    def wait(self, timeout: float | None = None) -> bool:
-        return self._is_over or self._owner.wait(self, timeout)
+    def _wait(self, timeout: float | None) -> bool:
+        return self._owner.wait(self, timeout)
 
     def wait_idly(self, timeout: float | None) -> bool:
         """Wait while another thread carries it out."""
-        return super().wait(timeout)
+        return super()._wait(timeout)
 
 
 class Send(Transfer):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
+from hvdlite.diagnostics.progress import Progress
 from hvdlite.engine.engine import Engine
 from hvdlite.handoff.handle import Handle
 from hvdlite.handoff.inbox import Inbox, Task
@@ -18,12 +19,16 @@ class GroupReports:
     Args:
         clock: the same for all ranks of the job, in seconds.
         barrier: requests a negotiated barrier of all ranks.
+        fail: tells the other ranks of an exception, and ends the runtime.
+        progress: of this rank.
     """
 
     def __init__(self, inbox: Inbox, engine: Engine, recorder: FlightRecorder, clock: Callable[[], float],
-                 barrier: Callable[[str], Handle]) -> None:
-        self.clock = clock
-        self._inbox, self._engine, self._recorder, self._barrier = inbox, engine, recorder, barrier
+                 barrier: Callable[[str], Handle], fail: Callable[[BaseException], object],
+                 progress: Progress) -> None:
+        self.clock, self.progress = clock, progress
+        self._inbox, self._engine, self._recorder = inbox, engine, recorder
+        self._barrier, self._fail = barrier, fail
 
     def called(self) -> None:
         self._inbox.last_caller = threading.get_ident()
@@ -40,6 +45,9 @@ class GroupReports:
 
     def request(self, name: str) -> Handle:
         return self._barrier(name)
+
+    def failed(self, error: Exception) -> None:
+        self._fail(error)
 
     def suspect(self) -> None:
         self._inbox.post(Task(self._engine.suspect_others))

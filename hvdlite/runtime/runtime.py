@@ -16,7 +16,7 @@ from hvdlite.core.config import Config
 from hvdlite.core.device import CPU, AnyArray, DeviceAccess
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
-from hvdlite.core.texts import LONGEST_MESSAGE, LONGEST_TRACEBACK, shortened
+from hvdlite.core.texts import LONGEST_MESSAGE, LONGEST_TRACEBACK, shortened, text_of
 from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.progress import Progress
@@ -33,6 +33,7 @@ from hvdlite.handoff.job_state import Group
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import FailureNotice, Layout, Wait
 from hvdlite.planes.base import Plane
+from hvdlite.runtime import tracebacks
 from hvdlite.runtime.collectives import Collectives
 from hvdlite.runtime.gradient_sets import GradientSets
 from hvdlite.runtime.group_reports import GroupReports
@@ -175,7 +176,11 @@ class Runtime:
     @property
     def group_reports(self) -> GroupReports:
         """How an ordered group reports through this runtime."""
-        return GroupReports(self._inbox, self._engine, self._recorder, self._connections.clock, self.barrier)
+        def fail(error: BaseException) -> None:
+            self.fail(type(error).__name__, text_of(error), tracebacks.text_of(error))
+
+        return GroupReports(self._inbox, self._engine, self._recorder, self._connections.clock, self.barrier, fail,
+                            self.progress)
 
     def add_group(self, group: Group) -> None:
         """Let a group fail when the background thread ends; now if it has ended."""

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from hvdlite.core.errors import HorovodInternalError, MismatchError, OperationTimeoutError, PeerLeftError
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.memory import futex
+from hvdlite.memory.futex import PolledWord
 from hvdlite.ordered import waiter
 from hvdlite.ordered.call import Call
 from hvdlite.ordered.group_end import GroupEnd
@@ -124,6 +126,7 @@ def test_calls_are_carried_out_in_their_order_whoever_does_it(one_host: bool, se
     assert one == other and len(one) == 40
 
 
+# docs/protocol.md#ordered-groups
 @HOSTS
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32))
@@ -261,7 +264,7 @@ def test_close_ends_the_thread_and_the_calls() -> None:
     assert set(threading.enumerate()) == before and len(ended) == 1
 
 
-def test_an_exception_of_finish_ends_the_group() -> None:
+def test_an_exception_of_finish_is_the_calls_alone() -> None:
     def step(group: GroupEnd) -> None:
         def finish() -> None:
             raise ZeroDivisionError("in finish")
@@ -271,8 +274,22 @@ def test_an_exception_of_finish_ends_the_group() -> None:
             assert isinstance(call.error, ZeroDivisionError)
         else:
             result_of(group.start([barrier()], blocking=True))
+        assert sums(group, 1.0) == 2
 
     play(groups(2), step)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_an_error_of_one_rank_is_told_to_the_others(blocking: bool) -> None:
+    group, other = groups(2)
+    with mock.patch.object(group._plane, "execute", side_effect=MemoryError("no memory for 7 bytes")):
+        call = group.start([barrier()], blocking=blocking)
+        assert call.wait(HANGS_SECONDS)
+    reports = group._reporter
+    assert isinstance(reports, Reports) and reports.failures == [call.error]
+    assert isinstance(call.error, MemoryError) and group.start([barrier()]).error is call.error
+    group.close()
+    other.close()
 
 
 def test_an_interrupt_in_a_blocking_call_aborts_the_group() -> None:
@@ -381,3 +398,46 @@ def test_callbacks_may_make_calls_and_wait_for_them(blocking: bool) -> None:
         return seen
 
     assert play(groups(2), step) == [[1.0, 2.0, 2.0] * 5] * 2
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_waits_of_the_script_count_in_its_progress(blocking: bool) -> None:
+    """Once each; those of the worker thread do not."""
+    def step(group: GroupEnd) -> list[str]:
+        waiting, names = threading.Event(), []
+
+        def block() -> float:
+            names.append(threading.current_thread().name)
+            waiting.set()
+            return 7.0
+
+        progress = mock.Mock(block=mock.Mock(side_effect=block))
+        group._reporter.progress = progress  # type: ignore[misc]
+        if group.rank == 1:
+            assert first.wait(HANGS_SECONDS)
+        elif blocking:
+            threading.Thread(target=lambda: (waiting.wait(HANGS_SECONDS), first.set())).start()
+        else:
+            first.set()
+        call = group.start([barrier()], blocking=blocking)
+        result_of(call)
+        assert progress.unblock.mock_calls == [mock.call(7.0)] * len(names)
+        return names
+
+    first = threading.Event()
+    for names in play(groups(2), step):
+        assert len(names) == 1 if blocking else len(names) <= 1  # it may be over before the script waits
+        assert not any(name.startswith("hvdlite-group") for name in names)
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_groups_of_other_machines(fenced: bool) -> None:
+    """Where there are no futexes, threads look again and again; where stores are reordered, they share the host's fence."""
+    def step(group: GroupEnd) -> None:
+        for number in range(20):
+            assert sums(group, float(number), 20_000) == 3 * number
+
+    with mock.patch.object(futex, "AVAILABLE", False):
+        ends = groups(3, fenced=fenced)
+        assert isinstance(ends[0]._area.word, PolledWord)
+        play(ends, step)

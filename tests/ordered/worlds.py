@@ -13,6 +13,8 @@ import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.diagnostics.progress import Progress
+from hvdlite.memory.fence import Fence, fence_file
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.messages import Response
 from hvdlite.ordered.call import Call
@@ -52,6 +54,8 @@ class Reports:
         self.began_calls: list[str] = []
         self.ended_calls: list[str] = []
         self.suspected = 0
+        self.failures: list[Exception] = []
+        self.progress = Progress()
         self._rank, self._size, self._barriers = rank, size, barriers
 
     def clock(self) -> float:
@@ -76,19 +80,27 @@ class Reports:
     def suspect(self) -> None:
         self.suspected += 1
 
+    def failed(self, error: Exception) -> None:
+        self.failures.append(error)
+
 
 def groups(size: int, *, one_host: bool = True, timeout: float = HANGS_SECONDS,
-           barriers: dict[str, set[int]] | None = None, patience: float = PATIENCE_SECONDS) -> list[GroupEnd]:
+           barriers: dict[str, set[int]] | None = None, patience: float = PATIENCE_SECONDS,
+           fenced: bool = False) -> list[GroupEnd]:
     """Return the ends of a group of ranks in this process.
 
     Args:
         one_host: False lets them agree as ranks of several hosts do, and move tensors as the reference plane does.
         barriers: gets what they tell.
+        fenced: as on machines that reorder stores.
     """
-    file, ends, told = anonymous_file(), [], {} if barriers is None else barriers
+    file, order, ends = anonymous_file(), fence_file(), []
+    told = {} if barriers is None else barriers
     hub, areas = LoopbackHub(), []
     for rank in range(size):
-        memory = SharedMemory(os.dup(file), rank)
+        whole = SharedMemory(os.dup(file), rank, Fence(os.dup(order)) if fenced else None)
+        memory = whole.reserve_portions().open()
+        whole.close()
         area = memory.group_area(range(size))
         assert area is not None
         areas.append(area)
@@ -101,6 +113,7 @@ def groups(size: int, *, one_host: bool = True, timeout: float = HANGS_SECONDS,
         ends.append(GroupEnd("group of tests", rank, size, timeout, plane, area, shares_board=one_host,
                              reporter=Reports(rank, size, told), patience=patience))
     os.close(file)
+    os.close(order)
     return ends
 
 

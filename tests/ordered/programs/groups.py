@@ -132,6 +132,10 @@ def one_ends(folder: str, size: int, how: str, victim: int, shares: bool) -> Non
         print("ready", flush=True)
         if how == "dies":
             time.sleep(60)
+        if how == "breaks":
+            group._plane.execute = None  # type: ignore[attr-defined]
+            call = group.start([barrier()], blocking=True)
+            assert isinstance(call.error, TypeError)
         if how == "fails":
             raise KeyError("no such column")
         return

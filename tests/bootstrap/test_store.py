@@ -1,0 +1,129 @@
+"""Ranks that find each other through a key-value store: what they agree on, and a store that is used again."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdlite.bootstrap.environments import LaunchInfo
+from hvdlite.bootstrap.store import meet_in_store, own_address
+from hvdlite.core.errors import LaunchError
+
+HANGS_SECONDS = 60.0
+
+
+class DictStore:
+    """A store of threads; `delete_key` only where the test wants it."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self.values, HANGS_SECONDS), key
+            return self.values[key]
+
+    def delete_key(self, key: str) -> bool:
+        return self.values.pop(key, None) is not None
+
+
+class KeepingStore(DictStore):
+    def delete_key(self, key: str) -> bool:
+        raise RuntimeError("not supported by this store")
+
+
+def meet(store: DictStore, *ranks: dict[str, Any]) -> list[tuple[LaunchInfo, str]]:
+    """Let ranks meet, each with its own arguments; raise the first error."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        calls = [pool.submit(meet_in_store, store, rank, len(ranks), timeout=HANGS_SECONDS, **given)
+                 for rank, given in enumerate(ranks)]
+        met = [call.result(HANGS_SECONDS) for call in calls]
+    for info, _ in met:
+        if info.held_port is not None:
+            info.held_port.close()
+    return met
+
+
+def test_ranks_of_one_host() -> None:
+    met = [info for info, _ in meet(DictStore(), {}, {}, {})]
+    assert [(info.world.rank, info.world.size, info.world.local_rank, info.world.local_size) for info in met] == [
+        (0, 3, 0, 3), (1, 3, 1, 3), (2, 3, 2, 3)]
+    assert len({info.job_directory for info in met}) == 1 and all(info.owns_directory for info in met)
+    assert {(info.coordinator, info.key) for info in met} == {(None, b"")}
+    again, = {info.job_directory for info, _ in meet(DictStore(), {}, {})}
+    assert again != met[0].job_directory and Path(again).parent == Path(met[0].job_directory).parent
+
+
+def test_ranks_of_several_hosts_get_an_address_and_a_key() -> None:
+    store = DictStore()
+    met = [info for info, _ in meet(store, {"place": "a", "address": "192.0.2.7"}, {"place": "b"}, {"place": "a"})]
+    assert [info.world.local_rank for info in met] == [0, 0, 1]
+    assert len({info.job_directory for info in met}) == 2 and met[0].job_directory == met[2].job_directory
+    (key,), (coordinator,) = {info.key for info in met}, {info.coordinator for info in met}
+    assert len(key) == 32 and coordinator is not None and coordinator[0] == "192.0.2.7" and coordinator[1] > 0
+    assert meet(store, {"place": "a"}, {"place": "b"})[0][0].key != key
+
+
+def test_the_jobs_own_key_does_not_go_through_the_store() -> None:
+    store = KeepingStore()
+    key = bytes(range(32))
+    met = [info for info, _ in meet(store, {"place": "a", "key": key}, {"place": "b", "key": key})]
+    assert [info.key for info in met] == [key] * 2
+    assert not any(key in value for value in store.values.values())
+    with pytest.raises(LaunchError, match=r"rank 1 has the job's key \(HVDLITE_SECRET\), and rank 0 has none"):
+        meet(DictStore(), {"place": "a"}, {"place": "b", "key": key})
+
+
+def test_ranks_that_say_different_sizes_all_raise() -> None:
+    store = DictStore()
+    errors = []
+    with ThreadPoolExecutor(2) as pool:
+        for call in [pool.submit(meet_in_store, store, rank, 2 + rank) for rank in range(2)]:
+            with pytest.raises(LaunchError, match=r"do not agree on their number: \[2, 3\]") as raised:
+                call.result(HANGS_SECONDS)
+            errors.append(raised)
+    assert len(errors) == 2
+
+
+def test_they_share_what_all_can_share() -> None:
+    assert [shared for _, shared in meet(DictStore(), {"can_share": "x"}, {"can_share": "x"})] == ["x", "x"]
+    assert [shared for _, shared in meet(DictStore(), {"can_share": "x"}, {"can_share": "y"})] == ["", ""]
+    assert [shared for _, shared in meet(DictStore(), {"can_share": "x"}, {})] == ["", ""]
+
+
+def test_a_store_can_be_used_again() -> None:
+    store, seen = DictStore(), set()
+    for place in ("a", "b", "c"):
+        met = meet(store, {"can_share": place}, {"can_share": place}, {"can_share": place})
+        assert {shared for _, shared in met} == {place}, "an answer of an earlier world"
+        (directory,) = {info.job_directory for info, _ in met}
+        seen.add(directory)
+    assert len(seen) == 3
+
+
+def test_without_an_answer_to_itself_a_rank_gives_up() -> None:
+    store = KeepingStore()
+    meet(store, {}, {})
+    with pytest.raises(LaunchError, match="rank 0 of the group has not answered for 0 s"):
+        meet_in_store(store, 1, 2, timeout=0.05)
+
+
+def test_the_address_for_other_hosts_is_never_a_loopback_address() -> None:
+    class Tcp:
+        host = "localhost"
+
+    class Prefix:
+        underlying_store = Tcp()
+
+    assert own_address({"MASTER_ADDR": "127.0.0.1"}, Prefix()) == ""
+    assert own_address({}, DictStore()) == "" and own_address({"MASTER_ADDR": "no.such.host.invalid"}, DictStore()) == ""
