@@ -16,7 +16,8 @@ HUGGING_FACE = ["accelerate>=1", "transformers>=5"]
 SITE = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 BENCH = [*MPI, "mpich>=4.2", *PLOT]
 TEST = [*AUTOTUNE, *LIGHTNING, *HUGGING_FACE, *RAY, *SPARK, *BENCH, "pytest>=8", "pytest-timeout>=2.3",
-        "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", "import-linter>=2.1", *SITE, "nbclient>=0.10", "ipykernel>=6",
+        "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", "import-linter>=2.1", *SITE,
+        "nbclient>=0.10", "ipykernel>=6",
         "build>=1.2", "twine>=5", "check-wheel-contents>=0.6"]
 
 setup(
