@@ -44,6 +44,6 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
         raise as_backend_error(error) from error.__cause__
     except RuntimeError as error:  # the store's
         raise as_backend_error(LaunchError(
-            f"{told}: rank {rank} has waited in vain for the others of its {size} ranks; all of them must make the group, with "
-            f'the backend "{NAME}": {str(error).splitlines()[0]}')) from error
+            f"{told}: rank {rank} has waited in vain for the others of its {size} ranks; all of them must make the group, "
+            f'with the backend "{NAME}": {str(error).splitlines()[0]}')) from error
     return HvdliteProcessGroup(ordered, store, name, timeout, join_part)
