@@ -7,12 +7,11 @@ end it properly (docs/protocol.md#one-runtime).
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -60,15 +59,11 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
     """
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ValueError(f'process_sets must be a list of ProcessSet or "dynamic", not {process_sets!r}')
-    with _joining(comm):
-        for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
-            if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
-                add_process_set(process_set)
+    _join(comm, None, () if process_sets is None or isinstance(process_sets, str) else process_sets)
 
 
-@contextlib.contextmanager
-def _joining(comm: object, info: LaunchInfo | None = None) -> Iterator[None]:
-    """Count a user of the runtime, and join the job if nobody uses it yet; undo that if the block fails."""
+def _join(comm: object, info: LaunchInfo | None, process_sets: Sequence[ProcessSet | Sequence[int]]) -> None:
+    """Count a user of the runtime, and join the job if nobody uses it yet; what fails leaves nothing behind."""
     global _users
     try:
         with _lock:
@@ -77,7 +72,9 @@ def _joining(comm: object, info: LaunchInfo | None = None) -> Iterator[None]:
                 _users = 1
                 _install_hooks()
                 answer_signal(_worlds.join(comm, info).report_signal, lambda: _worlds.runtime)
-        yield
+        for process_set in process_sets:
+            if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
+                add_process_set(process_set)
     except BaseException as error:
         with _lock:
             if _users == 1 and _worlds.runtime is not None:  # nobody else uses it
@@ -108,8 +105,7 @@ class _Job:
     """The use of the runtime by groups; implements `runtime.groups.Job`."""
 
     def begin(self, info: LaunchInfo | None) -> None:
-        with _joining(None, info):
-            pass
+        _join(None, info, ())
 
     def end(self) -> None:
         _release(waits=False)

@@ -25,6 +25,7 @@ from hvdlite_runner.job import JobSettings, run_job
 from hvdlite_runner.monitor import Monitor
 from hvdlite_runner.options import HOROVOD_FLAGS, MEANINGLESS_FLAGS, USAGE_ERROR, parser
 from hvdlite_runner.placement import LOCAL, Host
+from hvdlite_runner.profile import profile
 from hvdlite_runner.report import show_report
 from hvdlite_runner.shells import Shell
 from hvdlite_runner.streams import prepare_standard_streams
@@ -59,8 +60,8 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
                           allocation.scheduler if allocation else "", options.json)
     if is_elastic(options):
         return _run_elastic(options, environ)
-    if options.scaling is not None and options.sweep is not None:
-        raise LaunchError("give either --scaling or --sweep")
+    if sum([options.scaling is not None, options.sweep is not None, options.profile]) > 1:
+        raise LaunchError("give only one of --scaling, --sweep and --profile")
     if options.scaling is not None:
         jobs = [(str(size), job_settings(options, environ, size)) for size in options.scaling]
         return scaling.compare_sizes(jobs, environ, options.results or "scaling")
@@ -68,6 +69,8 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         name, values = scaling.parse_sweep(options.sweep)
         jobs = [(value, job_settings(options, environ, more=[f"--{name}", value])) for value in values]
         return scaling.sweep(name, jobs, environ, options.results or "sweep")
+    if options.profile:
+        return profile(job_settings(options, environ), environ, options.results or "profile")
     if options.mpi:
         command = mpi_command(options, environ)
         for line in [*options_without_effect(options), *([shlex.join(command)] if options.verbose else [])]:

@@ -9,12 +9,17 @@ import os
 import shutil
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import msgspec
+
 from hvdlite.core.launch_contract import REPORT_SOCKET
+from hvdlite.core.ledger import Ledger
 from hvdlite.diagnostics import progress
+from hvdlite.diagnostics.slowness import Slowness, diagnose
 from hvdlite_runner.messages import ProgressReply
 from hvdlite_runner.output import format_ranks
 from hvdlite_runner.placement import LOCAL
@@ -22,6 +27,8 @@ from hvdlite_runner.report import ask
 
 STALL_SECONDS: Final = 2.0
 """Seconds without a step after which rank 0 is asked which ranks wait for which."""
+WINDOW: Final = 20
+"""Updates over which ranks are compared, to see why they are slow."""
 _ASK_SECONDS: Final = 0.5
 _GPU_SECONDS: Final = 2.0
 
@@ -74,7 +81,8 @@ def sample(workers: WorkerGroupLike) -> tuple[dict[int, dict[str, Any]], str]:
 def reading_of(directory: str, rank: int) -> dict[str, Any]:
     """Return the fields of a rank's `Reading`; `idle` is negative before its first step."""
     reading = progress.read(directory, rank)
-    return {**dataclasses.asdict(reading), "idle": reading.idle if math.isfinite(reading.idle) else -1.0}
+    return {**dataclasses.asdict(reading), "idle": reading.idle if math.isfinite(reading.idle) else -1.0,
+            "ledger": msgspec.structs.astuple(reading.ledger)}
 
 
 def resident(pid: int) -> int:
@@ -187,6 +195,7 @@ class Monitor(ProgressObserver):
         self._when = clock()
         self._waits = ""
         self._drawn = 0
+        self._ledgers: deque[dict[int, Ledger]] = deque(maxlen=WINDOW)
         self._is_busy: Callable[[], bool] = lambda: False
 
     def attach(self, write: Callable[[str], None], is_busy: Callable[[], bool]) -> None:
@@ -203,9 +212,18 @@ class Monitor(ProgressObserver):
         if self._now and now - self._when >= 0.9 and not self._is_busy():
             self.clear_table()
             lines = text(rows(self._before, self._now, self._rank_hosts, now - self._when), self._waits)
+            slowness = self._slowness()
+            if slowness is not None and not self._waits:
+                lines.append(str(slowness))
             self._write("".join(f"{line}\n" for line in lines))
             self._drawn = len(lines)
             self._before, self._when, self._waits = dict(self._now), now, ""
+
+    def _slowness(self) -> Slowness | None:
+        """Return why the job has been slow lately."""
+        self._ledgers.append({rank: Ledger(*each["ledger"]) for rank, each in self._now.items() if "ledger" in each})
+        first, last = self._ledgers[0], self._ledgers[-1]
+        return diagnose({rank: ledger.since(first[rank]) for rank, ledger in last.items() if rank in first})
 
     def clear_table(self) -> None:
         """Remove the table from the terminal; the next update writes it again, below other output."""

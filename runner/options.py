@@ -83,8 +83,10 @@ def _add_instead(group: argparse._ArgumentGroup) -> None:
                        "print samples/s, speedup and efficiency; write them as CSV and PNG too")
     group.add_argument("--sweep", metavar="OPTION=V,V,...", help="run the command with --OPTION V for each value, and print "
                        "the throughputs and where they saturate; write them as CSV and PNG too")
-    group.add_argument("--results", metavar="NAME", help="write the results of --scaling or --sweep to NAME.csv and "
-                       "NAME.png (default: scaling or sweep)")
+    group.add_argument("--profile", action="store_true", help="run the command, and print where each rank's time went: "
+                       "input, forward, backward, waits, optimizer (with torch); write it as CSV and PNG too")
+    group.add_argument("--results", metavar="NAME", help="write the results of --scaling, --sweep or --profile to NAME.csv "
+                       "and NAME.png (default: scaling, sweep or profile)")
     group.add_argument("--report", nargs="?", const="", metavar="JOB", help="show which ranks wait for which in your "
                        "running job on this host; JOB is the process id of its hvdrun, if there are several")
     group.add_argument("-cb", "--check-build", action="store_true", help="show what is installed here and what works with "

@@ -6,7 +6,6 @@ first few steps and pauses for evaluation or checkpoints do not count.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,10 @@ from typing import Any, Final
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import OUTPUT_LOST
+from hvdlite.core.ledger import Ledger
 from hvdlite_runner.job import JobSettings, run_job
 from hvdlite_runner.monitor import ThroughputRecorder
+from hvdlite_runner.tables import show_table, write_csv
 
 SATURATED: Final = 0.9
 """Throughput saturates at the smallest value that reaches this share of the best one."""
@@ -31,6 +32,9 @@ class Throughput:
 
     rate: float
     unit: str
+    peak: int = 0  # bytes of memory of the rank that used most
+    running: float = 0.0  # the share of time in which the threads that train were running, over all ranks
+    waits: float = 0.0  # and in waits for collectives
 
     @classmethod
     def of(cls, readings: Mapping[int, Mapping[str, Any]]) -> Throughput:
@@ -44,7 +48,11 @@ class Throughput:
             raise LaunchError("the script has made too few steps to compare: call hvd.record_step(len(batch)) "
                               "after each step, or use an optimizer of hvdlite, for more than a few steps")
         counted = all(reading["counts_samples"] for reading in readings.values())
-        return cls(sum(rates), "samples/s" if counted else "batches/s")
+        ledgers = [Ledger(*reading["ledger"]) for reading in readings.values() if "ledger" in reading]
+        seconds = sum(ledger.seconds for ledger in ledgers) or 1.0
+        return cls(sum(rates), "samples/s" if counted else "batches/s",
+                   max((reading.get("peak", 0) for reading in readings.values()), default=0),
+                   sum(ledger.cpu for ledger in ledgers) / seconds, sum(ledger.blocked for ledger in ledgers) / seconds)
 
 
 def compare_sizes(jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
@@ -63,8 +71,8 @@ def compare_sizes(jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
         rows.append((int(size), Throughput.of(readings)))
     table = scaling_rows(rows)
     head = ["ranks", rows[0][1].unit, "speedup", "efficiency"]
-    _show(head, [[f"{size}", f"{rate:,.1f}", f"{speedup:.2f}", f"{share:.1%}"] for size, rate, speedup, share in table])
-    _write_csv(f"{results}.csv", head, table)
+    show_table(head, [[f"{size}", f"{rate:,.1f}", f"{speedup:.2f}", f"{share:.1%}"] for size, rate, speedup, share in table])
+    write_csv(f"{results}.csv", head, table)
     sizes = [row[0] for row in table]
     _plot(f"{results}.png", sizes, [row[1] for row in table], "ranks", head[1],
           [rows[0][1].rate / rows[0][0] * size for size in sizes])
@@ -100,13 +108,16 @@ def sweep(name: str, jobs: Jobs, environ: Mapping[str, str], results: str) -> in
             return code
         rows.append((value, Throughput.of(readings)))
     best = max(measured.rate for _, measured in rows)
-    head = [name, rows[0][1].unit, "of the best"]
-    _show(head, [[value, f"{measured.rate:,.1f}", f"{measured.rate / best:.1%}"] for value, measured in rows])
+    head = [name, rows[0][1].unit, "of the best", "memory, MiB", "running", "in waits"]
+    show_table(head, [[value, f"{measured.rate:,.1f}", f"{measured.rate / best:.1%}", f"{measured.peak / 2**20:,.0f}",
+                       f"{measured.running:.1%}", f"{measured.waits:.1%}"] for value, measured in rows])
     where = saturation(rows)
     print(f"hvdrun: throughput saturates at {name} {where}: a higher value gains less than "
           f"{1 - SATURATED:.0%}" if where != rows[-1][0]
           else f"hvdrun: throughput still grows at {name} {where}, the last value")
-    _write_csv(f"{results}.csv", head, [(value, measured.rate, measured.rate / best) for value, measured in rows])
+    write_csv(f"{results}.csv", head, [
+        (value, measured.rate, measured.rate / best, measured.peak / 2**20, measured.running, measured.waits)
+        for value, measured in rows])
     _plot(f"{results}.png", [value for value, _ in rows], [measured.rate for _, measured in rows], name, head[1], None)
     return 0
 
@@ -122,21 +133,6 @@ def _measured(what: str, settings: JobSettings, environ: Mapping[str, str]) -> t
     recorder = ThroughputRecorder()
     code = run_job(settings, environ, recorder)
     return code, recorder.ranks
-
-
-def _show(head: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    for row in (head, *cells):
-        print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
-
-
-def _write_csv(path: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    try:
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([head, *rows])
-    except OSError as error:
-        raise LaunchError(f"cannot write {path}: {error.strerror}") from None
-    print(f"hvdrun: wrote {path}", file=sys.stderr)
 
 
 def _plot(path: str, xs: Sequence[object], rates: Sequence[float], label: str, unit: str,

@@ -141,6 +141,8 @@ class Config:
         64, _at_least(1), "number of gradient sets whose buckets are kept; the least recently used one is dropped")
     gradient_as_bucket_view: bool = knob(
         True, _flag, "make reduced gradients views of their bucket's memory (as in DDP); off: copy them")
+    step_parts: bool = knob(
+        False, _flag, "count the parts of a training step with torch; hvdrun --profile turns it on, and shows them")
     wait_in: str = knob(
         "backward", _one_of("backward", "step"), "where ranks wait for reduced gradients: backward (gradients are final "
         "when backward() returns) or step (as in Horovod; reading a gradient also waits); the default of "

@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from hvdlite.core.ledger import Ledger
 from hvdlite.diagnostics.stall_report import rank_status
 from hvdlite.negotiation.messages import GpuProgress, RankStatus
 
@@ -29,7 +30,7 @@ class CallHistory:
         self._recent.append(name)
         self._count = next(self._numbers)
 
-    def status(self, thread: int, waiting: Sequence[str], gpu: tuple[GpuProgress, ...] = ()) -> RankStatus:
+    def status(self, thread: int, waiting: Sequence[str], gpu: tuple[GpuProgress, ...], ledger: Ledger) -> RankStatus:
         """Describe this rank; the first arguments are those of `rank_status`."""
         status = rank_status(thread, tuple(self._recent), self._count - len(self._recent) + 1, waiting)
-        return msgspec.structs.replace(status, gpu=gpu)
+        return msgspec.structs.replace(status, gpu=gpu, ledger=ledger)

@@ -1,32 +1,51 @@
 """A rank's counters of steps, samples and waits, which `hvdrun --monitor` reads from a file in the job's directory.
 
-A rank writes a few numbers a step there and makes no system call for it; the launcher reads them when it wants to.
+A rank writes a few numbers a step there and makes no system call for it; the launcher reads them when it wants to. At most
+once a second, with a step, a rank reads how long its thread has run and could have run: that is its ledger.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import mmap
 import os
+import resource
 import statistics
 import struct
+import sys
+import threading
 import time
+from collections import deque
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 from hvdlite.core.launch_contract import PROGRESS_FILE
+from hvdlite.core.ledger import Ledger
 
 _HEAD: Final = struct.Struct("=QQQd")  # steps, samples, whether samples are counted, time of the last step
 _BLOCKED: Final = struct.Struct("=dd")  # seconds blocked in waits that are over; since when in one that is not, or 0
 _STEP: Final = struct.Struct("=dd")  # seconds, samples
 KEPT: Final = 4096
 """Steps whose times are kept."""
-_TIMES: Final = _HEAD.size + _BLOCKED.size  # where the steps begin
+_LEDGER: Final = struct.Struct("=dQddddddQddd")  # as `Ledger`, since the first step
+_PEAK: Final = struct.Struct("=Q")  # bytes of memory
+_TIMES: Final = _HEAD.size + _BLOCKED.size + _LEDGER.size + _PEAK.size  # where the steps begin
 _SIZE: Final = _TIMES + KEPT * _STEP.size
 WARM_UP: Final = 3
 """First steps that do not count for the rate."""
 PAUSE: Final = 10.0
 """A step that took so many times the median was none: an evaluation, a checkpoint."""
+LEDGER_SECONDS: Final = 1.0
+"""How often the ledger is written, at most."""
+_MAXRSS_UNIT: Final = 1 if sys.platform == "darwin" else 1024
+WINDOW_SECONDS: Final = 30.0
+"""What `Progress.ledger` is about."""
+
+
+NOTHING: Final = Ledger()
 
 
 class Progress:
@@ -38,6 +57,21 @@ class Progress:
         self._steps = self._samples = 0
         self._counts_samples = False
         self._last = 0.0
+        self._collecting = self._collection_begun = 0.0
+        self._input = self._input_cpu = 0.0
+        self._absent = 0
+        self._parts = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        self._is_watching = False
+        self._thread = 0  # the one that trains, once it is known
+        self._begun = 0.0
+        self._first = Ledger()  # what the thread had used before the first step
+        self._ledgers: deque[tuple[float, Ledger]] = deque(maxlen=int(2 * WINDOW_SECONDS / LEDGER_SECONDS))
+
+    def watch(self) -> None:
+        """From now on count the time of garbage collections."""
+        if not self._is_watching:
+            self._is_watching = True
+            gc.callbacks.append(self._collect)
 
     def publish(self, job_directory: str, rank: int) -> None:
         """From now on let others on this host read it, unless there is no room for the file: no job depends on it."""
@@ -60,6 +94,11 @@ class Progress:
 
     def withdraw(self) -> None:
         """From now on nobody reads it; what was written last stays in the file."""
+        if self._ledgers and threading.get_ident() == self._thread:
+            self._enter(time.monotonic())
+        if self._is_watching:
+            self._is_watching = False
+            gc.callbacks.remove(self._collect)
         memory, self._memory = self._memory, bytearray(self._memory)
         if isinstance(memory, mmap.mmap):
             memory.close()
@@ -86,14 +125,65 @@ class Progress:
             self._counts_samples, self._steps, self._samples, self._last = True, 0, 0, 0.0
         self._step(samples)
 
+    def loaded(self, seconds: float, cpu: float) -> None:
+        """The script has got a batch, for which it has waited; `cpu` seconds of that it was running.
+
+        Other threads than the one that trains load ahead, and do not count.
+        """
+        if self._thread in (0, threading.get_ident()):
+            self._input += seconds
+            self._input_cpu += cpu
+
+    @property
+    def blocked(self) -> float:
+        """Seconds in waits that are over."""
+        return self._blocked
+
+    def part(self, name: str, seconds: float) -> None:
+        """A part of a step has taken so long: "forward", "backward" or "optimizer"."""
+        self._parts[name] += seconds
+
+    def absent(self, count: int) -> None:
+        """So many gradients are missing on this rank in this step."""
+        self._absent += count
+
+    def ledger(self, window: float = WINDOW_SECONDS) -> Ledger:
+        """Return what the thread that trains has used its time for in the last `window` seconds with steps."""
+        entries = list(self._ledgers)
+        if len(entries) < 2:
+            return NOTHING
+        latest, total = entries[-1]
+        return total.since(next(earlier for when, earlier in entries if when >= latest - window))
+
+    def _collect(self, phase: str, info: dict[str, Any]) -> None:
+        if phase == "start":
+            self._collection_begun = time.perf_counter()
+        else:
+            self._collecting += time.perf_counter() - self._collection_begun
+
     def _step(self, samples: int) -> None:
         now = time.monotonic()
+        if not self._ledgers or now - self._ledgers[-1][0] >= LEDGER_SECONDS:
+            self._enter(now)
         if self._last:
             _STEP.pack_into(self._memory, _TIMES + (self._steps - 1) % KEPT * _STEP.size, now - self._last, samples)
         self._steps += 1
         self._samples += samples
         self._last = now
         self._write()
+
+    def _enter(self, now: float) -> None:
+        """Enter the time up to now into the ledger; the calling thread is the one that trains."""
+        self._thread = threading.get_ident()
+        cpu, queued = _scheduled()
+        self._begun = self._begun or now
+        total = Ledger(now - self._begun, self._steps, self._blocked, cpu, queued, self._collecting, self._input,
+                       self._input_cpu, self._absent, **self._parts)
+        if not self._ledgers:
+            self._first = total
+        self._ledgers.append((now, total))
+        _LEDGER.pack_into(self._memory, _HEAD.size + _BLOCKED.size, *msgspec.structs.astuple(total.since(self._first)))
+        _PEAK.pack_into(self._memory, _TIMES - _PEAK.size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT)
 
     def _write(self) -> None:
         _HEAD.pack_into(self._memory, 0, self._steps, self._samples, self._counts_samples, self._last)
@@ -108,6 +198,8 @@ class Reading:
         blocked: seconds its script was blocked in waits, so far.
         idle: seconds since its last step; infinite before the first.
         rate: samples a second in undisturbed steps (see `rate_of`); 0.0 while there are too few.
+        ledger: since its first step.
+        peak: the most bytes of memory that it has used.
     """
 
     steps: int = 0
@@ -116,6 +208,22 @@ class Reading:
     blocked: float = 0.0
     idle: float = float("inf")
     rate: float = 0.0
+    ledger: Ledger = NOTHING
+    peak: int = 0
+
+
+def _scheduled() -> tuple[float, float]:
+    """Return the seconds that this thread was running, and that it could have but was not; 0 where that is not known.
+
+    Where a framework trains in threads of its own, steps are counted in one of them: then of all threads of the process.
+    """
+    mine = threading.current_thread() is threading.main_thread()
+    try:
+        found = [Path("/proc/thread-self")] if mine else list(Path("/proc/self/task").iterdir())
+        times = [list(map(int, (each / "schedstat").read_bytes().split()[:2])) for each in found]
+    except (OSError, ValueError):  # not Linux, a kernel without it, or a thread that has just ended
+        return time.thread_time() if mine else time.process_time(), 0.0
+    return sum(running for running, _ in times) * 1e-9, sum(queued for _, queued in times) * 1e-9
 
 
 def read(job_directory: str, rank: int) -> Reading:
@@ -124,6 +232,8 @@ def read(job_directory: str, rank: int) -> Reading:
         content = (Path(job_directory) / f"{PROGRESS_FILE}.{rank}").read_bytes()
         steps, samples, counted, last = _HEAD.unpack_from(content)
         blocked, since = _BLOCKED.unpack_from(content, _HEAD.size)
+        ledger = Ledger(*_LEDGER.unpack_from(content, _HEAD.size + _BLOCKED.size))
+        peak, = _PEAK.unpack_from(content, _TIMES - _PEAK.size)
     except (OSError, struct.error):
         return Reading()
     kept = min(max(0, steps - 1), KEPT)
@@ -132,7 +242,7 @@ def read(job_directory: str, rank: int) -> Reading:
         times = times[WARM_UP:]
     now = time.monotonic()
     return Reading(steps, samples, bool(counted), blocked + (now - since if since else 0.0),
-                   now - last if last else float("inf"), rate_of(times))
+                   now - last if last else float("inf"), rate_of(times), ledger, peak)
 
 
 def rate_of(times: list[tuple[float, ...]]) -> float:

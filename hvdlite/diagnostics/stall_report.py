@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from hvdlite.diagnostics.slowness import Slowness, diagnose
 from hvdlite.negotiation.messages import RankStatus
 from hvdlite.negotiation.stalls import Stall
 
@@ -92,6 +93,13 @@ class StallReport:
     stories: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by tensor
 
     @property
+    def slowness(self) -> Slowness | None:
+        """Why the job is slow, if it is and all ranks have been asked; ranks that wait are not compared."""
+        if self.stalls:
+            return None
+        return diagnose({rank: each.status.ledger for rank, each in self.rank_states.items() if each.status is not None})
+
+    @property
     def missing(self) -> list[int]:
         """The ranks for which something waits, ascending."""
         return sorted({rank for stall in self.stalls for rank in stall.missing})
@@ -132,6 +140,8 @@ class StallReport:
         lines += [f"  {stall}" for stall in self.stalls]
         for rank in sorted({*self.missing, *self.rank_states}):
             lines += self._rank_lines(rank)
+        if self.slowness is not None:
+            lines.append(f"  {self.slowness}")
         for name, story in self.stories.items():
             lines += [f"  what happened to '{name}' on rank 0:", *(f"    {line}" for line in story.splitlines())]
         return "\n".join(lines)
@@ -182,7 +192,8 @@ class StallReport:
                             "missing": list(stall.missing)} for stall in self.stalls],
                 "diagnosis": [self.diagnosis(rank) for rank in self.missing],
                 "ranks": {str(rank): of(rank, rank_state) for rank, rank_state in sorted(self.rank_states.items())},
-                "stories": dict(self.stories)}
+                "stories": dict(self.stories),
+                "slowness": None if self.slowness is None else self.slowness.as_dict()}
 
 
 def first_difference(one: RankStatus, other: RankStatus) -> tuple[int, str, str] | None:

@@ -10,7 +10,7 @@ from hvdlite.control.base import ControlPlane
 from hvdlite.diagnostics.process_probe import ProcessProbe
 from hvdlite.engine.limits import Clock
 from hvdlite.engine.mailboxes import Areas
-from hvdlite.engine.oob import OobChannel
+from hvdlite.engine.oob import GroupOob, OobChannel
 from hvdlite.memory.group_area import GroupArea
 from hvdlite.memory.shared import SharedMemory
 from hvdlite.planes.base import DevicePlane, Plane
@@ -25,12 +25,14 @@ class GroupPlane:
         area: of this host.
         is_one_host: whether the ranks share the area and move tensors through shared memory alone.
         memory: the host's, the group's part of it; for what else the group shares.
+        oob: the group's out-of-band texts.
     """
 
     plane: Plane
     area: GroupArea
     is_one_host: bool
     memory: SharedMemory
+    oob: GroupOob
 
 
 GroupParts = Callable[[], GroupPlane]

@@ -306,7 +306,8 @@ class Engine:
     def _status(self) -> RankStatus:
         devices = self._connections.devices
         waiting = [*(entry.handle.name for entry in self._execution.pending()), *self._mailboxes.waiting.values()]
-        return self.history.status(self._inbox.last_caller, waiting, () if devices is None else devices.progress())
+        return self.history.status(self._inbox.last_caller, waiting, () if devices is None else devices.progress(),
+                                    self._waiters.progress.ledger())
 
     def _close(self) -> None:
         """Close every part, whatever others raise; in the end no thread waits for this one any more."""

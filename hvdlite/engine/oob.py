@@ -8,18 +8,24 @@ set must know of each other is told to the first of them, which answers all. A d
 from __future__ import annotations
 
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.handoff.inbox import Item, Task
 from hvdlite.negotiation.messages import OobKey, OobMessage, SideMessage
 from hvdlite.planes.base import WaitUntil
 
+HEARD: Final = "heard."
+"""How labels of announcements begin."""
+
 
 class OobChannel:
     """One rank's out-of-band channel; implements `planes.base.OobChannel`.
 
-    Only `fetch`, `publish_from` and `withdraw_from` are called by other threads than the background thread.
+    Only `fetch`, `publish_from`, `withdraw_from`, `announce` and `hear` are called by other threads than the background
+    thread.
 
     Args:
         rank: this one.
@@ -29,6 +35,8 @@ class OobChannel:
         self._rank = rank
         self._arrived = threading.Condition()
         self._received: dict[OobKey, bytes] = {}
+        self._heard: defaultdict[str, deque[tuple[int, bytes]]] = defaultdict(deque)  # announcements without a listener
+        self._listeners: dict[str, Callable[[int, bytes], None]] = {}
         self._failure: HorovodInternalError | None = None
         self._say: Callable[[SideMessage], None] = lambda side_message: None
         self._post: Callable[[Item], None] = lambda item: None
@@ -47,7 +55,11 @@ class OobChannel:
         """Store out-of-band messages that have arrived."""
         with self._arrived:
             for note in messages:
-                self._received[OobKey(note.label, note.sender)] = note.payload
+                if note.label.startswith(HEARD):
+                    self._heard[note.label].append((note.sender, note.payload))
+                    self._listen(note.label)
+                else:
+                    self._received[OobKey(note.label, note.sender)] = note.payload
             self._arrived.notify_all()
 
     def close(self, failure: HorovodInternalError) -> None:
@@ -82,6 +94,25 @@ class OobChannel:
         """Like `publish`, from any other thread than the background thread."""
         self._post(Task(lambda: self._say(SideMessage(oob_messages=(OobMessage(label, self._rank, text),)))))
 
+    def announce(self, label: str, receivers: Sequence[int], text: bytes) -> None:
+        """Send a text to ranks that `hear` it; from any thread."""
+        message = OobMessage(HEARD + label, self._rank, text, tuple(receivers))
+        self._post(Task(lambda: self._say(SideMessage(oob_messages=(message,)))))
+
+    def hear(self, label: str, listener: Callable[[int, bytes], None]) -> None:
+        """Let a function be called with the sender and text of each announcement, those included that have come before.
+
+        The background thread calls it, or this one; it returns at once. Any thread may call this.
+        """
+        with self._arrived:
+            self._listeners[HEARD + label] = listener
+            self._listen(HEARD + label)
+
+    def _listen(self, label: str) -> None:
+        listener, texts = self._listeners.get(label), self._heard[label]
+        while listener is not None and texts:
+            listener(*texts.popleft())
+
     def withdraw_from(self, label: str) -> None:
         """Like `withdraw`, likewise."""
         self._post(Task(lambda: self.withdraw(label)))
@@ -107,17 +138,26 @@ class GroupOob:
 
     Args:
         channel: the job's.
-        prefix: of the group's labels.
+        prefix: of the group's labels, and of other names in the job that are its own.
     """
 
     def __init__(self, channel: OobChannel, prefix: str) -> None:
-        self._channel, self._prefix = channel, prefix
+        self.prefix = prefix
+        self._channel = channel
 
     def publish(self, label: str, text: bytes) -> None:
-        self._channel.publish_from(self._prefix + label, text)
+        self._channel.publish_from(self.prefix + label, text)
 
     def withdraw(self, label: str) -> None:
-        self._channel.withdraw_from(self._prefix + label)
+        self._channel.withdraw_from(self.prefix + label)
 
     def fetch(self, label: str, sender: int, wait_until: WaitUntil) -> bytes:
-        return self._channel.fetch(self._prefix + label, sender, wait_until)
+        return self._channel.fetch(self.prefix + label, sender, wait_until)
+
+    def announce(self, receivers: Sequence[int], text: bytes) -> None:
+        """Like `OobChannel.announce`, to the ranks of the group."""
+        self._channel.announce(self.prefix, receivers, text)
+
+    def hear(self, listener: Callable[[int, bytes], None]) -> None:
+        """Like `OobChannel.hear`."""
+        self._channel.hear(self.prefix, listener)

@@ -57,6 +57,7 @@ from hvdlite.frontend.built import (
     rocm_built,
 )
 from hvdlite.ops import barrier
+from hvdlite.training.slowness import log_slowness, slowness
 
 __all__ = [
     "Adasum", "Average", "ConfigError", "DuplicateNameError", "HorovodInternalError", "HvdliteError", "LaunchError",
@@ -64,6 +65,6 @@ __all__ = [
     "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "UnsupportedError", "__version__",
     "add_process_set", "barrier", "ccl_built", "check_extension", "cross_rank", "cross_size", "cuda_built", "ddl_built",
     "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "local_rank",
-    "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "record_step",
-    "remove_process_set", "rocm_built", "shutdown", "size", "slot", "start_timeline", "stop_timeline", "story",
+    "local_size", "log_slowness", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "record_step",
+    "remove_process_set", "rocm_built", "shutdown", "size", "slot", "slowness", "start_timeline", "stop_timeline", "story",
 ]

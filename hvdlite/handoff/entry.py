@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,3 +104,22 @@ class Entry:
         """Fail the handle now, although the others may still need this entry's memory; again is fine."""
         self.fail(error)
         self._abandoned = True
+
+
+class TellingEntry(Entry):
+    """An entry that calls a function when it is complete or has failed: in the background thread, with the error."""
+
+    __slots__ = ("_tell",)
+
+    def __init__(self, request: Request, sources: Sequence[AnyArray | None], outputs: Sequence[AnyArray | None],
+                 result: Any, waiters: BlockedWaiters, tell: Callable[[Exception | None], None]) -> None:
+        super().__init__(request, sources, outputs, result, waiters)
+        self._tell = tell
+
+    def complete(self, response: Response, completion: Completion | None = None) -> None:
+        super().complete(response, completion)
+        self._tell(None)
+
+    def fail(self, error: Exception) -> None:
+        super().fail(error)
+        self._tell(error)

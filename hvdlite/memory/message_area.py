@@ -201,7 +201,7 @@ class MessageArea:
         memory.allocate(start, length)
         self._control = mmap.mmap(memory.descriptor, length, offset=start)
         self._words = memoryview(self._control).cast("q")
-        self._sleepers = [shared_word(self._control, rank * LINE) for rank in range(ranks)]
+        self._sleepers = tuple(shared_word(self._control, rank * LINE) for rank in range(ranks))  # none once it is closed
         self._wakes = 0
         self._maps: dict[int, mmap.mmap] = {}
         self._writers: dict[int, RingWriter] = {}
@@ -210,16 +210,22 @@ class MessageArea:
 
     def seen(self) -> int:
         """Return this rank's word; to be read before it looks at its rings."""
-        return self._sleepers[self.index].value
+        sleepers = self._sleepers
+        return sleepers[self.index].value if sleepers else 0
 
     def sleep(self, seen: int, seconds: float) -> None:
         """Sleep until another rank has woken this one since it has read its word as `seen`; may return early."""
-        self._sleepers[self.index].wait(seen, seconds)
+        sleepers = self._sleepers
+        if sleepers:
+            sleepers[self.index].wait(seen, seconds)
 
     def wake(self, rank: int) -> None:
         """Let a rank, this one too, look at its rings."""
+        sleepers = self._sleepers
+        if not sleepers:
+            return
         self._wakes += 1
-        word = self._sleepers[rank]
+        word = sleepers[rank]
         word.value = (self.index + 1 & 0xFFF) << 20 | self._wakes & 0xFFFFF
         word.wake()
 
@@ -278,9 +284,11 @@ class MessageArea:
         self.unmap()
 
     def unmap(self) -> None:
-        """Unmap the rings, once nobody has a view of them."""
+        """Unmap everything that nobody has a view of. Nothing but `seen`, `sleep` and `wake` may be called any more."""
         self._writers.clear()
         self._maps.clear()
+        self._sleepers = ()
+        del self._words, self._control
 
 
 def _padded(nbytes: int) -> int:

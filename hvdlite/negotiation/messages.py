@@ -14,6 +14,7 @@ import enum
 
 import msgspec
 
+from hvdlite.core.ledger import Ledger
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 
@@ -158,6 +159,7 @@ class RankStatus(Message, frozen=True, kw_only=True):
     first_number: int  # the number of the first of them, counted from 1
     waiting: tuple[str, ...]  # names of its pending collectives
     gpu: tuple[GpuProgress, ...] = ()  # by process set
+    ledger: Ledger = Ledger()  # of the last half minute
 
 
 class TraceEvent(Message, frozen=True):

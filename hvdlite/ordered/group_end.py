@@ -129,9 +129,7 @@ class GroupEnd:
 
     def _messages(self) -> Transfers:
         if self._transfers is None:
-            raise UnsupportedError(f"{self.name}: " + (
-                "there is no other rank to exchange messages with" if self.size == 1 else
-                "send and receive need all ranks of the group on one host"))
+            raise UnsupportedError(f"{self.name}: there is no other rank to exchange messages with")
         return self._transfers
 
     # --- the end ------------------------------------------------------------------------------------------------------

@@ -27,8 +27,13 @@ class Wanted(Protocol):
 class Arrived(Protocol):
     """A message."""
 
-    source: int
-    tag: int
+    @property
+    def source(self) -> int:
+        """The rank that has sent it."""
+
+    @property
+    def tag(self) -> int:
+        """What a receive must name."""
 
 
 R = TypeVar("R", bound=Wanted)

@@ -16,27 +16,22 @@ Rules (docs/protocol.md#message-rings)
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import ForkedProcessError, HorovodInternalError
 from hvdlite.memory.message_area import MessageArea, Piece, RingReader
 from hvdlite.ordered.call import Call
+from hvdlite.ordered.guarded_transfers import GuardedTransfers
 from hvdlite.ordered.matching import ANY, Matching
-from hvdlite.ordered.transfers import Receive, Send, Texts, Transfer
-
-T = TypeVar("T")
-
-_log = logging.getLogger("hvdlite")
+from hvdlite.ordered.transfers import Receive, Send, Transfer
 
 LINGER_SECONDS: Final = 0.005
 """How long a call is left to the threads that may come and wait for it."""
@@ -65,7 +60,7 @@ class Message:
         self.receive: Receive | None = None
 
 
-class RingTransfers:
+class RingTransfers(GuardedTransfers):
     """Implements `Transfers`; all ranks of the group are on one host. `close` keeps messages that have been sent completely.
 
     Args:
@@ -75,17 +70,12 @@ class RingTransfers:
     """
 
     def __init__(self, area: MessageArea, group: str, members: Sequence[str] = ()) -> None:
-        self._area, self._process = area, os.getpid()
-        self._texts = Texts(group, area.index, area.ranks, members)
-        self._others = [rank for rank in range(area.ranks) if rank != area.index]
-        self._lock = threading.Lock()  # guards the rest
-        self._error: Exception | None = None
-        self._calls: dict[Transfer, None] = {}  # under way, oldest first
+        super().__init__(group, area.index, area.ranks, members)
+        self._area = area
         self._sends: dict[int, deque[Send]] = {}  # by receiver; not empty
         self._matching: Matching[Receive, Message] = Matching()
         self._messages: dict[int, Message] = {}  # by source: the one that is arriving
         self._readers: dict[int, RingReader] = {}
-        self._over: deque[tuple[Transfer, Exception | None]] = deque()  # to be ended without the lock
         self._waiters: dict[object, bool] = {}  # a key for each thread in `wait`, and whether it carries calls out
         self._thread: threading.Thread | None = None
         self._thread_drives = False
@@ -123,21 +113,11 @@ class RingTransfers:
         self._watch(call)
         return call
 
-    def pending(self) -> list[str]:
-        """Return descriptions of the calls under way, the oldest first."""
-        with self._lock:
-            return [self._texts.shown(call) for call in self._calls]
-
-    def fail(self, error: Exception) -> None:
-        with self._lock:
-            self._fail(error)
-        self._end_finished()
-
     def close(self) -> None:
         if os.getpid() != self._process or self._stopped.is_set():
             return
         self._stopped.set()
-        self.fail(HorovodInternalError(f"{self._texts.group} was destroyed on this rank before the call was complete"))
+        self.fail(self._destroyed())
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -209,47 +189,6 @@ class RingTransfers:
                     self._thread_drives = bool(self._calls)
 
     # --- with the lock ---------------------------------------------------------------------------------------------------
-
-    def _guarded(self, act: Callable[[], T]) -> T | None:
-        """Call a function with the lock, and end the calls that it has finished."""
-        try:
-            with self._lock:
-                return act()
-        except Exception as error:
-            self.fail(error)
-        except BaseException:  # between any two lines
-            self.fail(HorovodInternalError(
-                f"{self._texts.group} cannot be used any more: a thread was interrupted in a send or receive"))
-            raise
-        finally:
-            self._end_finished()
-        return None
-
-    def _end_finished(self) -> None:
-        while True:
-            try:
-                call, error = self._over.popleft()
-            except IndexError:
-                return
-            try:
-                call.end(error)
-            except Exception:
-                _log.exception("%s: a callback of the %s failed", self._texts.group, self._texts.shown(call))
-
-    def _start(self, call: Transfer, begin: Callable[[], None]) -> None:
-        def start() -> None:
-            self._calls[call] = None
-            if self._error is not None:
-                self._finish(call, self._error)
-                return
-            begin()
-
-        if os.getpid() == self._process:
-            self._guarded(start)
-        else:  # the lock may be held for ever
-            call.end(ForkedProcessError(
-                f"{self._texts.group}: this process (pid {os.getpid()}) was forked from rank {self._area.index} (pid "
-                f"{self._process}), to which the group belongs; start workers with the spawn method"))
 
     def _advance(self) -> bool:
         """Copy at most a piece into or out of each ring; return whether there was one."""
@@ -338,6 +277,8 @@ class RingTransfers:
 
     def _check(self) -> bool:
         """Let calls fail that are overdue, or wait for a rank that has left; return whether there were some."""
+        if self._error is not None:
+            return False
         now, failed = time.monotonic(), False
         for call in tuple(self._calls):
             if call.deadline > now:
@@ -369,17 +310,14 @@ class RingTransfers:
         return True
 
     def _fail(self, error: Exception) -> None:
-        self._error = self._error or error
-        for call in tuple(self._calls):
-            self._finish(call, self._error)
+        super()._fail(error)
         self._area.wake(self._area.index)
 
     def _finish(self, call: Transfer, error: Exception | None = None) -> None:
-        del self._calls[call]
+        super()._finish(call, error)
         if isinstance(call, Send) and call.to in self._sends:
             self._sends[call.to].remove(call)
             if not self._sends[call.to]:
                 del self._sends[call.to]
-        self._over.append((call, error))
         if len(self._waiters) + self._thread_drives > 1:
             self._area.wake(self._area.index)  # another thread may wait for this call

@@ -66,6 +66,7 @@ class Transfer(Call):
         values: bytes to be sent, or where those received belong.
         tag: of the message.
         peer: the other rank, or `ANY`.
+        begun: whether anything of the message is on its way.
         deadline: in `time.monotonic()`; after it the call fails.
     """
 
@@ -73,7 +74,7 @@ class Transfer(Call):
 
     def __init__(self, owner: Owner, values: Array, tag: int, timeout: float) -> None:
         super().__init__((), timeout=timeout)
-        self.values, self.tag = values, tag
+        self.values, self.tag, self.begun = values, tag, False
         self.deadline = time.monotonic() + timeout
         self._owner = owner
 
@@ -95,17 +96,12 @@ class Transfer(Call):
 
 
 class Send(Transfer):
-    """A message to the rank `to`.
-
-    Attributes:
-        sent: how many bytes of it are on their way, in pieces.
-        begun: whether any piece is.
-    """
+    """A message to the rank `to`; its first `sent` bytes are on their way."""
 
     def __init__(self, owner: Owner, values: Array, to: int, tag: int, timeout: float) -> None:
         super().__init__(owner, values, tag, timeout)
         self.to = self.peer = to
-        self.sent, self.begun = 0, False
+        self.sent = 0
 
 
 class Receive(Transfer):
@@ -119,8 +115,9 @@ class Receive(Transfer):
 class Announced(Arrived, Protocol):
     """A message that a receive may get."""
 
-    total: int
-    """Its bytes."""
+    @property
+    def total(self) -> int:
+        """Its length in bytes."""
 
 
 class Texts:
@@ -171,8 +168,8 @@ class Texts:
             others = "; ".join(f"{message.total} bytes from {self._named([message.source])} with tag {message.tag}"
                                for message in kept)
             why = "no such message has come" + (f", but others that nobody receives: {others}" if others else "")
-        return OperationTimeoutError(f"{self.group}: the {self.shown(call)} has not ended within {call.timeout or 0.0:g} s: "
-                                     f"{why}", () if call.peer == ANY else (call.peer,))
+        return OperationTimeoutError(f"{self.group}: the {self.shown(call)} has not ended within the timeout of "
+                                     f"{call.timeout or 0.0:g} s: {why}", () if call.peer == ANY else (call.peer,))
 
     def _named(self, ranks: Iterable[int]) -> str:
         return names(sorted(ranks), self._members)

@@ -251,14 +251,14 @@ class HostPlanes:
                 area = memory.group_area(local)
                 assert area is not None
                 assert isinstance(self.oob, OobChannel)
-                own = dataclasses.replace(self, memory=memory, wake_ranks=area.ring, wake=area.ring,
-                                          oob=GroupOob(self.oob, f"group{next(numbers)}."))
+                oob = GroupOob(self.oob, f"group{next(numbers)}.")
+                own = dataclasses.replace(self, memory=memory, wake_ranks=area.ring, wake=area.ring, oob=oob)
                 plane = own.make(choice)
                 plane.add_process_set(GLOBAL_PROCESS_SET_ID, tuple(range(sum(map(len, self.hosts.ranks_by_host)))))
             except BaseException:
                 memory.close()
                 raise
-            return GroupPlane(plane, area, choice.name == "shm", memory)
+            return GroupPlane(plane, area, choice.name == "shm", memory, oob)
 
         return parts
 

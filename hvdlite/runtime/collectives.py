@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.texts import encodable
 from hvdlite.core.types import ROOTED, Collective, ReduceOp
 from hvdlite.core.world import World
-from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.entry import Entry, TellingEntry
 from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
@@ -245,22 +245,28 @@ class Collectives:
                                device=device_of(array))
         return self._inbox.enqueue(Entry(request, [array], [], None, self._waiters))
 
-    def send(self, name: str, array: AnyArray, receiver: int) -> Handle:
+    def send(self, name: str, array: AnyArray, receiver: int, done: Callable[[Exception | None], None] | None = None,
+             ) -> Handle:
         """Send an array to another rank, which calls `receive` with the same name; the result is None.
 
         The handle is done when it has arrived. Every pair of ranks is a process set of its own, members of others or not.
+
+        Args:
+            done: called by the background thread with the error, when the handle is done; more than once is possible.
 
         Raises:
             UnsupportedError: for an unsupported dtype, or a receiver that does not exist or is this rank.
             DuplicateNameError: Like `allreduce`.
         """
-        return self._transfer(name, array, None, self._world.rank, receiver)
+        return self._transfer(name, array, None, self._world.rank, receiver, done)
 
-    def receive(self, name: str, array: AnyArray, sender: int) -> Handle:
+    def receive(self, name: str, array: AnyArray, sender: int, done: Callable[[Exception | None], None] | None = None,
+                ) -> Handle:
         """Overwrite `array` with what another rank sends: the same name, shape and dtype."""
-        return self._transfer(name, array, array, sender, self._world.rank)
+        return self._transfer(name, array, array, sender, self._world.rank, done)
 
-    def _transfer(self, name: str, array: AnyArray, output: AnyArray | None, sender: int, receiver: int) -> Handle:
+    def _transfer(self, name: str, array: AnyArray, output: AnyArray | None, sender: int, receiver: int,
+                  done: Callable[[Exception | None], None] | None) -> Handle:
         other = receiver if sender == self._world.rank else sender
         if other == self._world.rank or not 0 <= other < self._world.size:
             raise UnsupportedError(f"'{name}': rank {self._world.rank} exchanges tensors with another of the ranks "
@@ -268,6 +274,8 @@ class Collectives:
         request = self.request(name, Collective.SEND, _checked(name, array), array.shape, root_rank=sender,
                                payload=None if output is array else self._payload(array),
                                process_set=pair_set_id(sender, receiver, self._world.size), device=device_of(array))
+        if done is not None:
+            return self._inbox.enqueue(TellingEntry(request, [array], [output], output, self._waiters, done))
         return self._inbox.enqueue(Entry(request, [array], [output], output, self._waiters))
 
     def barrier(self, name: str, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:

@@ -47,6 +47,8 @@ class GradientSets:
             strides: in elements; how `output` lies in the framework's memory. () is row-major.
             group_id: members with the same one, from 1, are learned as one bucket; 0 leaves that to the coordinator.
         """
+        if source is None:
+            self._waiters.progress.absent(1)
         request = self._collectives.request(
             name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op, prescale=float(prescale),
             postscale=float(postscale), absent=source is None, label=moment.label, round_id=moment.round, step=moment.step,
@@ -84,6 +86,8 @@ class GradientSets:
             event: on a GPU: after which it is filled.
         """
         self._inbox.check_usable(bucket.definition.members[0].name)
+        if ready.unused:
+            self._waiters.progress.absent(len(ready.unused))
         entry = BucketEntry(bucket, ready, self._waiters, event)
         lock = self._state.locks.get(bucket.definition.members[0].label) if self._state.locks else None
         if lock is None or not lock.take(entry):

@@ -19,9 +19,11 @@ from hvdlite.core.config import Config, timeout_or_inf
 from hvdlite.core.errors import LaunchError
 from hvdlite.memory.group_area import GroupArea, area_bytes
 from hvdlite.ordered.group_end import GroupEnd
+from hvdlite.ordered.negotiated_transfers import NegotiatedTransfers
 from hvdlite.ordered.ring_transfers import RingTransfers
 from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.runtime.assemble import assemble
+from hvdlite.runtime.group_link import GroupLink
 from hvdlite.runtime.process_hooks import configure_logging, tell_failure
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.runtime.worlds import Worlds
@@ -165,8 +167,9 @@ class Groups:
                 release: Callable[[], None]) -> GroupEnd:
         assert runtime.group_parts is not None
         parts, world = runtime.group_parts(), runtime.world
-        messages = parts.memory.message_area(range(world.size)) if parts.is_one_host else None
-        transfers = RingTransfers(messages, name, members) if messages is not None else None
+        rings = parts.memory.message_area(range(world.size)) if parts.is_one_host else None
+        transfers = RingTransfers(rings, name, members) if rings is not None else NegotiatedTransfers(
+            GroupLink(runtime, parts.oob), name, world.rank, world.size, members)
 
         def closed() -> None:
             runtime.remove_group(end)

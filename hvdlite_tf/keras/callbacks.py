@@ -10,12 +10,13 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.slowness import log_slowness
 from hvdlite_tf.keras.broadcast import broadcast_variables
 from hvdlite_tf.keras.stopping import StopTogetherCallback, refuse_uneven_steps
 from hvdlite_tf.keras.variable_mirror import optimizers_of
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
-           "LearningRateWarmupCallback", "MetricAverageCallback", "StopTogetherCallback"]
+           "LearningRateWarmupCallback", "MetricAverageCallback", "SlownessCallback", "StopTogetherCallback"]
 
 
 def _read_back(model: Any) -> None:
@@ -227,3 +228,21 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         placeholder = "best.weights.h5" if save_weights_only else "best.keras"
         super().__init__(filepath=filepath or placeholder, monitor=monitor, verbose=verbose, save_best_only=True,
                          save_weights_only=save_weights_only, mode=mode, save_freq=save_freq)
+
+
+class SlownessCallback(keras.callbacks.Callback):
+    """Prints on rank 0, at the end of each epoch, which rank the others wait for and the likely cause, if there is one.
+
+    Args:
+        writer: see `hvd.log_slowness`; None only prints.
+    """
+
+    def __init__(self, writer: Any = None) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Compare the ranks."""
+        found = log_slowness(epoch, self._writer)
+        if found is not None and api.rank() == 0:
+            print(found, flush=True)

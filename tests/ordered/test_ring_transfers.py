@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -20,6 +20,7 @@ from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.ordered import ring_transfers as module
 from hvdlite.ordered.call import Call
 from hvdlite.ordered.ring_transfers import RingTransfers
+from tests.ordered.schedules import Schedule, done, failure, received, text
 from tests.worlds import HANGS_SECONDS
 
 RING = 1 << 16
@@ -82,87 +83,13 @@ def long_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SLEEP_SECONDS", 10 * HANGS_SECONDS)
 
 
-def text(*numbers: int, size: int = 16) -> Array:
-    """Return `size` bytes that tell the numbers."""
-    return np.random.default_rng(numbers).integers(0, 256, size, np.uint8)
-
-
-def done(call: Call) -> Call:
-    assert call.wait(HANGS_SECONDS) and call.is_done
-    if call.error is not None:
-        raise call.error
-    return call
-
-
-def failure(call: Call) -> str:
-    assert call.wait(HANGS_SECONDS)
-    assert call.error is not None
-    return f"{type(call.error).__name__}: {call.error}"
-
-
-def received(end: RingTransfers, size: int, source: int | None, tag: int = 0) -> tuple[Array, int]:
-    values = np.empty(size, np.uint8)
-    call = done(end.receive(values, source, tag))
-    return values, call.source
-
-
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("kind", ["futex", "no futex, fence"])
 def test_random_schedules(ranks: Callable[..., Ranks], seed: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Order by source, receiver and tag; some tags are received from any source, where only the order by source is known."""
     if kind != "futex":
         monkeypatch.setattr(message_area, "shared_word", PolledWord)
-    rng = random.Random(seed)
-    count = rng.choice((2, 3, 4))
-    any_tags = {(to, tag): rng.choice((0, 5, 5000)) for to in range(count) for tag in range(4) if rng.random() < 0.3}
-    sends: list[list[tuple[int, int, int, int]]] = [[] for _ in range(count)]  # to, tag, number, size
-    receives: list[list[tuple[int | None, int, int, int]]] = [[] for _ in range(count)]  # source, tag, number, size
-    numbers: dict[tuple[int, int, int], int] = defaultdict(int)
-    for _ in range(400):
-        source, to = rng.sample(range(count), 2)
-        tag = rng.randrange(4)
-        number = numbers[source, to, tag]
-        numbers[source, to, tag] += 1
-        size = any_tags.get((to, tag), rng.choice((0, 1, 64, 1000, RING // 32, rng.randrange(3 * RING))))
-        sends[source].append((to, tag, number, size))
-        receives[to].append((None if (to, tag) in any_tags else source, tag, number, size))
-
-    def shuffled(queue: list[tuple[int | None, int, int, int]]) -> list[tuple[int | None, int, int, int]]:
-        """Return receives in another order, but those of one source and tag in theirs."""
-        rng.shuffle(queue)
-        by_key: dict[object, list[tuple[int | None, int, int, int]]] = defaultdict(list)
-        for each in sorted(queue, key=lambda each: each[2]):
-            by_key[each[:2]].append(each)
-        return [by_key[each[:2]].pop(0) for each in queue]
-
-    plans = [shuffled(each) for each in receives]
-
-    def step(rank: int, end: RingTransfers) -> None:
-        own, todo, begun = random.Random(seed * 10 + rank), list(sends[rank]), list(plans[rank])
-        calls: list[tuple[Call, tuple[int | None, int, int, int], Array]] = []
-        sent: list[Call] = []
-        while todo or begun:
-            if todo and own.random() < 0.5:
-                to, tag, number, size = todo.pop(0)
-                sent.append(end.send(text(rank, to, tag, number, size=size), to, tag))
-                if own.random() < 0.1:
-                    done(sent[-1])  # a blocking send: it never waits for ranks that are blocked here themselves
-            elif begun:
-                plan = begun.pop(0)
-                values = np.full(plan[3], 0xCC, np.uint8)
-                calls.append((end.receive(values, plan[0], plan[1]), plan, values))
-        for call in [*sent, *(call for call, _, _ in calls)]:
-            done(call)
-        seen: dict[tuple[int, int], int] = defaultdict(int)
-        for call, (source, tag, number, size), values in calls:
-            if source is None:
-                number = seen[call.source, tag]
-                seen[call.source, tag] += 1
-            else:
-                assert call.source == source
-            assert (values == text(call.source, rank, tag, number, size=size)).all()
-
-    ranks(count, fence=kind != "futex").run(step)
+    schedule = Schedule(seed, sizes=(0, 1, 64, 1000, RING // 32, 2 * RING, 3 * RING))
+    ranks(schedule.ranks, fence=kind != "futex").run(lambda rank, end: schedule.run(rank, end, blocking_sends=0.1))
 
 
 # docs/protocol.md#message-rings
@@ -336,8 +263,8 @@ def test_a_receive_times_out_and_the_group_goes_on(ranks: Callable[..., Ranks]) 
     done(sender.send(text(1, size=7), 1, 8))
     late = receiver.receive(np.empty(16, np.uint8), 0, 9, timeout=0.05)
     assert failure(late) == (
-        "OperationTimeoutError: group dp: the receive on rank 1 from rank 0 (tag 9, 16 bytes) has not ended within 0.05 s: "
-        "no such message has come, but others that nobody receives: 7 bytes from rank 0 with tag 8")
+        "OperationTimeoutError: group dp: the receive on rank 1 from rank 0 (tag 9, 16 bytes) has not ended within the "
+        "timeout of 0.05 s: no such message has come, but others that nobody receives: 7 bytes from rank 0 with tag 8")
     assert isinstance(late.error, OperationTimeoutError) and late.error.ranks == (0,)
     done(sender.send(text(3), 1, 9))
     assert (received(receiver, 16, 0, 9)[0] == text(3)).all()
@@ -371,7 +298,7 @@ def test_a_send_that_times_out_in_the_middle_ends_the_group_on_this_rank(ranks: 
     sender, receiver = ranks(2).ends
     late, other = sender.send(text(1, size=3 * RING), 1, 2, timeout=0.05), sender.receive(np.empty(3, np.uint8), 1, 0)
     message = failure(late)
-    assert "the send from rank 0 to rank 1 (tag 2, 196608 bytes) has not ended within 0.05 s: rank 1 does not" in message
+    assert "(tag 2, 196608 bytes) has not ended within the timeout of 0.05 s: rank 1 does not receive it" in message
     assert failure(other) == failure(sender.send(text(1), 1, 2)) == message
     receive = receiver.receive(np.empty(3 * RING, np.uint8), 0, 2)
     sender.close()
@@ -477,6 +404,22 @@ def test_no_memory_is_an_error_of_one_send(ranks: Callable[..., Ranks], monkeypa
         assert "MemoryError: no memory for" in failure(world.ends[0].send(text(1), 1, 0))
     done(world.ends[0].send(text(2), 1, 0))
     assert (received(world.ends[1], 16, 0)[0] == text(2)).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors")
+def test_a_closed_end_has_no_descriptors(ranks: Callable[..., Ranks]) -> None:
+    """Its calls and the caller may still refer to it."""
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    world = ranks(2)
+    open_ends = descriptors()
+    calls = [world.ends[0].receive(np.empty(1, np.uint8), 1, 0), world.ends[0].send(text(1, size=5 * RING), 1, 0)]
+    received(world.ends[1], 5 * RING, 0)
+    assert descriptors() == open_ends + 2
+    for end in world.ends:
+        end.close()
+    assert descriptors() == open_ends - 2 and failure(calls[0])
 
 
 def test_a_forked_child_changes_nothing(ranks: Callable[..., Ranks]) -> None:

@@ -8,13 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import hvdlite
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.ledger import Ledger
 from hvdlite.diagnostics import progress
 from hvdlite_runner.messages import ProgressReply
 from hvdlite_runner.monitor import Monitor, rows, sample, stall_lines, text
+from hvdlite_runner.profile import rows as profile_rows
 from hvdlite_runner.scaling import Throughput, parse_sweep, saturation, scaling_rows
 from tests.worlds import HVDRUN, clean_environment
 
@@ -161,3 +164,29 @@ def test_the_monitor_on_a_real_job(tmp_path: Path) -> None:
                    "if hvd.rank():\n    time.sleep(6)\nhvd.allreduce(np.ones(9), name='late')\n")
     assert ended.returncode == 0, ended.stderr
     assert "samples/s" in ended.stderr and "ranks 0 wait for 1: 'late'" in ended.stderr, ended.stderr
+
+
+def test_where_the_time_of_each_rank_went() -> None:
+    ledger = Ledger(seconds=10.0, steps=100, blocked=1.0, cpu=8.0, input=0.5, forward=3.0, backward=4.0, optimizer=1.0)
+    table = profile_rows({0: ledger, 1: Ledger(), 2: msgspec.structs.replace(ledger, forward=9.0)})
+    assert [row[0] for row in table] == [0, 2], "a rank without a step has no row"
+    assert table[0] == [0, 100, 100.0, *map(pytest.approx, (0.05, 0.3, 0.4, 0.1, 0.1, 0.05, 0.8))]
+    assert table[1][-2] == 0, "parts that overlap leave no rest"
+
+
+def test_memory_and_use_of_a_swept_run() -> None:
+    one = {"rate": 10.0, "counts_samples": True, "peak": 5, "ledger": [10.0, 100, 1.0, 8.0]}
+    measured = Throughput.of({0: one, 1: {**one, "peak": 7, "ledger": [10.0, 100, 3.0, 4.0]}})
+    assert (measured.peak, measured.running, measured.waits) == (7, 0.6, 0.2)
+
+
+def test_the_line_below_the_table_names_the_slow_rank() -> None:
+    written: list[str] = []
+    now = [0.0]
+    monitor = Monitor(written.append, {0: "localhost", 1: "localhost"}, in_place=False, clock=lambda: now[0])
+    for second in range(1, 4):
+        now[0] = float(second)
+        late, early = ([10.0 * second, 10 * second, blocked * second, 8.0 * second] for blocked in (1.0, 5.0))
+        monitor.take("localhost", ProgressReply({
+            0: {**reading(second, 0, 0.0, 0.1), "ledger": early}, 1: {**reading(second, 0, 0.0, 0.1), "ledger": late}}))
+    assert "rank 1 is late; 40% of each step" not in written[0] and "rank 1 is late; 40% of each step" in written[-1]

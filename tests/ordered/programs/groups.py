@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -36,7 +37,7 @@ def without_launcher(name: str, *arguments: object) -> object:
     return by_hand(globals()[name], *arguments)
 
 
-def left_over(before: Callable[[], object] = lambda: None) -> list[str]:
+def left_over() -> list[str]:
     """Return this process's descriptors and threads."""
     threads = [thread.name for thread in threading.enumerate()]
     return sorted([*(f"fd {number}" for number in os.listdir("/proc/self/fd")), *threads])
@@ -102,8 +103,11 @@ def begins_a_job_without_launcher(folder: str, rank: int, size: int) -> None:
 def leaves_nothing_behind(folder: str, size: int) -> None:
     members = list(range(size))
     group_of(folder, "first", members).close()  # imports what is needed
-    time.sleep(0.1)
-    before = left_over()
+    before: list[str] = []
+    while not before or before != left_over():  # the runtime ends when all ranks have left
+        time.sleep(0.2)
+        gc.collect()
+        before = left_over()
     for number in range(3):
         group = group_of(folder, f"group {number}", members)
         calls = [group.start([barrier()]) for _ in range(3)]
@@ -111,8 +115,10 @@ def leaves_nothing_behind(folder: str, size: int) -> None:
         for call in calls:
             result_of(call)
         group.close()
+    del group, calls, call
+    gc.collect()
     until = time.monotonic() + 30
-    while left_over() != before:  # the runtime ends when all ranks have left
+    while left_over() != before:
         assert time.monotonic() < until, (before, left_over())
         time.sleep(0.01)
 

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,16 +53,19 @@ def barrier(group: OrderedGroup) -> None:
     assert call.error is None, call.error
 
 
-def all_to_all(directory: str) -> int:
+def all_to_all(directory: str, sizes: Sequence[int]) -> int:
     """Exchange batches of messages in random order, between barriers; return how many have come."""
     group, came = joined(directory), 0
     order, others = random.Random(group.rank), [other for other in range(group.size) if other != group.rank]
-    for turn, size in enumerate((0, 1, 4096, 1 << 20, 5 << 20, 18 << 20)):
+    for turn, size in enumerate(sizes):
         values = {other: np.empty(size, np.uint8) for other in others}
         begun = [(other, is_send) for other in others for is_send in (True, False)]
         order.shuffle(begun)
         calls = [group.send(text(group.rank, other, size=size), other, turn) if is_send else
                  group.receive(values[other], other, turn) for other, is_send in begun]
+        anyone = np.empty(1, np.uint8)
+        calls.append(group.send(np.array([group.rank], np.uint8), (group.rank + 1) % group.size, 1000))
+        calls.append(group.receive(anyone, None, 1000))
         if turn % 2:
             barrier(group)  # nobody waits for the messages meanwhile
         order.shuffle(calls)
@@ -70,6 +74,7 @@ def all_to_all(directory: str) -> int:
         for other in others:
             assert (values[other] == text(other, group.rank, size=size)).all()
             came += 1
+        assert anyone[0] == (group.rank - 1) % group.size
     barrier(group)
     group.close()
     return came
@@ -102,4 +107,16 @@ def last_words(directory: str) -> str | None:
     for tag in (2, 0, 1):
         values = np.empty(1000, np.uint8)
         assert group.receive(values, 0, tag).wait(60.0) and (values == text(tag, size=1000)).all()
+    return f"{type(call.error).__name__}: {call.error}"
+
+
+def waits_for_one_that_leaves(directory: str) -> str | None:
+    """Rank 0 leaves while rank 1 waits for a message; return the error."""
+    group = joined(directory)
+    barrier(group)
+    if group.rank == 0:
+        group.close()
+        return None
+    call = group.receive(np.empty(1, np.uint8), 0, 7)
+    assert call.wait(60.0)
     return f"{type(call.error).__name__}: {call.error}"

@@ -1,0 +1,136 @@
+"""Why a job is slow, from the ledgers of its ranks."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdlite.core.ledger import Ledger
+from hvdlite.diagnostics.progress import LEDGER_SECONDS, Progress
+from hvdlite.diagnostics.slowness import CAUSES, diagnose
+from hvdlite.training.slowness import write
+
+EVEN = Ledger(seconds=10.0, steps=100, blocked=1.0, cpu=8.0, queued=0.5, input=0.5, input_cpu=0.5)
+
+
+def changed(**changes: float) -> Ledger:
+    return Ledger(**{**{name: getattr(EVEN, name) for name in EVEN.__struct_fields__}, **changes})
+
+
+WAITING = changed(blocked=4.0, cpu=5.0)  # a rank that is done early
+
+
+@pytest.mark.parametrize(("late", "cause"), [
+    (changed(input=3.5, cpu=5.0), "input"),
+    (changed(queued=3.5, cpu=5.0), "cpu"),
+    (changed(collecting=3.0), "collection"),
+    (changed(cpu=5.0), "waiting"),
+    (changed(cpu=8.5), "computing"),
+])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_rank_that_waits_least_is_the_slow_one(late: Ledger, cause: str, rank: int) -> None:
+    ledgers: dict[int, Ledger] = dict.fromkeys(range(4), WAITING)
+    ledgers[rank] = late
+    found = diagnose(ledgers)
+    assert found is not None and (found.rank, found.cause) == (rank, cause) and found.share == pytest.approx(0.3)
+    assert f"rank {rank} is late; 30% of each step" in str(found) and CAUSES[cause] in str(found)
+    assert found.as_dict()["rank"] == rank and found.as_dict()["cause"] == cause
+
+
+def test_who_runs_longer_waits_longer_for_a_core() -> None:
+    crowded, late = changed(blocked=5.0, cpu=2.5, queued=2.5, input=0, input_cpu=0), changed(cpu=4.5, queued=4.5, input=0,
+                                                                                             input_cpu=0)
+    found = diagnose({0: crowded, 1: late})
+    assert found is not None and found.cause == "computing"
+
+
+def test_nothing_stands_out() -> None:
+    assert diagnose({0: EVEN, 1: EVEN}) is None
+    assert diagnose({0: EVEN, 1: changed(blocked=1.9)}) is None, "a tenth of the time may be chance"
+    assert diagnose({0: EVEN}) is None and diagnose({}) is None
+    few = changed(steps=4)
+    assert diagnose({0: few, 1: WAITING}) is None
+
+
+def test_when_all_ranks_wait() -> None:
+    assert (found := diagnose({0: changed(blocked=6.0), 1: changed(blocked=6.5)})) is not None
+    assert (found.rank, found.cause, found.share) == (-1, "communication", 0.6)
+    assert (found := diagnose({0: changed(blocked=2.0, absent=300), 1: changed(blocked=2.5)})) is not None
+    assert (found.rank, found.cause) == (0, "absent")
+    both = changed(blocked=2.0, absent=300)
+    assert diagnose({0: both, 1: both}) is None, "a parameter that no rank uses delays nothing"
+
+
+@given(st.dictionaries(st.integers(0, 7), st.builds(
+    Ledger, seconds=st.floats(0, 100), steps=st.integers(0, 100), blocked=st.floats(0, 100), cpu=st.floats(0, 100),
+    queued=st.floats(0, 100), collecting=st.floats(0, 100), input=st.floats(0, 100), input_cpu=st.floats(0, 100),
+    absent=st.integers(0, 1000))))
+def test_any_ledgers_are_answered(ledgers: Mapping[int, Ledger]) -> None:
+    found = diagnose(ledgers)
+    assert found is None or (found.cause in CAUSES and (found.rank in ledgers or found.rank == -1) and str(found))
+
+
+def test_the_ledger_of_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, now = Progress(), [100.0]
+    monkeypatch.setattr("hvdlite.diagnostics.progress.time.monotonic", lambda: now[0])
+    progress.watch()
+    progress.watch()
+    try:
+        for _ in range(50):
+            begun = progress.block()
+            now[0] += LEDGER_SECONDS / 4
+            progress.unblock(begun)
+            progress.loaded(0.25, 0.125)
+            progress.absent(2)
+            gc.collect()
+            progress.round()
+        ledger, whole = progress.ledger(8 * LEDGER_SECONDS), progress.ledger()
+    finally:
+        progress.withdraw()
+    assert (ledger.seconds, ledger.steps, ledger.blocked) == (8 * LEDGER_SECONDS, 32, 8 * LEDGER_SECONDS)
+    assert (ledger.input, ledger.input_cpu, ledger.absent) == (8.0, 4.0, 64)
+    assert ledger.collecting > 0 and ledger.cpu > 0
+    assert whole.steps == 48
+    collecting = progress._collecting
+    gc.collect()
+    assert progress._collecting == collecting, "nobody looks any more"
+
+
+def test_batches_that_another_thread_loads_do_not_count() -> None:
+    progress = Progress()
+    progress.round()
+    thread = threading.Thread(target=progress.loaded, args=(5.0, 1.0))
+    thread.start()
+    thread.join()
+    progress._ledgers.clear()
+    progress.round()
+    assert progress._ledgers[-1][1].input == 0
+
+
+def test_numbers_are_written_as_each_library_wants_them() -> None:
+    told: list[Any] = []
+
+    class TensorBoard:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            told.append((name, value, step))
+
+    class MLflow:
+        def log_metrics(self, values: dict[str, float], step: int) -> None:
+            told.append((values, step))
+
+    class WandB:
+        def log(self, values: dict[str, float], step: int) -> None:
+            told.append((values, step))
+
+    for writer in (TensorBoard(), MLflow(), WandB()):
+        write({"hvdlite/slow_rank": 1.0}, 7, writer)
+    assert told == [("hvdlite/slow_rank", 1.0, 7), ({"hvdlite/slow_rank": 1.0}, 7), ({"hvdlite/slow_rank": 1.0}, 7)]
+    with pytest.raises(TypeError, match="add_scalar"):
+        write({}, 0, object())
+    write({}, 0, None)

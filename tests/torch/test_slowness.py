@@ -1,0 +1,19 @@
+"""A slow rank, its cause, and the time in which torch's loaders are asked for batches; see `tests.torch.slowness`, too."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.worlds import processes
+
+pytest.importorskip("torch")
+
+from tests.torch.programs import slowness as programs
+
+
+def test_a_rank_that_loads_slowly_is_named_on_all_ranks() -> None:
+    ended = processes(2, programs.slow_input, 1, imported=["hvdlite_torch"])
+    (found, logged), (other, nothing) = (rank.result for rank in ended)
+    assert (found["rank"], found["cause"]) == (1, "input") and "rank 1 is late" in found["text"]
+    assert other == found and not nothing, "rank 0 writes"
+    assert logged["hvdlite/slow_rank"] == 1 and logged["hvdlite/waits/rank_0"] > logged["hvdlite/waits/rank_1"]
