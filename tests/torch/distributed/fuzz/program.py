@@ -48,19 +48,21 @@ class Step:
         return f"step {self.number}: {self.kind} {'; '.join(parts)}"
 
 
-def draw(seed: int, size: int, calls: Sequence[str] = (), only: range = range(STEPS)) -> list[Step]:
+def draw(seed: int, size: int, calls: Sequence[str] = (), only: range = range(STEPS),
+         groups_until: int = STEPS) -> list[Step]:
     """Return the steps of a program.
 
     Args:
         calls: the names of the calls that are carried out; all without any.
         only: the steps that are carried out; groups are made in any case.
+        groups_until: no group is made from this step on.
     """
     draws = random.Random(f"{seed} {size}")
     groups, named, registered = {0: tuple(range(size))}, {0}, Counter(range(size))
     steps: list[Step] = []
     for number in range(STEPS):
         kind = "new" if number in (0, 1) else draws.choices(["call", "threads", "new", "destroy"], [20, 3, 2, 1])[0]
-        if kind == "new" and len(groups) <= GROUPS:
+        if kind == "new" and number < groups_until and len(groups) <= GROUPS:
             ranks = tuple(sorted(draws.sample(range(size), draws.randint(1, size))))
             made = draws.choice(["new_group", "alone", "split_group"])
             if made == "alone" and len({registered[rank] for rank in ranks}) > 1:
@@ -105,6 +107,8 @@ class Pending:
             elif self.policy == "poll" and hasattr(self.work, "is_completed"):
                 while not self.work.is_completed():
                     time.sleep(0.001)
+                if not self.work.is_success():
+                    raise self.work.exception()
             else:
                 self.work.wait()
         self.check()
