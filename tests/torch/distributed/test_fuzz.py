@@ -12,8 +12,8 @@ from tests.torch.distributed.fuzz.jobs import fault_trials, fuzz, judge
 from tests.torch.distributed.fuzz.program import draw
 from tests.worlds import Ended
 
-PROGRAMS = range(8)
-KILLED, INTERRUPTED, LEFT_OUT, FORKS = (KINDS.index(kind) for kind in ("is killed", "is interrupted", "leaves a call out", "forks"))
+PROGRAMS = range(5)
+KILLED, INTERRUPTED, LEFT_OUT, FORKS = map(KINDS.index, ("is killed", "is interrupted", "leaves a call out", "forks"))
 
 
 def test_programs() -> None:

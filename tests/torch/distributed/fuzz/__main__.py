@@ -26,7 +26,8 @@ def main() -> int:
     seeds, calls = seeds_of(options.seeds), [name for name in options.only.split(",") if name]
     failed = 0
     if options.faults:
-        for trial in fault_trials(itertools.product(seeds, map(int, options.ranks.split(","))), tuple(options.kinds.split(","))):
+        programs = itertools.product(seeds, map(int, options.ranks.split(",")))
+        for trial in fault_trials(programs, tuple(options.kinds.split(","))):
             print(trial, flush=True)
             failed += bool(trial.problems)
         print(f"{failed} failed")

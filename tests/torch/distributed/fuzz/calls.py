@@ -71,7 +71,8 @@ class Turn:
         """Return the name of an operation, the operation, and the ranks' factors."""
         name, factors = self.common.choice(ops_of(dtype)), [self.common.choice([0.5, 1.0, 2.0, -3.0]) for _ in self.ranks]
         self.told.append(name)
-        return name, (dist._make_nccl_premul_sum(factors[self.rank]) if name == "PREMUL_SUM" else getattr(ReduceOp, name)), factors
+        op = dist._make_nccl_premul_sum(factors[self.rank]) if name == "PREMUL_SUM" else getattr(ReduceOp, name)
+        return name, op, factors
 
     def drawn(self, shape: Sequence[int], dtype: torch.dtype, rank: int | None = None, part: int = 0) -> torch.Tensor:
         """Return the values of a rank's tensor, by default this one's."""
@@ -126,15 +127,16 @@ def all_reduce_coalesced(turn: Turn) -> Begun:
     shapes = [turn.shape() for _ in dtypes]
     names = [name for name in OPS if name != "PREMUL_SUM" and all(name in ops_of(dtype) for dtype in dtypes)]
     name = turn.common.choice(names or ["SUM"])
-    tensors = [turn.changed(turn.drawn(shape, dtype, part=part)) for part, (shape, dtype) in enumerate(zip(shapes, dtypes))]
+    tensors = [turn.changed(turn.drawn(shape, dtype, part=part))
+               for part, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))]
     wanted = [reduced(name, [turn.drawn(shape, dtype, rank, part) for rank in range(turn.size)])
-              for part, (shape, dtype) in enumerate(zip(shapes, dtypes))]
+              for part, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))]
     turn.shared += tensors
     with warnings.catch_warnings(action="ignore"):
         options: Any = dist.AllreduceCoalescedOptions()
         options.reduceOp = getattr(ReduceOp, name)
         work = turn.group.allreduce_coalesced(tensors, options)
-    return work, comparing("all_reduce_coalesced", list(zip(tensors, wanted)))
+    return work, comparing("all_reduce_coalesced", list(zip(tensors, wanted, strict=True)))
 
 
 def broadcast(turn: Turn) -> Begun:
@@ -163,11 +165,13 @@ def all_gather(turn: Turn) -> Begun:
     wanted = [turn.drawn(shape, dtype, rank) for rank, shape in enumerate(shapes)]
     if turn.own.random() < 0.3:
         flat = torch.zeros(sum(each.numel() for each in wanted), dtype=torch.float64).to(dtype)
-        outputs = [part.view(shape) for part, shape in zip(flat.split([each.numel() for each in wanted]), shapes)]
+        parts = flat.split([each.numel() for each in wanted])
+        outputs = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
     else:
         outputs = [turn.room(shape, dtype) for shape in shapes]
     work = dist.all_gather(outputs, turn.given(wanted[turn.rank]), turn.group, turn.is_async)
-    return work, comparing("all_gather", [(output, Wanted(each)) for output, each in zip(outputs, wanted)])
+    return work, comparing("all_gather", [
+        (output, Wanted(each)) for output, each in zip(outputs, wanted, strict=True)])
 
 
 def all_gather_into_tensor(turn: Turn) -> Begun:
@@ -183,7 +187,8 @@ def all_gather_into_tensor(turn: Turn) -> Begun:
 def gather(turn: Turn) -> Begun:
     dtype, shape, root = turn.dtype(), turn.shape(), turn.root()
     outputs = [turn.room(shape, dtype) for _ in turn.ranks] if turn.rank == root else None
-    work = dist.gather(turn.given(turn.drawn(shape, dtype)), outputs, group=turn.group, async_op=turn.is_async, group_dst=root)
+    own = turn.given(turn.drawn(shape, dtype))
+    work = dist.gather(own, outputs, group=turn.group, async_op=turn.is_async, group_dst=root)
     return work, comparing("gather", [(output, Wanted(turn.drawn(shape, dtype, rank)))
                                       for rank, output in enumerate(outputs or [])])
 
@@ -256,7 +261,8 @@ def barrier(turn: Turn) -> Begun:
 
 def objects(turn: Turn) -> Begun:
     kind, root = turn.common.choice(["broadcast", "all_gather", "gather", "scatter"]), turn.root()
-    everybodys: list[Any] = [{"rank": rank, "of": "ä" * turn.common.randrange(3000), "none": None} for rank in range(turn.size)]
+    everybodys: list[Any] = [{"rank": rank, "of": "ä" * turn.common.randrange(3000), "none": None}
+                             for rank in range(turn.size)]
     found, wanted = [None] * turn.size, everybodys
     mine, is_root = everybodys[turn.rank], turn.rank == root
     turn.told.append(kind)
@@ -285,7 +291,8 @@ def coalescing(turn: Turn) -> Begun:
     with dist._coalescing_manager(turn.group, device, turn.is_async) as manager:
         for part, shape in enumerate(shapes):
             whole = (turn.size * shape[0], *shape[1:])
-            everybodys = [turn.drawn(whole if kind == "reduce_scatter" else shape, dtype, rank, part) for rank in range(turn.size)]
+            everybodys = [turn.drawn(whole if kind == "reduce_scatter" else shape, dtype, rank, part)
+                          for rank in range(turn.size)]
             mine = everybodys[turn.rank]
             if kind == "all_reduce":
                 tensor = turn.changed(mine)
@@ -333,7 +340,8 @@ def sparse(turn: Turn) -> Begun:
     def tensor(rank: int) -> torch.Tensor:
         draws = random.Random(f"{turn.key} {rank} sparse")
         indices = torch.tensor([[draws.randrange(9) for _ in range(counts[rank])]], dtype=torch.int64).view(1, -1)
-        return torch.sparse_coo_tensor(indices, turn.drawn((counts[rank], 3), torch.float64, rank), (9, 3), check_invariants=True)
+        rows = turn.drawn((counts[rank], 3), torch.float64, rank)
+        return torch.sparse_coo_tensor(indices, rows, (9, 3), check_invariants=True)
     mine = tensor(turn.rank)
     wanted = reduced("SUM", [tensor(rank).to_dense() for rank in range(turn.size)])
     work = dist.all_reduce(mine, group=turn.group, async_op=turn.is_async)
@@ -357,7 +365,8 @@ def disagreement(turn: Turn) -> Begun:
         elif kind == "collective" and differs:
             dist.all_gather([torch.empty(4) for _ in turn.ranks], tensor, turn.group)
         else:
-            work = dist.all_reduce(tensor, ReduceOp.MAX if kind == "op" and differs else ReduceOp.SUM, turn.group, turn.is_async)
+            op = ReduceOp.MAX if kind == "op" and differs else ReduceOp.SUM
+            work = dist.all_reduce(tensor, op, turn.group, turn.is_async)
             if work is not None:
                 work.wait()
     except MismatchError as error:
@@ -382,7 +391,7 @@ def nested(turn: Turn) -> Begun:
 
     future = dist.all_reduce(first, group=turn.group, async_op=True).get_future().then(continues)
     turn.shared += [first, second, third]
-    return future, comparing("nested", list(zip((first, second, third), wanted)))
+    return future, comparing("nested", list(zip((first, second, third), wanted, strict=True)))
 
 
 def messages(turn: Turn) -> Begun:
@@ -415,7 +424,7 @@ def messages(turn: Turn) -> Begun:
     else:
         batch = []
         for source, to, tag, shape, number in mine:
-            output = turn.changed(turn.drawn(shape, dtype, source if source == turn.rank else to, number), is_contiguous=True)
+            output = turn.changed(turn.drawn(shape, dtype, turn.rank, number), is_contiguous=True)
             if source != turn.rank:
                 pairs.append((output, Wanted(turn.drawn(shape, dtype, source, number))))
             batch.append(dist.P2POp(dist.isend if source == turn.rank else dist.irecv, output, group=turn.group, tag=tag,
@@ -429,18 +438,18 @@ def any_source(turn: Turn) -> Begun:
     """One rank receives from whoever sends; the messages of a rank come in order."""
     if turn.size == 1:
         return None, lambda: None
-    to, dtype, shape = turn.root(), turn.dtype(), turn.shape()
+    to, dtype, shape, tag = turn.root(), turn.dtype(), turn.shape(), 100 * turn.key[1] + turn.key[2]
     counts = [0 if rank == to else turn.common.randrange(4) for rank in range(turn.size)]
     if turn.rank != to:
-        return _Several([dist.isend(turn.given(turn.drawn(shape, dtype, part=part)), group=turn.group, tag=9, group_dst=to)
+        return _Several([dist.isend(turn.given(turn.drawn(shape, dtype, part=part)), group=turn.group, tag=tag, group_dst=to)
                          for part in range(counts[turn.rank])]), lambda: None
     next_part = [0] * turn.size
     for _ in range(sum(counts)):
         output = turn.changed(turn.drawn(shape, dtype, part=99), is_contiguous=True)
         if turn.own.random() < 0.5:
-            source = dist.get_group_rank(turn.group, dist.recv(output, group=turn.group, tag=9))
+            source = dist.get_group_rank(turn.group, dist.recv(output, group=turn.group, tag=tag))
         else:
-            work: Any = dist.irecv(output, group=turn.group, tag=9)
+            work: Any = dist.irecv(output, group=turn.group, tag=tag)
             work.wait()
             source = work._source_rank()
         compare(f"any_source from {source}", output, Wanted(turn.drawn(shape, dtype, source, next_part[source])))

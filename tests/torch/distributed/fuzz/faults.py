@@ -12,6 +12,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from typing import Final
@@ -57,7 +58,8 @@ class Fault:
     @classmethod
     def draw(cls, seed: int, size: int, kinds: tuple[str, ...] = KINDS) -> Fault:
         draws = random.Random(f"{seed} {size} fault")
-        return cls(kinds[seed % len(kinds)], draws.randrange(size), draws.randrange(FIRST, STEPS), draws.choice([0, 0.001, 0.01, 0.05]))
+        culprit, step = draws.randrange(size), draws.randrange(FIRST, STEPS)
+        return cls(kinds[seed % len(kinds)], culprit, step, draws.choice([0, 0.001, 0.01, 0.05]))
 
     @property
     def is_fatal(self) -> bool:
@@ -148,22 +150,25 @@ class Culprit:
         timer.start()
 
 
-def main(seed: int, where: str, kinds: tuple[str, ...] = KINDS) -> None:
+def main(seed: int, where: str, kinds: tuple[str, ...], scratch: str) -> None:
     """Run the program of a seed with its fault.
 
     Args:
         where: torch's `init_method`; the ranks of launchers have theirs in the environment.
+        scratch: the directory for temporary files.
     """
+    tempfile.tempdir = scratch
     torch.set_num_threads(1)
     variables = os.environ
     rank, size = (int(variables[name] if name in variables else variables[ours])
                   for name, ours in (("RANK", "HVDLITE_RANK"), ("WORLD_SIZE", "HVDLITE_SIZE")))
-    fault = Fault.draw(seed, size, tuple(kinds))
+    fault, timeout = Fault.draw(seed, size, tuple(kinds)), datetime.timedelta(seconds=TIMEOUT_SECONDS)
     dist.init_process_group(hvdlite_torch.distributed.NAME, init_method=where, rank=rank, world_size=size,
-                            timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS))
+                            timeout=timeout)
     is_first = variables.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     try:
-        Rank(seed, Culprit(fault) if is_first else lambda rank, step: None).run(draw(seed, size, groups_until=FIRST))
+        program = draw(seed, size, groups_until=FIRST)
+        Rank(seed, timeout, Culprit(fault) if is_first else lambda rank, step: None).run(program)
     except BaseException as error:
         kind = [each.__name__ for each in type(error).__mro__]
         print(OUTCOME, repr((time.time(), kind, str(error))), flush=True)
@@ -174,4 +179,4 @@ def main(seed: int, where: str, kinds: tuple[str, ...] = KINDS) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], tuple(sys.argv[3].split(",")))
+    main(int(sys.argv[1]), sys.argv[2], tuple(sys.argv[3].split(",")), tempfile.gettempdir())

@@ -31,7 +31,8 @@ def fuzz(seeds: Sequence[int], size: int, calls: Sequence[str] = (), steps: rang
     """
     with tempfile.TemporaryDirectory(prefix="hvdlite-fuzz-") as folder:
         yield from failures(seeds, size, main, [folder, list(calls), [steps.start, steps.stop]],
-                            lambda seed: "\n".join(map(str, draw(seed, size, calls, steps))), {}, TORCH, SECONDS_A_SEED, tell)
+                            lambda seed: "\n".join(map(str, draw(seed, size, calls, steps))), {}, TORCH, SECONDS_A_SEED,
+                            tell)
 
 
 @dataclasses.dataclass
@@ -68,7 +69,7 @@ def fault_trials(programs: Iterable[tuple[int, int]], kinds: tuple[str, ...] = K
 
 def _trial(seed: int, size: int, kinds: tuple[str, ...], where: str, scratch: Path) -> Trial:
     fault = Fault.draw(seed, size, kinds)
-    with Processes(size, faulted, seed, where, list(kinds), imported=TORCH, environment={"TMPDIR": str(scratch)}) as world:
+    with Processes(size, faulted, seed, where, list(kinds), str(scratch), imported=TORCH) as world:
         sessions = {process.pid for process in world.ranks}
         try:
             ended, problems = world.wait(HANGS_SECONDS), []
@@ -85,8 +86,8 @@ def _trial(seed: int, size: int, kinds: tuple[str, ...], where: str, scratch: Pa
 def judge(fault: Fault, ended: Sequence[Ended]) -> tuple[list[str], float, list[str]]:
     """Return what is wrong with the ends of ranks, how long they took, and their errors."""
     problems, errors, last = [], [], 0.0
-    begun = max((float(line.split()[1]) for rank in ended for line in rank.stdout.splitlines() if line.startswith(f"{FAULT} ")),
-                default=0.0)
+    begun = max((float(line.split()[1]) for rank in ended for line in rank.stdout.splitlines()
+                 if line.startswith(f"{FAULT} ")), default=0.0)
     for rank in ended:
         lines = [line for line in rank.stdout.splitlines() if line.startswith(f"{OUTCOME} ")]
         if rank.rank == fault.culprit and fault.is_fatal and fault.kind not in TIMED_OUT:
@@ -101,7 +102,8 @@ def judge(fault: Fault, ended: Sequence[Ended]) -> tuple[list[str], float, list[
             if rank.code or kinds[0] != "fine":
                 problems.append(f"rank {rank.rank} ends with {rank.code}, {kinds[0]}: {text}")
             continue
-        if "RuntimeError" not in kinds or "WrongError" in kinds or rank.code <= 0:
+        late = "OperationTimeoutError" in kinds and fault.kind not in TIMED_OUT
+        if "RuntimeError" not in kinds or "WrongError" in kinds or rank.code <= 0 or late:
             problems.append(f"rank {rank.rank} ends with {rank.code}, {kinds}: {text}")
         elif rank.rank != fault.culprit and not re.search(rf"ranks? (\d+, )*{fault.culprit}\b", text):
             problems.append(f"rank {rank.rank} does not name rank {fault.culprit}: {text}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import random
 import threading
 import time
@@ -119,14 +120,15 @@ class Rank:
     """Carries a program out on one rank.
 
     Args:
+        timeout: of groups.
         before: called before each step with its number; faults happen there.
     """
 
-    def __init__(self, seed: int, before: Callable[[Rank, Step], None] = lambda rank, step: None) -> None:
+    def __init__(self, seed: int, timeout: datetime.timedelta,
+                 before: Callable[[Rank, Step], None] = lambda rank, step: None) -> None:
         self.seed, self.me = seed, dist.get_rank()
         self.groups: dict[int, Any] = {0: dist.group.WORLD}
-        self.now = ""
-        self._before = before
+        self._before, self._timeout = before, timeout
         self._pending: list[Pending] = []
         self._lock = threading.Lock()
         self._digests: dict[str, str] = {}
@@ -135,7 +137,6 @@ class Rank:
     def run(self, steps: Sequence[Step]) -> None:
         """Carry out all steps; destroy the groups."""
         for step in steps:
-            self.now = str(step)
             self._before(self, step)
             if step.kind == "new":
                 self._make(step)
@@ -144,7 +145,6 @@ class Rank:
             else:
                 self._call(step)
             self._settle(lambda pending: self._draws.random() < 0.3)
-        self.now = "the end"
         dist.barrier()
         self._settle(lambda pending: True)
         everybodys: list[Any] = [None] * dist.get_world_size()
@@ -160,10 +160,10 @@ class Rank:
         (number,), (ranks,) = step.groups, step.ranks
         group: Any = None
         if step.made == "new_group":
-            group = dist.new_group(list(ranks), group_desc=f"number {number}")
+            group = dist.new_group(list(ranks), group_desc=f"number {number}", timeout=self._timeout)
         elif self.me in ranks:
             if step.made == "alone":
-                group = dist.new_group(list(ranks), use_local_synchronization=True)
+                group = dist.new_group(list(ranks), use_local_synchronization=True, timeout=self._timeout)
             else:
                 world: Any = dist.group.WORLD
                 group = world.split_group(list(ranks), group_name=f"split {self.seed} {number} {ranks}")

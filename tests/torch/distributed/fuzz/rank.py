@@ -18,6 +18,7 @@ import hvdlite_torch.distributed
 from tests.fuzzing import BEGUN, FINE, WrongError
 from tests.torch.distributed.fuzz.program import STEPS, Rank, draw
 
+TIMEOUT: Final = datetime.timedelta(seconds=60)
 REOPENED: Final = 25
 """After so many programs the default group is destroyed and made again."""
 SETTLES_SECONDS: Final = 10.0
@@ -39,10 +40,10 @@ def main(seeds: Sequence[int], folder: str, calls: Sequence[str] = (), steps: Se
         if number % REOPENED == 0:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            dist.init_process_group(hvdlite_torch.distributed.NAME, init_method=f"file://{folder}/{seeds[0]}-{number}", rank=rank,
-                                    world_size=size, timeout=datetime.timedelta(seconds=45))
+            dist.init_process_group(hvdlite_torch.distributed.NAME, init_method=f"file://{folder}/{seeds[0]}-{number}",
+                                    rank=rank, world_size=size, timeout=TIMEOUT)
         print(BEGUN, seed, flush=True)
-        Rank(seed).run(draw(seed, size, calls, range(*steps)))
+        Rank(seed, TIMEOUT).run(draw(seed, size, calls, range(*steps)))
         print(FINE, seed, flush=True)
         dist.barrier()
         if number == 4:
