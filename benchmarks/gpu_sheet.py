@@ -52,8 +52,8 @@ def resnet50() -> Any:
         import torchvision
         return torchvision.models.resnet50()
     except Exception:
-        from benchmarks.resnet import ResNet50
-        return ResNet50()
+        from examples import resnet
+        return resnet.resnet50()
 
 
 def resnet_shapes() -> list[tuple[int, ...]]:

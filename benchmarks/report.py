@@ -147,6 +147,18 @@ def _planes(rows: Rows, ranks: int, under: str = "MPICH") -> list[str]:
     return text
 
 
+def _torch_distributed(rows: Rows, ranks: int) -> list[str]:
+    (parameters, *measured) = rows
+    steps = [{"case": row["part"], "seconds": row["seconds"]} for row in measured if "bytes" not in row]
+    text = [f"## torch.distributed with the backend hvdlite, {ranks} ranks", "",
+            f"After {parameters['steps']} steps of an MLP under DDP, parameters differ from those with Gloo by "
+            f"{parameters['from_gloo']:.1g} at most, and not between ranks.", "", *_compared(steps, "work", 1e3, "ms")]
+    for part in dict.fromkeys(row["part"] for row in measured if "bytes" in row):
+        named = [{"bytes": row["bytes"], "seconds": row["seconds"]} for row in measured if row["part"] == part]
+        text += ["", f"### {part}", "", *_compared(named, "size", 1e6, "us")]
+    return text
+
+
 def _two_hosts(rows: Rows, ranks: int) -> list[str]:
     plane = rows[0]["case"].partition(", ")[2]
     return [f"## Two hosts of {ranks // 2} ranks: the whole way by {plane}, beside the bare libraries", "",
@@ -156,7 +168,7 @@ def _two_hosts(rows: Rows, ranks: int) -> list[str]:
 _TABLES = {"planes": _planes, "planes_openmpi": functools.partial(_planes, under="Open MPI"), "collectives": _collectives,
            "latency": _latency,
            "gradients": _gradients, "small_gradients": _small_gradients, "batch_norm": _batch_norm, "training": _training,
-           "hooks": _hooks, "idle": _idle,
+           "hooks": _hooks, "idle": _idle, "torch_distributed": _torch_distributed,
            **{f"keras_{backend}": _keras for backend in ("tensorflow", "torch", "jax")},
            "control_scale": _control_scale,
            **{f"two_hosts_{engine}_{plane}": _two_hosts for engine in ("mpi", "gloo") for plane in (engine, "hierarchical")}}

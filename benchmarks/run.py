@@ -128,6 +128,7 @@ def main() -> None:
         ("small_gradients", 2, [*rounds, *short]),
         ("training", 2, [*long_rounds, *short]),
         ("hooks", 2, [*long_rounds, *short]),
+        ("torch_distributed", 2, [*rounds, *short]),
         ("collectives", 2, [*rounds, *short]),
         ("latency", 2, [*rounds, *short]),
         ("latency", 4, [*rounds, "--short"]),
@@ -137,7 +138,7 @@ def main() -> None:
         ("control_scale", 1, short),
     ]
     if not arguments.short:
-        plan += [("collectives", 4, rounds), ("training", 4, long_rounds)]
+        plan += [("collectives", 4, rounds), ("training", 4, long_rounds), ("torch_distributed", 4, rounds)]
     for script, ranks, options in plan:
         run(script, ranks, *options, record=arguments.results / f"{script}-{ranks}.json")
     if importlib.util.find_spec("keras") and importlib.util.find_spec("tensorflow"):

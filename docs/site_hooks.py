@@ -13,15 +13,16 @@ from mkdocs.structure.files import File
 API = re.compile(r"<!-- public names of ([\w.]+)(?: without those of ([\w.]+))? -->\n")
 LINK = re.compile(r"(!?)\[([^]]*)\]\(([\w./-]+)(#[\w-]*)?\)")
 ROOT = Path(__file__).resolve().parent.parent
-MOVED = {"benchmarks/results": "results"}
+MOVED = {"benchmarks/results": "results", "examples": "examples"}
 """Folders beside docs/ whose pages and pictures are part of the site, and their names there."""
+PAGES = (".md", ".png")
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Add pages and pictures that do not lie in docs/."""
     for folder, name in MOVED.items():
         for path in sorted((ROOT / folder).iterdir()):
-            if path.suffix in (".md", ".png"):
+            if path.suffix in PAGES:
                 files.append(File.generated(config, f"{name}/{path.name}", abs_src_path=str(path)))
     return files
 
@@ -37,7 +38,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     def link(match: re.Match[str]) -> str:
         target = posixpath.normpath(here.parent / match[3])
         for folder, name in MOVED.items():
-            target = re.sub(f"^{folder}/", f"docs/{name}/", target)
+            if target.endswith(PAGES):
+                target = re.sub(f"^{folder}/", f"docs/{name}/", target)
         if target == "docs/decisions":
             target += "/README.md"
         if not target.startswith("docs/"):

@@ -34,9 +34,8 @@ def arguments() -> argparse.Namespace:
 
 
 def dataset(args: argparse.Namespace, part: str, limit: int | None, device: torch.device) -> TensorDataset:
-    images, labels = fashion_mnist.load(fashion_mnist.find(args.data_dir), part)
-    pixels = torch.from_numpy(images[:limit].copy()).unsqueeze(1).float().div_(255).sub_(0.2860).div_(0.3530)
-    return TensorDataset(pixels.to(device), torch.from_numpy(labels[:limit].copy()).long().to(device))
+    found = fashion_mnist.tensors(fashion_mnist.find(args.data_dir), part, limit)
+    return TensorDataset(*(tensor.to(device) for tensor in found.tensors))
 
 
 def own_device() -> torch.device:

@@ -8,9 +8,13 @@ import struct
 import tempfile
 import urllib.request
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch.utils.data import TensorDataset
 
 URL = "https://storage.googleapis.com/tensorflow/tf-keras-datasets/"
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
@@ -60,6 +64,17 @@ def load(directory: Path, part: str) -> tuple[Images, Labels]:
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
         raise ValueError(f"{directory}: {part} has images of shape {images.shape} and labels of shape {labels.shape}")
     return images, labels
+
+
+def tensors(directory: Path, part: str, limit: int | None = None) -> TensorDataset:
+    """Return `load`'s images and labels, or the first `limit` of them, for torch.
+
+    Images are float32 of shape (n, 1, 28, 28), with about mean 0 and variance 1; labels are int64.
+    """
+    import torch
+    images, labels = load(directory, part)
+    pixels = torch.from_numpy(images[:limit].copy()).unsqueeze(1).float().div_(255).sub_(0.2860).div_(0.3530)
+    return torch.utils.data.TensorDataset(pixels, torch.from_numpy(labels[:limit].copy()).long())
 
 
 def _read(path: Path) -> NDArray[np.uint8]:

@@ -58,12 +58,7 @@ def datasets(args: argparse.Namespace) -> tuple[TensorDataset, TensorDataset]:
         fashion_mnist.find(args.data_dir)
     hvd.barrier()
     directory = fashion_mnist.find(args.data_dir, download=False)
-    parts = []
-    for part, limit in (("train", args.limit), ("test", None)):
-        images, labels = fashion_mnist.load(directory, part)
-        pixels = torch.from_numpy(images[:limit].copy()).unsqueeze(1).float().div_(255).sub_(0.2860).div_(0.3530)
-        parts.append(TensorDataset(pixels, torch.from_numpy(labels[:limit].copy()).long()))
-    return parts[0], parts[1]
+    return fashion_mnist.tensors(directory, "train", args.limit), fashion_mnist.tensors(directory, "test")
 
 
 def batches(dataset: TensorDataset, batch_size: int, workers: int, shuffle: bool) -> tuple[DataLoader, DistributedSampler]:

@@ -43,11 +43,13 @@ __all__ += frontend.__all__
 def init(comm: object = None, process_sets: Any = None) -> None:  # type: ignore[no-redef]
     """Like `hvdlite.init`; from then on, Keras' own `BatchNormalization(synchronized=True)` uses all ranks' batches."""
     frontend.init(comm, process_sets)
-    _synchronise_keras()
+    _patch_frameworks()
 
 
-def _synchronise_keras() -> None:
-    """Patch Keras' layer, if this process has imported Keras; importing TensorFlow does so."""
+def _patch_frameworks() -> None:
+    """Patch Keras' layer and TensorFlow's functions, as far as this process has imported them."""
+    if "tensorflow" in sys.modules:
+        importlib.import_module("hvdlite_tf.errors")
     if "keras" in sys.modules:
         importlib.import_module("hvdlite_tf.sync_batch_norm").install()
 
@@ -63,5 +65,5 @@ def __getattr__(name: str) -> Any:
         if error.name in ("tensorflow", "keras"):
             raise ImportError(f"hvdlite_tf.{name} needs {error.name}: pip install 'hvdlite[tensorflow]'") from None
         raise
-    _synchronise_keras()
+    _patch_frameworks()
     return module if name in ("elastic", "keras") else getattr(module, name)

@@ -11,10 +11,12 @@ import tensorflow as tf
 from hvdlite.core.array import ALIGNMENT, BFLOAT16, Array
 from hvdlite.core.types import ReduceOp
 from hvdlite_tf import gpu
+from hvdlite_tf.errors import as_tensorflow, remembering
 
 Function = Callable[..., Sequence[Any]]
 
 
+@as_tensorflow
 def run(function: Function, inputs: Sequence[Any], dtypes: Sequence[tf.DType],
         shapes: Sequence[tf.TensorShape | None], op: ReduceOp | None = None, *, on_gpu: bool = False) -> list[tf.Tensor]:
     """Call a function of arrays on tensors; inside `tf.function`, call it when the graph runs.
@@ -36,8 +38,8 @@ def run(function: Function, inputs: Sequence[Any], dtypes: Sequence[tf.DType],
         results = tf.py_function(lambda *tensors: run(function, tensors, dtypes, shapes, op, on_gpu=True), list(inputs),
                                  list(dtypes))
     else:
-        results = tf.numpy_function(lambda *arrays: list(function(*(np.asarray(each, order="C") for each in arrays))),
-                                    list(inputs), list(dtypes), stateful=True)
+        called = remembering(lambda *arrays: list(function(*(np.asarray(each, order="C") for each in arrays))))
+        results = tf.numpy_function(called, list(inputs), list(dtypes), stateful=True)
     results = list(results) if isinstance(results, (list, tuple)) else [results]
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)

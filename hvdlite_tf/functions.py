@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.training import objects
+from hvdlite_tf.errors import as_tensorflow
 from hvdlite_tf.ops import broadcast_
 from hvdlite_tf.random_states import is_random_state
 
@@ -52,6 +53,7 @@ def broadcast_global_variables(root_rank: int) -> None:
                        f"root_rank={root_rank})")
 
 
+@as_tensorflow
 def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> Any:
     """Return rank `root_rank`'s picklable object on every rank."""
@@ -68,6 +70,7 @@ def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | Non
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
+@as_tensorflow
 def allgather_object(obj: Any, session: Any = None, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return every rank's picklable object, in rank order."""

@@ -11,6 +11,7 @@ from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.arguments import chosen_groups
 from hvdlite_tf.compression import Compression, Compressor
+from hvdlite_tf.errors import as_tensorflow
 from hvdlite_tf.gradients import TensorFlowStepReducer
 from hvdlite_tf.local_layers import local_variables
 
@@ -39,6 +40,7 @@ class _Tape:
         self._local.add(id(source))
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @as_tensorflow
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False,
                  **options: Any) -> Any:
         """Return the gradients, reduced over all ranks; otherwise like `tf.GradientTape.gradient`.

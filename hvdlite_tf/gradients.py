@@ -36,6 +36,7 @@ from hvdlite.training.objects import allgather_object
 from hvdlite.training.step_reducer import ArrayStepReducer, current_samples
 from hvdlite_tf import gpu
 from hvdlite_tf.arrays import as_array, as_tensor, run
+from hvdlite_tf.errors import as_tensorflow, remembering
 from hvdlite_tf.ops import reduce_together
 
 
@@ -91,6 +92,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
         return run(lambda: [np.array(self.size, np.float64)], [], [tf.float64], [tf.TensorShape([])])[0]
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @as_tensorflow
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         if not self.is_used or not variables:
             return list(gradients)
@@ -152,7 +154,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
                 return self._reduce_together(tensors[:len(specs)], float(tensors[-1]) if counted_here else None)
             counted_here = bool(counted)
             given = [sent[slot].parts[0] if slot in sent else tf.zeros(*lacking[slot]) for slot in specs]
-            results = tf.py_function(reduce_there, [*given, *counted], [spec.dtype for spec in specs.values()])
+            results = tf.py_function(remembering(reduce_there), [*given, *counted], [spec.dtype for spec in specs.values()])
             for result, spec in zip(results, specs.values(), strict=True):
                 result.set_shape(spec.shape)
             return {slot: [result] for slot, result in zip(specs, results, strict=True)}

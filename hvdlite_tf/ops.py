@@ -25,16 +25,22 @@ from hvdlite_tf import gpu
 from hvdlite_tf.arrays import run
 from hvdlite_tf.call_sites import graph_name
 from hvdlite_tf.compression import Compression, Compressor
+from hvdlite_tf.errors import as_tensorflow
 from hvdlite_tf.step_samples import samples_of_step
 
 Average, Sum, Adasum = api.Average, api.Sum, api.Adasum
 Min, Max, Product = api.Min, api.Max, api.Product
 
-_plain = tf.autograph.experimental.do_not_convert
-"""Excludes a function from autograph, which would slow down every step: no control flow here depends on tensors' values."""
+
+def _collective(function: Any) -> Any:
+    """Decorate a collective: its errors are TensorFlow's, too.
+
+    Autograph does not convert it, which would slow down every step: no control flow here depends on tensors' values.
+    """
+    return tf.autograph.experimental.do_not_convert(as_tensorflow(function))
 
 
-@_plain
+@_collective
 def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", device_sparse: str = "",
               compression: type[Compressor] = Compression.none, op: ReduceOp | None = None, prescale_factor: float = 1.0,
               postscale_factor: float = 1.0, name: str | None = None, process_set: ProcessSet = global_process_set,
@@ -51,7 +57,7 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
         postscale_factor: factor on the result.
 
     Raises:
-        MismatchError: on all ranks, when they disagree; inside `tf.function` as `tf.errors.UnknownError` with its text.
+        MismatchError: on all ranks, when they disagree; it is a `tf.errors.FailedPreconditionError`, too (errors.py).
         NotImplementedError: for IndexedSlices with another op or factors.
     """
     del device_dense, device_sparse, ignore_name_scope
@@ -71,7 +77,7 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
     return compression.decompress(reduce(compressed), context)
 
 
-@_plain
+@_collective
 def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, device_dense: str = "", device_sparse: str = "",
                       compression: type[Compressor] = Compression.none, op: ReduceOp | None = None,
                       prescale_factor: float = 1.0, postscale_factor: float = 1.0,
@@ -102,7 +108,7 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
     return results
 
 
-@_plain
+@_collective
 def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False,
               process_set: ProcessSet = global_process_set, *, horovod_gradient: bool = True) -> tf.Tensor:
     """Return all ranks' tensors concatenated along the first dimension, which may differ between ranks. Differentiable.
@@ -129,7 +135,7 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
     return gather(tensor)
 
 
-@_plain
+@_collective
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False,
                       process_set: ProcessSet = global_process_set, *, horovod_gradient: bool = True) -> list[tf.Tensor]:
     """Like `allgather`, of several tensors."""
@@ -138,7 +144,7 @@ def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_na
             for tensor, each in zip(tensors, names, strict=True)]
 
 
-@_plain
+@_collective
 def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
               process_set: ProcessSet = global_process_set, *, horovod_gradient: bool = True) -> tf.Tensor:
     """Return rank `root_rank`'s tensor; all ranks pass one of the same shape and dtype. Differentiable.
@@ -161,7 +167,7 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_
     return send(tensor)
 
 
-@_plain
+@_collective
 def broadcast_(variables: Sequence[tf.Variable], root_rank: int, name: str | None = None,
                process_set: ProcessSet = global_process_set) -> list[tf.Tensor]:
     """Overwrite variables with rank `root_rank`'s, and return their values."""
@@ -180,7 +186,7 @@ def broadcast_(variables: Sequence[tf.Variable], root_rank: int, name: str | Non
     return values
 
 
-@_plain
+@_collective
 def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_name_scope: bool = False,
              process_set: ProcessSet = global_process_set) -> Any:
     """Send rows to each rank and return those received, in rank order; with `splits` also how many came from each.
@@ -209,7 +215,7 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_na
     return received if splits is None else (received, tf.cast(rows, tf.int32))
 
 
-@_plain
+@_collective
 def reducescatter(tensor: Any, device_dense: str = "", compression: type[Compressor] = Compression.none,
                   op: ReduceOp = Average, name: str | None = None, process_set: ProcessSet = global_process_set,
                   ignore_name_scope: bool = False, prescale_factor: float = 1.0, postscale_factor: float = 1.0, *,
@@ -240,7 +246,7 @@ def reducescatter(tensor: Any, device_dense: str = "", compression: type[Compres
     return compression.decompress(reduce(compressed), context)
 
 
-@_plain
+@_collective
 def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = "", compression: type[Compressor] = Compression.none,
                           op: ReduceOp = Average, process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
                           postscale_factor: float = 1.0, *, horovod_gradient: bool = True) -> list[tf.Tensor]:
@@ -249,7 +255,7 @@ def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = "", compre
                           horovod_gradient=horovod_gradient) for tensor in tensors]
 
 
-@_plain
+@_collective
 def join() -> tf.Tensor:
     """Wait until all ranks have called this, contributing zeros to their collectives; return the last rank (int32)."""
     def wait() -> list[Array]:
@@ -257,31 +263,31 @@ def join() -> tf.Tensor:
     return run(wait, [], [tf.int32], [tf.TensorShape([])])[0]
 
 
-@_plain
+@_collective
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """Return the number of ranks of a process set, when the graph runs (int32)."""
     return _int32_tensor(lambda: len(api.runtime().members(process_set_id)))
 
 
-@_plain
+@_collective
 def rank_op(name: str | None = None) -> tf.Tensor:
     """Return this rank, when the graph runs (int32)."""
     return _int32_tensor(api.rank)
 
 
-@_plain
+@_collective
 def local_rank_op(name: str | None = None) -> tf.Tensor:
     """Return this process's local rank, when the graph runs (int32)."""
     return _int32_tensor(api.local_rank)
 
 
-@_plain
+@_collective
 def local_size_op(name: str | None = None) -> tf.Tensor:
     """Return the number of ranks on this host, when the graph runs (int32)."""
     return _int32_tensor(api.local_size)
 
 
-@_plain
+@_collective
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """Return 1 when this rank is in a process set, else 0, when the graph runs (int32)."""
     return _int32_tensor(lambda: int(api.rank() in api.runtime().members(process_set_id)))

@@ -50,6 +50,8 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if options.check_build:
         return subprocess.run([sys.executable, "-m", "hvdlite.diagnose", *(["--json"] if options.json else [])],
                               check=False).returncode
+    if options.horovod_check:
+        return _check_scripts(options, environ)
     if options.report is not None:
         return show_report(options.report, as_json=options.json)
     if options.doctor:
@@ -79,6 +81,17 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     settings = job_settings(options, environ)
     rank_hosts = {rank: host_ranks.host.name for host_ranks in settings.hosts for rank in host_ranks.ranks}
     return run_job(settings, environ, _monitor(options, rank_hosts))
+
+
+def _check_scripts(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    scripts = [word for word in _command(options) if word.endswith(".py")]
+    if not scripts:
+        raise LaunchError("--horovod-check needs a script: hvdrun --horovod-check train.py")
+    for line in options_without_effect(options):
+        print(f"hvdrun: {line}", file=sys.stderr)
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}  # frameworks are imported
+    return subprocess.run([sys.executable, "-m", "hvdlite.horovod_compat.check", *scripts], check=False,
+                          env={**environ, **quiet}).returncode
 
 
 def _run_elastic(options: argparse.Namespace, environ: Mapping[str, str]) -> int:

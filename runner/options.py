@@ -91,6 +91,8 @@ def _add_instead(group: argparse._ArgumentGroup) -> None:
                        "running job on this host; JOB is the process id of its hvdrun, if there are several")
     group.add_argument("-cb", "--check-build", action="store_true", help="show what is installed here and what works with "
                        "it")
+    group.add_argument("--horovod-check", action="store_true", help="read the Python scripts of the command without running "
+                       "them, and say line by line what is different from Horovod")
     group.add_argument("--doctor", action="store_true", help="check this host and the hosts of -H: versions, planes, launch "
                        "environment, interfaces, ssh, limits, GPUs and their connections, and latency and bandwidth between "
                        "every two hosts")

@@ -55,6 +55,7 @@ from hvdlite.frontend.built import (
     mpi_threads_supported,
     nccl_built,
     rocm_built,
+    sycl_built,
 )
 from hvdlite.ops import barrier
 from hvdlite.training.slowness import log_slowness, slowness
@@ -67,4 +68,5 @@ __all__ = [
     "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "local_rank",
     "local_size", "log_slowness", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "record_step",
     "remove_process_set", "rocm_built", "shutdown", "size", "slot", "slowness", "start_timeline", "stop_timeline", "story",
+    "sycl_built",
 ]

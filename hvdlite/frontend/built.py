@@ -50,6 +50,12 @@ def rocm_built(verbose: bool = False) -> bool:
     return False
 
 
+def sycl_built(verbose: bool = False) -> bool:
+    """Return False: there is no plane for Intel's GPUs."""
+    del verbose
+    return False
+
+
 def ddl_built(verbose: bool = False) -> bool:
     """Return False: IBM's DDL is not used."""
     del verbose

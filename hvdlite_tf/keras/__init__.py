@@ -17,6 +17,7 @@ from hvdlite.training.memory_report import MemoryReport as _MemoryReport
 from hvdlite.training.memory_report import gather_report as _gather_report
 from hvdlite_tf.compression import Compression
 from hvdlite_tf.keras import callbacks, elastic
+from hvdlite_tf.keras.backends import with_errors_of_backend as _with_errors_of_backend
 from hvdlite_tf.keras.broadcast import broadcast_variables as _broadcast_variables
 from hvdlite_tf.keras.collectives import allgather, allreduce, broadcast, reducescatter
 from hvdlite_tf.keras.hooks import install as _install
@@ -89,6 +90,7 @@ def broadcast_global_variables(root_rank: int) -> None:
                        f"hvd.broadcast_variables(model.variables, root_rank={root_rank})")
 
 
+@_with_errors_of_backend
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """Return rank `root_rank`'s picklable object on every rank."""
     if _api.is_provisional():
@@ -97,6 +99,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     return _objects.broadcast_object(runtime, obj, root_rank, name or runtime.unnamed("keras", "broadcast_object"))
 
 
+@_with_errors_of_backend
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Return every rank's picklable object, in rank order."""
     runtime = _api.runtime()

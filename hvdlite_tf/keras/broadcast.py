@@ -15,6 +15,7 @@ import numpy as np
 from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError
+from hvdlite_tf.keras.backends import with_errors_of_backend
 from hvdlite_tf.random_states import is_random_state, moved_on
 
 _SMALL = 1 << 16
@@ -23,6 +24,7 @@ _DIGEST = 16
 """Bytes of the digest in front of the variables."""
 
 
+@with_errors_of_backend
 def broadcast_variables(variables: Sequence[Any], root_rank: int, name: str = "keras.variables") -> None:
     """Overwrite Keras variables with rank `root_rank`'s, outside of any compiled function.
 

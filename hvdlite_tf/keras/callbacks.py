@@ -11,6 +11,7 @@ import numpy as np
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.slowness import log_slowness
+from hvdlite_tf.keras.backends import with_errors_of_backend
 from hvdlite_tf.keras.broadcast import broadcast_variables
 from hvdlite_tf.keras.stopping import StopTogetherCallback, refuse_uneven_steps
 from hvdlite_tf.keras.variable_mirror import optimizers_of
@@ -86,6 +87,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         super().__init__()
         del device
 
+    @with_errors_of_backend
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Average the logs in place."""
         if not logs:

@@ -256,11 +256,15 @@ class DistributedModel:
 
     @contextmanager
     def _summed_metrics(self) -> Iterator[None]:
-        """Replace metrics by the sums over all ranks in this context. On TensorFlow they are summed on read."""
-        if keras.backend.backend() == "tensorflow" or self._strategy.num_replicas_in_sync == 1:
+        """Replace metrics by the sums over all ranks in this context, unless they are summed on read.
+
+        The latter is so on TensorFlow, where Keras creates variables of metrics for it; older versions of Keras do not.
+        """
+        variables = [variable for metric in self._model.metrics for variable in metric.variables
+                     if not self._strategy.is_summed_on_read(variable)]
+        if not variables or self._strategy.num_replicas_in_sync == 1:
             yield
             return
-        variables = [variable for metric in self._model.metrics for variable in metric.variables]
         own = [np.array(keras.ops.convert_to_numpy(variable.value), order="C") for variable in variables]
         runtime = api.runtime()
         sums = [np.empty_like(array) for array in own]

@@ -62,6 +62,11 @@ class BaseStrategy(LaunchableStrategy):
     def _set_up(self) -> None:
         """Finish the constructor of a backend's strategy."""
 
+    def is_summed_on_read(self, variable: Any) -> bool:
+        """Return whether a variable of a metric has each rank's part, and reading it gives the sum over all ranks."""
+        del variable
+        return False
+
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of ranks; 1 inside `train_step` and `test_step`, where Keras sees one replica."""

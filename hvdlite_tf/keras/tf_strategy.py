@@ -94,6 +94,10 @@ class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ign
             yield
             self._samples.assign(1.0)
 
+    def is_summed_on_read(self, variable: Any) -> bool:
+        """Like the base class's."""
+        return isinstance(getattr(variable, "_value", variable), values.SyncOnReadVariable)
+
     def check_applies(self) -> None:
         """Raise where gradients cannot be applied.
 

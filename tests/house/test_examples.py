@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import gzip
+import importlib
 import importlib.util
 import os
 import re
@@ -10,9 +13,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.tf.support import ENVIRONMENT, imported
+from tests.conftest import write_idx
+from tests.tf.support import BACKENDS, ENVIRONMENT, imported
 from tests.worlds import HVDRUN, TORCH, processes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -21,6 +26,22 @@ pytestmark = pytest.mark.slow
 sys.path.insert(0, str(EXAMPLES))
 
 import fashion_mnist  # noqa: E402
+
+
+@pytest.fixture
+def clothes(small: Path) -> Path:
+    """Return a directory with some of the real images, if they are on this machine, else with those of `small`."""
+    if fashion_mnist.DEBIAN.exists():
+        for name, values in first_images().items():
+            write_idx(small / name, values)
+    return small
+
+
+@functools.cache
+def first_images() -> dict[str, np.ndarray]:
+    """Return 2,000 of the real images to train on and 500 to test, with their labels, by the names of their files."""
+    return {name: values[:count].copy() for part, count in (("train", 2000), ("test", 500))
+            for name, values in zip(fashion_mnist.FILES[part], fashion_mnist.load(fashion_mnist.DEBIAN, part), strict=True)}
 
 
 def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -91,6 +112,108 @@ def test_a_scope_in_torch(small: Path) -> None:
     assert len((EXAMPLES / "pytorch_mirrored_scope.py").read_text(encoding="utf-8").splitlines()) < 60
 
 
+def test_the_synthetic_benchmark() -> None:
+    printed = run("--model", "resnet14", "--image-size", "32", "--batch-size", "2", "--num-warmup-batches", "1",
+                  "--num-batches-per-iter", "2", "--num-iters", "3", "--fp16-allreduce",
+                  script="pytorch_synthetic_benchmark.py")
+    rounds = [float(found) for found in re.findall(r"^round \d: ([\d.]+) images/s", printed, re.MULTILINE)]
+    ranks = [float(found) for found in re.findall(r"^rank \d: ([\d.]+) \+-", printed, re.MULTILINE)]
+    total = float(re.findall(r"^in all: ([\d.]+) \+-", printed, re.MULTILINE)[0])
+    assert len(rounds) == 3 and len(ranks) == 2 and min(ranks) > 0
+    assert total == pytest.approx(sum(ranks), abs=0.2) == pytest.approx(sum(rounds) / 3, abs=0.2)
+
+
+def test_a_model_that_does_not_exist_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"--model resnet5: .*torchvision"):
+        run("--model", "resnet5", size=1, script="pytorch_synthetic_benchmark.py")
+
+
+def test_the_character_gpt() -> None:
+    printed = run("--steps", "12", "--batch-size", "4", "--passes", "2", "--warmup-steps", "3", "--report-every", "6",
+                  "--generate", "30", script="pytorch_char_gpt.py")
+    early, late = (float(found) for found in re.findall(r"validation loss ([\d.]+)", printed))
+    assert late < early and late < 4.2, "a model that has learned nothing has 4.7"
+    assert len(printed.partition("it writes: The ")[2].strip()) > 5
+
+
+def test_fine_tuning_that_goes_on_is_the_same_as_in_one_run(clothes: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    base = importlib.import_module("pytorch_fashion_mnist").Net().state_dict()
+    torch.save({"model": base}, tmp_path / "base.pt")
+    model = importlib.import_module("pytorch_fine_tuning").build(str(tmp_path / "base.pt"))
+    assert {name for name, each in model.named_parameters() if each.requires_grad} == {
+        f"head.{layer}.{kind}" for layer in (1, 2, 4) for kind in ("weight", "bias")}
+
+    def tuned(name: str, epochs: int) -> tuple[str, dict]:
+        printed = run("--data-dir", str(clothes), "--base", str(tmp_path / "base.pt"), "--checkpoint", str(tmp_path / name),
+                      "--frozen-epochs", "1", "--epochs", str(epochs), script="pytorch_fine_tuning.py")
+        return printed, torch.load(tmp_path / name)
+
+    _, frozen = tuned("parts.pt", 1)
+    assert torch.equal(frozen["model"]["backbone.0.weight"], base["conv1.weight"])
+    tuned("parts.pt", 2)
+    printed, parts = tuned("parts.pt", 3)
+    assert printed.startswith("epoch 3, all layers:") and accuracies(printed)[-1] > 0.6
+    assert not torch.equal(parts["model"]["backbone.0.weight"], base["conv1.weight"])
+    printed, whole = tuned("whole.pt", 3)
+    assert printed.count("epoch ") == 3
+    assert len(whole["optimizer"]["param_groups"]) == 2
+    torch.testing.assert_close(parts, whole, rtol=0, atol=0)
+
+
+def test_inference_on_three_ranks_is_that_of_one(clothes: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"model": importlib.import_module("pytorch_fashion_mnist").Net().state_dict()}, tmp_path / "model.pt")
+
+    def results(size: int) -> np.ndarray:
+        run("--data-dir", str(clothes), "--checkpoint", str(tmp_path / "model.pt"), "--output", str(tmp_path / "out.npy"),
+            "--limit", "200", "--batch-size", "30", size=size, script="pytorch_inference.py")
+        return np.load(tmp_path / "out.npy")
+
+    alone, together = results(1), results(3)
+    assert together.shape == (200, 2) and len(set(alone[:, 1])) > 100
+    np.testing.assert_allclose(together, alone, rtol=1e-5)
+
+
+def keras_loop(directory: Path, backend: str, *arguments: str) -> list[float]:
+    """Return the accuracies that keras_custom_loop.py prints."""
+    pytest.importorskip("tensorflow")
+    pytest.importorskip(backend)
+    ended = processes(2, EXAMPLES / "keras_custom_loop.py", "--data-dir", str(directory), *arguments, timeout=150,
+                      imported=imported(backend), environment={**ENVIRONMENT, "KERAS_BACKEND": backend})
+    return accuracies(ended[0].stdout)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_loop_of_ones_own_on_each_backend_of_keras(clothes: Path, backend: str) -> None:
+    found = keras_loop(clothes, backend, "--epochs", "2", "--batch-size", "16")
+    assert len(found) == 2 and found[-1] > 0.55, "chance is 0.1"
+
+
+def test_a_loop_of_ones_own_ends_on_all_ranks_when_nothing_is_learned(small: Path) -> None:
+    assert len(keras_loop(small, "tensorflow", "--lr", "0", "--patience", "2", "--epochs", "9")) == 3
+
+
+def test_the_notebook(clothes: Path) -> None:
+    """It has the outputs of a run, and runs."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("torch")
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    stored = [[output.output_type for output in cell.outputs] for cell in code]
+    data, with_data = "fashion_mnist.find()", f"fashion_mnist.find({str(clothes)!r})"
+    assert data in code[0].source
+    code[0].source = code[0].source.replace(data, with_data)
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3",
+                            resources={"metadata": {"path": str(EXAMPLES)}}).execute()
+    assert [[output.output_type for output in cell.outputs] for cell in code] == stored == [
+        [], [], ["execute_result"], ["stream"]]
+    (first, losses), (second, same) = ast.literal_eval(code[2].outputs[0].data["text/plain"])
+    assert (first, second) == (0, 1) and losses == same and losses[-1] < losses[0]
+    assert float(code[3].outputs[0].text.split()[-1]) > 0.55, "chance is 0.1"
+
+
 def test_too_low_an_accuracy_fails(small: Path) -> None:
     ended = launched("--data-dir", str(small), "--epochs", "1", "--lr", "0", "--minimum-accuracy", "0.99")
     assert ended.returncode == 1 and "is below 0.99" in ended.stderr
@@ -99,6 +222,17 @@ def test_too_low_an_accuracy_fails(small: Path) -> None:
 @pytest.mark.skipif(not fashion_mnist.DEBIAN.exists(), reason="the real data set is not installed")
 def test_on_the_real_data() -> None:
     run("--epochs", "1", "--limit", "6400", "--batch-size", "16", "--lr", "0.005", "--minimum-accuracy", "0.7", size=4)
+
+
+def test_the_index_has_every_file_and_no_other() -> None:
+    text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"\[`([^`]+)`\]\(([^)]+)\)", text)
+    assert all(name == link for name, link in named)
+    assert sorted(name for name, _ in named) == sorted(
+        path.name for path in EXAMPLES.iterdir() if path.is_file() and path.name != "README.md")
+    commands = re.findall(r"<br>`([^`]+)`", text)
+    assert len(commands) > 10 and all((ROOT / word).exists() for command in commands for word in command.split()
+                                      if word.startswith("examples/"))
 
 
 def test_missing_data_is_explained(tmp_path: Path) -> None:

@@ -10,10 +10,7 @@ import json
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
-
-import pytest
 
 import hvdlite
 from hvdlite.core import errors
@@ -121,15 +118,3 @@ def test_links_lead_somewhere() -> None:
 def test_files_fit_a_sitting() -> None:
     for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 600, path
-
-
-@pytest.mark.slow
-def test_the_wheel_is_pure_and_complete(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path),
-                    str(ROOT)], check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name.endswith("-py3-none-any.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert {"hvdlite/py.typed", "hvdlite_torch/py.typed", "hvdlite_tf/py.typed", "hvdlite_tf/keras/scope.py",
-            "hvdlite_runner/cli.py", "hvdlite_runner/reaper.py", "hvdlite/runtime/runtime.py"} <= names
-    assert not any(name.startswith(("tests/", "runner/", "examples/")) for name in names)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.worlds import clean_environment, free_port
+from tests.worlds import HANGS_SECONDS, clean_environment, free_port
 
 PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 NODES = ("node1", "node2")
@@ -44,6 +44,18 @@ class Slurm:
         """Run a command with this Slurm."""
         return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False,
                               env={**self.environment(), **(environment or {})})
+
+    def batch(self, *arguments: str, environment: dict[str, str] | None = None) -> str:
+        """Run a batch job and return its last state, such as "COMPLETED". (`sbatch --wait` looks after 2, 10 and 42 s.)"""
+        submitted = self.run("sbatch", "--parsable", *arguments, environment=environment)
+        assert submitted.returncode == 0, submitted.stderr
+        deadline = time.monotonic() + HANGS_SECONDS
+        while True:
+            state = self.run("squeue", "--noheader", "--states=all", "--format=%T", "--jobs", submitted.stdout.strip())
+            if state.stdout.strip() not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+                return state.stdout.strip()
+            assert time.monotonic() < deadline, (state, self._logs())
+            time.sleep(0.1)
 
     def __enter__(self) -> Slurm:
         try:

@@ -92,9 +92,23 @@ def test_an_elastic_job_inside_an_allocation(slurm: Slurm) -> None:
 def test_a_batch_script_may_run_alone_or_use_hvdrun(slurm: Slurm, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text('#!/bin/sh\n"$@"\n' + f'{sys.executable} -m hvdlite_runner.cli --no-prefix "$@"\n')
-    ended = slurm.run("sbatch", "--wait", "--nodes=2", "--ntasks=2", "--output", str(tmp_path / "out"), str(script), *PLACE)
+    ended = slurm.batch("--nodes=2", "--ntasks=2", "--output", str(tmp_path / "out"), str(script), *PLACE)
     lines = [line for line in (tmp_path / "out").read_text().splitlines() if not line.startswith("hvdrun:")]
-    assert ended.returncode == 0 and lines[0] == "0 1 0 1" and sorted(lines[1:]) == ["0 2 0 2", "1 2 0 2"], lines
+    assert ended == "COMPLETED" and lines[0] == "0 1 0 1" and sorted(lines[1:]) == ["0 2 0 2", "1 2 0 2"], lines
+
+
+@needs_torch
+def test_the_example_of_a_batch_script(slurm: Slurm, small: Path, tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, options in (("python", ""), ("hvdrun", "-m hvdlite_runner")):
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {options} "$@"\n')
+        (programs / name).chmod(0o755)
+    ended = slurm.batch("--ntasks-per-node=1", "--chdir", str(ROOT), "--output", str(tmp_path / "%x.out"),
+                        str(ROOT / "examples/slurm.sbatch"), *EXAMPLE[2:], str(small),
+                        environment={"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": PYTHON_PATH})
+    printed = (tmp_path / "fashion-mnist.out").read_text()
+    assert ended == "COMPLETED" and "images/s on 2 ranks" in printed, printed
 
 
 def test_srun_across_nodes_needs_the_key_and_says_so(slurm: Slurm, tmp_path: Path) -> None:

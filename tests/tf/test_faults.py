@@ -14,16 +14,17 @@ from tests.tf.support import ENVIRONMENT, PROGRAMS, imported
 from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, Processes
 
 
-@pytest.mark.parametrize(("fault", "told"), [("raise", "rank 1 failed with RuntimeError: out of paper"),
-                                             ("kill", "rank 1 was lost")])
-def test_the_others_end_soon_and_say_why(fault: str, told: str) -> None:
+@pytest.mark.parametrize(("fault", "kind", "told"), [
+    ("raise", "PeerFailedError", "rank 1 failed with RuntimeError: out of paper"),
+    ("kill", "PeerLostError", "rank 1 was lost")])
+def test_the_others_end_soon_and_say_why(fault: str, kind: str, told: str) -> None:
     with Processes(2, f"{PROGRAMS}.faults:fit_with_a_fault", fault, environment=ENVIRONMENT,
                    imported=imported("tensorflow")) as world:
         world.wait_for(1, "there")
         begun = time.monotonic()
         assert world.ranks[0].wait(HANGS_SECONDS) != 0
         assert time.monotonic() - begun < 20
-        assert told in world.told(0).stderr
+        assert told in world.told(0).stderr and f"caught {kind}\n" in world.told(0).stdout
 
 
 def test_ctrl_c_ends_a_job_in_fit() -> None:

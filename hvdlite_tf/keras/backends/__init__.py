@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import keras
 import numpy as np
@@ -21,6 +21,9 @@ from hvdlite.core.array import Array
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.step_reducer import StepReducer
 from hvdlite_tf.compression import Compression
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def create_step_reducer(**arguments: Any) -> StepReducer:
@@ -43,6 +46,14 @@ def all_ranks_true(flag: Any, reducer: StepReducer) -> Any:
                                       process_set=reducer.process_set).wait()
         return [result]
     return keras.ops.cast(call(reduce, [keras.ops.cast(flag, "int32")])[0], "bool")
+
+
+def with_errors_of_backend(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function of values: on TensorFlow its errors are TensorFlow's, too."""
+    if keras.backend.backend() != "tensorflow":
+        return function
+    from hvdlite_tf.errors import as_tensorflow
+    return as_tensorflow(function)
 
 
 def _backend() -> Any:

@@ -9,6 +9,8 @@ SMALLER: dict[str, dict[str, object]] = {
     "collectives": {"SHORT": [4, 1 << 20]},
     "hooks": {"STEPS": 1},
     "planes": {"SHORT": [1 << 16, 1 << 20]},
+    "torch_distributed": {"SHORT": [4], "MESSAGES": [4],
+                          "TRANSFORMER": {"width": 32, "heads": 2, "layers": 2, "context": 8}},
     "training": {"STEPS": 1},
 }
 """Constants of benchmarks."""
@@ -19,8 +21,10 @@ def run_small(script: str, *arguments: str) -> None:
     for name, value in SMALLER.get(script, {}).items():
         assert hasattr(benchmark, name)
         setattr(benchmark, name, value)
-    if script == "gradients":
+    if script in ("gradients", "torch_distributed"):
         shapes = benchmark.resnet50_shapes()[:40]
         benchmark.resnet50_shapes = lambda: shapes  # type: ignore[attr-defined]
+    if script == "torch_distributed":
+        benchmark.training.STEPS = 1
     sys.argv = [script, *arguments]
     benchmark.main()

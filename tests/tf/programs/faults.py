@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import hvdlite_tf.keras as hvd
 
@@ -32,4 +33,9 @@ def fit_with_a_fault(fault: str) -> None:
     hvd.init()
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
-    model.fit(np.ones((800_000, 6)), np.ones((800_000, 2)), batch_size=8, verbose=0, callbacks=[Fault(fault)])
+    try:
+        model.fit(np.ones((800_000, 6)), np.ones((800_000, 2)), batch_size=8, verbose=0, callbacks=[Fault(fault)])
+    except tf.errors.UnknownError as error:
+        assert error.error_code == tf.errors.UNKNOWN and isinstance(error, hvd.PeerLostError) and error.rank == 1
+        print("caught", type(error).__name__, flush=True)
+        raise

@@ -84,9 +84,6 @@ def _sets_objects_and_errors() -> None:
     if rank:
         assert hvd.allreduce(tf.constant(7.0), process_set=own).numpy() == 7
     assert hvd.broadcast_object({"a": rank}, 1) == {"a": 1} and hvd.allgather_object(rank) == [0, 1]
-    raises(hvd.MismatchError, "shape", lambda: hvd.allreduce(tf.ones(2 + rank), name="uneven"))
-    raises(tf.errors.UnknownError, "disagree about the shape of 'allreduce.uneven'",
-           lambda: tf.function(lambda x: hvd.allreduce(x, name="uneven"))(tf.ones(2 + rank)))
     slices = tf.IndexedSlices(tf.ones((2, 3)), tf.constant([rank, 4]), tf.constant([5, 3]))
     raises(NotImplementedError, "IndexedSlices", lambda: hvd.allreduce(slices, op=hvd.Max))
     x = tf.ones(2)

@@ -1,6 +1,8 @@
-"""ResNet-50 (He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, table 1), for want of torchvision."""
+"""ResNets of bottlenecks (He et al., "Deep Residual Learning for Image Recognition", CVPR 2016), for want of torchvision."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -24,19 +26,33 @@ class Bottleneck(nn.Module):
         return nn.functional.relu(self.body(x) + self.way_around(x))
 
 
-class ResNet50(nn.Module):
-    """161 parameters with 25,557,032 elements."""
+class ResNet(nn.Module):
+    """Images of shape (n, 3, height, width) to logits (n, classes).
 
-    def __init__(self, classes: int = 1000) -> None:
+    Args:
+        blocks: the number of bottlenecks of each of the four stages (table 1 of the paper).
+    """
+
+    def __init__(self, blocks: Sequence[int], classes: int = 1000) -> None:
         super().__init__()
         layers: list[nn.Module] = [_normed(3, 64, 7, 2), nn.ReLU(True), nn.MaxPool2d(3, 2, 1)]
         inside = 64
-        for width, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
-            for block in range(blocks):
-                layers.append(Bottleneck(inside, width, stride if block == 0 else 1))
-                inside = 4 * width
+        for stage, count in enumerate(blocks):
+            for block in range(count):
+                layers.append(Bottleneck(inside, 64 << stage, 2 if stage > 0 and block == 0 else 1))
+                inside = 256 << stage
         self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
         self.head = nn.Linear(inside, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.features(x))
+
+
+def resnet50() -> ResNet:
+    """Return a ResNet-50: 161 parameters with 25,557,032 elements."""
+    return ResNet((3, 4, 6, 3))
+
+
+def resnet14() -> ResNet:
+    """Return the same with one bottleneck a stage, for trying things out; 10.1 million elements."""
+    return ResNet((1, 1, 1, 1))

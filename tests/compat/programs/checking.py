@@ -1,0 +1,130 @@
+"""Programs of test_check.py."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def _told(source: str) -> dict[tuple[int, str], tuple[str, str]]:
+    """Return what is found in a script: line and name, effect and reason."""
+    from hvdlite.horovod_compat.check import check
+    found = check(textwrap.dedent(source).lstrip("\n"))
+    return {(each.line, each.what): (str(each.effect), each.why) for each in found}
+
+
+def names_arguments_and_variables_are_looked_up() -> None:
+    assert _told("""
+        import os
+        import horovod.torch as hvd
+        from horovod.torch import Compression, no_such_name
+        import horovod.mxnet
+        os.environ["HOROVOD_CYCLE_TIME"] = os.environ["HOROVOD_FUSION_THRESHOLD"] = os.environ["HOROVOD_RANK"]
+        hvd.allreduce(tensor, nam="x", op=hvd.Sum)
+        hvd.allreduce(*tensors, **options)
+        hvd.broadcast_optimizer_state(optimizer, 0, model=model)
+        Compression.fp8, Compression.fp16, hvd.mpi_ops, hvd.elastic.TorchState
+        optimizer = hvd.DistributedOptimizer(optimizer)
+        with optimizer.skip_synchronize():
+            optimizer.step(), other.skip_synchronize()
+        try:
+            from horovod.torch import another_name
+        except ImportError:
+            pass
+        def train(horovod_of_another_kind):
+            return horovod_of_another_kind.allreduce(nam="x")
+    """) == {
+        (3, "horovod.torch.no_such_name"): ("fails", "horovod.torch, which is hvdlite_torch, has no no_such_name"),
+        (4, "horovod.mxnet"): ("fails", "hvdlite has no mxnet"),
+        (5, "HOROVOD_CYCLE_TIME"): ("has no effect", "hvdlite neither reads nor sets this variable"),
+        (6, "horovod.torch.allreduce()"): ("fails", "got an unexpected keyword argument 'nam'"),
+        (8, "horovod.torch.broadcast_optimizer_state"): (
+            "differs", "makes no optimizer step to create the state; LBFGS works, too"),
+        (8, "horovod.torch.broadcast_optimizer_state(model=)"): ("has no effect", "not needed"),
+        (9, "horovod.torch.Compression.fp8"): ("fails", "Compression of hvdlite_torch 0.1.0 has no fp8"),
+        (10, "horovod.torch.DistributedOptimizer"): (
+            "differs", "returns the optimizer itself, with its state, defaults and hooks"),
+        (11, "optimizer.skip_synchronize()"): (
+            "differs", "is not needed: gradients that were reduced are not reduced again"),
+    }
+
+
+def what_newer_frameworks_lack_is_looked_up() -> None:
+    import keras
+    import tensorflow as tf
+    versions = {"tensorflow": tf.__version__, "keras": keras.__version__}
+    told = _told("""
+        import tensorflow as tf
+        from tensorflow.keras import applications
+        from keras.preprocessing.image import ImageDataGenerator
+        import horovod.tensorflow as hvd
+        import horovod.keras
+        session = tf.Session()
+        hvd.broadcast_global_variables(0)
+        model = tf.keras.Sequential([])
+        opt = tf.optimizers.SGD(lr=0.1)
+        opt = horovod.keras.DistributedOptimizer(opt, name="x")
+        model.compile(loss="mse", optimizer=opt, experimental_run_tf_function=False)
+        model.fit_generator(data)
+        hvd.broadcast_variables(opt.variables(), root_rank=0)
+        opt.lr.assign(model.optimizer.lr)
+        getattr(applications, name)().compile(experimental_run_tf_function=False)
+        @hvd.elastic.run
+        def train(state):
+            model.fit(data, callbacks=[horovod.keras.callbacks.MetricAverageCallback()])
+    """)
+    assert {place: effect for place, (effect, _) in told.items()} == {
+        (3, "keras.preprocessing.image.ImageDataGenerator"): "fails",
+        (6, "tensorflow.Session"): "fails",
+        (7, "horovod.tensorflow.broadcast_global_variables()"): "fails",
+        (9, "tensorflow.optimizers.SGD()"): "fails",
+        (10, "horovod.keras.DistributedOptimizer"): "differs",
+        (10, "horovod.keras.DistributedOptimizer(name=)"): "has no effect",
+        (11, "model.compile()"): "fails",
+        (12, "model.fit_generator()"): "fails",
+        (13, "opt.variables()"): "fails",
+        (14, "model.optimizer.lr"): "fails",
+        (14, "opt.lr"): "fails",
+        (15, "getattr(applications, name)().compile(experimental_run_tf_function=)"): "fails",
+        (16, "horovod.tensorflow.elastic.run"): "differs",
+    }
+    assert told[6, "tensorflow.Session"][1] == f"tensorflow {versions['tensorflow']} has no Session"
+    assert told[7, "horovod.tensorflow.broadcast_global_variables()"][1] == "TensorFlow 2 has no global variables"
+    assert told[12, "model.fit_generator()"][1] == f"Sequential of keras {versions['keras']} has no such method"
+
+
+def scripts_that_run_are_said_to_run() -> None:
+    from hvdlite.horovod_compat.check import Effect, check
+    for name in ("elastic", "elastic_keras", "elastic_torch", "keras_fit", "sets_and_samplers", "synthetic", "tape",
+                 "training"):
+        found = check((HERE / f"{name}.py").read_text(encoding="utf-8"))
+        assert not [each for each in found if each.effect in (Effect.FAILS, Effect.UNKNOWN)], (name, found)
+
+
+def every_name_with_a_difference_exists() -> None:
+    import importlib
+
+    from hvdlite.horovod_compat import MODULES
+    from hvdlite.horovod_compat.differences import DIFFERENCES, METHODS, difference
+    modules = {name: importlib.import_module(name) for name in MODULES if name != "horovod.ray"}
+    names = {f"{name}.{each}" for name, module in modules.items() for each in dir(module)}
+    names |= {f"{name}.{each}" for name in modules for each in getattr(modules[name], "__all__", ())}
+    told = {difference(name) for name in names}
+    assert {text for _, text in DIFFERENCES} <= told, {text for _, text in DIFFERENCES} - told
+    optimizer = importlib.import_module("hvdlite_torch.optimizer")
+    sources = [path.read_text(encoding="utf-8") for path in Path(optimizer.__file__).parent.glob("*.py")]
+    assert all(any(f"def {method}(" in source for source in sources) for method in METHODS)
+
+
+def frameworks_that_are_not_installed_are_named() -> None:
+    import sys
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    told = _told("""
+        import horovod.torch as hvd
+        hvd.init()
+        hvd.allreduce(1, nam=2)
+    """)
+    assert set(told.values()) == {("is not checked", "import of torch halted; None in sys.modules")}, told
+    assert all(line == 3 for line, _ in told)
