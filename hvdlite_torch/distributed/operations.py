@@ -20,7 +20,7 @@ from hvdlite.ordered.operations import Operation
 from hvdlite_torch.distributed import tensors as memory
 from hvdlite_torch.distributed.errors import UnsupportedArgumentError
 
-_OPS: Final = {
+_OPS: Final[dict[Any, ReduceOp]] = {
     TorchOp.SUM: ReduceOp.SUM, TorchOp.AVG: ReduceOp.AVERAGE, TorchOp.MIN: ReduceOp.MIN, TorchOp.MAX: ReduceOp.MAX,
     TorchOp.PRODUCT: ReduceOp.PRODUCT, TorchOp.BAND: ReduceOp.BAND, TorchOp.BOR: ReduceOp.BOR, TorchOp.BXOR: ReduceOp.BXOR,
     TorchOp.PREMUL_SUM: ReduceOp.SUM,
