@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ml_dtypes
@@ -24,7 +25,9 @@ from tests.planes.contract import (
     response,
     run_cases,
 )
+from tests.planes.makers import hierarchical_mpi, mpi
 from tests.planes.models import drawn, mean_near_limits, modelled, near_limits, values
+from tests.planes.nccl_double import nccl
 from tests.planes.steps import run
 
 
@@ -45,6 +48,25 @@ def test_allreduce_matches_the_model_bit_for_bit(make_planes: Any, size: int, fa
                     execute(allreduce(dtype, op, size), [mine], [mine])
                     assert mine.tobytes() == out.tobytes(), "in place differs"
         return len(found)
+    run_cases(make_planes, size, step)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_operations_on_bits(make_planes: Any, size: int) -> None:
+    """Ordered groups have them, which use neither MPI nor NCCL."""
+    if make_planes in (mpi, hierarchical_mpi, nccl):
+        pytest.skip("not a plane of ordered groups")
+
+    def step(rank: int, execute: Any) -> int:
+        for dtype in ("int8", "uint16", "int32", "uint64", "bool"):
+            for op, ufunc in ((ReduceOp.BAND, np.bitwise_and), (ReduceOp.BOR, np.bitwise_or), (ReduceOp.BXOR, np.bitwise_xor)):
+                for count in (0, 1, 1000, 50_000):
+                    with case(dtype, op.name, count):
+                        mine = values(rank, count, SUPPORTED_DTYPES[dtype])
+                        execute(allreduce(dtype, op, size), [mine], [mine])
+                        everybodys = [drawn(each, count, SUPPORTED_DTYPES[dtype]) for each in range(size)]
+                        assert mine.tobytes() == functools.reduce(ufunc, everybodys).tobytes()
+        return 1
     run_cases(make_planes, size, step)
 
 
