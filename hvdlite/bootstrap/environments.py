@@ -82,6 +82,7 @@ class LaunchInfo:
     held_port: HeldPort | None = dataclasses.field(default=None, repr=False)  # on rank 0: where it will listen
     mpi_problem: str = ""  # why there is no communicator, although one was wanted
     how_to_have_a_key: str = ""  # for ranks that need one and have none
+    rank_names: tuple[str, ...] = ()  # in errors, where the ranks of this world have other numbers elsewhere
 
     @property
     def is_complete(self) -> bool:

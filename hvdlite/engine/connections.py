@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hvdlite.control.base import ControlPlane
 from hvdlite.diagnostics.process_probe import ProcessProbe
@@ -52,6 +52,7 @@ class Connections:
         clock: the same for all ranks of the job.
         mailbox_area: makes the memory of mailboxes; None where there are none.
         group_parts: makes what an ordered group has of its own; None in a job of size 1.
+        rank_names: of all ranks, in errors; empty: their numbers.
     """
 
     control: ControlPlane
@@ -62,3 +63,4 @@ class Connections:
     clock: Clock = time.monotonic
     mailbox_area: Areas | None = None
     group_parts: GroupParts | None = None
+    rank_names: Sequence[str] = ()

@@ -156,7 +156,7 @@ class Engine:
         try:
             self._serve()
         except JobFailed as failed:
-            self._state.failure = failure_error(failed.notice, self._rank)
+            self._state.failure = failure_error(failed.notice, self._rank, self._connections.rank_names)
             if (failed.notice.origin not in (self._rank, -1) and not (self._waiters or self._mailboxes.in_use
                          or any(group.is_waiting for group in list(self._state.groups)))
                     and failed.notice.kind != MismatchError.__name__):  # which the ranks concerned raise themselves

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hvdlite.core.errors import (
     DeadlockError,
     HorovodInternalError,
@@ -13,20 +15,25 @@ from hvdlite.core.errors import (
 from hvdlite.negotiation.messages import FailureNotice
 
 
-def failure_error(notice: FailureNotice, rank: int) -> HorovodInternalError:
-    """Return the exception that `rank` raises for a failure of the job."""
+def failure_error(notice: FailureNotice, rank: int, names: Sequence[str] = ()) -> HorovodInternalError:
+    """Return the exception that `rank` raises for a failure of the job.
+
+    Args:
+        names: of the ranks, in the text; by default their numbers.
+    """
+    origin = names[notice.origin] if names and notice.origin >= 0 else str(notice.origin)
     if notice.kind == StallError.__name__:
         return StallError(f"{notice.message}\n{notice.traceback}", notice.origin)
     if notice.kind == DeadlockError.__name__:
         return DeadlockError(notice.message, notice.origin)
     if notice.origin == rank:
-        return PeerFailedError(f"this rank ({rank}) failed with {notice.kind}: {notice.message}", rank)
+        return PeerFailedError(f"this rank ({origin}) failed with {notice.kind}: {notice.message}", rank)
     if notice.kind == PeerLeftError.__name__:
-        return PeerLeftError(f"rank {notice.origin} left the job while others still needed it: {notice.message}",
+        return PeerLeftError(f"rank {origin} left the job while others still needed it: {notice.message}",
                              notice.origin)
     if notice.kind == "stopped":
         return PeerLostError(notice.message, notice.origin)
     if notice.kind == "lost":
-        return PeerLostError(f"rank {notice.origin} was lost: {notice.message}", notice.origin)
-    cause = f"\n\nrank {notice.origin}'s traceback:\n{notice.traceback.rstrip()}" if notice.traceback else ""
-    return PeerFailedError(f"rank {notice.origin} failed with {notice.kind}: {notice.message}{cause}", notice.origin)
+        return PeerLostError(f"rank {origin} was lost: {notice.message}", notice.origin)
+    cause = f"\n\nrank {origin}'s traceback:\n{notice.traceback.rstrip()}" if notice.traceback else ""
+    return PeerFailedError(f"rank {origin} failed with {notice.kind}: {notice.message}{cause}", notice.origin)

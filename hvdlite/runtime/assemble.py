@@ -178,7 +178,7 @@ def _assembled(meeting: Meeting, casts: Casts, stack_dump: StackDumpTarget, envi
     has_mailboxes = choice.name == "shm" and FUTEXES
     devices = gpus(info, config, environment, keeper)(world.rank, oob, control.wake)
     connections = Connections(control, plane, oob, devices, probe, common_clock(welcome),
-                              memory.mailbox_area if has_mailboxes else None, group_parts)
+                              memory.mailbox_area if has_mailboxes else None, group_parts, info.rank_names)
     limit = min(config.mailbox_limit, EAGER_TRAFFIC // world.size) if has_mailboxes else 0
     locked = has_mailboxes and config.locked_rounds and not config.autotune  # autotune counts what is reported
     coordinator = coordinator_for(world, config, learned, mailbox_limit=limit, locked_rounds=locked)

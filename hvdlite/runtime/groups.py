@@ -7,6 +7,7 @@ only uses groups has reports, a timeline and failure records like any other; `in
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -73,7 +74,7 @@ class Groups:
             area = GroupArea(bytearray(area_bytes(1)), 0, 1, None)
             plane = LoopbackPlane(0, LoopbackHub(), lambda rank: None, self._worlds.casts)
             return GroupEnd(name, 0, 1, timeout, plane, area, shares_board=True, members=shown)
-        runtime, release = self._meet(store, rank, size, is_world=members is None)
+        runtime, release = self._meet(store, rank, size, None if members is None else tuple(shown))
         try:
             end = self._opened(runtime, name, timeout, shown, release)
         except BaseException:
@@ -101,7 +102,7 @@ class Groups:
         for runtime in (*self._own, *self._leaving):
             runtime.close_in_child()
 
-    def _meet(self, store: Store, rank: int, size: int, *, is_world: bool) -> tuple[Runtime, Callable[[], None]]:
+    def _meet(self, store: Store, rank: int, size: int, names: tuple[str, ...] | None) -> tuple[Runtime, Callable[[], None]]:
         """Meet the other ranks; return the runtime of the group, and what ends its use."""
         environment = self._worlds.launch_environment()
         config = Config.from_environment(environment)
@@ -109,14 +110,14 @@ class Groups:
         info, shared = meet_in_store(store, rank, size, job_key(environment),
                                      place=environment.get(launch_contract.JOB_DIRECTORY, ""),
                                      address=own_address(environment, store),
-                                     can_share=self._can_share(rank, size, is_world=is_world),
+                                     can_share=self._can_share(rank, size, is_world=names is None),
                                      timeout=timeout_or_inf(config.start_timeout))
         try:
             if shared:
                 self._job.begin(info if shared == MET else None)
                 runtime, release = self._worlds.current(), self._job.end
             else:
-                runtime = self._started(info, config)
+                runtime = self._started(dataclasses.replace(info, rank_names=names or ()), config)
                 release = self._leave_own(runtime)
         finally:
             if info.held_port is not None:

@@ -59,7 +59,8 @@ def test_operations_on_bits(make_planes: Any, size: int) -> None:
 
     def step(rank: int, execute: Any) -> int:
         for dtype in ("int8", "uint16", "int32", "uint64", "bool"):
-            for op, ufunc in ((ReduceOp.BAND, np.bitwise_and), (ReduceOp.BOR, np.bitwise_or), (ReduceOp.BXOR, np.bitwise_xor)):
+            for op, ufunc in ((ReduceOp.BAND, np.bitwise_and), (ReduceOp.BOR, np.bitwise_or),
+                              (ReduceOp.BXOR, np.bitwise_xor)):
                 for count in (0, 1, 1000, 50_000):
                     with case(dtype, op.name, count):
                         mine = values(rank, count, SUPPORTED_DTYPES[dtype])
