@@ -56,11 +56,11 @@ def test_operations_on_bits(make_planes: Any, size: int) -> None:
     """Ordered groups have them, which use neither MPI nor NCCL."""
     if make_planes in (mpi, hierarchical_mpi, nccl):
         pytest.skip("not a plane of ordered groups")
+    bitwise = {ReduceOp.BAND: np.bitwise_and, ReduceOp.BOR: np.bitwise_or, ReduceOp.BXOR: np.bitwise_xor}
 
     def step(rank: int, execute: Any) -> int:
         for dtype in ("int8", "uint16", "int32", "uint64", "bool"):
-            for op, ufunc in ((ReduceOp.BAND, np.bitwise_and), (ReduceOp.BOR, np.bitwise_or),
-                              (ReduceOp.BXOR, np.bitwise_xor)):
+            for op, ufunc in bitwise.items():
                 for count in (0, 1, 1000, 50_000):
                     with case(dtype, op.name, count):
                         mine = values(rank, count, SUPPORTED_DTYPES[dtype])
