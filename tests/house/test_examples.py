@@ -207,8 +207,9 @@ def test_the_notebook(clothes: Path) -> None:
     code[0].source = code[0].source.replace(data, with_data)
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3",
                             resources={"metadata": {"path": str(EXAMPLES)}}).execute()
-    shown = [[output.output_type for output in cell.outputs if output.get("name") != "stderr"] for cell in code]  # no warnings
-    assert shown == stored == [
+    for cell in code:  # a busy machine adds warnings
+        cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    assert [[output.output_type for output in cell.outputs] for cell in code] == stored == [
         [], [], ["execute_result"], ["stream"]]
     (first, losses), (second, same) = ast.literal_eval(code[2].outputs[0].data["text/plain"])
     assert (first, second) == (0, 1) and losses == same and losses[-1] < losses[0]
