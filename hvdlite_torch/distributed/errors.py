@@ -63,4 +63,15 @@ def _combined(kind: Any) -> Any:
     """Return a class that derives from an hvdlite error and from torch's; `ValueError`s stay as they are."""
     if issubclass(kind, (_BackendError, ValueError)):
         return kind
-    return type(kind.__name__, (kind, _BackendError), {"__doc__": kind.__doc__, "__module__": kind.__module__})
+    def reduce(error: Any) -> tuple[Any, ...]:
+        return _rebuilt, (kind, error.args, error.__dict__)
+
+    return type(kind.__name__, (kind, _BackendError), {"__doc__": kind.__doc__, "__module__": kind.__module__,
+                                                       "__reduce__": reduce})
+
+
+def _rebuilt(kind: Any, arguments: tuple[Any, ...], attributes: dict[str, Any]) -> Exception:
+    """Return an error of a combined class, as it was pickled."""
+    error: Exception = _combined(kind)(*arguments)
+    error.__dict__.update(attributes)
+    return error

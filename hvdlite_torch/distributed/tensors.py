@@ -46,6 +46,9 @@ def check(tensor: torch.Tensor, what: str) -> None:
             f'device too, for example init_process_group("cpu:hvdlite,{tensor.device.type}:<backend>")')
     if tensor.layout is not torch.strided:
         raise UnsupportedArgumentError(f"{what}: a tensor has the layout {tensor.layout}; this needs a dense tensor")
+    if hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "fake_mode"):  # wraps other tensors, or has no values
+        raise UnsupportedArgumentError(f"{what}: a {type(tensor).__name__} has no memory of its own; if a functional "
+                                       "collective returned it, wait for it first (torch.ops._c10d_functional.wait_tensor)")
 
 
 def values(tensor: torch.Tensor) -> Array:

@@ -84,26 +84,27 @@ class GroupWork(_Work):  # type: ignore[misc]
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Return a future of `result()`. Its callbacks run on the thread that ends the operation."""
+        """Return a future of `result()`. Its callbacks run on the thread that ends the operation.
+
+        If the operation fails, waiting for the future raises a `RuntimeError` with the class and the text of the error.
+        """
         with self._lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                is_new = True
-            else:
-                is_new = False
-        if is_new:
-            self._call.when_done(self._resolve)
+            if self._future is not None:
+                return self._future
+            ended: Any = torch.futures.Future()
+            # Not `Future.set_exception`: C++, such as DDP's reducer, takes the exception for the result then.
+            self._future = ended.then(self._outcome)
+        self._call.when_done(lambda call: ended.set_result(None))
         return self._future
 
     def abort(self) -> None:
         """Refuse: the other ranks take part in the operation; `ProcessGroup.abort` ends all that are under way."""
         raise NotImplementedError("hvdlite aborts process groups, not single operations: call abort() of the group")
 
-    def _resolve(self, call: Call) -> None:
-        if call.error is None:
-            self._future.set_result(self._tensors)
-        else:
-            self._future.set_exception(as_backend_error(call.error))
+    def _outcome(self, ended: Any) -> list[torch.Tensor]:
+        if self._call.error is not None:
+            raise as_backend_error(self._call.error)
+        return self._tensors
 
 
 class Works(_Work):  # type: ignore[misc]

@@ -57,3 +57,4 @@ def test_a_rank_dies(tmp_path: Path) -> None:
         first, second = world.wait(HANGS_SECONDS)
     assert second.code == -signal.SIGKILL and first.code == 1
     assert "rank 1 was lost" in first.stderr
+    assert "rank 1 was lost" in first.stdout.partition("in backward: ")[2], "DDP passes the error on"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import pickle
 import threading
 import weakref
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hvdlite.core.errors import HorovodInternalError, MismatchError, OperationTimeoutError
 from hvdlite_torch.distributed.errors import WaitTimeoutError
@@ -150,3 +152,27 @@ def test_a_group_that_ends(ends: str, said: str) -> None:
         event.set()
 
     run(2, step)
+
+
+def test_a_future_of_what_has_failed() -> None:
+    def step(group: Any) -> None:
+        work = group.allreduce([torch.ones(2 + group.rank())])
+        future = work.get_future()
+        with pytest.raises(RuntimeError, match="MismatchError"):
+            future.then(lambda done: done.value()).wait()
+        with pytest.raises(MismatchError) as raised:
+            work.wait()
+        again = pickle.loads(pickle.dumps(raised.value))  # noqa: S301 - its own
+        assert type(again) is type(raised.value) and str(again) == str(raised.value)
+
+    run(2, step)
+
+
+def test_a_tensor_without_memory() -> None:
+    def step(group: Any) -> None:
+        with FakeTensorMode():
+            fake = torch.ones(3)
+        with pytest.raises(ValueError, match="FakeTensor has no memory of its own"):
+            group.allreduce([fake])
+
+    run(1, step)

@@ -234,10 +234,15 @@ def forks(folder: str) -> None:
 
 def one_dies(folder: str) -> None:
     begin(folder)
-    summed()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
     if RANK == 1:
         print("ready", flush=True)
         signal.pause()
+    try:
+        model(torch.ones(1, 2)).sum().backward()
+    except RuntimeError as error:
+        print(f"in backward: {error}", flush=True)
     summed()
 
 
