@@ -51,7 +51,7 @@ def unusual(folder: str) -> list[int]:
     begin(folder)
     mesh = device_mesh.init_device_mesh("cpu", (hvd.size(),))
     shard = torch.nn.Parameter(dtensor.distribute_tensor(torch.ones(8, 3), mesh, [dtensor.Shard(0)]))
-    (shard * 2).sum().backward()
+    (shard ** 2).sum().backward()
     report = hvd.memory_report([shard]).ranks[0]
     found += [report["parameters"], report["gradients"]]
     torch.distributed.destroy_process_group()
