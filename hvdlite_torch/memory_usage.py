@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,22 +28,43 @@ def memory_report(model: torch.nn.Module | Iterable[torch.Tensor],
     """
     tensors = [*model.parameters(), *model.buffers()] if isinstance(model, torch.nn.Module) else list(model)
     buckets = [_span(memory) for memory in api.runtime().bucket_memory()]
-    gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+    gradients = _stored(tensor.grad for tensor in tensors if tensor.grad is not None)
     outside = [each for each in gradients if not any(begin <= each.data_ptr() < end for begin, end in buckets)]
-    state: dict[Any, Any] = {} if optimizer is None else dict(optimizer.state)
-    kept = [value for values in state.values() for value in values.values() if isinstance(value, torch.Tensor)]
-    return gather_report(_bytes(tensors), _bytes(outside), _bytes(kept))
+    state = {} if optimizer is None else optimizer.state
+    return gather_report(_bytes(_stored(tensors)), _bytes(outside), _bytes(_stored(_tensors_in(list(state.values())))))
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an optimizer's state, which may lie in lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(each)
+
+
+def _stored(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the dense tensors in which the tensors' values lie on this rank."""
+    for tensor in tensors:
+        if hasattr(tensor, "__tensor_flatten__"):  # made of others: a DTensor of its shard
+            parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            yield from _stored(part for part in parts if isinstance(part, torch.Tensor))  # else a mesh
+        elif tensor.layout is torch.sparse_coo:
+            yield from (tensor._indices(), tensor._values())  # the public ones refuse a tensor that is not coalesced
+        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+        elif tensor.layout is torch.strided and tensor.device.type != "meta":
+            yield tensor
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the tensors' memory; what they share counts once."""
+    """Return the bytes of dense tensors' memory; what they share counts once."""
     storages = {}
     for tensor in tensors:
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr(), tensor.device] = storage.nbytes()
-        else:
-            storages[id(tensor), tensor.device] = tensor._values().nbytes + tensor._indices().nbytes
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr(), tensor.device] = storage.nbytes()
     return sum(storages.values())
 
 

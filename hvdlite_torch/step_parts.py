@@ -16,8 +16,9 @@ from hvdlite.diagnostics.progress import Progress
 class StepParts:
     """Counts the time of the thread that trains.
 
-    The forward part is that of outermost modules, the optimizer's that of outermost `step()`s; what lies between them (the
-    loss, `zero_grad`, `backward()`) is the backward part.
+    The forward part is that of outermost modules, also of those that activation checkpointing calls again; the optimizer's
+    is that of outermost `step()`s. What lies between a forward part and the next part of the same step (the loss,
+    `backward()`, `zero_grad`) is the backward part.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -25,6 +26,10 @@ class StepParts:
         self._modules = self._steps = 0  # depths of calls
         self._begun = self._waited = 0.0
         self._is_forward_over = False
+
+    def follow(self, progress: Progress) -> None:
+        """Count in another ledger from now on."""
+        self.progress, self._waited, self._is_forward_over = progress, 0.0, False
 
     def install(self) -> None:
         """Hook every module and every optimizer of the process, from now on."""
@@ -34,37 +39,51 @@ class StepParts:
         register_optimizer_step_post_hook(self._leave_step)
 
     def _elapsed(self) -> float:
-        """Return the seconds since the last call, without waits for collectives."""
-        now, waited = time.perf_counter(), self.progress.blocked
+        """Return the seconds since the last call, without waits for collectives and for batches."""
+        now, waited = time.perf_counter(), self.progress.blocked + self.progress.input
         elapsed = max(0.0, now - self._begun - (waited - self._waited))
         self._begun, self._waited = now, waited
         return elapsed
 
     def _enter_module(self, called: torch.nn.Module, arguments: Any) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._modules += 1
-            if self._modules == 1:
-                self._elapsed()
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._modules += 1
+        if self._modules == 1:
+            self._steps = 0  # a step that has raised had no end
+            self._end_backward()
 
     def _leave_module(self, called: torch.nn.Module, arguments: Any, result: Any) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._modules -= 1
-            if not self._modules and torch.is_grad_enabled():  # else an evaluation
-                self.progress.part("forward", self._elapsed())
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._modules -= 1
+        if not self._modules:
+            elapsed = self._elapsed()
+            if torch.is_grad_enabled():  # else an evaluation
+                self.progress.part("forward", elapsed)
                 self._is_forward_over = True
 
     def _enter_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
         self._steps += 1
         if self._steps == 1:
-            elapsed = self._elapsed()
-            if self._is_forward_over:
-                self.progress.part("backward", elapsed)
-                self._is_forward_over = False
+            self._end_backward()
+            self._is_forward_over = False
 
     def _leave_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        self._steps -= 1
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._steps = max(0, self._steps - 1)  # 0 already when a closure has called a module
         if not self._steps:
             self.progress.part("optimizer", self._elapsed())
+            self._is_forward_over = False
+
+    def _end_backward(self) -> None:
+        """A module or a step begins: what has come after a forward part was the backward part."""
+        elapsed = self._elapsed()
+        if self._is_forward_over:
+            self.progress.part("backward", elapsed)
 
 
 _installed: list[StepParts] = []
@@ -73,7 +92,7 @@ _installed: list[StepParts] = []
 def count_parts(progress: Progress) -> None:
     """Count the parts of steps in a rank's ledger from now on; those of an earlier world no more."""
     if _installed:
-        _installed[0].progress = progress
+        _installed[0].follow(progress)
     else:
         _installed.append(StepParts(progress))
         _installed[0].install()

@@ -6,6 +6,7 @@ once a second, with a step, a rank reads how long its thread has run and could h
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import mmap
@@ -24,6 +25,7 @@ import msgspec
 
 from hvdlite.core.launch_contract import PROGRESS_FILE
 from hvdlite.core.ledger import Ledger
+from hvdlite.diagnostics.slowness import LEAST_STEPS
 
 _HEAD: Final = struct.Struct("=QQQd")  # steps, samples, whether samples are counted, time of the last step
 _BLOCKED: Final = struct.Struct("=dd")  # seconds blocked in waits that are over; since when in one that is not, or 0
@@ -39,13 +41,52 @@ WARM_UP: Final = 3
 PAUSE: Final = 10.0
 """A step that took so many times the median was none: an evaluation, a checkpoint."""
 LEDGER_SECONDS: Final = 1.0
-"""How often the ledger is written, at most."""
+"""How often the ledger is written, at most, after the first second with steps."""
 _MAXRSS_UNIT: Final = 1 if sys.platform == "darwin" else 1024
 WINDOW_SECONDS: Final = 30.0
 """What `Progress.ledger` is about."""
 
 
 NOTHING: Final = Ledger()
+
+
+class Schedule:
+    """What the kernel tells of the thread that trains.
+
+    Where a framework trains in threads of its own, steps are counted in one of them: then of all threads of the process.
+
+    Args:
+        threads: a directory for each thread of the process.
+    """
+
+    def __init__(self, threads: Path = Path("/proc/self/task")) -> None:
+        self._threads = threads
+        self._queued = 0  # nanoseconds of all threads, also of those that have ended
+        self._seen: dict[str, int] = {}  # of each thread that lives
+
+    def read(self) -> tuple[float, float]:
+        """Return the seconds that it was running, and that it could have but was not; 0 where that is not known."""
+        if threading.current_thread() is threading.main_thread():
+            try:
+                running, queued = _times(Path("/proc/thread-self"))
+            except (OSError, ValueError):  # not Linux, or a kernel without it
+                return time.thread_time(), 0.0
+            return running * 1e-9, queued * 1e-9
+        return time.process_time(), self._queued_in_all() * 1e-9
+
+    def _queued_in_all(self) -> int:
+        seen, self._seen = self._seen, {}
+        with contextlib.suppress(OSError):  # not Linux
+            for thread in list(self._threads.iterdir()):
+                with contextlib.suppress(OSError, ValueError):  # it has just ended
+                    self._seen[thread.name] = queued = _times(thread)[1]
+                    self._queued += max(0, queued - seen.get(thread.name, 0))
+        return self._queued
+
+
+def _times(thread: Path) -> tuple[int, int]:
+    running, queued = (thread / "schedstat").read_bytes().split()[:2]
+    return int(running), int(queued)
 
 
 class Progress:
@@ -64,6 +105,7 @@ class Progress:
         self._is_watching = False
         self._thread = 0  # the one that trains, once it is known
         self._begun = 0.0
+        self._schedule = Schedule()
         self._first = Ledger()  # what the thread had used before the first step
         self._ledgers: deque[tuple[float, Ledger]] = deque(maxlen=int(2 * WINDOW_SECONDS / LEDGER_SECONDS))
 
@@ -94,8 +136,7 @@ class Progress:
 
     def withdraw(self) -> None:
         """From now on nobody reads it; what was written last stays in the file."""
-        if self._ledgers and threading.get_ident() == self._thread:
-            self._enter(time.monotonic())
+        self._write_peak()
         if self._is_watching:
             self._is_watching = False
             gc.callbacks.remove(self._collect)
@@ -123,6 +164,7 @@ class Progress:
         """A step over so many samples of this rank is done."""
         if not self._counts_samples:
             self._counts_samples, self._steps, self._samples, self._last = True, 0, 0, 0.0
+            self._ledgers.clear()  # they count other steps
         self._step(samples)
 
     def loaded(self, seconds: float, cpu: float) -> None:
@@ -133,6 +175,21 @@ class Progress:
         if self._thread in (0, threading.get_ident()):
             self._input += seconds
             self._input_cpu += cpu
+
+    @property
+    def steps(self) -> int:
+        """Steps so far, as `Reading` counts them."""
+        return self._steps
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part of the steps; see `part`."""
+        return dict(self._parts)
+
+    @property
+    def input(self) -> float:
+        """Seconds that the thread that trains has waited for batches."""
+        return self._input
 
     @property
     def blocked(self) -> float:
@@ -148,12 +205,18 @@ class Progress:
         self._absent += count
 
     def ledger(self, window: float = WINDOW_SECONDS) -> Ledger:
-        """Return what the thread that trains has used its time for in the last `window` seconds with steps."""
+        """Return what the thread that trains has used its time for in the last `window` seconds with steps.
+
+        Where steps are so long that these are fewer than `LEAST_STEPS`, it is about so many steps, as far as they are known.
+        """
         entries = list(self._ledgers)
         if len(entries) < 2:
             return NOTHING
         latest, total = entries[-1]
-        return total.since(next(earlier for when, earlier in entries if when >= latest - window))
+        first = next(index for index, (when, _) in enumerate(entries) if when >= latest - window)
+        while first and total.steps - entries[first][1].steps < LEAST_STEPS:
+            first -= 1
+        return total.since(entries[first][1])
 
     def _collect(self, phase: str, info: dict[str, Any]) -> None:
         if phase == "start":
@@ -163,7 +226,7 @@ class Progress:
 
     def _step(self, samples: int) -> None:
         now = time.monotonic()
-        if not self._ledgers or now - self._ledgers[-1][0] >= LEDGER_SECONDS:
+        if self._is_due(now):
             self._enter(now)
         if self._last:
             _STEP.pack_into(self._memory, _TIMES + (self._steps - 1) % KEPT * _STEP.size, now - self._last, samples)
@@ -172,10 +235,16 @@ class Progress:
         self._last = now
         self._write()
 
+    def _is_due(self, now: float) -> bool:
+        """Return whether a step enters the time; in the first second those that double the steps do: jobs may be short."""
+        if not self._ledgers or now - self._ledgers[-1][0] >= LEDGER_SECONDS:
+            return True
+        return not self._steps & (self._steps - 1) and now - self._ledgers[0][0] < LEDGER_SECONDS
+
     def _enter(self, now: float) -> None:
         """Enter the time up to now into the ledger; the calling thread is the one that trains."""
         self._thread = threading.get_ident()
-        cpu, queued = _scheduled()
+        cpu, queued = self._schedule.read()
         self._begun = self._begun or now
         total = Ledger(now - self._begun, self._steps, self._blocked, cpu, queued, self._collecting, self._input,
                        self._input_cpu, self._absent, **self._parts)
@@ -183,6 +252,9 @@ class Progress:
             self._first = total
         self._ledgers.append((now, total))
         _LEDGER.pack_into(self._memory, _HEAD.size + _BLOCKED.size, *msgspec.structs.astuple(total.since(self._first)))
+        self._write_peak()
+
+    def _write_peak(self) -> None:
         _PEAK.pack_into(self._memory, _TIMES - _PEAK.size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT)
 
     def _write(self) -> None:
@@ -210,20 +282,6 @@ class Reading:
     rate: float = 0.0
     ledger: Ledger = NOTHING
     peak: int = 0
-
-
-def _scheduled() -> tuple[float, float]:
-    """Return the seconds that this thread was running, and that it could have but was not; 0 where that is not known.
-
-    Where a framework trains in threads of its own, steps are counted in one of them: then of all threads of the process.
-    """
-    mine = threading.current_thread() is threading.main_thread()
-    try:
-        found = [Path("/proc/thread-self")] if mine else list(Path("/proc/self/task").iterdir())
-        times = [list(map(int, (each / "schedstat").read_bytes().split()[:2])) for each in found]
-    except (OSError, ValueError):  # not Linux, a kernel without it, or a thread that has just ended
-        return time.thread_time() if mine else time.process_time(), 0.0
-    return sum(running for running, _ in times) * 1e-9, sum(queued for _, queued in times) * 1e-9
 
 
 def read(job_directory: str, rank: int) -> Reading:

@@ -32,6 +32,7 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
     from hvdlite.core.errors import HvdliteError, LaunchError
     from hvdlite_torch.distributed.errors import as_backend_error
     from hvdlite_torch.distributed.process_group import HvdliteProcessGroup
+    from hvdlite_torch.distributed.step_count import count
 
     def join_part(store: Any, name: str, rank: int, ranks: Sequence[int], timeout: datetime.timedelta) -> Any:
         of_world = [members[each] for each in ranks] if members else list(ranks)
@@ -46,4 +47,6 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
         raise as_backend_error(LaunchError(
             f"{told}: rank {rank} has waited in vain for the others of its {size} ranks; all of them must make the group, "
             f'with the backend "{NAME}": {str(error).splitlines()[0]}')) from error
+    if members is None:
+        count()
     return HvdliteProcessGroup(ordered, store, name, timeout, join_part)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import threading
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.core.ledger import Ledger
-from hvdlite.diagnostics.progress import LEDGER_SECONDS, Progress
-from hvdlite.diagnostics.slowness import CAUSES, diagnose
+from hvdlite.diagnostics.progress import LEDGER_SECONDS, Progress, Schedule, read
+from hvdlite.diagnostics.slowness import CAUSES, LEAST_STEPS, diagnose
 from hvdlite.training.slowness import write
 
 EVEN = Ledger(seconds=10.0, steps=100, blocked=1.0, cpu=8.0, queued=0.5, input=0.5, input_cpu=0.5)
@@ -96,10 +100,54 @@ def test_the_ledger_of_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ledger.seconds, ledger.steps, ledger.blocked) == (8 * LEDGER_SECONDS, 32, 8 * LEDGER_SECONDS)
     assert (ledger.input, ledger.input_cpu, ledger.absent) == (8.0, 4.0, 64)
     assert ledger.collecting > 0 and ledger.cpu > 0
-    assert whole.steps == 48
+    assert whole.steps == 46
     collecting = progress._collecting
     gc.collect()
     assert progress._collecting == collecting, "nobody looks any more"
+
+
+def test_long_steps_are_judged_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, now = Progress(), [100.0]
+    monkeypatch.setattr("hvdlite.diagnostics.progress.time.monotonic", lambda: now[0])
+    for _ in range(10):
+        now[0] += 60
+        progress.round()
+    assert (progress.ledger().steps, progress.ledger().seconds) == (LEAST_STEPS, 60.0 * LEAST_STEPS)
+    progress.step(1)
+    now[0] += 60
+    progress.step(1)
+    assert progress.ledger().steps == 1, "other steps, which the script counts"
+
+
+def test_a_short_job_ends_with_its_last_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    progress, now = Progress(), [100.0]
+    monkeypatch.setattr("hvdlite.diagnostics.progress.time.monotonic", lambda: now[0])
+    progress.publish(str(tmp_path), 0)
+    for _ in range(9):
+        now[0] += 0.0625
+        progress.round()
+    now[0] += 50
+    progress.withdraw()
+    found = read(str(tmp_path), 0)
+    assert (found.ledger.steps, found.ledger.seconds) == (8, 0.5) and found.peak > 0
+
+
+def test_threads_that_come_and_go(tmp_path: Path) -> None:
+    def queued(**threads: int) -> float:
+        shutil.rmtree(tmp_path)
+        for name, nanoseconds in threads.items():
+            (tmp_path / name).mkdir(parents=True)
+            (tmp_path / name / "schedstat").write_text(f"5 {nanoseconds}000000000 1\n")
+        (tmp_path / "ending").mkdir(parents=True)
+        with ThreadPoolExecutor() as pool:
+            running, waited = pool.submit(schedule.read).result()
+        assert 0 < running <= time.process_time()
+        return waited
+
+    schedule = Schedule(tmp_path)
+    assert queued(a=3, b=4) == 7.0
+    assert queued(a=5) == 9.0, "b has ended"
+    assert queued(a=6, b=1) == 11.0, "another b"
 
 
 def test_batches_that_another_thread_loads_do_not_count() -> None:

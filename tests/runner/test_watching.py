@@ -190,3 +190,16 @@ def test_the_line_below_the_table_names_the_slow_rank() -> None:
         monitor.take("localhost", ProgressReply({
             0: {**reading(second, 0, 0.0, 0.1), "ledger": early}, 1: {**reading(second, 0, 0.0, 0.1), "ledger": late}}))
     assert "rank 1 is late; 40% of each step" not in written[0] and "rank 1 is late; 40% of each step" in written[-1]
+
+
+def test_a_job_of_long_steps_is_judged_too() -> None:
+    written: list[str] = []
+    now = [0.0]
+    monitor = Monitor(written.append, {0: "localhost", 1: "localhost"}, in_place=False, clock=lambda: now[0])
+    for second in range(400):
+        now[0], steps = float(second), second // 60
+        late, early = ([60.0 * steps, steps, blocked * steps, 50.0 * steps] for blocked in (6.0, 30.0))
+        monitor.take("localhost", ProgressReply({
+            0: {**reading(steps, 0, 0.0, 0.1), "ledger": early}, 1: {**reading(steps, 0, 0.0, 0.1), "ledger": late}}))
+    assert "rank 1 is late; 40% of each step" in written[-1] and "is late" not in written[250]
+    assert len(monitor._ledgers) == 6, "the last five steps"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.worlds import processes
@@ -26,3 +28,11 @@ def test_every_byte_counts_once() -> None:
         assert PARAMETERS <= parts["buckets"] < PARAMETERS + 4096
         assert parts["staging"] >= 1 << 20 and parts["peak"] >= parts["process"] > parts["buckets"]
     assert text.splitlines()[0].split()[:3] == ["rank", "parameters,", "MiB"] and len(text.splitlines()) == 3
+
+
+def test_sparse_and_sharded_tensors_and_nested_state(tmp_path: Path) -> None:
+    for rank in processes(2, programs.unusual, str(tmp_path), imported=["hvdlite_torch"]):
+        embedding, state, compressed, shard, gradient = rank.result
+        assert embedding == 3 * 8 * 4 + 3 * 8 and compressed == 5 * 8 + 2 * 4
+        assert state >= 4 * 10 * 4, "the direction and two lists of differences"
+        assert shard == gradient == 4 * 3 * 4, "half of it is here"

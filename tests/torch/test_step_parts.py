@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -16,6 +19,60 @@ class Clock:
 
     def perf_counter(self) -> float:
         return self.now
+
+
+def training(monkeypatch: pytest.MonkeyPatch) -> tuple[Clock, Progress, StepParts, Any]:
+    clock, progress = Clock(), Progress()
+    monkeypatch.setattr("hvdlite_torch.step_parts.time", clock)
+    return clock, progress, StepParts(progress), torch.optim.SGD([torch.zeros(1)])
+
+
+def forward(clock: Clock, parts: StepParts, seconds: float) -> None:
+    parts._enter_module(torch.nn.Identity(), ())
+    clock.now += seconds
+    parts._leave_module(torch.nn.Identity(), (), None)
+
+
+def test_accumulated_gradients_and_modules_that_are_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, progress, parts, optimizer = training(monkeypatch)
+    for _ in range(2):
+        forward(clock, parts, 3)
+        clock.now += 5
+        forward(clock, parts, 2)  # activation checkpointing: in backward()
+        clock.now += 4
+        clock.now += 7
+        progress.loaded(7, 0)  # the next batch
+    parts._enter_step(optimizer)
+    parts._leave_step(optimizer)
+    clock.now += 50
+    forward(clock, parts, 1)
+    assert progress.parts == {"forward": 11.0, "backward": 18.0, "optimizer": 0.0}
+
+
+def test_a_step_that_raises_and_one_with_a_closure(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, progress, parts, optimizer = training(monkeypatch)
+    parts._enter_step(optimizer)  # raises
+    for _ in range(2):
+        forward(clock, parts, 1)
+        clock.now += 2
+        parts._enter_step(optimizer)
+        clock.now += 4
+        forward(clock, parts, 1)  # the closure
+        clock.now += 8
+        parts._leave_step(optimizer)
+    assert progress.parts == {"forward": 4.0, "backward": 4.0, "optimizer": 16.0}
+
+
+def test_steps_of_other_threads_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, progress, parts, optimizer = training(monkeypatch)
+    forward(clock, parts, 1)
+    for step in (parts._enter_step, parts._leave_step):
+        clock.now += 2
+        thread = threading.Thread(target=step, args=(optimizer,))
+        thread.start()
+        thread.join()
+    parts._enter_step(optimizer)
+    assert progress.parts == {"forward": 1.0, "backward": 4.0, "optimizer": 0.0}
 
 
 def test_parts_are_counted_once_and_without_waits(monkeypatch: pytest.MonkeyPatch) -> None:

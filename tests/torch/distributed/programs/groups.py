@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import hvdlite_torch
 import hvdlite_torch.distributed
+from hvdlite import api
 from hvdlite.core.errors import HorovodInternalError, LaunchError
 from tests.torch.distributed.programs.ranks import RANK, SIZE, begin
 
@@ -213,6 +215,26 @@ def never_destroyed(folder: str) -> None:
     group = dist.new_group()
     dist.all_reduce(torch.ones(1), group=group, async_op=True).get_future().then(lambda done: done.value())
     assert summed() == 1
+
+
+def counts_steps(folder: str) -> None:
+    """Without a call of hvdlite's interface, steps, waits for batches and the parts of steps are counted."""
+    os.environ["HVDLITE_STEP_PARTS"] = "1"
+    begin(folder)
+    begun = api.runtime().progress
+    assert begun.steps == 0
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    for optimizer in (plain, sharded):  # a step of `sharded` calls another optimizer's
+        for batch in torch.utils.data.DataLoader(list(torch.ones(6, 4)), batch_size=2):
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+    wrapped = hvdlite_torch.DistributedOptimizer(torch.optim.SGD(torch.nn.Linear(4, 1).parameters(), lr=0.1))
+    wrapped.step()  # counts itself
+    assert begun.steps == 7 and begun.input > 0 and all(seconds > 0 for seconds in begun.parts.values()), begun.parts
+    dist.destroy_process_group()
 
 
 def forks(folder: str) -> None:
