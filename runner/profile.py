@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from hvdlite.core.config import environment_name
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.launch_contract import OUTPUT_LOST
 from hvdlite.core.ledger import Ledger
 from hvdlite.diagnostics.slowness import diagnose
 from hvdlite_runner.job import JobSettings, run_job
@@ -32,7 +33,7 @@ def profile(settings: JobSettings, environ: Mapping[str, str], results: str) -> 
     recorder = ThroughputRecorder()
     counting = {**settings.environment, environment_name("step_parts"): "1"}
     code = run_job(dataclasses.replace(settings, environment=counting), environ, recorder)
-    if code:
+    if code not in (0, OUTPUT_LOST):
         return code
     ledgers = {rank: Ledger(*reading["ledger"]) for rank, reading in sorted(recorder.ranks.items())}
     table = rows(ledgers)
