@@ -25,7 +25,7 @@ def profile(settings: JobSettings, environ: Mapping[str, str], results: str) -> 
     """Run a job, and print for each rank the shares of time; write `results`.csv and .png.
 
     Returns:
-        The job's exit code.
+        0, or the exit code of a job that failed.
 
     Raises:
         LaunchError: when no rank has made enough steps.
