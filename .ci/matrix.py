@@ -37,8 +37,9 @@ TORCH = ("tests/torch/test_ops.py", "tests/torch/test_optimizer.py", "tests/torc
 KERAS = ("tests/tf/test_keras.py", "tests/tf/test_mirrored_losses.py")
 TENSORFLOW = ("tests/tf/test_ops.py", "tests/tf/test_errors.py", "tests/tf/test_graph_names.py", *KERAS)
 HEAD = "| | tested with |\n|---|---|\n"
-SHOWN = {"Python": "python", "PyTorch": "torch", "TensorFlow": "tensorflow", "Keras": "keras",
-         "JAX, as Keras' backend": "jax", "NumPy": "numpy", "mpi4py": "mpi4py"}
+SHOWN = {"Python, with PyTorch or TensorFlow": "python", "Python, the core alone": "python", "PyTorch (CPU)": "torch",
+         "TensorFlow (CPU)": "tensorflow", "Keras": "keras", "JAX, as Keras' backend": "jax",
+         "NumPy, with PyTorch or TensorFlow": "numpy", "NumPy, the core alone": "numpy", "mpi4py": "mpi4py"}
 """Rows of the README's table, and the packages they are about."""
 
 
@@ -93,12 +94,21 @@ def find_python(version: str) -> str | None:
     return None
 
 
+def is_made(name: str, environment: Environment, made: str) -> bool:
+    """Return whether an environment that was made is the wanted one; the newest packages may be others each time.
+
+    Args:
+        made: what was wanted when the environment was made; "" if it was not.
+    """
+    return made == repr(environment) and not name.endswith("-newest")
+
+
 def make(name: str, environment: Environment) -> str:
-    """Make an environment, unless it is there; return why it cannot be made, or ""."""
+    """Make an environment, unless it is there (or its versions are the newest ones); return why not, or ""."""
     folder = BUILD / name
     done = folder / "made"
     wanted = repr(environment)
-    if done.is_file() and done.read_text(encoding="utf-8") == wanted:
+    if is_made(name, environment, done.read_text(encoding="utf-8") if done.is_file() else ""):
         return ""
     interpreter = find_python(environment.python)
     if interpreter is None:
@@ -155,12 +165,20 @@ def table(results: Mapping[str, Mapping[str, object]]) -> list[str]:
         for name, result in results.items():
             installed = result.get("versions", {})
             assert isinstance(installed, dict)
-            is_about = package in ("python", "numpy") or any(package in each for each in ENVIRONMENTS[name].packages)
-            if result["outcome"] == "passed" and package in installed and is_about:
+            if name in ENVIRONMENTS and result["outcome"] == "passed" and package in installed and _is_about(name, title):
                 seen.add(re.sub(r"^(\d+\.\d+).*", r"\1", installed[package]))
         if seen:
             rows.append(f"| {title} | {', '.join(sorted(seen, key=lambda each: [int(part) for part in each.split('.')]))} |")
     return rows
+
+
+def _is_about(name: str, title: str) -> bool:
+    """Return whether a row of the table is about what an environment tests."""
+    environment, package = ENVIRONMENTS[name], SHOWN[title]
+    if package in ("python", "numpy"):
+        is_core = environment.tests == CORE
+        return is_core if title.endswith("the core alone") else not is_core and environment.tests != MPI
+    return any(re.split("[=<>]", each)[0].removesuffix("-cpu") == package for each in environment.packages)
 
 
 def with_table(page: str, rows: Sequence[str]) -> str:

@@ -190,7 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
           "  make bench                                          # compare with benchmarks/results; figures of README.md\n"
           "  python -m benchmarks.gpu_check                      # on a GPU; or say in docs/gpus.md that it was not run\n"
           f"  git tag -s v{version} && git push origin v{version}\n"
-          "  python -m build && python -m twine upload dist/*")
+          f"  python -m build --outdir build/release-{version}\n"
+          f"  python -m twine upload {' '.join(f'build/release-{version}/{path.name}' for path in built)}")
     return 0
 
 

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -134,6 +135,11 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def _system() -> str:
+    """Return the operating system and the first two numbers of its version."""
+    return " ".join([platform.system(), *re.findall(r"^\d+\.\d+", platform.release())])
+
+
 def machine() -> dict[str, Any]:
     """Describe the machine and the versions."""
     versions = {}
@@ -148,7 +154,7 @@ def machine() -> dict[str, Any]:
             if line.startswith("model name"):
                 model = line.split(":", 1)[1].strip()
                 break
-    return {"date": time.strftime("%Y-%m-%d"), "cpu": model, "cores": os.cpu_count(), "system": platform.platform(),
+    return {"date": time.strftime("%Y-%m-%d"), "cpu": model, "cores": os.cpu_count(), "system": _system(),
             "python": sys.version.split()[0], "versions": versions,
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
 

@@ -16,15 +16,23 @@ ROOT = Path(__file__).resolve().parent.parent
 MOVED = {"benchmarks/results": "results", "examples": "examples"}
 """Folders beside docs/ whose pages and pictures are part of the site, and their names there."""
 PAGES = (".md", ".png")
+SCRIPTS = (".py", ".ipynb", ".yaml", ".sbatch")
+"""Suffixes of files beside pages that are part of the site as they are; and `Dockerfile`."""
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add pages and pictures that do not lie in docs/."""
+    """Add pages, pictures and scripts that do not lie in docs/."""
     for folder, name in MOVED.items():
         for path in sorted((ROOT / folder).iterdir()):
-            if path.suffix in PAGES:
+            if path.suffix in PAGES or is_script(f"{folder}/{path.name}"):
                 files.append(File.generated(config, f"{name}/{path.name}", abs_src_path=str(path)))
     return files
+
+
+def is_script(path: str) -> bool:
+    """Return whether a file of the repository is an example, which the site has as it is."""
+    folder, _, name = path.rpartition("/")
+    return folder == "examples" and (name.endswith(SCRIPTS) or name == "Dockerfile")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
@@ -38,12 +46,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     def link(match: re.Match[str]) -> str:
         target = posixpath.normpath(here.parent / match[3])
         for folder, name in MOVED.items():
-            if target.endswith(PAGES):
+            if target.endswith(PAGES) or is_script(target):
                 target = re.sub(f"^{folder}/", f"docs/{name}/", target)
         if target == "docs/decisions":
             target += "/README.md"
         if not target.startswith("docs/"):
-            return f"{match[2]} (`{target}`)"
+            return match[2] if match[2].strip("`") == posixpath.basename(target) else f"{match[2]} (`{target}`)"
         way = posixpath.relpath(target, PurePosixPath("docs", page.file.src_uri).parent)
         return f"{match[1]}[{match[2]}]({way}{match[4] or ''})"
 

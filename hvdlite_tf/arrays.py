@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.core.array import ALIGNMENT, BFLOAT16, Array
+from hvdlite.core.array import ALIGNMENT, BFLOAT16, SUPPORTED_DTYPES, Array, unsupported_dtype
 from hvdlite.core.types import ReduceOp
 from hvdlite_tf import gpu
 from hvdlite_tf.errors import as_tensorflow, remembering
@@ -44,6 +44,13 @@ def run(function: Function, inputs: Sequence[Any], dtypes: Sequence[tf.DType],
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
     return results
+
+
+def check_dtypes(name: str, tensors: Sequence[Any]) -> None:
+    """Raise `UnsupportedError` if a collective's tensor, such as one of strings, is of a dtype that no plane supports."""
+    for tensor in tensors:
+        if tensor.dtype.name not in SUPPORTED_DTYPES:
+            raise unsupported_dtype(f"tf.{tensor.dtype.name}", name)
 
 
 def as_array(value: Any) -> Array:

@@ -22,7 +22,7 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite_tf import gpu
-from hvdlite_tf.arrays import run
+from hvdlite_tf.arrays import check_dtypes, run
 from hvdlite_tf.call_sites import graph_name
 from hvdlite_tf.compression import Compression, Compressor
 from hvdlite_tf.errors import as_tensorflow
@@ -155,6 +155,7 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
     where = _name("broadcast", name, process_set)
+    check_dtypes(where, [tensor])
 
     @tf.custom_gradient
     def send(x: tf.Tensor) -> Any:
@@ -175,6 +176,7 @@ def broadcast_(variables: Sequence[tf.Variable], root_rank: int, name: str | Non
     if not variables:
         return []
     where = _name("broadcast_", name, process_set)
+    check_dtypes(where, variables)
 
     def send(*arrays: Array) -> list[Array]:
         return _broadcast_all(arrays, root_rank, where, process_set)
@@ -343,6 +345,8 @@ def _allreduce(tensor: tf.Tensor, name: str, op: ReduceOp, prescale: float, post
 def reduce_together(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale: float, postscale: float,
                     process_set: ProcessSet) -> list[tf.Tensor]:
     """Return the reductions of tensors that are negotiated as one."""
+    check_dtypes(name, tensors)
+
     def reduce(*arrays: Any) -> Sequence[Any]:
         runtime, process_set_id = api.runtime(), api.set_id(process_set)
         outputs = [gpu.empty_like(array) for array in arrays]

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from hvdlite.core.config import environment_name
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.launch_contract import OUTPUT_LOST
 from hvdlite.core.ledger import Ledger
 from hvdlite.diagnostics.slowness import diagnose
 from hvdlite_runner.job import JobSettings, run_job
@@ -24,7 +25,7 @@ def profile(settings: JobSettings, environ: Mapping[str, str], results: str) -> 
     """Run a job, and print for each rank the shares of time; write `results`.csv and .png.
 
     Returns:
-        The job's exit code.
+        0, or the exit code of a job that failed.
 
     Raises:
         LaunchError: when no rank has made enough steps.
@@ -32,7 +33,7 @@ def profile(settings: JobSettings, environ: Mapping[str, str], results: str) -> 
     recorder = ThroughputRecorder()
     counting = {**settings.environment, environment_name("step_parts"): "1"}
     code = run_job(dataclasses.replace(settings, environment=counting), environ, recorder)
-    if code:
+    if code not in (0, OUTPUT_LOST):
         return code
     ledgers = {rank: Ledger(*reading["ledger"]) for rank, reading in sorted(recorder.ranks.items())}
     table = rows(ledgers)

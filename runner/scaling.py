@@ -111,10 +111,8 @@ def sweep(name: str, jobs: Jobs, environ: Mapping[str, str], results: str) -> in
     head = [name, rows[0][1].unit, "of the best", "memory, MiB", "running", "in waits"]
     show_table(head, [[value, f"{measured.rate:,.1f}", f"{measured.rate / best:.1%}", f"{measured.peak / 2**20:,.0f}",
                        f"{measured.running:.1%}", f"{measured.waits:.1%}"] for value, measured in rows])
-    where = saturation(rows)
-    print(f"hvdrun: throughput saturates at {name} {where}: a higher value gains less than "
-          f"{1 - SATURATED:.0%}" if where != rows[-1][0]
-          else f"hvdrun: throughput still grows at {name} {where}, the last value")
+    if len(rows) > 1:
+        print(f"hvdrun: {summary(name, rows)}")
     write_csv(f"{results}.csv", head, [
         (value, measured.rate, measured.rate / best, measured.peak / 2**20, measured.running, measured.waits)
         for value, measured in rows])
@@ -126,6 +124,17 @@ def saturation(rows: Sequence[tuple[str, Throughput]]) -> str:
     """Return the first value that reaches `SATURATED` of the best throughput."""
     best = max(measured.rate for _, measured in rows)
     return next(value for value, measured in rows if measured.rate >= SATURATED * best)
+
+
+def summary(name: str, rows: Sequence[tuple[str, Throughput]]) -> str:
+    """Return where the throughput of several values of an option saturates, and what the best value gains from there."""
+    where = saturation(rows)
+    if where == rows[-1][0]:
+        return f"throughput still grows at {name} {where}, the last value"
+    best, rate = max((measured.rate, value) for value, measured in rows), dict(rows)[where].rate
+    if best[1] == where:
+        return f"throughput saturates at {name} {where}: no other value is faster"
+    return f"throughput saturates at {name} {where}: {best[1]}, the fastest value, gains {best[0] / rate - 1:.1%}"
 
 
 def _measured(what: str, settings: JobSettings, environ: Mapping[str, str]) -> tuple[int, dict[int, dict[str, Any]]]:

@@ -39,16 +39,25 @@ _NARROW_FLOATS = frozenset({np.dtype(np.float16), BFLOAT16})
 _NAMES = {dtype: name for name, dtype in SUPPORTED_DTYPES.items()}
 
 
-def dtype_name(dtype: np.dtype[np.generic]) -> str:
+def dtype_name(dtype: np.dtype[np.generic], tensor: str = "") -> str:
     """Return the runtime's name of `dtype`.
+
+    Args:
+        tensor: the name of the tensor of this dtype, for the error.
 
     Raises:
         UnsupportedError: for a dtype that no plane supports (objects, strings, dates, structures).
     """
     name = _NAMES.get(dtype)
     if name is None:
-        raise UnsupportedError(f"dtype {dtype!r} is not supported; supported: {', '.join(SUPPORTED_DTYPES)}")
+        raise unsupported_dtype(repr(dtype), tensor)
     return name
+
+
+def unsupported_dtype(dtype: str, tensor: str = "") -> UnsupportedError:
+    """Return the error for a tensor of a dtype that no plane supports."""
+    where = f"'{tensor}': " if tensor else ""
+    return UnsupportedError(f"{where}dtype {dtype} is not supported; supported: {', '.join(SUPPORTED_DTYPES)}")
 
 
 def check_reducible(name: str, op: ReduceOp, tensor: str) -> None:

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import hvdlite.horovod_compat
 from hvdlite.horovod_compat.differences import METHODS, difference, variable_without_effect
+from hvdlite.horovod_compat.scoped_names import ScopedNames
 
 _CHECKED: Final = ("horovod", "tensorflow", "keras")
 """Packages whose names are looked up: newer versions of the frameworks lack names that scripts for Horovod use."""
@@ -97,28 +98,86 @@ def check(source: str, path: str = "<script>") -> list[Finding]:
     return sorted(checker.findings)
 
 
-class _Checker(ast.NodeVisitor):
-    """Visits a script from its first line to its last, so that a name means what was assigned to it last."""
+class _Checker(ScopedNames):
+    """Looks up what a script uses. Names mean dotted names of modules, and objects (`_Instance`)."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.findings: set[Finding] = set()
-        self._names: dict[str, str | _Instance] = {}  # dotted names of modules, and objects
-        self._is_guarded = False  # by an `except` for what does not exist
+        self._is_guarded = False  # by an `except` for what does not exist, or a condition that is false here
+        self._is_caught = False  # whether something that is guarded fails
+        self._present: frozenset[str] = frozenset()  # attributes of which `hasattr` was true
 
     def _add(self, node: ast.AST, what: str, effect: Effect, why: str) -> None:
-        if effect is not Effect.FAILS or not self._is_guarded:
+        if effect is Effect.FAILS and self._is_guarded:
+            self._is_caught = True
+        else:
             self.findings.add(Finding(getattr(node, "lineno", 0), what, effect, why))
 
     def visit_Try(self, node: ast.Try) -> None:
-        before = self._is_guarded
+        before, was_caught, self._is_caught = self._is_guarded, self._is_caught, False
         self._is_guarded |= any(handler.type is None or _GUARDS.search(ast.unparse(handler.type))
                                 for handler in node.handlers)
-        for statement in node.body:
-            self.visit(statement)
+        self._visit_all(node.body)
+        is_caught, self._is_caught = self._is_caught, was_caught
         self._is_guarded = before
-        rest: tuple[ast.AST, ...] = (*node.handlers, *node.orelse, *node.finalbody)
-        for part in rest:
-            self.visit(part)
+        self._visit_all(node.orelse)
+        tried, ways = self._names, []
+        for handler in node.handlers:
+            self._names = dict(tried)
+            self.visit(handler)
+            ways.append(self._names)
+        self._either(*(ways if is_caught and ways else [tried]))
+        self._visit_all(node.finalbody)
+
+    def visit_If(self, node: ast.If | ast.IfExp) -> None:
+        self.visit(node.test)
+        begin, condition = self._names, self._truth(node.test)
+        self._names = dict(begin)
+        self._visit_where(condition, node.body, _present(node.test, True))
+        body, self._names = self._names, dict(begin)
+        self._visit_where(None if condition is None else not condition, node.orelse, _present(node.test, False))
+        self._either(*[way for way, is_taken in ((body, condition is not False), (self._names, not condition)) if is_taken])
+
+    visit_IfExp = visit_If
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        is_and, reached = isinstance(node.op, ast.And), True
+        present: frozenset[str] = frozenset()
+        for value in node.values:
+            self._visit_where(reached, value, present)
+            reached &= self._truth(value) is not (not is_and)
+            present |= _present(value, is_and)
+
+    def _visit_where(self, condition: bool | None, nodes: ast.AST | Sequence[ast.AST], present: frozenset[str]) -> None:
+        """Visit what is run under a condition: nothing fails there if it is false, or if it is about what is present."""
+        before, was_caught = (self._is_guarded, self._present), self._is_caught
+        self._is_guarded |= condition is False
+        self._present |= present
+        self._visit_all(nodes)
+        self._is_guarded, self._present = before
+        if condition is False:
+            self._is_caught = was_caught
+
+    def _truth(self, test: ast.expr) -> bool | None:
+        """Return whether a condition of `hasattr(module, name)` is true here; None if nobody can tell."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            truth = self._truth(test.operand)
+            return None if truth is None else not truth
+        if isinstance(test, ast.BoolOp):
+            truths, decisive = [self._truth(value) for value in test.values], isinstance(test.op, ast.Or)
+            return decisive if decisive in truths else None if None in truths else not decisive
+        asked = _asked(test)
+        owner = self._dotted(asked[0]) if asked else None
+        if asked is None or owner is None:
+            return None
+        try:
+            _found(f"{owner}.{asked[1]}")
+        except _Missing:
+            return False
+        except _NotInstalled:
+            return None
+        return True
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -126,9 +185,12 @@ class _Checker(ast.NodeVisitor):
                 first = alias.name if alias.asname else alias.name.partition(".")[0]
                 self._names[alias.asname or first] = first
                 self._look_up(node, alias.name)
+            else:
+                self._forget(alias.asname or alias.name.partition(".")[0])
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if node.level or (node.module or "").partition(".")[0] not in _CHECKED:
+            self._forget(*(alias.asname or alias.name for alias in node.names))
             return
         assert node.module is not None
         for alias in node.names:
@@ -139,17 +201,6 @@ class _Checker(ast.NodeVisitor):
                 continue
             module = self._look_up(node, node.module)
             self._names |= {name: f"{node.module}.{name}" for name in getattr(module, "__all__", ())}
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self.visit(node.value)
-        value = self._value(node.value)
-        for target in node.targets:
-            if isinstance(target, ast.Name):
-                self._names.pop(target.id, None)
-                if value is not None:
-                    self._names[target.id] = value
-            else:
-                self.visit(target)
 
     def visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, str) and _VARIABLE.fullmatch(node.value) and variable_without_effect(node.value):
@@ -167,7 +218,8 @@ class _Checker(ast.NodeVisitor):
             return
         owner = self._names.get(node.value.id) if isinstance(node.value, ast.Name) else None
         is_optimizer = isinstance(owner, _Instance) and hasattr(owner.kind, "learning_rate")
-        if node.attr == "lr" and (is_optimizer or ast.unparse(node.value).endswith("model.optimizer")):
+        is_there = ast.unparse(node) in self._present
+        if node.attr == "lr" and not is_there and (is_optimizer or ast.unparse(node.value).endswith("model.optimizer")):
             self._add(node, ast.unparse(node), Effect.FAILS, "Keras 3 calls it learning_rate")
         self.visit(node.value)
 
@@ -252,14 +304,36 @@ class _Checker(ast.NodeVisitor):
         if owner.kind is None or hasattr(owner.kind, "__getattr__"):
             return True
         what, found = f"{function.value.id}.{function.attr}()", getattr(owner.kind, function.attr, None)
+        static = inspect.getattr_static(owner.kind, function.attr, None)
         if found is None:
-            if not owner.name.startswith("horovod."):  # states of elastic training have the script's attributes
+            is_there = ast.unparse(function) in self._present
+            if not is_there and not owner.name.startswith("horovod."):  # elastic states have the script's attributes
                 self._add(node, what, Effect.FAILS, f"{_described(owner.kind)} has no such method")
         elif isinstance(found, property):
             self._add(node, what, Effect.FAILS, f"it is an attribute of {_described(owner.kind)}, not a method")
-        elif problem := _refusal(found, node, bound=True):
+        elif problem := _refusal(found, node, bound=not isinstance(static, (classmethod, staticmethod, type))):
             self._add(node, what, Effect.FAILS, problem)
         return True
+
+
+def _asked(test: ast.expr) -> tuple[ast.expr, str] | None:
+    """Return the object and the name of `hasattr(object, "name")`; None for another expression."""
+    if not (isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id == "hasattr"):
+        return None
+    match test.args:
+        case [owner, ast.Constant(value=str(name))]:
+            return owner, name
+    return None
+
+
+def _present(test: ast.expr, outcome: bool) -> frozenset[str]:
+    """Return the attributes that exist where a condition has an outcome, as the script writes them."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _present(test.operand, not outcome)
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) is outcome:
+        return frozenset().union(*(_present(value, outcome) for value in test.values))
+    asked = _asked(test) if outcome else None
+    return frozenset([f"{ast.unparse(asked[0])}.{asked[1]}"] if asked else [])
 
 
 def _found(name: str) -> Any:

@@ -375,7 +375,7 @@ def _memory(source: AnyArray | None, output: AnyArray) -> tuple[list[AnyArray | 
 
 def _checked(name: str, array: AnyArray) -> str:
     """Return the dtype's name of an array that a plane can take, or raise `UnsupportedError`."""
-    dtype = dtype_name(array.dtype)
+    dtype = dtype_name(array.dtype, name)
     if type(array) is not DeviceArray and not array.flags.c_contiguous:  # type: ignore[union-attr]
         raise UnsupportedError(f"'{name}': the array of shape {list(array.shape)} is not C-contiguous; "
                                "pass numpy.ascontiguousarray(...)")

@@ -22,6 +22,18 @@ def test_names_arguments_and_variables_are_looked_up() -> None:
     processes(1, checking.names_arguments_and_variables_are_looked_up, imported=["torch"])
 
 
+def test_names_mean_what_their_scope_says() -> None:
+    processes(1, checking.names_mean_what_their_scope_says, imported=["torch"])
+
+
+def test_conditions_that_ask_for_a_name_guard_it() -> None:
+    processes(1, checking.conditions_that_ask_for_a_name_guard_it, imported=["torch"])
+
+
+def test_methods_of_classes_need_no_instance() -> None:
+    processes(1, checking.methods_of_classes_need_no_instance, imported=["torch"])
+
+
 @needs_tensorflow
 def test_what_newer_frameworks_lack_is_looked_up() -> None:
     processes(1, checking.what_newer_frameworks_lack_is_looked_up, imported=imported("tensorflow"), environment=ENVIRONMENT)

@@ -49,11 +49,33 @@ def test_the_table_has_what_passed(matrix: ModuleType) -> None:
         "keras-oldest-torch": {"outcome": "passed",
                                "versions": {"python": "3.11.7", "torch": "2.13.0+cpu", "keras": "3.8.0"}},
     }
-    rows = matrix.table(results)
-    page = f"Text.\n\n{matrix.HEAD}| Python | 3.9 |\n| Lightning | 2.6 |\n\n## More\n"
-    assert matrix.with_table(page, rows[:2]) == (
-        f"Text.\n\n{matrix.HEAD}| Python | 3.10, 3.11, 3.13 |\n| Lightning | 2.6 |\n| PyTorch | 2.13 |\n\n## More\n")
+    rows = matrix.table(results | {"core-3.9": {"outcome": "passed", "versions": {"python": "3.9.1"}}})  # of another time
+    assert rows == ["| Python, with PyTorch or TensorFlow | 3.11 |", "| Python, the core alone | 3.10, 3.13 |",
+                    "| PyTorch (CPU) | 2.13 |", "| Keras | 3.8 |", "| NumPy, the core alone | 1.24, 2.4 |"]
+    page = f"Text.\n\n{matrix.HEAD}| Python, the core alone | 3.9 |\n| Lightning | 2.6 |\n\n## More\n"
+    assert matrix.with_table(page, rows[1:3]) == (
+        f"Text.\n\n{matrix.HEAD}| Python, the core alone | 3.10, 3.13 |\n| Lightning | 2.6 |\n| PyTorch (CPU) | 2.13 |\n\n"
+        "## More\n")
+
+
+def test_the_readmes_table_gets_its_versions_and_says_nothing_twice(matrix: ModuleType) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert matrix.with_table(readme, []) == readme
-    assert rows == ["| Python | 3.10, 3.11, 3.13 |", "| PyTorch | 2.13 |", "| Keras | 3.8 |",
-                                     "| NumPy | 1.24, 2.4 |"]
+    installed = dict.fromkeys(matrix.SHOWN.values(), "99.1.2")
+    rows = matrix.table({name: {"outcome": "passed", "versions": installed} for name in matrix.ENVIRONMENTS})
+    assert rows == [f"| {title} | 99.1 |" for title in matrix.SHOWN]
+    before, after = _titles(matrix, readme), _titles(matrix, matrix.with_table(readme, rows))
+    assert set(before) - set(matrix.SHOWN) == {"Lightning", "PyTorch (CPU), the backend of `torch.distributed`"}
+    assert len(set(after)) == len(after) and set(after) == set(before) | set(matrix.SHOWN)
+    assert after[:len(before)] == before
+
+
+def _titles(matrix: ModuleType, page: str) -> list[str]:
+    table = page.partition(matrix.HEAD)[2].partition("\n\n")[0]
+    return [line.removeprefix("| ").partition(" | ")[0] for line in table.splitlines()]
+
+
+def test_environments_of_the_newest_versions_are_made_again(matrix: ModuleType) -> None:
+    for name, environment in matrix.ENVIRONMENTS.items():
+        assert not matrix.is_made(name, environment, "")
+        assert matrix.is_made(name, environment, repr(environment)) is not name.endswith("-newest")

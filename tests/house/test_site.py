@@ -31,5 +31,10 @@ def test_the_site_is_built_without_a_warning_and_has_every_public_name(tmp_path:
         assert len(expected) > 20
         assert not [name for name in expected if f'id="{name}"' not in text]
     assert (tmp_path / "results" / "collectives-2.png").exists() and (tmp_path / "images" / "step.svg").exists()
+    examples = (tmp_path / "examples" / "index.html").read_text()
+    for path in (ROOT / "examples").iterdir():
+        if path.suffix in (".py", ".ipynb", ".yaml", ".sbatch") or path.name == "Dockerfile":
+            assert (tmp_path / "examples" / path.name).read_bytes() == path.read_bytes()
+            assert f'href="{path.name}"' in examples, path
     figures = (tmp_path / "performance.html").read_text()
     assert 'src="results/collectives-2.png"' in figures and 'href="results/NOTES.html"' in figures

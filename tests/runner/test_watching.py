@@ -18,7 +18,7 @@ from hvdlite.diagnostics import progress
 from hvdlite_runner.messages import ProgressReply
 from hvdlite_runner.monitor import Monitor, rows, sample, stall_lines, text
 from hvdlite_runner.profile import rows as profile_rows
-from hvdlite_runner.scaling import Throughput, parse_sweep, saturation, scaling_rows
+from hvdlite_runner.scaling import Throughput, parse_sweep, saturation, scaling_rows, summary
 from tests.worlds import HVDRUN, clean_environment
 
 
@@ -53,6 +53,10 @@ def test_throughput_speedup_and_efficiency() -> None:
     assert scaling_rows([(1, measured(100)), (4, measured(300))]) == [(1, 100, 1.0, 1.0), (4, 300, 3.0, 0.75)]
     assert scaling_rows([(2, measured(100)), (4, measured(150))]) == [(2, 100, 2.0, 1.0), (4, 150, 3.0, 0.75)]
     assert saturation([("16", measured(50)), ("32", measured(95)), ("64", measured(100))]) == "32"
+    assert summary("n", [("1", measured(50)), ("2", measured(90)), ("3", measured(100)), ("4", measured(98))]) == (
+        "throughput saturates at n 2: 3, the fastest value, gains 11.1%")
+    assert summary("n", [("1", measured(100)), ("2", measured(95))]).endswith("saturates at n 1: no other value is faster")
+    assert summary("n", [("1", measured(50)), ("2", measured(95))]) == "throughput still grows at n 2, the last value"
     reading = {"rate": 10.0, "counts_samples": True}
     assert Throughput.of({0: reading, 1: reading}) == Throughput(20.0, "samples/s")
     assert Throughput.of({0: reading, 1: {**reading, "counts_samples": False}}).unit == "batches/s"

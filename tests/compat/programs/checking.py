@@ -51,6 +51,102 @@ def names_arguments_and_variables_are_looked_up() -> None:
     }
 
 
+def names_mean_what_their_scope_says() -> None:
+    """Every line with `odd=` is right or wrong by what its name means there."""
+    told = _told("""
+        import horovod.torch as hvd
+        def argument(hvd, *, other=hvd.rank(odd=2)):
+            hvd.rank(odd=3)
+            import horovod.torch as local
+            local.rank(odd=5)
+        local.rank(odd=6)
+        for_all = lambda hvd: hvd.rank(odd=7)
+        found = [hvd.rank(odd=8) for hvd in ranks]
+        found += [hvd.rank(odd=9)]
+        def shared():
+            global late
+            import horovod.torch as late
+            hvd.rank(odd=13)
+        late.rank(odd=14)
+        def loops():
+            for index, (hvd, *rest) in enumerate(ranks):
+                hvd.rank(odd=17)
+        class Model:
+            hvd: object = other
+            hvd.rank(odd=20)
+        with open(hvd.rank(odd=21)) as opened, hvd as late:
+            late.rank(odd=22)
+        try:
+            import horovod.torch as tried
+        except ImportError as hvd:
+            tried = None
+        tried.rank(odd=27)
+        try:
+            from horovod.torch import no_such_name as older
+        except ImportError:
+            older = None
+        older(odd=32)
+        if condition:
+            import horovod.torch as one, numpy as other
+        else:
+            one = None
+        one.rank(odd=37)
+        import numpy as one
+        one.rank(odd=39)
+        first, hvd = 1, 2
+        hvd.rank(odd=41)
+    """)
+    assert all(what == "horovod.torch.rank()" and "'odd'" in why for (_, what), (_, why) in told.items()), told
+    assert {line for line, _ in told} == {2, 5, 9, 13, 14, 21, 27, 37}, told
+
+
+def conditions_that_ask_for_a_name_guard_it() -> None:
+    """In an `if hasattr(...)` that is false here nothing fails; elsewhere all is looked up."""
+    told = _told("""
+        import horovod.torch as hvd
+        if hasattr(hvd, "no_such_name"):
+            hvd.no_such_name()
+        elif not hasattr(hvd, "rank"):
+            hvd.another_name()
+        else:
+            hvd.a_third_name()
+        if hasattr(hvd, "rank") and usual:
+            hvd.rank(odd=9)
+        else:
+            hvd.rank(odd=11)
+        value = hvd.one if hasattr(hvd, "one") else hvd.two
+        hasattr(hvd, "three") and hvd.three() or hvd.four()
+        if not hasattr(hvd, "five") or hvd.five():
+            hvd.six
+        if hasattr(hvd, given):
+            hvd.seven
+    """)
+    assert {(line, what.removeprefix("horovod.torch.")) for line, what in told} == {
+        (7, "a_third_name"), (9, "rank()"), (11, "rank()"), (12, "two"), (13, "four"), (15, "six"), (17, "seven")}, told
+
+
+def methods_of_classes_need_no_instance() -> None:
+    import hvdlite_torch
+
+    class Tool:
+        @classmethod
+        def make(cls, size: int) -> None: ...
+
+        @staticmethod
+        def count(size: int) -> None: ...
+
+        def use(self, size: int) -> None: ...
+    vars(hvdlite_torch)["Tool"] = Tool  # it is horovod.torch
+    assert {line for line, _ in _told("""
+        import horovod.torch as hvd
+        tool = hvd.Tool()
+        tool.make(1), tool.count(1), tool.use(1)
+        tool.make()
+        tool.count(1, 2)
+        tool.use()
+    """)} == {4, 5, 6}
+
+
 def what_newer_frameworks_lack_is_looked_up() -> None:
     import keras
     import tensorflow as tf
@@ -74,6 +170,11 @@ def what_newer_frameworks_lack_is_looked_up() -> None:
         @hvd.elastic.run
         def train(state):
             model.fit(data, callbacks=[horovod.keras.callbacks.MetricAverageCallback()])
+        if hasattr(tf, "Session"):
+            session = tf.Session()
+        if hasattr(opt, "lr"):
+            opt.lr.assign(opt.lr)
+        tf.keras.models.Model().from_config({})
     """)
     assert {place: effect for place, (effect, _) in told.items()} == {
         (3, "keras.preprocessing.image.ImageDataGenerator"): "fails",

@@ -80,6 +80,8 @@ def errors_are_of_hvdlites_and_of_tensorflows_class() -> None:
     split = tf.function(lambda x, splits: hvd.alltoall(x, splits))
     caught((*invalid, hvd.UnsupportedError), "splits", lambda: split(tf.ones(4), tf.constant([3, 3])))
 
+    _tensors_of_strings_are_refused((*invalid, hvd.UnsupportedError))
+
     try:
         raise KeyError("the script's own")
     except KeyError as own:
@@ -87,6 +89,18 @@ def errors_are_of_hvdlites_and_of_tensorflows_class() -> None:
         assert caught(disagreement, "", lambda: hvd.allreduce(tf.ones(2 + rank))).__context__ is own
     _other_errors_are_tensorflows_own()
     assert total(tf.constant(rank + 1.0)).numpy() == 1.5  # the job goes on
+
+
+def _tensors_of_strings_are_refused(kinds: tuple[type[Exception], ...]) -> None:
+    words, said = tf.constant(["a", "b"]), "'%s.words': dtype tf.string is not supported"
+    for call in (hvd.allreduce, tf.function(hvd.allreduce)):
+        caught(kinds, said % "allreduce", functools.partial(call, words, name="words"))
+    caught(kinds, said % "grouped_allreduce", lambda: hvd.grouped_allreduce([tf.ones(2), words], name="words"))
+    for call in (hvd.broadcast, tf.function(hvd.broadcast)):
+        caught(kinds, said % "broadcast", functools.partial(call, words, 0, name="words"))
+    caught(kinds, said % "broadcast_", lambda: hvd.broadcast_([tf.Variable("a")], 0, name="words"))
+    caught(kinds, "'allgather.words': dtype", lambda: hvd.allgather(words, name="words"))
+    assert hvd.allreduce(tf.ones(2), op=hvd.Sum, name="words").numpy().tolist() == [2.0, 2.0]  # nothing was left behind
 
 
 def _other_errors_are_tensorflows_own() -> None:
