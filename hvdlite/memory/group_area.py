@@ -2,8 +2,9 @@
 
     word | rank 0: line | even calls: head, text | odd calls: head, text | rank 1: line | ...
 
-A line says whether the rank has left, and after which call. A head holds the number of a call, a digest of its text, the length of the text, when
-the rank has begun the call, and a number that it owes (`ordered/told_calls.py`); the first one is written after the rest.
+A line says whether the rank has left, and after which call. A head holds the number of a call, a digest of its text, the
+length of the text, when the rank has begun the call, and a number that it owes (`ordered/told_calls.py`); the first one is
+written after the rest.
 A rank writes only its own line, heads and texts; any rank changes the word, and none relies on its value.
 
 Rules (docs/protocol.md#ordered-groups)

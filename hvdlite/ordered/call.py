@@ -91,7 +91,8 @@ class Call:
     def when_done(self, callback: Callable[[Call], None]) -> None:
         """Call a function when it is over: on the thread that carries it out, or at once if it is over already.
 
-        It may make other calls of the group, and wait for them. What it raises is logged.
+        It may make other calls of the group, and wait for them. Then it must be attached before the rank's next call of the
+        group, or ranks may carry out its calls at different places in the order. What it raises is logged.
         """
         with self._lock:
             if not self._is_over:

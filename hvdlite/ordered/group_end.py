@@ -2,8 +2,10 @@
 
 Theory of operation
 - A blocking call in an idle group is carried out by the thread that makes it. Other calls are carried out by the group's
-  worker thread, which exists from the first such call on. What a callback of a call calls is carried out at once, before
-  what is queued: so the order is the same on all ranks, whenever they have queued it.
+  worker thread, which exists from the first such call on.
+- What a callback of a call calls is carried out at once, before what is queued. So the order is the same on all ranks if
+  each has attached the callback before its next call: attached to a call that is over, a callback runs where the script is,
+  and its calls come behind what is queued. If such a callback waits for a queued call, its thread carries out the queue.
 - A rank gives each operation the next number, writes this and a text to the board, and executes a plan. Within the plan's
   first barrier all ranks of the host have written; when they differ, all raise `MismatchError`, and the group goes on.
 - Ranks on several hosts have no common board: before a plan they gather the numbers and digests of all.

@@ -68,8 +68,9 @@ class Groups:
              members: Sequence[int] | None = None) -> GroupEnd:
         """Meet the other ranks of a group; see `api.join_group`."""
         if self._parent:
-            raise ForkedProcessError(f"{name}: this process (pid {os.getpid()}) was forked from a rank (pid {self._parent}), "
-                                     "to which the job and its groups belong; start workers with the spawn method")
+            raise ForkedProcessError(f"{name}: this process (pid {os.getpid()}) was forked from a rank (pid "
+                                     f"{self._parent}), to which the job and its groups belong; start workers with the "
+                                     "spawn method")
         if not 0 <= rank < size:
             raise ValueError(f"{name}: rank {rank} is not in 0..{size - 1}")
         self._leaving = [runtime for runtime in self._leaving if not runtime.has_ended]

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hvdlite.core.errors import HorovodInternalError, MismatchError, OperationTimeoutError, PeerLeftError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.memory import futex
-from hvdlite.memory.group_area import GroupArea, area_bytes
 from hvdlite.memory.futex import PolledWord
+from hvdlite.memory.group_area import GroupArea, area_bytes
 from hvdlite.ordered import waiter
 from hvdlite.ordered.call import Call
 from hvdlite.ordered.group_end import GroupEnd
@@ -237,7 +237,7 @@ def test_a_rank_that_gives_up_inside_a_call_ends_the_waits_of_the_others(how: st
         large = allreduce(np.zeros(40_000, np.int64))  # takes several barriers
         if group.rank == 1:
             assert gone.wait(HANGS_SECONDS)
-            with pytest.raises(PeerLeftError, match="call 2: .* needs rank 0, which left .* in the middle") as raised:
+            with pytest.raises(PeerLeftError, match=r"call 2: .* needs rank 0, which left .* in the middle") as raised:
                 result_of(group.start([large], blocking=True))
             over.set()
             assert raised.value.rank == 0
@@ -247,7 +247,8 @@ def test_a_rank_that_gives_up_inside_a_call_ends_the_waits_of_the_others(how: st
             if how == "timeout":
                 assert isinstance(group.start([large], blocking=True, timeout=0.1).error, OperationTimeoutError)
             elif how == "interrupt":
-                pytest.raises(KeyboardInterrupt, group.start, [large], blocking=True)
+                with pytest.raises(KeyboardInterrupt):
+                    group.start([large], blocking=True)
             else:
                 call = group.start([large])
                 while not interrupted.called:
