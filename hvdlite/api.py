@@ -356,6 +356,7 @@ def join_group(store: Store, name: str, rank: int, size: int, timeout: float,
 
     Raises:
         LaunchError: when the ranks cannot meet.
+        ForkedProcessError: in a process that was forked from a rank.
         ConfigError: for an unknown or invalid `HVDLITE_*` variable.
         ValueError: for a rank that is not in the group.
     """

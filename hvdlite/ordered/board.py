@@ -91,17 +91,21 @@ class Board:
             found.append((rank, f"call {number}: {text.decode(errors='replace')}" if number else "nothing in this group"))
         return found
 
-    def leave(self) -> None:
-        """This rank leaves the group; those that sleep see it when they are woken."""
-        self._area.lines[self._index][0] = 1
+    def leave(self, completed: int) -> None:
+        """This rank makes no calls any more; those that sleep see it when they are woken.
+
+        Args:
+            completed: the number of the last call that it has completed; 0 for none.
+        """
+        self._area.lines[self._index][0] = 1 + completed
 
     def close(self) -> None:
         """Look at the memory no more."""
         self._others = []
 
-    def left(self) -> list[int]:
-        """Return the ranks that have left."""
-        return [index for index, line in enumerate(self._area.lines) if line[0]]
+    def left(self, sequence: int) -> list[int]:
+        """Return the other ranks that have left without completing call `sequence`."""
+        return [index for index, line in enumerate(self._area.lines) if 0 < line[0] <= sequence and index != self._index]
 
 
 def mismatch(group: str, texts: Sequence[tuple[int, bytes]], name_of: Sequence[str]) -> MismatchError:

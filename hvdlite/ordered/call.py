@@ -44,6 +44,7 @@ class Call:
         error: what it failed with; None while it is under way, and when it has succeeded.
         source: the rank that has sent what this call receives; -1 for other calls, and before it is known.
         progress: counts the time that threads wait for it.
+        help: called by a thread that begins to wait: it carries the call out if no other thread can.
 
     Args:
         finish: called when the operations are done, before the call is: it copies results to where they belong, say.
@@ -52,6 +53,7 @@ class Call:
     def __init__(self, operations: Sequence[Operation], finish: Callable[[], None] | None = None,
                  timeout: float | None = None, progress: Waits = UNCOUNTED) -> None:
         self.progress = progress
+        self.help: Callable[[Call], None] | None = None
         self.operations, self.finish, self.timeout = operations, finish, timeout
         self.error: Exception | None = None
         self.source = -1
@@ -71,6 +73,9 @@ class Call:
             return True
         begun = self.progress.block()
         try:
+            help_ = self.help
+            if help_ is not None:
+                help_(self)
             return self._wait(timeout)
         finally:
             self.progress.unblock(begun)
@@ -86,7 +91,8 @@ class Call:
     def when_done(self, callback: Callable[[Call], None]) -> None:
         """Call a function when it is over: on the thread that carries it out, or at once if it is over already.
 
-        It may make other calls of the group, and wait for them. What it raises is logged.
+        It may make other calls of the group, and wait for them. Then it must be attached before the rank's next call of the
+        group, or ranks may carry out its calls at different places in the order. What it raises is logged.
         """
         with self._lock:
             if not self._is_over:
@@ -99,6 +105,7 @@ class Call:
         with self._lock:
             self.error = error
             self._is_over = True
+            self.help = None
             if self._event is not None:
                 self._event.set()
             callbacks, self._callbacks = self._callbacks, []

@@ -2,8 +2,10 @@
 
 Theory of operation
 - A blocking call in an idle group is carried out by the thread that makes it. Other calls are carried out by the group's
-  worker thread, which exists from the first such call on. What a callback of a call calls is carried out at once, before
-  what is queued: so the order is the same on all ranks, whenever they have queued it.
+  worker thread, which exists from the first such call on.
+- What a callback of a call calls is carried out at once, before what is queued. So the order is the same on all ranks if
+  each has attached the callback before its next call: attached to a call that is over, a callback runs where the script is,
+  and its calls come behind what is queued. If such a callback waits for a queued call, its thread carries out the queue.
 - A rank gives each operation the next number, writes this and a text to the board, and executes a plan. Within the plan's
   first barrier all ranks of the host have written; when they differ, all raise `MismatchError`, and the group goes on.
 - Ranks on several hosts have no common board: before a plan they gather the numbers and digests of all.
@@ -75,9 +77,9 @@ class GroupEnd:
         self._plans = Plans(name, rank, size)
         self._reporter = reporter or NoReporter()
         self._told = ToldCalls(lambda number, text: self._reporter.request(f"{name}, call {number}: {text}"), patience)
-        self._sequence = self._executed = 0  # calls and plans
+        self._sequence = self._completed = self._executed = 0  # calls begun, calls completed, and plans
         self._text = b""  # of the call under way
-        self._is_moving = False  # whether the thread that carries it out is in the middle of a plan
+        self._is_moving = False  # whether the thread that carries out a call is in the middle of an operation
         self._unchecked: Prepared | None = None  # until it is known whether all ranks make the call under way
         self._met = 0.0  # when that was known, on the reporter's clock
         self._pid = os.getpid()
@@ -95,6 +97,7 @@ class GroupEnd:
               blocking: bool = False, timeout: float | None = None) -> Call:
         progress = self._reporter.progress
         call = Call(operations, finish, timeout, progress)
+        call.help = self._help
         if self._pid != os.getpid():
             call.end(ForkedProcessError(f"{self.name}: this process (pid {os.getpid()}) was forked from rank {self.rank} "
                                         f"(pid {self._pid}), to which the group belongs; start workers with the spawn "
@@ -103,7 +106,11 @@ class GroupEnd:
         self._reporter.called()
         with self._lock:
             error = self._waiter.error
-            is_nested = self._runner == threading.get_ident() and not self._is_moving
+            is_nested = self._runner == threading.get_ident()
+            if is_nested and self._is_moving and error is None:
+                error = HorovodInternalError(
+                    f"{self.name}: a signal handler made a call inside call {self._sequence} of the same group and thread, "
+                    "which it has interrupted; set a flag in the handler, and make the call afterwards")
             runs_here = not is_nested and blocking and not self._runner and not self._queue
             if error is None and runs_here:
                 self._runner = threading.get_ident()
@@ -149,6 +156,8 @@ class GroupEnd:
 
     def _fail(self, error: Exception) -> None:
         """Fail all calls under way and all later ones."""
+        if isinstance(error, HorovodInternalError):  # of others, the other ranks are told
+            self._leave()
         self._waiter.fail(error)
         if self._transfers is not None:
             self._transfers.fail(error)
@@ -179,8 +188,6 @@ class GroupEnd:
             self._is_closed = True
             worker = self._worker
             self._changed.notify_all()
-        if self._board is not None and self._has_runtime:  # else the others hear the reason from their own
-            self._board.leave()
         self._fail(HorovodInternalError(f"{self.name} was destroyed on this rank before the call was complete"))
         with self._lock:
             while self._runner not in (0, threading.get_ident()):
@@ -195,6 +202,11 @@ class GroupEnd:
             self._board.close()
         self._area.release()
         self._released()
+
+    def _leave(self) -> None:
+        """Let the other ranks of the host see that this one makes no calls any more."""
+        if self._board is not None and self._has_runtime:  # else they hear the reason from their own
+            self._board.leave(self._completed)
 
     def close_in_child(self) -> None:
         """In a forked child: close every descriptor; what is shared with the parent is left as it is."""
@@ -223,7 +235,17 @@ class GroupEnd:
             try:
                 self._carry_out(call)
             finally:
+                del call  # and with it the tensors
                 self._idle()
+
+    def _help(self, call: Call) -> None:
+        """Carry out what is queued until a call is over, if a callback waits for it: no other thread can do so meanwhile."""
+        while self._runner == threading.get_ident() and not self._is_moving and not call.is_done:
+            with self._lock:
+                if not self._queue:
+                    return
+                first = self._queue.popleft()
+            self._carry_out(first)
 
     def _idle(self) -> None:
         with self._lock:
@@ -264,6 +286,18 @@ class GroupEnd:
 
     def _perform(self, operation: Operation, timeout: float) -> None:
         """Carry out one operation."""
+        self._is_moving = True
+        try:
+            self._perform_moving(operation, timeout)
+        except MismatchError:  # of which all ranks know
+            self._completed = self._sequence
+            raise
+        else:
+            self._completed = self._sequence
+        finally:
+            self._is_moving = False
+
+    def _perform_moving(self, operation: Operation, timeout: float) -> None:
         if self._waiter.error is not None:
             raise self._waiter.error.with_traceback(None)
         prepared = self._plans.prepared(operation)
@@ -334,12 +368,8 @@ class GroupEnd:
     def _execute(self, response: Response, sources: Sequence[Array | None], outputs: Sequence[Array | None],
                  splits: AlltoallSplits | None = None) -> None:
         self._executed += 1
-        self._is_moving = True
-        try:
-            self._plane.execute(Plan(self._executed, self._plans.ranks, response, sources, outputs, None, splits),
-                                self._wait_until)
-        finally:
-            self._is_moving = False
+        self._plane.execute(Plan(self._executed, self._plans.ranks, response, sources, outputs, None, splits),
+                            self._wait_until)
 
     def _wait_until(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
         self._waiter(predicate, poll_interval=poll_interval)

@@ -92,6 +92,8 @@ class RingTransfers(GuardedTransfers):
                 self._sends.setdefault(to, deque()).append(call)
 
         self._start(call, begin)
+        if call.is_over:  # in a forked child the lock may be held for ever
+            return call
         while self._guarded(lambda: call in self._calls and self._send_piece(to)):
             pass
         self._watch(call)

@@ -71,15 +71,22 @@ class Waiter:
             word.wait(seen, min(look, self._deadline - now, patient_until - now))
 
     def _check_left(self) -> None:
-        """Raise an error if the call waits for a rank that has left."""
-        if self._board is None:
+        """Raise an error if the call waits for a rank that has left.
+
+        Of ranks that have left, those that did not make the call are named. Else the others wait until all have begun it:
+        a rank that has given up early must not hide whom it has waited for.
+        """
+        left = self._board.left(self._sequence) if self._board is not None else []
+        if self._board is None or not left:
             return
-        left = self._board.left()
-        if left:
-            gone = [rank for rank in self._board.missing(self._sequence) if rank in left]
-            if gone:
-                raise PeerLeftError(f"{self._call()} needs {names(gone, self._members)}, which left the group (its "
-                                    "process ended, or destroyed the group) without making this call", gone[0])
+        missing = self._board.missing(self._sequence)
+        gone = [rank for rank in left if rank in missing]
+        if gone:
+            raise PeerLeftError(f"{self._call()} needs {names(gone, self._members)}, which left the group (its "
+                                "process ended, or destroyed or aborted the group) without making this call", gone[0])
+        if not missing:
+            raise PeerLeftError(f"{self._call()} needs {names(left, self._members)}, which left the group in the middle of "
+                                "this call (it failed there, was interrupted, or destroyed or aborted the group)", left[0])
 
     def _timed_out(self) -> OperationTimeoutError:
         text = f"{self._call()} has not ended within its timeout of {self._timeout:g} s"

@@ -17,7 +17,7 @@ from hvdlite.bootstrap.environments import LaunchInfo, job_key, read_launch_info
 from hvdlite.bootstrap.store import Store, meet_in_store, own_address
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config, timeout_or_inf
-from hvdlite.core.errors import LaunchError
+from hvdlite.core.errors import ForkedProcessError, LaunchError
 from hvdlite.memory.group_area import GroupArea, area_bytes
 from hvdlite.ordered.group_end import GroupEnd
 from hvdlite.ordered.negotiated_transfers import NegotiatedTransfers
@@ -62,10 +62,15 @@ class Groups:
         self._ends: list[GroupEnd] = []
         self._own: list[Runtime] = []  # of groups that are not closed
         self._leaving: list[Runtime] = []  # of groups that are
+        self._parent = 0  # the process with groups or a runtime that this one was forked from
 
     def join(self, store: Store, name: str, rank: int, size: int, timeout: float,
              members: Sequence[int] | None = None) -> GroupEnd:
         """Meet the other ranks of a group; see `api.join_group`."""
+        if self._parent:
+            raise ForkedProcessError(f"{name}: this process (pid {os.getpid()}) was forked from a rank (pid "
+                                     f"{self._parent}), to which the job and its groups belong; start workers with the "
+                                     "spawn method")
         if not 0 <= rank < size:
             raise ValueError(f"{name}: rank {rank} is not in 0..{size - 1}")
         self._leaving = [runtime for runtime in self._leaving if not runtime.has_ended]
@@ -97,6 +102,8 @@ class Groups:
 
     def close_in_child(self) -> None:
         """In a forked child: close every descriptor."""
+        if self._ends or self._own or self._worlds.runtime is not None:
+            self._parent = os.getppid()
         for end in self._ends:
             end.close_in_child()
         for runtime in (*self._own, *self._leaving):

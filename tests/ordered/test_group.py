@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import threading
 import time
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,7 @@ from hvdlite.core.errors import HorovodInternalError, MismatchError, OperationTi
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.memory import futex
 from hvdlite.memory.futex import PolledWord
+from hvdlite.memory.group_area import GroupArea, area_bytes
 from hvdlite.ordered import waiter
 from hvdlite.ordered.call import Call
 from hvdlite.ordered.group_end import GroupEnd
@@ -222,6 +225,128 @@ def test_a_rank_that_leaves_ends_the_waits_of_the_others_at_once(blocking: bool)
     ends = groups(3)
     with mock.patch.object(waiter, "LOOK_SECONDS", HANGS_SECONDS):  # nobody finds it by chance
         play(ends, step)
+
+
+@pytest.mark.parametrize("how", ["timeout", "interrupt", "close", "abort"])
+def test_a_rank_that_gives_up_inside_a_call_ends_the_waits_of_the_others(how: str) -> None:
+    """It has begun the call: so it is not missing, but will never complete it."""
+    gone, over = threading.Event(), threading.Event()
+
+    def step(group: GroupEnd) -> None:
+        sums(group, 1.0)
+        large = allreduce(np.zeros(40_000, np.int64))  # takes several barriers
+        if group.rank == 1:
+            assert gone.wait(HANGS_SECONDS)
+            with pytest.raises(PeerLeftError, match=r"call 2: .* needs rank 0, which left .* in the middle") as raised:
+                result_of(group.start([large], blocking=True))
+            over.set()
+            assert raised.value.rank == 0
+            return
+        interrupted = mock.Mock(side_effect=KeyboardInterrupt if how == "interrupt" else None)
+        with mock.patch.object(group._waiter, "_impatient", interrupted):
+            if how == "timeout":
+                assert isinstance(group.start([large], blocking=True, timeout=0.1).error, OperationTimeoutError)
+            elif how == "interrupt":
+                with pytest.raises(KeyboardInterrupt):
+                    group.start([large], blocking=True)
+            else:
+                call = group.start([large])
+                while not interrupted.called:
+                    time.sleep(0.001)
+                group.close() if how == "close" else group.abort("the test wants it")
+                assert call.wait(HANGS_SECONDS)
+        gone.set()
+        assert over.wait(HANGS_SECONDS)  # it closes the group later
+
+    play(groups(2, timeout=5, patience=0.02), step)
+
+
+def test_a_rank_that_gives_up_does_not_hide_who_has_not_come() -> None:
+    given_up, over = threading.Event(), threading.Event()
+
+    def step(group: GroupEnd) -> Any:
+        if group.rank == 2:
+            assert over.wait(HANGS_SECONDS)
+            return None
+        call = group.start([barrier()], blocking=True, timeout=[0.1, 0.5][group.rank])
+        if group.rank == 0:
+            given_up.set()
+            assert over.wait(HANGS_SECONDS)
+        else:
+            assert given_up.is_set()
+            over.set()
+        return call.error
+
+    for error in play(groups(3), step)[:2]:
+        assert isinstance(error, OperationTimeoutError) and error.ranks == (2,)
+
+
+def test_a_call_of_a_signal_handler_inside_a_call_is_refused() -> None:
+    """The interrupted thread is the one that would have to carry it out."""
+    refused = threading.Event()
+
+    def step(group: GroupEnd) -> None:
+        def handler() -> None:
+            inner = group.start([barrier()], blocking=True)
+            assert isinstance(inner.error, HorovodInternalError) and "signal handler" in str(inner.error)
+            refused.set()
+
+        if group.rank == 1:
+            assert refused.wait(HANGS_SECONDS)
+            result_of(group.start([barrier()], blocking=True))
+        else:
+            with mock.patch.object(group._waiter, "_impatient", handler):  # on the thread that waits, as a handler
+                result_of(group.start([barrier()], blocking=True))
+        assert sums(group, 1.0) == 2
+
+    play(groups(2, patience=0.02), step)
+
+
+@HOSTS
+def test_a_callback_may_wait_for_a_call_that_is_queued(one_host: bool) -> None:
+    def step(group: GroupEnd) -> list[float]:
+        attached = threading.Event()
+        values = [np.full(3, 10.0 ** number, np.float32) for number in range(4)]
+        first = group.start([allreduce(values[0])], lambda: [attached.wait(HANGS_SECONDS)])  # type: ignore[arg-type,return-value]
+        second = group.start([allreduce(values[1])])
+        third = group.start([allreduce(values[2])])
+        seen: list[float] = []
+
+        def callback(call: Call) -> None:
+            assert second.wait(HANGS_SECONDS) and not third.is_done
+            seen.append(float(values[1][0]))
+            result_of(group.start([allreduce(values[3])], blocking=True))
+
+        first.when_done(callback)
+        attached.set()
+        result_of(third)
+        return seen + [float(each[0]) for each in values]
+
+    assert play(groups(2, one_host=one_host, timeout=5), step) == [[20, 2, 20, 200, 2000]] * 2
+
+
+def test_the_worker_thread_keeps_no_tensors() -> None:
+    def step(group: GroupEnd) -> None:
+        values = np.ones(3, np.float32)
+        kept = weakref.ref(values)
+        result_of(group.start([allreduce(values)]))
+        while group.is_waiting:
+            time.sleep(0.001)
+        del values
+        gc.collect()
+        assert kept() is None
+
+    play(groups(2), step)
+
+
+def test_each_ring_changes_the_word() -> None:
+    memory = bytearray(area_bytes(2))
+    seen = [0]
+    for area in [GroupArea(memory, rank, 2, None) for rank in range(2)]:
+        for _ in range(3):
+            area.ring()
+            seen.append(area.word.value)
+    assert len(set(seen)) == 7
 
 
 def test_what_all_have_begun_is_finished_although_a_rank_leaves() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -425,8 +426,11 @@ def test_a_closed_end_has_no_descriptors(ranks: Callable[..., Ranks]) -> None:
 def test_a_forked_child_changes_nothing(ranks: Callable[..., Ranks]) -> None:
     world = ranks(2)
     done(world.ends[0].send(text(1), 1, 0))
-    pid = os.fork()
+    with world.ends[1]._lock:  # as if another thread carried a call out
+        pid = os.fork()
     if pid == 0:
+        signal.alarm(10)
+        world.ends[1]._lock.acquire()
         world.ends[0].close()
         world.ends[0].close_in_child()
         refused = isinstance(world.ends[1].send(text(2), 0, 0).error, ForkedProcessError)

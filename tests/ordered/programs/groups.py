@@ -167,6 +167,11 @@ def a_fork(folder: str) -> None:
         call = group.start([barrier()], blocking=True)
         assert isinstance(call.error, ForkedProcessError), call.error
         own.close()
+        try:
+            group_of(folder, "of the child", [0, 1], is_world=True)
+            os._exit(100)
+        except ForkedProcessError as error:
+            assert "was forked from a rank" in str(error)
         kept = {name for name in descriptors if os.path.exists(f"/proc/self/fd/{name}")
                 and os.readlink(f"/proc/self/fd/{name}").startswith("socket:")}
         os._exit(len(kept))  # with which the child could hide the death of its parent
