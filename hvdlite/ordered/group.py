@@ -55,6 +55,12 @@ class OrderedGroup(Protocol):
     def receive(self, values: Array, source: int | None, tag: int) -> Call:
         """Receive bytes into `values` from a rank, or from any; their number must be the sender's. See `Call.source`."""
 
+    def drain(self, seconds: float) -> None:
+        """Wait at most so long until all collectives and sends of this rank are over; receives are not waited for.
+
+        Returns at once in a callback of a call, and where a call has been interrupted by a signal: nothing can go on there.
+        """
+
     def abort(self, reason: str) -> None:
         """Fail all calls under way and all later ones, on this rank."""
 

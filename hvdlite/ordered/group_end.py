@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -178,6 +179,19 @@ class GroupEnd:
 
     def abort(self, reason: str) -> None:
         self._fail(HorovodInternalError(f"{self.name} was aborted on this rank: {reason}"))
+
+    def drain(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            if self._runner == threading.get_ident():
+                return
+            is_idle = not self._runner and not self._queue
+        if not is_idle:
+            self.start(()).wait(seconds)  # its turn comes after all others
+        for call in self._transfers.sends() if self._transfers is not None else ():
+            call.wait(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
         if self._pid != os.getpid():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hvdlite.core.errors import ForkedProcessError, HorovodInternalError
-from hvdlite.ordered.transfers import Texts, Transfer
+from hvdlite.ordered.transfers import Send, Texts, Transfer
 
 T = TypeVar("T")
 
@@ -40,6 +40,11 @@ class GuardedTransfers:
         """Return descriptions of the calls under way, the oldest first."""
         with self._lock:
             return [self._texts.shown(call) for call in self._calls]
+
+    def sends(self) -> list[Transfer]:
+        """See `Transfers.sends`."""
+        with self._lock:
+            return [call for call in self._calls if isinstance(call, Send)]
 
     def fail(self, error: Exception) -> None:
         """See `Transfers.fail`."""

@@ -36,6 +36,9 @@ class Transfers(Protocol):
             ValueError: if `source` is this rank, or none of the group's.
         """
 
+    def sends(self) -> Sequence[Call]:
+        """Return the sends under way, the oldest first."""
+
     def fail(self, error: Exception) -> None:
         """Let all calls under way and all later ones fail."""
 

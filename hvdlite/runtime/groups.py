@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
@@ -30,6 +31,9 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.runtime.worlds import Worlds
 
 _log = logging.getLogger("hvdlite")
+
+DRAIN_SECONDS: Final = 5.0
+"""How long the end of a process waits for what its groups have begun."""
 
 RUNTIME: Final = "the runtime"
 """What the ranks of a group can share: the job's runtime exists."""
@@ -94,7 +98,9 @@ class Groups:
 
     def close_all(self) -> None:
         """Leave all groups, and wait until the other ranks have left those that are worlds of their own, too."""
+        until = time.monotonic() + DRAIN_SECONDS
         for end in list(self._ends):
+            end.drain(until - time.monotonic())
             end.close()
         for runtime in self._leaving:
             runtime.wait_until_left()

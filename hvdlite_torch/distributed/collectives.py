@@ -7,6 +7,7 @@ Python implement a backend: `process_group.py` and `backend.py`.
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from hvdlite_torch.distributed.errors import as_backend_error, missed
 from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, Prepared, Reduce
 from hvdlite_torch.distributed.work import GroupWork, Works
 
+FAILING_SECONDS = 5.0
+"""How long `shutdown` waits for operations under way while an exception is handled."""
 _UNSET = datetime.timedelta()
 _NO_TIMEOUT: dict[str, float] = {}
 _SUM = Reduce.of(torch.distributed.ReduceOp.SUM)
@@ -172,7 +175,11 @@ class Collectives:
     # --- the group ----------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Leave the group; operations under way fail."""
+        """Leave the group when the collectives and sends under way are over; what takes longer than the timeout fails.
+
+        While an exception is handled, only a few seconds are given to them: other ranks may never make the same calls.
+        """
+        self._ordered.drain(self._ordered.timeout if sys.exc_info()[0] is None else FAILING_SECONDS)
         self._ordered.close()
 
     def abort(self) -> None:

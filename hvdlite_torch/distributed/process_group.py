@@ -149,7 +149,7 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
             other.set_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Leave the group; operations under way fail."""
+        """Leave the group; see `Collectives.shutdown`."""
         super().shutdown()
         for other in self._other_backends.values():
             other.shutdown()

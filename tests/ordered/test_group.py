@@ -372,6 +372,26 @@ def test_abort_ends_what_is_under_way_and_all_that_is_queued() -> None:
         end.close()
 
 
+def test_drain_lets_what_is_queued_be_done() -> None:
+    came = threading.Event()
+
+    def step(group: GroupEnd) -> None:
+        values = [np.full(1000, group.rank + 1.0) for _ in range(3)]
+        if group.rank == 0:
+            assert came.wait(HANGS_SECONDS)
+        calls = [group.start([allreduce(each)]) for each in values]
+        calls[0].when_done(lambda call: group.drain(HANGS_SECONDS))  # nothing to wait for: it would wait for itself
+        if group.rank == 1:
+            group.drain(0.01)  # too short
+            assert not calls[0].is_done
+            came.set()
+        group.drain(HANGS_SECONDS)
+        group.close()
+        assert all(call.is_done and call.error is None for call in calls) and all((each == 3).all() for each in values)
+
+    play(groups(2), step)
+
+
 def test_close_ends_the_thread_and_the_calls() -> None:
     before = set(threading.enumerate())
     ends = groups(2)

@@ -54,8 +54,8 @@ def test_torch_finds_the_ranks() -> None:
     world = World(1, 2, 0, 1)
     assert rank_environment(world, "/job", {}, settings).items() >= {**settings, **coordinates}.items()
     assert not rank_environment(world, "/job", {}, {}).keys() & coordinates.keys(), "an elastic job has other ranks later"
-    users = {"RANK": "7", "LOCAL_RANK": "5"}
-    assert rank_environment(world, "/job", users, settings).items() >= {**coordinates, **users}.items()
-    in_a_rank = {**users, "HVDLITE_RANK": "7", "WORLD_SIZE": "9", "MASTER_PORT": "2"}
+    users = {"RANK": "7", "LOCAL_RANK": "5", "WORLD_SIZE": "9"}  # of a pod, say
+    assert rank_environment(world, "/job", users, settings).items() >= {**settings, **coordinates}.items()
+    in_a_rank = {**users, "HVDLITE_RANK": "7", "MASTER_PORT": "2"}
     assert rank_environment(world, "/job", in_a_rank, settings).items() >= {**settings, **coordinates}.items()
     assert not rank_environment(world, "/job", in_a_rank, {}).keys() & coordinates.keys()

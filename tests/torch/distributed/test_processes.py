@@ -22,8 +22,8 @@ def test_a_hook_whose_callbacks_communicate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("program", [
     programs.beside_gloo, programs.another_device, programs.questions, programs.not_a_member, programs.destroyed,
-    programs.never_destroyed, programs.counts_steps, programs.forks, programs.leftovers],
-    ids=lambda program: program.__name__)
+    programs.destroyed_under_way, programs.destroyed_by_an_exception, programs.never_destroyed, programs.counts_steps,
+    programs.forks, programs.leftovers], ids=lambda program: program.__name__)
 def test_two_ranks(tmp_path: Path, program: object) -> None:
     before = shared_memory()
     for ended in processes(2, program, str(tmp_path), imported=TORCH):  # type: ignore[arg-type]

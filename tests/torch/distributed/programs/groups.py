@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import signal
 import sys
 import threading
+import time
 import warnings
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +23,7 @@ import hvdlite_torch
 import hvdlite_torch.distributed
 from hvdlite import api
 from hvdlite.core.errors import HorovodInternalError, LaunchError
+from hvdlite_torch.distributed import collectives
 from tests.torch.distributed.programs.ranks import RANK, SIZE, begin
 
 
@@ -209,6 +214,43 @@ def destroyed(folder: str) -> None:
         assert "destroyed" in str(error)
 
 
+def destroyed_under_way(folder: str) -> None:
+    """What has been begun is done first, also at the end of a process that destroys nothing."""
+    begin(folder)
+    mine, sent = torch.ones(1 << 20), torch.full((1 << 22,), 3.0)
+    group = dist.new_group()
+    if RANK == 1:
+        time.sleep(0.3)
+    work = dist.all_reduce(mine, async_op=True)
+    if RANK == 0:
+        dist.isend(sent, 1)
+        dist.isend(sent, 1, group=group)
+        dist.destroy_process_group(group)
+    else:
+        received = torch.empty(1 << 22)
+        dist.recv(received, 0)
+        dist.recv(received, 0, group=group)
+        assert bool((received == 3).all())
+        dist.destroy_process_group()
+        assert work.wait() and mine[0].item() == 2
+
+
+def destroyed_by_an_exception(folder: str) -> None:
+    """An operation that the other rank never calls does not keep the group until its timeout."""
+    begin(folder, seconds=1000.0)
+    is_destroyed = Path(folder, "destroyed")
+    if RANK == 0:
+        with mock.patch.object(collectives, "FAILING_SECONDS", 0.1), contextlib.suppress(ValueError):
+            try:
+                dist.all_reduce(torch.ones(1), async_op=True)
+                raise ValueError("of the script")
+            finally:
+                dist.destroy_process_group()
+        is_destroyed.touch()
+    while not is_destroyed.exists():
+        time.sleep(0.01)
+
+
 def never_destroyed(folder: str) -> None:
     """The script ends with a group, works that are done, and a future nobody waits for."""
     begin(folder)
@@ -284,7 +326,7 @@ def leftovers(folder: str) -> None:
 
     once()
     before = left()
-    for _ in range(5):
+    for _ in range(20):
         once()
     assert left()[1] <= before[1] + 1 and left()[0] <= before[0] + 12, (before, left())
     dist.destroy_process_group()
