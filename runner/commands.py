@@ -81,8 +81,8 @@ def rank_environment(world: World, job_directory: str, inherited: Mapping[str, s
                      settings: Mapping[str, str]) -> dict[str, str]:
     """Return the complete environment of a rank: the inherited one without another job's variables, plus this job's.
 
-    Where `settings` say how `torch.distributed` finds rank 0, the rank's coordinates have torch's names too. An inherited RANK,
-    say of the pod in which the launcher runs, would be the same for all ranks.
+    Where `settings` say how `torch.distributed` finds rank 0, the rank's coordinates have torch's names too. An inherited
+    RANK, say of the pod in which the launcher runs, would be the same for all ranks.
     """
     ours = launch_contract.CONTRACT_VARIABLES | {launch_contract.HOSTNAME, launch_contract.ELASTIC}
     stale = ours | {name.replace("HVDLITE_", "HOROVOD_") for name in ours} | another_jobs_torch_variables(inherited)
