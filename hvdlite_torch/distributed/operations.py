@@ -2,7 +2,8 @@
 
 What travels without arithmetic travels as bytes, so that every dtype of torch can. Ranks may call a collective with
 different shapes of the same number of elements, as with torch's own backends: errors and checks therefore show numbers of
-elements. A tensor that is not contiguous is copied, and an output copied back when the operation is done.
+elements. A tensor that is not contiguous is copied, and an output copied back when the operation is done. Inputs are copied
+at the call, and not when its turn comes.
 """
 
 from __future__ import annotations
