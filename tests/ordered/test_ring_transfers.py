@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -414,6 +415,7 @@ def test_a_closed_end_has_no_descriptors(ranks: Callable[..., Ranks]) -> None:
         return len(os.listdir("/proc/self/fd"))
 
     world = ranks(2)
+    gc.collect()  # what other tests have left
     open_ends = descriptors()
     calls = [world.ends[0].receive(np.empty(1, np.uint8), 1, 0), world.ends[0].send(text(1, size=5 * RING), 1, 0)]
     received(world.ends[1], 5 * RING, 0)
