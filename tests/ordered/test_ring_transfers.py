@@ -431,6 +431,7 @@ def test_a_forked_child_changes_nothing(ranks: Callable[..., Ranks]) -> None:
     with world.ends[1]._lock:  # as if another thread carried a call out
         pid = os.fork()
     if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(10)
         world.ends[1]._lock.acquire()
         world.ends[0].close()
