@@ -92,7 +92,7 @@ def test_the_ledger_of_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
             progress.unblock(begun)
             progress.loaded(0.25, 0.125)
             progress.absent(2)
-            gc.collect()
+            gc.collect(0)
             progress.round()
         ledger, whole = progress.ledger(8 * LEDGER_SECONDS), progress.ledger()
     finally:
