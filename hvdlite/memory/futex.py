@@ -21,19 +21,11 @@ class _TimeSpec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class Futex:
-    """A word of 32 bits in shared memory, on which threads of all processes that map it can sleep.
-
-    Args:
-        buffer: the memory, writable; the word keeps it alive.
-        offset: of the word, a multiple of 4.
-    """
+class _Word:
+    """A word of 32 bits in memory; keeps the memory alive."""
 
     def __init__(self, buffer: Any, offset: int) -> None:
         self._word = ctypes.c_uint32.from_buffer(buffer, offset)
-        self._address = ctypes.byref(self._word)
-        self._number = _NUMBERS.get(platform.machine().lower(), -1)
-        self._call = ctypes.CDLL(None).syscall  # releases the GIL
 
     @property
     def value(self) -> int:
@@ -43,6 +35,21 @@ class Futex:
     @value.setter
     def value(self, value: int) -> None:
         self._word.value = value
+
+
+class Futex(_Word):
+    """A word of 32 bits in shared memory, on which threads of all processes that map it can sleep.
+
+    Args:
+        buffer: the memory, writable; the word keeps it alive.
+        offset: of the word, a multiple of 4.
+    """
+
+    def __init__(self, buffer: Any, offset: int) -> None:
+        super().__init__(buffer, offset)
+        self._address = ctypes.byref(self._word)
+        self._number = _NUMBERS.get(platform.machine().lower(), -1)
+        self._call = ctypes.CDLL(None).syscall  # releases the GIL
 
     def wait(self, seen: int, seconds: float) -> None:
         """Sleep until the word is changed and `wake` is called, at most `seconds`; return at once if it is not `seen` now.
@@ -58,20 +65,8 @@ class Futex:
         self._call(self._number, self._address, _WAKE, _EVERYBODY, None, None, 0)
 
 
-class PolledWord:
+class PolledWord(_Word):
     """Like `Futex`, on other systems: whoever waits looks again after a short sleep."""
-
-    def __init__(self, buffer: Any, offset: int) -> None:
-        self._word = ctypes.c_uint32.from_buffer(buffer, offset)
-
-    @property
-    def value(self) -> int:
-        """The word."""
-        return self._word.value
-
-    @value.setter
-    def value(self, value: int) -> None:
-        self._word.value = value
 
     def wait(self, seen: int, seconds: float) -> None:
         """Sleep for a moment, at most `seconds`, unless the word is not `seen` any more."""
