@@ -1,7 +1,8 @@
 """What all benchmarks share: contenders that take turns in one run, medians, and the record of a run.
 
 A benchmark is a script that every rank runs. `run.py` starts the ranks with MPI's launcher when mpi4py and one are
-installed, so that MPI can compete, and with hvdrun otherwise.
+installed, so that MPI can compete, and with hvdrun otherwise. Ranks are not bound to cores: Gloo's threads would inherit the
+single core of the script's thread, and take several times as long there as soon as anything else runs.
 """
 
 from __future__ import annotations
@@ -42,11 +43,10 @@ class Bench:
     calls: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # seconds of the last `interleave`'s calls
 
     @classmethod
-    def start(cls, description: str, *, pin: bool = True, **flags: str) -> Bench:
+    def start(cls, description: str, **flags: str) -> Bench:
         """Join the job with every library that competes.
 
         Args:
-            pin: whether each rank's main thread stays on a core of its own.
             flags: names and help of further flags.
         """
         parser = argparse.ArgumentParser(description=description)
@@ -61,9 +61,6 @@ class Bench:
         mpi = _mpi()
         hvd.init()
         started = hogs.start(arguments.hogs) if hvd.local_rank() == 0 else []
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        if pin and len(cores) >= hvd.local_size() > 1:
-            os.sched_setaffinity(0, {cores[hvd.local_rank()]})
         torch.set_num_threads(1)
         if hvd.size() > 1:
             meeting = f"tcp://{os.environ.get('BENCH_HOST', '127.0.0.1')}:{os.environ['BENCH_PORT']}"

@@ -133,7 +133,7 @@ def loss() -> keras.Loss:
 
 def main() -> None:
     backend = keras.backend.backend()
-    bench = Bench.start(__doc__, pin=backend != "jax")  # JAX with a single CPU hangs in callbacks: jax-ml/jax#24255
+    bench = Bench.start(__doc__)
     images = np.random.default_rng(0).normal(size=(BATCH * STEPS, 28, 28, 1)).astype("float32")
     labels = np.random.default_rng(1).integers(0, 10, BATCH * STEPS)
     contenders = fits(images, labels) | {"tensorflow": tapes, "torch": loops}.get(backend, lambda *_: {})(images, labels)

@@ -48,7 +48,7 @@ def calls(bench: Bench, found: dict[str, Callable[[], object]]) -> dict[str, lis
 
 
 def main() -> None:
-    bench = Bench.start(__doc__, pin=False)
+    bench = Bench.start(__doc__)
     rows = []
     for count in (0, HOGS):
         started = hogs.start(count) if hvd.local_rank() == 0 else []

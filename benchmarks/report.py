@@ -18,8 +18,8 @@ def write(results: Path) -> None:
     text = ["# Results", "", f"Written by `python -m benchmarks.run` on {machine['date']}. {machine['cpu']}, "
             f"{machine['cores']} cores, {machine['system']}, Python {machine['python']}, {versions}"
             + (f", {machine['gpu']}" if machine["gpu"] else "") + ".", "",
-            "Medians of interleaved rounds in one run; ratios below 1 mean hvdlite is faster. Ranks are pinned to one core "
-            "each when there are enough cores. What falls short, and why: [notes](NOTES.md)."]
+            "Medians of interleaved rounds in one run; ratios below 1 mean hvdlite is faster. Ranks are not bound to "
+            "cores. What falls short, and why: [notes](NOTES.md)."]
     for name, each in recorded.items():
         kind, _, ranks = name.rpartition("-")
         if kind not in _TABLES:
