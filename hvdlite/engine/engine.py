@@ -304,6 +304,8 @@ class Engine:
         self.fail(FailureNotice(self._control.parent, "lost", reason))
 
     def _status(self) -> RankStatus:
+        for group in list(self._state.groups):
+            group.reported()
         devices = self._connections.devices
         waiting = [*(entry.handle.name for entry in self._execution.pending()), *self._mailboxes.waiting.values()]
         return self.history.status(self._inbox.last_caller, waiting, () if devices is None else devices.progress(),

@@ -22,6 +22,9 @@ class Group(Protocol):
     def fail(self, error: Exception) -> None:
         """The background thread ends: fail all calls under way and all later ones."""
 
+    def reported(self) -> None:
+        """Rank 0 gathers a report."""
+
 
 class JobState:
     """Written by the background thread only, but for `groups`; user threads read it.

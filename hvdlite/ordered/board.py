@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Final
 
 from hvdlite.core.errors import MismatchError
 from hvdlite.memory.group_area import TEXT, GroupArea
@@ -20,6 +21,10 @@ from hvdlite.memory.group_area import TEXT, GroupArea
 def digest_of(text: bytes) -> int:
     """Return a number of 63 bits that stands for a text."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+SPLITS: Final = b"; splits "
+"""In the text of an alltoall: what follows may differ between ranks. They then exchange their splits."""
 
 
 class Board:
@@ -108,13 +113,20 @@ class Board:
         return [index for index, line in enumerate(self._area.lines) if 0 < line[0] <= sequence and index != self._index]
 
 
-def mismatch(group: str, texts: Sequence[tuple[int, bytes]], name_of: Sequence[str]) -> MismatchError:
-    """Return the error of ranks that do not call the same.
+class OnlySplitsDiffer(MismatchError):
+    """The ranks call the same alltoall, but some know without being told what they get from each rank, and others do not."""
+
+
+def disagreement(group: str, texts: Sequence[tuple[int, bytes]], name_of: Sequence[str]) -> MismatchError:
+    """Return the error of ranks that do not call the same; the same kind of error on all of them.
 
     Args:
         texts: by rank of the group: the number of its call, and what it is.
         name_of: of each rank, for messages.
     """
+    beginnings = {(number, text.partition(SPLITS)[0]) for number, text in texts}
+    if len(beginnings) == 1 and all(SPLITS in text for _, text in texts):
+        return OnlySplitsDiffer(group)
     calls: dict[str, list[int]] = {}
     sequence = texts[0][0]
     for rank, (number, text) in enumerate(texts):

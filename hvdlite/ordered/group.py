@@ -11,6 +11,7 @@ from typing import Protocol
 
 from hvdlite.core.array import Array
 from hvdlite.ordered.call import Call
+from hvdlite.ordered.history import PastCall
 from hvdlite.ordered.operations import Operation
 
 
@@ -54,6 +55,16 @@ class OrderedGroup(Protocol):
 
     def receive(self, values: Array, source: int | None, tag: int) -> Call:
         """Receive bytes into `values` from a rank, or from any; their number must be the sender's. See `Call.source`."""
+
+    def past_calls(self) -> list[PastCall]:
+        """Return the last collectives that this rank has called, oldest first. Callable while others are under way."""
+
+    def watch(self, troubled: Callable[[], object]) -> None:
+        """Call a function when collectives fail, and whenever rank 0 gathers a report.
+
+        It runs on the thread that finds it, often the runtime's own, which others wait for: it must not wait for them, and not
+        raise.
+        """
 
     def drain(self, seconds: float) -> None:
         """Wait at most so long until all collectives and sends of this rank are over; receives are not waited for.

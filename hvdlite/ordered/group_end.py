@@ -39,8 +39,9 @@ from hvdlite.core.errors import (
 from hvdlite.core.types import Collective
 from hvdlite.memory.group_area import TEXT, GroupArea
 from hvdlite.negotiation.messages import Response
-from hvdlite.ordered.board import Board, mismatch
+from hvdlite.ordered.board import Board, OnlySplitsDiffer, disagreement
 from hvdlite.ordered.call import Call
+from hvdlite.ordered.history import History, PastCall
 from hvdlite.ordered.operations import Operation
 from hvdlite.ordered.plans import Plans, Prepared, memory_of, shown
 from hvdlite.ordered.reporter import NoReporter, Reporter
@@ -83,6 +84,8 @@ class GroupEnd:
         self._is_moving = False  # whether the thread that carries out a call is in the middle of an operation
         self._unchecked: Prepared | None = None  # until it is known whether all ranks make the call under way
         self._met = 0.0  # when that was known, on the reporter's clock
+        self._history = History()
+        self._troubled: Callable[[], object] = lambda: None
         self._pid = os.getpid()
         self._lock = threading.RLock()  # guards the following; a signal handler may make a call while its thread holds it
         self._changed = threading.Condition(self._lock)
@@ -148,12 +151,25 @@ class GroupEnd:
             raise UnsupportedError(f"{self.name}: there is no other rank to exchange messages with")
         return self._transfers
 
+    def past_calls(self) -> list[PastCall]:
+        with self._lock:
+            queue = list(self._queue)
+        return self._history.calls(self._completed, self._reporter.clock(), queue)
+
+    def watch(self, troubled: Callable[[], object]) -> None:
+        self._troubled = troubled
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def fail(self, error: Exception) -> None:
         """The runtime ends, on the other ranks too; callable from any thread."""
         self._has_runtime = False
+        self._troubled()
         self._fail(error)
+
+    def reported(self) -> None:
+        """Rank 0 gathers a report."""
+        self._troubled()
 
     def _fail(self, error: Exception) -> None:
         """Fail all calls under way and all later ones."""
@@ -276,8 +292,10 @@ class GroupEnd:
                 self._perform(operation, self.timeout if call.timeout is None else call.timeout)
         except MismatchError as mismatched:
             error = mismatched
+            self._troubled()
         except Exception as failed:
             error = self._waiter.error or self._reason(failed)
+            self._troubled()  # before what is queued is given up
             self._fail(error)
             if not isinstance(error, HorovodInternalError):  # no memory, say: the others do not know of it
                 self._reporter.failed(error)
@@ -304,6 +322,7 @@ class GroupEnd:
         try:
             self._perform_moving(operation, timeout)
         except MismatchError:  # of which all ranks know
+            self._history.refuse(self._sequence)
             self._completed = self._sequence
             raise
         else:
@@ -322,11 +341,15 @@ class GroupEnd:
         reporter.began(prepared.lane)
         begun = self._met = reporter.clock()
         self._unchecked = prepared
-        if self._board is not None:
-            self._board.write(sequence, prepared.text, prepared.digest, int(begun * 1e9), self._told.owed)
-        else:
-            self._compare(prepared, int(begun * 1e9))
-        self._move(operation, response)
+        self._history.add((sequence, begun, prepared))
+        try:
+            if self._board is not None:
+                self._board.write(sequence, prepared.text, prepared.digest, int(begun * 1e9), self._told.owed)
+            else:
+                self._compare(prepared, int(begun * 1e9))
+            self._move(operation, response)
+        except OnlySplitsDiffer:
+            self._exchange(operation, response)
         reporter.ended(prepared.lane, response, begun, self._met)
 
     def _move(self, operation: Operation, response: Response) -> None:
@@ -340,16 +363,20 @@ class GroupEnd:
 
     def _alltoall(self, operation: Operation, response: Response) -> None:
         if operation.rows:
-            splits = self._plans.even_splits(operation.rows)
+            self._execute(response, *memory_of(operation), self._plans.even_splits(operation.rows))
         else:
-            told = np.zeros((self.size, 2, self.size), np.int64)
-            told[self.rank] = operation.sent, operation.received
-            self._gather(told[self.rank].reshape(-1), told.reshape(-1), "splits")
-            splits, sent, received = self._plans.splits(told, f"{self.name}, call {self._sequence}: {operation.agreed}")
-            if not sent:
-                return
-            response = msgspec.structs.replace(response, rows=(sent, received))
-        self._execute(response, *memory_of(operation), splits)
+            self._exchange(operation, response)
+
+    def _exchange(self, operation: Operation, response: Response) -> None:
+        """Carry out an alltoall for which the ranks have to tell each other what they send."""
+        told = np.zeros((self.size, 2, self.size), np.int64)
+        told[self.rank] = operation.sent or operation.rows, operation.received or operation.rows
+        self._gather(told[self.rank].reshape(-1), told.reshape(-1), "splits")
+        unit = "bytes" if operation.dtype == "uint8" else "elements"
+        splits, sent, received = self._plans.splits(told, f"{self.name}, call {self._sequence}: {operation.agreed}", unit)
+        if sent:
+            response = msgspec.structs.replace(response, collective=Collective.ALLTOALL, rows=(sent, received))
+            self._execute(response, *memory_of(operation), splits)
 
     def _compare(self, prepared: Prepared, begun: int) -> None:
         """Check that the ranks of several hosts agree."""
@@ -363,7 +390,7 @@ class GroupEnd:
         self._told.made(self._sequence, [shown(text) for text in dict.fromkeys(texts)],
                         int(np.ptp(told[:, 2])), int(told[:, 3].max()))
         if len(texts) > 1:
-            raise mismatch(self.name, list(zip(told[:, 0].tolist(), texts, strict=True)), self.members)
+            raise disagreement(self.name, list(zip(told[:, 0].tolist(), texts, strict=True)), self.members)
 
     def _gather_texts(self, prepared: Prepared) -> list[bytes]:
         """Return what each rank calls."""
@@ -397,7 +424,7 @@ class GroupEnd:
         texts = board.texts(self._sequence)
         self._told.made(self._sequence, [shown(text) for text in dict.fromkeys(text for _, text in texts)], board.waited,
                         board.owed)
-        raise mismatch(self.name, texts, self.members)
+        raise disagreement(self.name, texts, self.members)
 
     def _impatient(self) -> None:
         """A wait takes long: tell rank 0 who waits for whom."""

@@ -18,7 +18,7 @@ class Operation:
 
     Attributes:
         agreed: what has to be equal on all ranks, as errors show it: "all_reduce(SUM, float32[64, 10])". The same text means
-            the same dtype and numbers of elements.
+            the same dtype and numbers of elements. Of an alltoall, what follows "; splits " may differ.
         rows: elements of each rank: that it contributes (allgather, gather), or that it gets (reducescatter, scatter); in an
             alltoall, what it gets from each rank, where that is the same for all. Then there is no `sent` and no `received`,
             and ranks need not exchange them first.

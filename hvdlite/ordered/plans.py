@@ -107,12 +107,12 @@ class Plans:
         mine = rows[self._index]
         return AlltoallSplits(tuple(rows), (mine,) * len(rows), (starts[self._index],) * len(rows))
 
-    def splits(self, told: Array, what: str) -> tuple[AlltoallSplits, int, int]:
+    def splits(self, told: Array, what: str, unit: str) -> tuple[AlltoallSplits, int, int]:
         """Return this rank's splits of an alltoall, and the most that a rank sends and receives.
 
         Args:
             told: int64, of shape (ranks, 2, ranks): what each rank sends to each rank, and receives from each.
-            what: for the error.
+            what: for the error; of `unit`s.
 
         Raises:
             MismatchError: on all ranks, if what one rank sends to another is not what that one expects.
@@ -120,7 +120,7 @@ class Plans:
         sent, expected = told[:, 0], told[:, 1].T
         if not np.array_equal(sent, expected):
             sender, receiver = map(int, np.argwhere(sent != expected)[0])
-            raise MismatchError(f"{what}: rank {sender} sends {sent[sender, receiver]} elements to rank {receiver}, which "
+            raise MismatchError(f"{what}: rank {sender} sends {sent[sender, receiver]} {unit} to rank {receiver}, which "
                                 f"expects {expected[sender, receiver]}: the input splits of a rank have to be the output "
                                 "splits of the others")
         starts = np.cumsum(sent, axis=1) - sent

@@ -10,9 +10,20 @@ import torch
 
 from hvdlite_torch.distributed.registration import NAME, register
 
-__all__ = ["NAME", "monitored_barrier", "register", "set_environment"]
+__all__ = ["NAME", "dump_fr_trace", "monitored_barrier", "register", "set_environment"]
 
 register()
+
+
+def dump_fr_trace() -> dict[str, Any]:
+    """Return the last collectives of this rank's process groups, in the format of torch's Flight Recorder.
+
+    A file for `torchfrtrace` has it pickled, and its name ends with the rank. Such files are written when collectives fail,
+    and with each stall report, if the variable TORCH_FR_DUMP_TEMP_FILE is set: to their names, without the rank.
+    """
+    from hvdlite_torch.distributed import fr_trace, process_group
+
+    return fr_trace.dump(process_group.records())
 
 
 def monitored_barrier(group: Any = None, timeout: datetime.timedelta | float | None = None,

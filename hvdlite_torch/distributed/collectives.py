@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from hvdlite.core.errors import OperationTimeoutError
 from hvdlite.ordered.call import Call
@@ -20,6 +21,7 @@ from hvdlite_torch.distributed import sparse
 from hvdlite_torch.distributed import tensors as memory
 from hvdlite_torch.distributed.errors import as_backend_error, missed
 from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, Prepared, Reduce
+from hvdlite_torch.distributed.profiling import begin_span
 from hvdlite_torch.distributed.work import GroupWork, Works
 
 FAILING_SECONDS = 5.0
@@ -153,7 +155,7 @@ class Collectives:
         (tensor,) = tensors
         memory.check(tensor, "send")
         self._check_rank(dst_rank, "send", "destination")
-        return self._began(GroupWork(self._ordered.send(memory.memory(memory.dense(tensor)), dst_rank, tag), [tensor]))
+        return self._message("send", self._ordered.send(memory.memory(memory.dense(tensor)), dst_rank, tag), tensor)
 
     def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int) -> Any:
         """See `torch.distributed.irecv`."""
@@ -170,7 +172,12 @@ class Collectives:
         if memory.room_for(tensor) is not tensor:
             raise ValueError("recv: Tensors must be contiguous: this one has the shape "
                              f"{tuple(tensor.shape)} and the strides {tensor.stride()}")
-        return self._began(GroupWork(self._ordered.receive(memory.memory(tensor), source, tag), [tensor]))
+        return self._message("recv", self._ordered.receive(memory.memory(tensor), source, tag), tensor)
+
+    def _message(self, name: str, call: Call, tensor: torch.Tensor) -> Any:
+        if profiler._is_profiler_enabled:
+            call.when_done(begin_span(name))
+        return self._began(GroupWork(call, [tensor]))
 
     # --- the group ----------------------------------------------------------------------------------------------------
 
@@ -216,7 +223,10 @@ class Collectives:
         """Start operations; return their work."""
         self._calls += 1
         is_blocking = opts is not None and not getattr(opts, "asyncOp", True)
+        span = begin_span(prepared.operations[0].agreed) if profiler._is_profiler_enabled and prepared.operations else None
         call = self._ordered.start(prepared.operations, prepared.finish, blocking=is_blocking, **_timeout(opts))
+        if span is not None:
+            call.when_done(span)
         if is_blocking and call.is_done and call.error is None:
             return self._done
         return self._began(GroupWork(call, prepared.tensors))

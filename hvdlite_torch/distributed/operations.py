@@ -101,6 +101,12 @@ def _told(name: str, how: str, dtype: torch.dtype, count: object) -> str:
     return f"{name}({how}{', ' if how else ''}{memory.NAMES[dtype]}[{count}])"
 
 
+@functools.lru_cache(4096)
+def _exchange_told(dtype: torch.dtype, each: int | None = None) -> str:
+    """Like `_told`, of an alltoall, in which every rank gets `each` elements of every rank, or as many as splits say."""
+    return f"all_to_all({memory.NAMES[dtype]}; splits {'given' if each is None else f'of {each} elements'})"
+
+
 class Operations:
     """Makes the operations of one rank of a group.
 
@@ -317,10 +323,10 @@ def _exchange(output: torch.Tensor, source: torch.Tensor, received: Sequence[int
     unit, arrays = source.element_size(), (memory.memory(source), memory.memory(output))
     if is_even:
         return Operation(
-            collective=Collective.ALLTOALL, agreed=_told("all_to_all", "no splits", source.dtype, source.numel()),
+            collective=Collective.ALLTOALL, agreed=_exchange_told(source.dtype, sent[0]),
             dtype="uint8", sources=arrays[:1], outputs=arrays[1:], rows=(sent[0] * unit,) * len(sent))
     return Operation(
-        collective=Collective.ALLTOALL, agreed=f"all_to_all({memory.NAMES[source.dtype]}, splits)", dtype="uint8",
+        collective=Collective.ALLTOALL, agreed=_exchange_told(source.dtype), dtype="uint8",
         sources=arrays[:1], outputs=arrays[1:], sent=tuple(count * unit for count in sent),
         received=tuple(count * unit for count in received))
 

@@ -14,10 +14,11 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from hvdlite.ordered.group import OrderedGroup
-from hvdlite_torch.distributed import backend, other_devices
+from hvdlite_torch.distributed import backend, comm_debug, other_devices
 from hvdlite_torch.distributed.backend import NAME
 from hvdlite_torch.distributed.collectives import Collectives
 from hvdlite_torch.distributed.compiling import leave_to_python
+from hvdlite_torch.distributed.fr_trace import GroupRecord
 from hvdlite_torch.distributed.overloads import OVERLOADS
 from hvdlite_torch.distributed.work import Works
 
@@ -139,6 +140,12 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
     def _end_coalescing(self, device: torch.device) -> Works:
         return self._finish_coalescing() if device.type == "cpu" else super()._end_coalescing(device)
 
+    def record(self) -> GroupRecord:
+        """Return what this rank remembers of the group."""
+        ordered = self._ordered
+        return GroupRecord(self._group_name, self._group_desc, [int(member) for member in ordered.members], ordered.timeout,
+                           ordered.past_calls())
+
     # --- the end, and parts ----------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
@@ -194,6 +201,12 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
         return self._other_backends.get(device)
 
 
+def records() -> list[GroupRecord]:
+    """Return what this rank remembers of its process groups of hvdlite."""
+    groups = list(torch.distributed.distributed_c10d._world.pg_map)
+    return [group.record() for group in groups if isinstance(group, HvdliteProcessGroup)]
+
+
 def _first_tensor(argument: Any) -> torch.Tensor | None:
     """Return a tensor of an argument, which may be a list, or a list of lists."""
     while isinstance(argument, (list, tuple)) and argument:
@@ -213,6 +226,7 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
         name: of the method of torch.
     """
     own, elsewhere, with_options = getattr(Collectives, own_name), getattr(_ProcessGroup, name), OVERLOADS.get(own_name)
+    operator = _OLD_NAMES.get(own_name, own_name)
 
     def method(self: HvdliteProcessGroup, *args: Any, **kwargs: Any) -> Any:
         for argument in args:
@@ -221,6 +235,8 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
                 if not tensor.is_cpu and self._backend_for(tensor.device.type) is not None:
                     return elsewhere(self, *args, **kwargs)
                 break
+        if comm_debug.modes():
+            comm_debug.count(operator)
         if with_options is not None and not _has_options(args, kwargs):
             return own(self, *with_options(*args, **kwargs))
         return own(self, *args, **kwargs)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Sequence
 from typing import Any, Final
 
 from torch.distributed import Backend, is_available
 
 NAME: Final = "hvdlite"
+TRACE: Final = "TORCH_FR_DUMP_TEMP_FILE"
+"""The variable that tells where torch's Flight Recorder writes: the path but for the rank."""
 
 
 def register() -> None:
@@ -30,8 +33,9 @@ def _create(options: Any, backend_options: Any = None) -> Any:
 def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | None, timeout: datetime.timedelta) -> Any:
     from hvdlite import api
     from hvdlite.core.errors import HvdliteError, LaunchError
+    from hvdlite_torch.distributed import fr_trace
     from hvdlite_torch.distributed.errors import as_backend_error
-    from hvdlite_torch.distributed.process_group import HvdliteProcessGroup
+    from hvdlite_torch.distributed.process_group import HvdliteProcessGroup, records
     from hvdlite_torch.distributed.step_count import count
 
     def join_part(store: Any, name: str, rank: int, ranks: Sequence[int], timeout: datetime.timedelta) -> Any:
@@ -49,4 +53,8 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
             f'with the backend "{NAME}": {str(error).splitlines()[0]}')) from error
     if members is None:
         count()
+    trace = os.environ.get(TRACE, "")
+    if trace:
+        path = f"{trace}{members[rank] if members else rank}"
+        ordered.watch(lambda: fr_trace.write(path, records()))
     return HvdliteProcessGroup(ordered, store, name, timeout, join_part)

@@ -137,6 +137,32 @@ def test_parts_of_different_sizes() -> None:
     run(3, step)
 
 
+@pytest.mark.parametrize("one_host", [True, False])
+def test_splits_on_some_ranks_only(one_host: bool) -> None:
+    """The others get as much from every rank, and know it; so they do not tell each other."""
+    def step(group: Any) -> None:
+        rank = group.rank()
+        splits = [2, 2, 2] if rank == 1 else []
+        for _ in range(3):
+            outputs = torch.empty(6)
+            group.all_to_all_single(outputs, torch.arange(6.0) + 10 * rank, splits, splits).wait()
+            assert outputs.tolist() == [10.0 * each + 2 * rank + column for each in range(3) for column in (0, 1)]
+            group.all_to_all_single(outputs, torch.arange(6.0), [], []).wait()
+        nothing, splits = torch.empty(0), [0, 0, 0] if rank else []
+        group.all_to_all_single(nothing, nothing.clone(), splits, splits).wait()
+        splits = [3, 3, 3] if rank else []
+        with pytest.raises(MismatchError, match="rank 0 sends 4 bytes to rank 1, which expects 12"):
+            group.all_to_all_single(torch.empty(9 if rank else 3), torch.empty(9 if rank else 3), splits, splits).wait()
+        with pytest.raises(MismatchError, match=r"all_to_all\(float32; splits given\) on ranks 1, 2"):
+            given = torch.empty(3, dtype=torch.float32 if rank else torch.int32)
+            group.all_to_all_single(given, given.clone(), splits and [1, 1, 1], splits and [1, 1, 1]).wait()
+        mine = torch.ones(1)
+        group.allreduce([mine]).wait()
+        assert mine.item() == 3
+
+    run(3, step, one_host=one_host)
+
+
 def test_tensors_that_are_not_contiguous() -> None:
     def strided(value: float) -> torch.Tensor:
         return torch.full((4, 6), value)[:, ::2]

@@ -310,6 +310,18 @@ def one_dies(folder: str) -> None:
     summed()
 
 
+def recorded(folder: str) -> None:
+    """Rank 0 fails, for rank 1 does not come; the threads of the runtime write rank 1's trace."""
+    trace = Path(folder, "trace_")
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(trace)
+    begin(folder, seconds=1.0)
+    assert summed() == 1
+    if RANK == 0:
+        dist.broadcast(torch.ones(2), 0)
+    while not Path(f"{trace}1").exists():
+        time.sleep(0.01)
+
+
 def leftovers(folder: str) -> None:
     """Groups that come and go leave no descriptor and no thread."""
     begin(folder)
