@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch._C import _distributed_c10d as c10d
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdlite.ordered.group import OrderedGroup
 from hvdlite_torch.distributed import backend, comm_debug, other_devices
 from hvdlite_torch.distributed.backend import NAME
 from hvdlite_torch.distributed.collectives import Collectives
 from hvdlite_torch.distributed.compiling import leave_to_python
+from hvdlite_torch.distributed.errors import UnsupportedArgumentError
 from hvdlite_torch.distributed.fr_trace import GroupRecord
 from hvdlite_torch.distributed.overloads import OVERLOADS
 from hvdlite_torch.distributed.work import Works
@@ -214,6 +216,14 @@ def _first_tensor(argument: Any) -> torch.Tensor | None:
     return argument if isinstance(argument, torch.Tensor) else None
 
 
+def _waited(args: Sequence[Any]) -> Sequence[Any] | None:
+    """Return arguments whose tensors are results of functional collectives, when those are over; None without any."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    pending = [each for each in tree_leaves(args) if isinstance(each, AsyncCollectiveTensor)]
+    return tree_map_only(AsyncCollectiveTensor, AsyncCollectiveTensor.trigger_wait, args) if pending else None
+
+
 def _has_options(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return (bool(args) and type(args[-1]) in _OPTIONS) or "opts" in kwargs
 
@@ -238,8 +248,14 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
         if comm_debug.modes():
             comm_debug.count(operator)
         if with_options is not None and not _has_options(args, kwargs):
-            return own(self, *with_options(*args, **kwargs))
-        return own(self, *args, **kwargs)
+            args, kwargs = with_options(*args, **kwargs), {}
+        try:
+            return own(self, *args, **kwargs)
+        except UnsupportedArgumentError:
+            waited = _waited(args)
+            if waited is None:
+                raise
+        return own(self, *waited, **kwargs)
 
     functools.update_wrapper(method, own)
     leave_to_python(method)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -14,6 +15,12 @@ from tests.worlds import HANGS_SECONDS, TORCH, Processes, processes, shared_memo
 
 def test_trainings_equal_those_on_gloo(tmp_path: Path) -> None:
     processes(2, training.trainings, str(tmp_path), imported=TORCH)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler (g++)")
+def test_a_step_compiled_by_inductor(tmp_path: Path) -> None:
+    processes(2, training.compiled_by_inductor, str(tmp_path), imported=TORCH)
 
 
 def test_a_hook_whose_callbacks_communicate(tmp_path: Path) -> None:
