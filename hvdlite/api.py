@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from hvdlite.bootstrap.environments import LaunchInfo, torch_variables
+from hvdlite.bootstrap.environments import LaunchInfo, check_host, torch_variables
 from hvdlite.bootstrap.store import Store
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
@@ -339,7 +339,9 @@ def transfer_name(adapter: str, name: str | None, sender: int, receiver: int) ->
 
 def set_torch_variables() -> None:
     """Set the variables by which `torch.distributed` finds the ranks; see `bootstrap.environments.torch_variables`."""
-    os.environ.update(torch_variables(os.environ, os.getppid()))
+    found = torch_variables(os.environ, os.getppid())
+    check_host(found.get("MASTER_ADDR", ""))
+    os.environ.update(found)
 
 
 def join_group(store: Store, name: str, rank: int, size: int, timeout: float,

@@ -20,6 +20,7 @@ import hashlib
 import hmac
 import os
 import re
+import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -183,15 +184,30 @@ def torch_variables(environ: Mapping[str, str], parent: int) -> dict[str, str]:
                           "MASTER_PORT, or start it with hvdrun, torchrun, mpirun or srun")
     environment = _with_slurms_local_rank(environment, environ)
     world = _world(environment, environ)
-    if environment.first_host or "MASTER_ADDR" in environ:
-        first = environ.get("MASTER_ADDR") or next(environ[name] for name in environment.first_host if environ.get(name))
-    elif world.local_size == world.size:
+    if "MASTER_ADDR" in environ:
+        first = environ["MASTER_ADDR"]
+    elif world.local_size == world.size:  # the host's name may lead nowhere
         first = "127.0.0.1"
+    elif environment.first_host:
+        first = next(environ[name] for name in environment.first_host if environ.get(name))
     else:
         raise LaunchError(f"{environment.name}: the ranks are on several hosts, and the address of rank 0 is not known: set "
                           "MASTER_ADDR, the same on all ranks")
     found = contract.torch_environment(world, first_host(first), _port_of(environment, environ, parent))
     return {name: value for name, value in found.items() if name not in environ}
+
+
+def check_host(name: str) -> None:
+    """Check that a host's name has an address here; "" is no host.
+
+    Raises:
+        LaunchError: when it has none.
+    """
+    try:
+        socket.getaddrinfo(name, None) if name else None
+    except OSError as error:
+        raise LaunchError(f"{name}, the host of rank 0, has no address on this host ({error.strerror}): set MASTER_ADDR, "
+                          "the same on all ranks") from error
 
 
 def _with_slurms_local_rank(environment: Environment, environ: Mapping[str, str]) -> Environment:

@@ -62,8 +62,8 @@ class OrderedGroup(Protocol):
     def watch(self, troubled: Callable[[], object]) -> None:
         """Call a function when collectives fail, and whenever rank 0 gathers a report.
 
-        It runs on the thread that finds it, often the runtime's own, which others wait for: it must not wait for them, and not
-        raise.
+        It runs on the thread that finds out, which may be the runtime's background thread: it must not wait for other ranks,
+        nor raise.
         """
 
     def drain(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Counts for torch's `CommDebugMode`: it looks at torch's dispatcher, where calls of a process group in Python do not pass."""
+"""Counts of calls for torch's `CommDebugMode`, which sees what passes torch's dispatcher: our process groups do not."""
 
 from __future__ import annotations
 

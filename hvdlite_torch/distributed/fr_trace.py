@@ -1,4 +1,4 @@
-"""The last calls of this rank's process groups in the format of torch's Flight Recorder, for torch's analyzer, `torchfrtrace`.
+"""The last calls of this rank's process groups in the format of torch's Flight Recorder, for its analyzer, `torchfrtrace`.
 
 Only torch's own backends can fill torch's recorder, and its analyzer accepts only their names: calls are called "gloo:..."
 here. They are numbered as the ranks compare them, so a mismatch, or a call that a rank has not made, has one number on all

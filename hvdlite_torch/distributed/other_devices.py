@@ -34,7 +34,10 @@ def make(name: str, device: str, group: Any, timeout: datetime.timedelta) -> tup
     store, rank, size = c10d.PrefixStore(f"{device}/", prefix), group.rank(), group.size()
     ranks = list(distributed_c10d._world.pg_group_ranks.get(group, range(size)))
     if name in ("nccl", "xccl"):
-        kind: Any = getattr(c10d, f"ProcessGroup{name.upper()}")
+        kind: Any = getattr(c10d, f"ProcessGroup{name.upper()}", None)
+        if kind is None:
+            raise UnsupportedArgumentError(f'backend "{name}" for {device}: this torch ({torch.__version__}) was built '
+                                           "without it; install one for this device, or name another backend")
         options = kind.Options()
         options._timeout, options.global_ranks_in_group, options.group_name = timeout, ranks, group.group_name
         return kind(store, rank, size, options), getattr(_TYPES, name.upper())

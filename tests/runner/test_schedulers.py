@@ -121,6 +121,16 @@ def test_srun_across_nodes_needs_the_key_and_says_so(slurm: Slurm, tmp_path: Pat
     assert ended.returncode == 0 and sorted(ended.stdout.splitlines()) == ["0 3 0 3", "1 3 1 3", "2 3 0 3"], ended.stderr
 
 
+@needs_torch
+@pytest.mark.long
+def test_a_script_for_torch_under_srun(slurm: Slurm) -> None:
+    """The nodes' names have no addresses; on one node none is needed."""
+    script = ROOT / "tests/torch/distributed/programs/launched.py"
+    ended = slurm.run("srun", "--quiet", "--ntasks=2", sys.executable, str(script), "--ours")
+    expected = [f"rank {rank} of 2, local {rank}: 3" for rank in range(2)]
+    assert ended.returncode == 0 and sorted(ended.stdout.splitlines()) == expected, ended.stderr
+
+
 def test_srun_with_an_interface_for_mpi_counts_as_srun(slurm: Slurm) -> None:
     ended = slurm.run("srun", "--quiet", "--mpi=pmi2", "--ntasks=2", *PLACE)
     assert ended.returncode == 0 and sorted(ended.stdout.splitlines()) == ["0 2 0 2", "1 2 1 2"], ended.stderr

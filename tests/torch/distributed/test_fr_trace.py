@@ -73,7 +73,8 @@ def test_a_mismatch_is_found(tmp_path: Path) -> None:
         return dump([group.record()])
 
     first, second = analyzed(tmp_path, run(3, step))
-    assert first.pass_check and not second.pass_check and second.collective_seq_id == 2
+    assert first.pass_check and not second.pass_check
+    assert (second.collective_seq_id, second.collective_state) == (2, "started")
     (rank, culprit), = second.mismatch_collectives.items()
     assert rank == 1 and culprit.input_sizes == [[3]] and "SIZE_OR_SYNTAX_MISMATCH" in str(culprit.type_of_mismatch)
 
@@ -103,7 +104,7 @@ def test_a_rank_that_is_missing_is_found_and_so_is_what_waits_behind(tmp_path: P
 
 
 def test_the_ranks_write_files_when_a_job_fails(tmp_path: Path) -> None:
-    """Also the rank that is missing, which waits for nothing."""
+    """And when rank 0 gathers a report. Also the rank that is missing, which waits for nothing, writes."""
     with Processes(2, programs.recorded, str(tmp_path), imported=TORCH) as world:
         first, _ = world.wait(HANGS_SECONDS)
     assert "OperationTimeoutError" in first.stderr

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -126,6 +126,15 @@ def another_device(folder: str) -> None:
     mine = torch.ones(1)
     other.allreduce([mine]).wait()
     assert mine.item() == 2
+    dist.destroy_process_group()
+    begin(folder, "cpu:hvdlite,xpu:xccl")
+    assert summed() == 1
+    try:
+        cast(Any, dist.group.WORLD)._get_backend(torch.device("xpu"))
+    except ValueError as error:
+        assert 'backend "xccl" for xpu: this torch' in str(error)
+    else:
+        raise AssertionError("this torch has XCCL")
     dist.destroy_process_group()
 
 
@@ -311,15 +320,25 @@ def one_dies(folder: str) -> None:
 
 
 def recorded(folder: str) -> None:
-    """Rank 0 fails, for rank 1 does not come; the threads of the runtime write rank 1's trace."""
-    trace = Path(folder, "trace_")
-    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(trace)
-    begin(folder, seconds=1.0)
+    """The ranks write traces for a report; then rank 0 fails, for rank 1 does not come. Its runtime writes rank 1's trace."""
+    traces = [Path(folder, f"trace_{rank}") for rank in range(2)]
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(traces[0])[:-1]
+    begin(folder, seconds=30.0)
+
+    def written() -> None:
+        while not all(trace.exists() for trace in traces):
+            time.sleep(0.01)
+
+    if RANK == 0:
+        api.runtime().request_report()
+    written()
+    assert summed() == 1
+    traces[RANK].unlink()
     assert summed() == 1
     if RANK == 0:
+        dist.group.WORLD.set_timeout(datetime.timedelta(seconds=0.5))
         dist.broadcast(torch.ones(2), 0)
-    while not Path(f"{trace}1").exists():
-        time.sleep(0.01)
+    written()
 
 
 def leftovers(folder: str) -> None:

@@ -228,7 +228,8 @@ CASES: dict[str, Callable[[], torch.Tensor]] = {
     "hook": lambda: with_hook("allreduce_hook"), "uneven inputs": uneven_inputs, "no_sync": no_sync,
     "sparse gradients": sparse_gradients, "ZeRO": zero, "FSDP2": sharded, "FSDP2 in bfloat16": sharded_narrow,
     "FSDP": sharded_by_fsdp1, "tensor parallel": tensor_parallel, "checkpoint": checkpoint, "functional": functional,
-    "compiled": lambda: compiled("inductor" if dist.get_backend() == "hvdlite" else "eager"), "pending": pending, "compiled DDP": compiled_ddp, "debug level": in_detail,
+    "compiled": lambda: compiled("inductor" if dist.get_backend() == "hvdlite" else "eager"),
+    "pending": pending, "compiled DDP": compiled_ddp, "debug level": in_detail,
 }
 
 
