@@ -320,7 +320,7 @@ def one_dies(folder: str) -> None:
 
 
 def recorded(folder: str) -> None:
-    """The ranks write traces for a report; then rank 0 fails, for rank 1 does not come. Its runtime writes rank 1's trace."""
+    """The ranks write traces for a report; then rank 0 fails, for rank 1 does not come: its runtime writes its trace."""
     traces = [Path(folder, f"trace_{rank}") for rank in range(2)]
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(traces[0])[:-1]
     begin(folder, seconds=30.0)
