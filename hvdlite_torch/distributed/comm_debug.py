@@ -6,37 +6,31 @@ import sys
 from typing import Any
 
 import torch
-from torch._C import _len_torch_dispatch_stack as modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-__all__ = ["count", "modes"]
 
 
 class _Seen:
-    """Stands for an operator that has been called already.
+    """Stands for an operator that has been called already."""
 
-    Args:
-        name: the operator's in `torch.ops.c10d`.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._overloadpacket: Any = getattr(torch.ops.c10d, name, None)
-        self._text = f"c10d.{name}.default"
+    def __init__(self, operator: Any) -> None:
+        self._overloadpacket = operator
 
     def __call__(self) -> None:
         """Do nothing."""
 
     def __str__(self) -> str:
-        return self._text
+        return f"{self._overloadpacket}.default"
 
 
 def count(name: str) -> None:
-    """Count a call of a process group's method in each `CommDebugMode` that is on; called where there are `modes()`.
+    """Count a call of a process group's method in each `CommDebugMode` that is on.
 
     Args:
-        name: torch's old name of the method, which its operators have.
+        name: torch's old name of the method, which its operators have, some with "_".
     """
     module: Any = sys.modules.get("torch.distributed.tensor.debug._comm_mode")
-    for mode in _get_current_dispatch_mode_stack() if module is not None else ():
+    operators = torch.ops.c10d
+    operator = getattr(operators, f"{name}_", None) or getattr(operators, name, None)
+    for mode in _get_current_dispatch_mode_stack() if module is not None and operator is not None else ():
         if isinstance(mode, module.CommDebugMode):
-            mode.__torch_dispatch__(_Seen(f"{name}_"), ())
+            mode.__torch_dispatch__(_Seen(operator), ())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch._C import _distributed_c10d as c10d
+from torch._C import _len_torch_dispatch_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdlite.ordered.group import OrderedGroup
@@ -245,7 +246,7 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
                 if not tensor.is_cpu and self._backend_for(tensor.device.type) is not None:
                     return elsewhere(self, *args, **kwargs)
                 break
-        if comm_debug.modes():
+        if _len_torch_dispatch_stack():
             comm_debug.count(operator)
         if with_options is not None and not _has_options(args, kwargs):
             args, kwargs = with_options(*args, **kwargs), {}
