@@ -2,8 +2,8 @@
 
 What travels without arithmetic travels as bytes, so that every dtype of torch can. Ranks may call a collective with
 different shapes of the same number of elements, as with torch's own backends: errors and checks therefore show numbers of
-elements. A tensor that is not contiguous is copied, and an output copied back when the operation is done. Inputs are copied
-at the call, and not when its turn comes.
+elements. What does not lie in memory one after the other is copied: inputs when the operation's turn comes, so that it reads
+what operations before it have written, and outputs when the call is done.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Prepared:
     Attributes:
         operations: in order.
         tensors: the result, as `Work.result` returns it.
-        finish: copies results to tensors that are not contiguous; None if there is nothing to copy.
+        finish: copies results to where they belong; None if they are there already.
     """
 
     operations: Sequence[Operation]
@@ -117,41 +117,32 @@ class Operations:
 
     def allreduce(self, tensors: Sequence[torch.Tensor], reduce: Reduce, name: str = "all_reduce") -> Prepared:
         """Reduce every tensor in place; tensors of one dtype together."""
-        for tensor in tensors:
-            memory.check(tensor, name)
-        if len(tensors) == 1 and memory.room_for(tensors[0]) is tensors[0]:  # nothing to sort or to copy: the ordinary case
-            operation = _reduction([tensors[0]], tensors[0].dtype, reduce, name)
-            return Prepared([operation], list(tensors))
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in tensors:
+            memory.check(tensor, name)
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        operations, copies = [], _Copies()
-        for dtype, members in by_dtype.items():
-            reduce.on(dtype, name)  # before anything is copied
-            operations.append(_reduction([copies.room_with_values(tensor) for tensor in members], dtype, reduce, name))
-        return Prepared(operations, list(tensors), copies.finish)
+        return joined([_reduction(members, reduce, name) for members in by_dtype.values()], list(tensors))
 
     def reduce(self, tensor: torch.Tensor, root: int, reduce: Reduce) -> Prepared:
         """Reduce in place on the root; other ranks keep their values."""
         memory.check(tensor, "reduce")
         op, copies = reduce.on(tensor.dtype, "reduce"), _Copies()
-        array = memory.values(copies.room_with_values(tensor) if self._rank == root else memory.dense(tensor))
+        array = memory.values(copies.room_with_values(tensor) if self._rank == root else copies.source(tensor))
         operation = Operation(
             collective=Collective.REDUCE, agreed=_told("reduce", f"{reduce.name}, to rank {root}", tensor.dtype, array.size),
             dtype=memory.NAMES[tensor.dtype], sources=[array], outputs=[array if self._rank == root else None], op=op,
             root=root, prescale=reduce.prescale)
-        return Prepared([operation], [tensor], copies.finish)
+        return copies.prepared(operation, [tensor])
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> Prepared:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Prepared:
         """Copy the root's values to all ranks."""
-        operations, copies = [], _Copies()
-        for tensor in tensors:
-            memory.check(tensor, "broadcast")
-            array = memory.memory(memory.dense(tensor) if self._rank == root else copies.room(tensor))
-            operations.append(Operation(
-                collective=Collective.BROADCAST, dtype="uint8", sources=[array], outputs=[array], root=root,
-                agreed=_told("broadcast", f"from rank {root}", tensor.dtype, tensor.numel())))
-        return Prepared(operations, list(tensors), copies.finish)
+        memory.check(tensor, "broadcast")
+        copies = _Copies()
+        array = memory.memory(copies.source(tensor) if self._rank == root else copies.room(tensor))
+        operation = Operation(
+            collective=Collective.BROADCAST, agreed=_told("broadcast", f"from rank {root}", tensor.dtype, tensor.numel()),
+            dtype="uint8", sources=[array], outputs=[array], root=root)
+        return copies.prepared(operation, [tensor])
 
     def allgather(self, outputs: Sequence[torch.Tensor], own: torch.Tensor, name: str = "all_gather") -> Prepared:
         """Gather every rank's tensor in `outputs`; their numbers of elements may differ between ranks."""
@@ -162,7 +153,7 @@ class Operations:
             raise ValueError(f"{name}: this rank's tensor has {own.numel()} elements, and its place in the output "
                              f"{rows[self._rank]}; they must be equal")
         copies = _Copies()
-        return Prepared([self._gathering(copies.room_for_all(outputs), own, rows, name)], list(outputs), copies.finish)
+        return self._gathering(copies, copies.room_for_all(outputs), own, rows, name, list(outputs))
 
     def allgather_single(self, output: torch.Tensor, own: torch.Tensor) -> Prepared:
         """Gather every rank's tensor, of equal size, in one."""
@@ -172,8 +163,7 @@ class Operations:
             raise ValueError(f"{name}: output tensor size must be equal to world_size times input tensor size; the output "
                              f"has {output.numel()} elements, the input {own.numel()} on each of {self._size} ranks")
         copies = _Copies()
-        return Prepared([self._gathering(copies.room(output), own, (own.numel(),) * self._size, name)], [output],
-                        copies.finish)
+        return self._gathering(copies, copies.room(output), own, (own.numel(),) * self._size, name, [output])
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, own: torch.Tensor, root: int) -> Prepared:
         """Gather every rank's tensor on the root, which alone has `outputs`; all have the same number of elements."""
@@ -187,26 +177,25 @@ class Operations:
             target = memory.memory(copies.room_for_all(outputs))
         operation = Operation(
             collective=Collective.GATHER, agreed=_told("gather", f"to rank {root}", own.dtype, count), dtype="uint8",
-            sources=[memory.memory(memory.dense(own))], outputs=[target], root=root,
+            sources=[memory.memory(copies.source(own))], outputs=[target], root=root,
             rows=(count * own.element_size(),) * self._size)
-        return Prepared([operation], list(outputs or []), copies.finish)
+        return copies.prepared(operation, list(outputs or []))
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> Prepared:
         """Give every rank one of the tensors of the root, which alone has `inputs`; all have the same number of elements."""
         memory.check(output, "scatter")
-        sources = []
+        copies, sources = _Copies(), []
         if self._rank == root:
             inputs = inputs or []
             self._check_parts(inputs, "scatter")
             self._check_like(inputs, output, "scatter")
             _check_even(inputs, output, "scatter")
-            sources = [memory.memory(memory.concatenated(inputs))]
-        copies = _Copies()
+            sources = [memory.memory(copies.sources(inputs))]
         operation = Operation(
             collective=Collective.SCATTER, agreed=_told("scatter", f"from rank {root}", output.dtype, output.numel()),
             dtype="uint8", sources=sources, outputs=[memory.memory(copies.room(output))], root=root,
             rows=(output.numel() * output.element_size(),) * self._size)
-        return Prepared([operation], [output], copies.finish)
+        return copies.prepared(operation, [output])
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduce: Reduce) -> Prepared:
         """Reduce the ranks' lists of tensors; each rank gets one of the results. The tensors' sizes may differ."""
@@ -217,7 +206,8 @@ class Operations:
         if output.numel() != rows[self._rank]:
             raise ValueError(f"{name}: the output has {output.numel()} elements, and this rank's tensor of the inputs "
                              f"{rows[self._rank]}; they must be equal")
-        return self._scattering(output, memory.concatenated(inputs), rows, reduce)
+        copies = _Copies()
+        return self._scattering(copies, output, copies.sources(inputs), rows, reduce)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, reduce: Reduce) -> Prepared:
         """Reduce the ranks' tensors; each rank gets an equal part of the result."""
@@ -225,20 +215,21 @@ class Operations:
         if source.numel() != output.numel() * self._size:
             raise ValueError("reduce_scatter: input tensor must be the same size as output size times world size; the input "
                              f"has {source.numel()} elements, the output {output.numel()} on each of {self._size} ranks")
-        return self._scattering(output, memory.dense(source), (output.numel(),) * self._size, reduce)
+        copies = _Copies()
+        return self._scattering(copies, output, copies.source(source), (output.numel(),) * self._size, reduce)
 
     def alltoall_single(self, output: torch.Tensor, source: torch.Tensor, output_splits: Sequence[int],
                         input_splits: Sequence[int]) -> Prepared:
         """Exchange rows of tensors; without splits every rank gets as many."""
         self._check_like([output], source, "all_to_all")
         received, sent = self._elements(output, output_splits, "output"), self._elements(source, input_splits, "input")
-        copies = _Copies()
         is_even = not output_splits and not input_splits  # on this rank, and on all if the calls agree
         if is_even and received != sent:
             raise ValueError(f"all_to_all: the output has {output.numel()} elements, the input {source.numel()}; without "
                              "splits they must be equal")
-        return Prepared([_exchange(copies.room(output), memory.dense(source), received, sent, is_even)], [output],
-                        copies.finish)
+        copies = _Copies()
+        exchange = _exchange(copies.room(output), copies.source(source), received, sent, is_even)
+        return copies.prepared(exchange, [output])
 
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Prepared:
         """Exchange lists of tensors of any sizes."""
@@ -247,29 +238,30 @@ class Operations:
         self._check_like([*outputs, *inputs], inputs[0], "all_to_all")
         received, sent = ([part.numel() for part in parts] for parts in (outputs, inputs))
         copies = _Copies()
-        exchange = _exchange(copies.room_for_all(outputs), memory.concatenated(inputs), received, sent)
-        return Prepared([exchange], list(outputs), copies.finish)
+        exchange = _exchange(copies.room_for_all(outputs), copies.sources(inputs), received, sent)
+        return copies.prepared(exchange, list(outputs))
 
     def barrier(self) -> Prepared:
         """Wait until all ranks have come."""
         return Prepared([_BARRIER], [])
 
-    def _gathering(self, whole: torch.Tensor, own: torch.Tensor, rows: tuple[int, ...], name: str) -> Operation:
-        count = rows[0] if len(set(rows)) == 1 else ", ".join(map(str, rows))
+    def _gathering(self, copies: _Copies, whole: torch.Tensor, own: torch.Tensor, rows: tuple[int, ...], name: str,
+                   outputs: list[torch.Tensor]) -> Prepared:
         unit = own.element_size()
-        return Operation(
-            collective=Collective.ALLGATHER, agreed=_told(name, "", own.dtype, count), dtype="uint8",
-            sources=[memory.memory(memory.dense(own))], outputs=[memory.memory(whole)],
-            rows=tuple(row * unit for row in rows))
-
-    def _scattering(self, output: torch.Tensor, source: torch.Tensor, rows: tuple[int, ...], reduce: Reduce) -> Prepared:
-        count = rows[0] if len(set(rows)) == 1 else ", ".join(map(str, rows))
-        op, copies = reduce.on(output.dtype, "reduce_scatter"), _Copies()
         operation = Operation(
-            collective=Collective.REDUCESCATTER, agreed=_told("reduce_scatter", reduce.name, output.dtype, count),
+            collective=Collective.ALLGATHER, agreed=_told(name, "", own.dtype, _counted(rows)), dtype="uint8",
+            sources=[memory.memory(copies.source(own))], outputs=[memory.memory(whole)],
+            rows=tuple(row * unit for row in rows))
+        return copies.prepared(operation, outputs)
+
+    def _scattering(self, copies: _Copies, output: torch.Tensor, source: torch.Tensor, rows: tuple[int, ...],
+                    reduce: Reduce) -> Prepared:
+        op = reduce.on(output.dtype, "reduce_scatter")
+        operation = Operation(
+            collective=Collective.REDUCESCATTER, agreed=_told("reduce_scatter", reduce.name, output.dtype, _counted(rows)),
             dtype=memory.NAMES[output.dtype], sources=[memory.values(source)], outputs=[memory.values(copies.room(output))],
             op=op, rows=rows, prescale=reduce.prescale)
-        return Prepared([operation], [output], copies.finish)
+        return copies.prepared(operation, [output])
 
     def _elements(self, tensor: torch.Tensor, splits: Sequence[int], what: str) -> list[int]:
         """Return the elements for each rank of a tensor that is split along its first dimension."""
@@ -298,13 +290,36 @@ class Operations:
                                  f"{memory.NAMES[like.dtype]}")
 
 
-def _reduction(tensors: Sequence[torch.Tensor], dtype: torch.dtype, reduce: Reduce, name: str) -> Operation:
-    """Return an allreduce of contiguous tensors of one dtype, in place."""
-    op = reduce.on(dtype, name)
-    arrays = [memory.values(tensor) for tensor in tensors]
+def joined(calls: Sequence[Prepared], tensors: list[torch.Tensor]) -> Prepared:
+    """Return several calls as one.
+
+    Args:
+        tensors: its result.
+    """
+    finishes = [each.finish for each in calls if each.finish is not None]
+
+    def finish() -> None:
+        for each in finishes:
+            each()
+
+    return Prepared([operation for each in calls for operation in each.operations], tensors, finish if finishes else None)
+
+
+def _reduction(tensors: list[torch.Tensor], reduce: Reduce, name: str) -> Prepared:
+    """Return an allreduce of tensors of one dtype, in place."""
+    dtype = tensors[0].dtype
+    op, copies = reduce.on(dtype, name), _Copies()
+    arrays = [memory.values(copies.room_with_values(tensor)) for tensor in tensors]
     count = arrays[0].size if len(arrays) == 1 else f"{len(arrays)} tensors, {sum(array.size for array in arrays)}"
-    return Operation(collective=Collective.ALLREDUCE, agreed=_told(name, reduce.name, dtype, count),
-                     dtype=memory.NAMES[dtype], sources=arrays, outputs=arrays, op=op, prescale=reduce.prescale)
+    operation = Operation(
+        collective=Collective.ALLREDUCE, agreed=_told(name, reduce.name, dtype, count), dtype=memory.NAMES[dtype],
+        sources=arrays, outputs=arrays, op=op, prescale=reduce.prescale)
+    return copies.prepared(operation, tensors)
+
+
+def _counted(rows: Sequence[int]) -> object:
+    """Return the ranks' numbers of elements as a call shows them."""
+    return rows[0] if len(set(rows)) == 1 else ", ".join(map(str, rows))
 
 
 _BARRIER: Final = Operation(collective=Collective.BARRIER, agreed="barrier()", dtype="uint8")
@@ -333,41 +348,62 @@ def _check_even(parts: Sequence[torch.Tensor], like: torch.Tensor, name: str) ->
 
 
 class _Copies:
-    """The outputs of a call that get their values by copies when the operations are done."""
+    """Contiguous memory for the tensors of an operation: their own if possible, else copies."""
 
     def __init__(self) -> None:
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._inputs: list[tuple[torch.Tensor, torch.Tensor]] = []  # and the memory to which each is copied
+        self._outputs: list[tuple[torch.Tensor, torch.Tensor]] = []  # and the memory from which each is copied
 
-    @property
-    def finish(self) -> Callable[[], None] | None:
-        """The function that makes the copies; None without any."""
-        return self._copy if self._copies else None
+    def prepared(self, operation: Operation, tensors: list[torch.Tensor]) -> Prepared:
+        """Return a call of the operation, with the copies that it needs.
+
+        Args:
+            tensors: its result.
+        """
+        if self._inputs:
+            operation = dataclasses.replace(operation, prepare=self._fill)
+        return Prepared([operation], tensors, self._empty if self._outputs else None)
+
+    def source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return memory that has the values of an input when the operation's turn comes."""
+        return self._room(tensor, self._inputs)
 
     def room(self, output: torch.Tensor) -> torch.Tensor:
-        """Return contiguous memory for an output."""
-        room = memory.room_for(output)
-        if room is not output:
-            self._copies.append((output, room))
-        return room
+        """Return memory for the values of an output."""
+        return self._room(output, self._outputs)
 
     def room_with_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return contiguous memory for a tensor that is replaced by a result, with its values."""
-        room = memory.dense(tensor.detach())
-        if room.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-            self._copies.append((tensor, room))
-        return room
+        """Return memory for a tensor that is replaced by a result, with its values."""
+        return self._room(tensor, self._inputs, self._outputs)
+
+    def sources(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return flat memory that has the values of inputs, one after the other."""
+        return self._flat(tensors, self._inputs)
 
     def room_for_all(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return contiguous memory for outputs one after the other."""
-        whole = memory.adjoining(outputs)
+        """Return flat memory for outputs, one after the other."""
+        return self._flat(outputs, self._outputs)
+
+    def _room(self, tensor: torch.Tensor, *copies: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        if memory.is_plain(tensor):
+            return tensor
+        room = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for each in copies:
+            each.append((tensor, room))
+        return room
+
+    def _flat(self, tensors: Sequence[torch.Tensor], copies: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        whole = memory.adjoining(tensors)
         if whole is None:
-            whole = torch.empty(sum(output.numel() for output in outputs), dtype=outputs[0].dtype)
-            begin = 0
-            for output in outputs:
-                self._copies.append((output, whole[begin:begin + output.numel()]))
-                begin += output.numel()
+            sizes = [tensor.numel() for tensor in tensors]
+            whole = torch.empty(sum(sizes), dtype=tensors[0].dtype)
+            copies += zip(tensors, whole.split(sizes), strict=True)
         return whole
 
-    def _copy(self) -> None:
-        for output, values in self._copies:
-            memory.copy_to(output, values)
+    def _fill(self) -> None:
+        for tensor, room in self._inputs:
+            memory.copy(tensor, room)
+
+    def _empty(self) -> None:
+        for tensor, room in self._outputs:
+            memory.copy(room, tensor)
