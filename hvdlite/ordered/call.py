@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -122,8 +121,8 @@ class Call:
 
 def when_all_done(calls: Sequence[Call], callback: Callable[[], None]) -> None:
     """Call a function when all of these calls are over; see `Call.when_done`."""
-    under_way = list(itertools.dropwhile(lambda call: call.is_done, calls))
-    if under_way:
-        under_way[0].when_done(lambda _: when_all_done(under_way[1:], callback))
-    else:
-        callback()
+    for index, call in enumerate(calls):
+        if not call.is_done:
+            call.when_done(lambda _, rest=calls[index + 1:]: when_all_done(rest, callback))  # type: ignore[misc]
+            return
+    callback()

@@ -137,9 +137,12 @@ class GroupEnd:
         return call
 
     def when_over(self, calls: Sequence[Call], callback: Callable[[], None]) -> None:
-        place = max((call.place for call in calls if not call.is_done), default=0)
-        is_last = place in (0, self._places)
-        when_all_done(calls if is_last else (*calls, self._marker()), callback)
+        last = 0
+        for call in calls:
+            if call.place > last and not call.is_done:
+                last = call.place
+        is_followed = 0 < last < self._places
+        when_all_done((*calls, self._marker()) if is_followed else calls, callback)
 
     def _marker(self) -> Call:
         """Return a call without operations: it is over when what this rank has called before is."""

@@ -117,6 +117,9 @@ class Operations:
 
     def allreduce(self, tensors: Sequence[torch.Tensor], reduce: Reduce, name: str = "all_reduce") -> Prepared:
         """Reduce every tensor in place; tensors of one dtype together."""
+        if len(tensors) == 1:  # the ordinary case
+            memory.check(tensors[0], name)
+            return _reduction(list(tensors), reduce, name)
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in tensors:
             memory.check(tensor, name)
@@ -350,6 +353,8 @@ def _check_even(parts: Sequence[torch.Tensor], like: torch.Tensor, name: str) ->
 class _Copies:
     """Contiguous memory for the tensors of an operation: their own if possible, else copies."""
 
+    __slots__ = ("_inputs", "_outputs")
+
     def __init__(self) -> None:
         self._inputs: list[tuple[torch.Tensor, torch.Tensor]] = []  # and the memory to which each is copied
         self._outputs: list[tuple[torch.Tensor, torch.Tensor]] = []  # and the memory from which each is copied
@@ -366,15 +371,15 @@ class _Copies:
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory that has the values of an input when the operation's turn comes."""
-        return self._room(tensor, self._inputs)
+        return tensor if memory.is_plain(tensor) else self._room(tensor, self._inputs)
 
     def room(self, output: torch.Tensor) -> torch.Tensor:
         """Return memory for the values of an output."""
-        return self._room(output, self._outputs)
+        return output if memory.is_plain(output) else self._room(output, self._outputs)
 
     def room_with_values(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory for a tensor that is replaced by a result, with its values."""
-        return self._room(tensor, self._inputs, self._outputs)
+        return tensor if memory.is_plain(tensor) else self._room(tensor, self._inputs, self._outputs)
 
     def sources(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return flat memory that has the values of inputs, one after the other."""
@@ -385,8 +390,6 @@ class _Copies:
         return self._flat(outputs, self._outputs)
 
     def _room(self, tensor: torch.Tensor, *copies: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        if memory.is_plain(tensor):
-            return tensor
         room = torch.empty(tensor.shape, dtype=tensor.dtype)
         for each in copies:
             each.append((tensor, room))

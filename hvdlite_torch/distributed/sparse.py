@@ -44,7 +44,7 @@ def summing(operations: Operations, tensor: torch.Tensor, own: torch.Tensor, cou
                 for whole, part in ((indices, own.indices().t()), (values, own.values()))]
 
     def finish() -> None:
-        with torch.no_grad():
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             tensor.copy_(torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False).coalesce())
 
     return Prepared([operation for each in gathered for operation in each.operations], [tensor], finish)

@@ -80,14 +80,16 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy values between tensors of one dtype and as many elements, on this thread alone if both are plain.
 
-    One of them is plain.
+    One of them is plain. They may be inference tensors, which only threads in that mode may change.
     """
     if is_plain(source) and is_plain(target):
         np.copyto(memory(target), memory(source))
-    elif is_plain(target):
-        target.detach().view(source.shape).copy_(source.detach())
-    else:
-        target.detach().copy_(source.detach().view(target.shape))
+        return
+    with torch.inference_mode():
+        if is_plain(target):
+            target.detach().view(source.shape).copy_(source.detach())
+        else:
+            target.detach().copy_(source.detach().view(target.shape))
 
 
 def adjoining(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -109,4 +109,7 @@ class GroupWork(_Work):  # type: ignore[misc]
 
     def _error(self) -> Exception | None:
         """Return the error of the first call that has failed."""
-        return next((call.error for call in self._calls if call.error is not None), None)
+        for call in self._calls:
+            if call.error is not None:
+                return call.error
+        return None

@@ -226,6 +226,21 @@ def test_what_is_queued_reads_what_operations_before_it_have_written(name: str) 
     run(2, step)
 
 
+def test_inference_tensors() -> None:
+    """Only threads in inference mode may change them, and the worker thread copies to those that are not contiguous."""
+    def step(group: Any) -> None:
+        with torch.inference_mode():
+            strided, turned = torch.ones(2, 4)[:, ::2], torch.full((2, 2), float(group.rank())).t()
+            outputs = [torch.empty(2, 2).t() for _ in range(2)]
+            mine = torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (3,), check_invariants=False)
+            for work in (group.allreduce([strided]), group.allgather([outputs], [turned]), group.allreduce([mine])):
+                work.wait()
+            assert (strided == 2).all() and [output.unique().tolist() for output in outputs] == [[0.0], [1.0]]
+            assert mine.to_dense().tolist() == [2.0, 4.0, 0.0]
+
+    run(2, step)
+
+
 def test_several_tensors_at_once() -> None:
     def step(group: Any) -> None:
         rank = group.rank()
