@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from hvdlite.diagnostics.progress import Progress
 from hvdlite.runtime.runtime import Runtime
@@ -35,12 +36,12 @@ class StepParts:
         """Count in another ledger from now on."""
         self.progress, self._waited, self._is_forward_over = progress, 0.0, False
 
-    def install(self) -> None:
+    def install(self) -> list[RemovableHandle]:
         """Hook every module and every optimizer of the process, from now on."""
-        module.register_module_forward_pre_hook(self._enter_module)
-        module.register_module_forward_hook(self._leave_module, always_call=True)
-        register_optimizer_step_pre_hook(once_a_step(self._enter_step, of_all=True))
-        register_optimizer_step_post_hook(once_a_step(self._leave_step, of_all=True))
+        return [module.register_module_forward_pre_hook(self._enter_module),
+                module.register_module_forward_hook(self._leave_module, always_call=True),
+                register_optimizer_step_pre_hook(once_a_step(self._enter_step, of_all=True)),
+                register_optimizer_step_post_hook(once_a_step(self._leave_step, of_all=True))]
 
     def _elapsed(self) -> float:
         """Return the seconds since the last call, without waits for collectives and for batches."""
