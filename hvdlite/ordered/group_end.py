@@ -333,9 +333,9 @@ class GroupEnd:
         reporter, response = self._reporter, prepared.response
         self._sequence = sequence = self._sequence + 1
         self._text = prepared.text
+        self._waiter.begin(sequence, prepared.text, timeout)
         if operation.prepare is not None:
             operation.prepare()
-        self._waiter.begin(sequence, prepared.text, timeout)
         reporter.began(prepared.lane)
         begun = self._met = reporter.clock()
         self._unchecked = prepared

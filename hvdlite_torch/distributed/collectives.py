@@ -19,7 +19,8 @@ from hvdlite.ordered.group import OrderedGroup
 from hvdlite_torch.distributed import sparse
 from hvdlite_torch.distributed import tensors as memory
 from hvdlite_torch.distributed.errors import as_backend_error, missed
-from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, Prepared, Reduce, joined
+from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, Reduce
+from hvdlite_torch.distributed.prepared import Prepared, joined
 from hvdlite_torch.distributed.work import GroupWork
 
 FAILING_SECONDS = 5.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -20,6 +20,7 @@ from hvdlite.core.types import BITWISE, Collective, ReduceOp
 from hvdlite.ordered.operations import Operation
 from hvdlite_torch.distributed import tensors as memory
 from hvdlite_torch.distributed.errors import UnsupportedArgumentError
+from hvdlite_torch.distributed.prepared import Copies, Prepared, joined
 
 _OPS: Final[dict[Any, ReduceOp]] = {
     TorchOp.SUM: ReduceOp.SUM, TorchOp.AVG: ReduceOp.AVERAGE, TorchOp.MIN: ReduceOp.MIN, TorchOp.MAX: ReduceOp.MAX,
@@ -31,21 +32,6 @@ _OF_BOOL: Final = {
     ReduceOp.BAND: ReduceOp.MIN, ReduceOp.BOR: ReduceOp.MAX, ReduceOp.BXOR: ReduceOp.BXOR,
 }
 """Booleans are reduced as NCCL reduces them: a sum is true if any rank has true."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prepared:
-    """What one rank does for a call of `torch.distributed`.
-
-    Attributes:
-        operations: in order.
-        tensors: the result, as `Work.result` returns it.
-        finish: copies results to where they belong; None if they are there already.
-    """
-
-    operations: Sequence[Operation]
-    tensors: list[torch.Tensor]
-    finish: Callable[[], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,7 +115,7 @@ class Operations:
     def reduce(self, tensor: torch.Tensor, root: int, reduce: Reduce) -> Prepared:
         """Reduce in place on the root; other ranks keep their values."""
         memory.check(tensor, "reduce")
-        op, copies = reduce.on(tensor.dtype, "reduce"), _Copies()
+        op, copies = reduce.on(tensor.dtype, "reduce"), Copies()
         array = memory.values(copies.room_with_values(tensor) if self._rank == root else copies.source(tensor))
         operation = Operation(
             collective=Collective.REDUCE, agreed=_told("reduce", f"{reduce.name}, to rank {root}", tensor.dtype, array.size),
@@ -140,7 +126,7 @@ class Operations:
     def broadcast(self, tensor: torch.Tensor, root: int) -> Prepared:
         """Copy the root's values to all ranks."""
         memory.check(tensor, "broadcast")
-        copies = _Copies()
+        copies = Copies()
         array = memory.memory(copies.source(tensor) if self._rank == root else copies.room(tensor))
         operation = Operation(
             collective=Collective.BROADCAST, agreed=_told("broadcast", f"from rank {root}", tensor.dtype, tensor.numel()),
@@ -155,8 +141,8 @@ class Operations:
         if own.numel() != rows[self._rank]:
             raise ValueError(f"{name}: this rank's tensor has {own.numel()} elements, and its place in the output "
                              f"{rows[self._rank]}; they must be equal")
-        copies = _Copies()
-        return self._gathering(copies, copies.room_for_all(outputs), own, rows, name, list(outputs))
+        copies = Copies()
+        return _gathering(copies, copies.room_for_all(outputs), own, rows, name, list(outputs))
 
     def allgather_single(self, output: torch.Tensor, own: torch.Tensor) -> Prepared:
         """Gather every rank's tensor, of equal size, in one."""
@@ -165,13 +151,13 @@ class Operations:
         if output.numel() != own.numel() * self._size:
             raise ValueError(f"{name}: output tensor size must be equal to world_size times input tensor size; the output "
                              f"has {output.numel()} elements, the input {own.numel()} on each of {self._size} ranks")
-        copies = _Copies()
-        return self._gathering(copies, copies.room(output), own, (own.numel(),) * self._size, name, [output])
+        copies = Copies()
+        return _gathering(copies, copies.room(output), own, (own.numel(),) * self._size, name, [output])
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, own: torch.Tensor, root: int) -> Prepared:
         """Gather every rank's tensor on the root, which alone has `outputs`; all have the same number of elements."""
         memory.check(own, "gather")
-        copies, target, count = _Copies(), None, own.numel()
+        copies, target, count = Copies(), None, own.numel()
         if self._rank == root:
             outputs = outputs or []
             self._check_parts(outputs, "gather")
@@ -187,7 +173,7 @@ class Operations:
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> Prepared:
         """Give every rank one of the tensors of the root, which alone has `inputs`; all have the same number of elements."""
         memory.check(output, "scatter")
-        copies, sources = _Copies(), []
+        copies, sources = Copies(), []
         if self._rank == root:
             inputs = inputs or []
             self._check_parts(inputs, "scatter")
@@ -209,8 +195,8 @@ class Operations:
         if output.numel() != rows[self._rank]:
             raise ValueError(f"{name}: the output has {output.numel()} elements, and this rank's tensor of the inputs "
                              f"{rows[self._rank]}; they must be equal")
-        copies = _Copies()
-        return self._scattering(copies, output, copies.sources(inputs), rows, reduce)
+        copies = Copies()
+        return _scattering(copies, output, copies.sources(inputs), rows, reduce)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, reduce: Reduce) -> Prepared:
         """Reduce the ranks' tensors; each rank gets an equal part of the result."""
@@ -218,8 +204,8 @@ class Operations:
         if source.numel() != output.numel() * self._size:
             raise ValueError("reduce_scatter: input tensor must be the same size as output size times world size; the input "
                              f"has {source.numel()} elements, the output {output.numel()} on each of {self._size} ranks")
-        copies = _Copies()
-        return self._scattering(copies, output, copies.source(source), (output.numel(),) * self._size, reduce)
+        copies = Copies()
+        return _scattering(copies, output, copies.source(source), (output.numel(),) * self._size, reduce)
 
     def alltoall_single(self, output: torch.Tensor, source: torch.Tensor, output_splits: Sequence[int],
                         input_splits: Sequence[int]) -> Prepared:
@@ -230,7 +216,7 @@ class Operations:
         if is_even and received != sent:
             raise ValueError(f"all_to_all: the output has {output.numel()} elements, the input {source.numel()}; without "
                              "splits they must be equal")
-        copies = _Copies()
+        copies = Copies()
         exchange = _exchange(copies.room(output), copies.source(source), received, sent, is_even)
         return copies.prepared(exchange, [output])
 
@@ -240,31 +226,13 @@ class Operations:
         self._check_parts(inputs, "all_to_all")
         self._check_like([*outputs, *inputs], inputs[0], "all_to_all")
         received, sent = ([part.numel() for part in parts] for parts in (outputs, inputs))
-        copies = _Copies()
+        copies = Copies()
         exchange = _exchange(copies.room_for_all(outputs), copies.sources(inputs), received, sent)
         return copies.prepared(exchange, list(outputs))
 
     def barrier(self) -> Prepared:
         """Wait until all ranks have come."""
         return Prepared([_BARRIER], [])
-
-    def _gathering(self, copies: _Copies, whole: torch.Tensor, own: torch.Tensor, rows: tuple[int, ...], name: str,
-                   outputs: list[torch.Tensor]) -> Prepared:
-        unit = own.element_size()
-        operation = Operation(
-            collective=Collective.ALLGATHER, agreed=_told(name, "", own.dtype, _counted(rows)), dtype="uint8",
-            sources=[memory.memory(copies.source(own))], outputs=[memory.memory(whole)],
-            rows=tuple(row * unit for row in rows))
-        return copies.prepared(operation, outputs)
-
-    def _scattering(self, copies: _Copies, output: torch.Tensor, source: torch.Tensor, rows: tuple[int, ...],
-                    reduce: Reduce) -> Prepared:
-        op = reduce.on(output.dtype, "reduce_scatter")
-        operation = Operation(
-            collective=Collective.REDUCESCATTER, agreed=_told("reduce_scatter", reduce.name, output.dtype, _counted(rows)),
-            dtype=memory.NAMES[output.dtype], sources=[memory.values(source)], outputs=[memory.values(copies.room(output))],
-            op=op, rows=rows, prescale=reduce.prescale)
-        return copies.prepared(operation, [output])
 
     def _elements(self, tensor: torch.Tensor, splits: Sequence[int], what: str) -> list[int]:
         """Return the elements for each rank of a tensor that is split along its first dimension."""
@@ -293,31 +261,38 @@ class Operations:
                                  f"{memory.NAMES[like.dtype]}")
 
 
-def joined(calls: Sequence[Prepared], tensors: list[torch.Tensor]) -> Prepared:
-    """Return several calls as one.
-
-    Args:
-        tensors: its result.
-    """
-    finishes = [each.finish for each in calls if each.finish is not None]
-
-    def finish() -> None:
-        for each in finishes:
-            each()
-
-    return Prepared([operation for each in calls for operation in each.operations], tensors, finish if finishes else None)
-
-
 def _reduction(tensors: list[torch.Tensor], reduce: Reduce, name: str) -> Prepared:
     """Return an allreduce of tensors of one dtype, in place."""
     dtype = tensors[0].dtype
-    op, copies = reduce.on(dtype, name), _Copies()
+    op, copies = reduce.on(dtype, name), Copies()
     arrays = [memory.values(copies.room_with_values(tensor)) for tensor in tensors]
     count = arrays[0].size if len(arrays) == 1 else f"{len(arrays)} tensors, {sum(array.size for array in arrays)}"
     operation = Operation(
         collective=Collective.ALLREDUCE, agreed=_told(name, reduce.name, dtype, count), dtype=memory.NAMES[dtype],
         sources=arrays, outputs=arrays, op=op, prescale=reduce.prescale)
     return copies.prepared(operation, tensors)
+
+
+def _gathering(copies: Copies, whole: torch.Tensor, own: torch.Tensor, rows: tuple[int, ...], name: str,
+               outputs: list[torch.Tensor]) -> Prepared:
+    """Return an allgather, which writes to `whole`."""
+    unit = own.element_size()
+    operation = Operation(
+        collective=Collective.ALLGATHER, agreed=_told(name, "", own.dtype, _counted(rows)), dtype="uint8",
+        sources=[memory.memory(copies.source(own))], outputs=[memory.memory(whole)],
+        rows=tuple(row * unit for row in rows))
+    return copies.prepared(operation, outputs)
+
+
+def _scattering(copies: Copies, output: torch.Tensor, source: torch.Tensor, rows: tuple[int, ...],
+                reduce: Reduce) -> Prepared:
+    """Return a reducescatter of what `source` has when its turn comes."""
+    op = reduce.on(output.dtype, "reduce_scatter")
+    operation = Operation(
+        collective=Collective.REDUCESCATTER, agreed=_told("reduce_scatter", reduce.name, output.dtype, _counted(rows)),
+        dtype=memory.NAMES[output.dtype], sources=[memory.values(source)], outputs=[memory.values(copies.room(output))],
+        op=op, rows=rows, prescale=reduce.prescale)
+    return copies.prepared(operation, [output])
 
 
 def _counted(rows: Sequence[int]) -> object:
@@ -348,65 +323,3 @@ def _check_even(parts: Sequence[torch.Tensor], like: torch.Tensor, name: str) ->
         if part.numel() != like.numel():
             raise ValueError(f"{name}: tensor {index} of the list has {part.numel()} elements, this rank's tensor "
                              f"{like.numel()}; all must be equal")
-
-
-class _Copies:
-    """Contiguous memory for the tensors of an operation: their own if possible, else copies."""
-
-    __slots__ = ("_inputs", "_outputs")
-
-    def __init__(self) -> None:
-        self._inputs: list[tuple[torch.Tensor, torch.Tensor]] = []  # and the memory to which each is copied
-        self._outputs: list[tuple[torch.Tensor, torch.Tensor]] = []  # and the memory from which each is copied
-
-    def prepared(self, operation: Operation, tensors: list[torch.Tensor]) -> Prepared:
-        """Return a call of the operation, with the copies that it needs.
-
-        Args:
-            tensors: its result.
-        """
-        if self._inputs:
-            operation = dataclasses.replace(operation, prepare=self._fill)
-        return Prepared([operation], tensors, self._empty if self._outputs else None)
-
-    def source(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return memory that has the values of an input when the operation's turn comes."""
-        return tensor if memory.is_plain(tensor) else self._room(tensor, self._inputs)
-
-    def room(self, output: torch.Tensor) -> torch.Tensor:
-        """Return memory for the values of an output."""
-        return output if memory.is_plain(output) else self._room(output, self._outputs)
-
-    def room_with_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return memory for a tensor that is replaced by a result, with its values."""
-        return tensor if memory.is_plain(tensor) else self._room(tensor, self._inputs, self._outputs)
-
-    def sources(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return flat memory that has the values of inputs, one after the other."""
-        return self._flat(tensors, self._inputs)
-
-    def room_for_all(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return flat memory for outputs, one after the other."""
-        return self._flat(outputs, self._outputs)
-
-    def _room(self, tensor: torch.Tensor, *copies: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        room = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for each in copies:
-            each.append((tensor, room))
-        return room
-
-    def _flat(self, tensors: Sequence[torch.Tensor], copies: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        whole = memory.adjoining(tensors)
-        if whole is None:
-            sizes = [tensor.numel() for tensor in tensors]
-            whole = torch.empty(sum(sizes), dtype=tensors[0].dtype)
-            copies += zip(tensors, whole.split(sizes), strict=True)
-        return whole
-
-    def _fill(self) -> None:
-        for tensor, room in self._inputs:
-            memory.copy(tensor, room)
-
-    def _empty(self) -> None:
-        for tensor, room in self._outputs:
-            memory.copy(room, tensor)

@@ -8,7 +8,8 @@ import torch
 
 from hvdlite.core.types import ReduceOp
 from hvdlite_torch.distributed.errors import UnsupportedArgumentError
-from hvdlite_torch.distributed.operations import Operations, Prepared, Reduce
+from hvdlite_torch.distributed.operations import Operations, Reduce
+from hvdlite_torch.distributed.prepared import Prepared
 
 
 def coalesced(tensor: torch.Tensor, reduce: Reduce) -> torch.Tensor:
