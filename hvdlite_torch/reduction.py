@@ -21,8 +21,7 @@ from hvdlite_torch.compression import Compressor
 from hvdlite_torch.cuda_gradients import CudaGradients
 from hvdlite_torch.framework import TorchGradients
 from hvdlite_torch.hook_exchange import CommHook, Exchange, reduce_round
-from hvdlite_torch.input_time import count_input
-from hvdlite_torch.step_parts import count_parts
+from hvdlite_torch.step_parts import count_training
 
 
 @dataclasses.dataclass
@@ -64,9 +63,7 @@ class ReductionSettings:
             UnsupportedError: when the process set is not registered.
         """
         process_set_id = api.set_id(self.process_set)
-        count_input()
-        if runtime.config.step_parts:
-            count_parts(runtime.progress)
+        count_training(runtime)
         rounds = None
         if self.comm_hook is not None:
             self.exchange.attach(runtime, f"{label}.hook", process_set_id)

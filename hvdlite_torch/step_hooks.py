@@ -19,19 +19,23 @@ _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 """The code that runs hooks around a `step`."""
 
 
-def once_a_step(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step hook that does nothing in nested steps, and that compiled steps call too."""
+def once_a_step(hook: Callable[..., Any], *, of_all: bool = False) -> Callable[..., Any]:
+    """Return a step hook that does nothing in nested steps, and that compiled steps call too.
+
+    Args:
+        of_all: whether a step counts as nested in the step of another optimizer, too, and not only in one of its own.
+    """
     @functools.wraps(hook)
     def hook_of_the_outermost(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
-        return hook(optimizer, *arguments) if _step_depth(optimizer) <= 1 else None
+        return hook(optimizer, *arguments) if _step_depth(None if of_all else optimizer) <= 1 else None
     outermost: Callable[..., Any] = torch.compiler.disable(hook_of_the_outermost)
     return outermost
 
 
-def _step_depth(optimizer: torch.optim.Optimizer) -> int:
-    """Return the number of nested steps of this optimizer that run hooks; a compiled one does not count."""
+def _step_depth(optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the number of nested steps of this optimizer, or of all, that run hooks; a compiled one does not count."""
     depth, frame = 0, sys._getframe(1)
     while frame is not None:
-        depth += frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer
+        depth += frame.f_code is _HOOKED_STEP and (optimizer is None or frame.f_locals.get("self") is optimizer)
         frame: FrameType | None = frame.f_back  # type: ignore[no-redef]
     return depth

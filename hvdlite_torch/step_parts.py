@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from typing import Any
@@ -9,8 +10,12 @@ from typing import Any
 import torch
 from torch.nn.modules import module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from hvdlite.diagnostics.progress import Progress
+from hvdlite.runtime.runtime import Runtime
+from hvdlite_torch.input_time import count_input
+from hvdlite_torch.step_hooks import once_a_step
 
 
 class StepParts:
@@ -23,7 +28,7 @@ class StepParts:
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
-        self._modules = self._steps = 0  # depths of calls
+        self._modules = 0  # depth of calls
         self._begun = self._waited = 0.0
         self._is_forward_over = False
 
@@ -31,12 +36,12 @@ class StepParts:
         """Count in another ledger from now on."""
         self.progress, self._waited, self._is_forward_over = progress, 0.0, False
 
-    def install(self) -> None:
+    def install(self) -> list[RemovableHandle]:
         """Hook every module and every optimizer of the process, from now on."""
-        module.register_module_forward_pre_hook(self._enter_module)
-        module.register_module_forward_hook(self._leave_module, always_call=True)
-        register_optimizer_step_pre_hook(self._enter_step)
-        register_optimizer_step_post_hook(self._leave_step)
+        return [module.register_module_forward_pre_hook(self._enter_module),
+                module.register_module_forward_hook(self._leave_module, always_call=True),
+                register_optimizer_step_pre_hook(once_a_step(self._enter_step, of_all=True)),
+                register_optimizer_step_post_hook(once_a_step(self._leave_step, of_all=True))]
 
     def _elapsed(self) -> float:
         """Return the seconds since the last call, without waits for collectives and for batches."""
@@ -50,7 +55,6 @@ class StepParts:
             return
         self._modules += 1
         if self._modules == 1:
-            self._steps = 0  # a step that has raised had no end
             self._end_backward()
 
     def _leave_module(self, called: torch.nn.Module, arguments: Any, result: Any) -> None:
@@ -64,18 +68,12 @@ class StepParts:
                 self._is_forward_over = True
 
     def _enter_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._steps += 1
-        if self._steps == 1:
+        if threading.current_thread() is threading.main_thread():
             self._end_backward()
             self._is_forward_over = False
 
     def _leave_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._steps = max(0, self._steps - 1)  # 0 already when a closure has called a module
-        if not self._steps:
+        if threading.current_thread() is threading.main_thread():
             self.progress.part("optimizer", self._elapsed())
             self._is_forward_over = False
 
@@ -86,13 +84,16 @@ class StepParts:
             self.progress.part("backward", elapsed)
 
 
-_installed: list[StepParts] = []
+@functools.cache
+def _installed() -> StepParts:
+    """Return what counts in this process; the first call installs its hooks."""
+    parts = StepParts(Progress())
+    parts.install()
+    return parts
 
 
-def count_parts(progress: Progress) -> None:
-    """Count the parts of steps in a rank's ledger from now on; those of an earlier world no more."""
-    if _installed:
-        _installed[0].follow(progress)
-    else:
-        _installed.append(StepParts(progress))
-        _installed[0].install()
+def count_training(runtime: Runtime) -> None:
+    """Count in a rank's ledger from now on, no more in that of an earlier world: waits for batches, and parts of steps."""
+    count_input()
+    if runtime.config.step_parts:
+        _installed().follow(runtime.progress)

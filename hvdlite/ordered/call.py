@@ -41,6 +41,7 @@ class Call:
     Attributes:
         operations: carried out one after the other.
         timeout: seconds that it may take, once it has begun; None for the group's.
+        place: its number in the group's queue, from 1; 0 if it never was in the queue, so that no order depends on it.
         error: what it failed with; None while it is under way, and when it has succeeded.
         source: the rank that has sent what this call receives; -1 for other calls, and before it is known.
         progress: counts the time that threads wait for it.
@@ -56,7 +57,7 @@ class Call:
         self.help: Callable[[Call], None] | None = None
         self.operations, self.finish, self.timeout = operations, finish, timeout
         self.error: Exception | None = None
-        self.source = -1
+        self.place, self.source = 0, -1
         self._is_over = False
         self._event: threading.Event | None = None  # once a thread waits
         self._callbacks: list[Callable[[Call], None]] = []
@@ -91,8 +92,7 @@ class Call:
     def when_done(self, callback: Callable[[Call], None]) -> None:
         """Call a function when it is over: on the thread that carries it out, or at once if it is over already.
 
-        It may make other calls of the group, and wait for them. Then it must be attached before the rank's next call of the
-        group, or ranks may carry out its calls at different places in the order. What it raises is logged.
+        Where the function makes collective calls, use `OrderedGroup.when_over`. What it raises is logged.
         """
         with self._lock:
             if not self._is_over:
@@ -117,3 +117,12 @@ class Call:
             callback(self)
         except Exception:
             _log.exception("a callback of a call of an ordered group failed")
+
+
+def when_all_done(calls: Sequence[Call], callback: Callable[[], None]) -> None:
+    """Call a function when all of these calls are over; see `Call.when_done`."""
+    for index, call in enumerate(calls):
+        if not call.is_done:
+            call.when_done(lambda _, rest=calls[index + 1:]: when_all_done(rest, callback))  # type: ignore[misc]
+            return
+    callback()

@@ -50,6 +50,15 @@ class OrderedGroup(Protocol):
             timeout: seconds from when its turn comes; by default the group's.
         """
 
+    def when_over(self, calls: Sequence[Call], callback: Callable[[], None]) -> None:
+        """Call a function when calls of this group are over: at this place in the order of calls.
+
+        So collectives that the function calls are carried out after those that the rank has called before, and before those
+        that it calls afterwards, on every rank. The function may wait for them. It runs on the thread that ends the last of
+        the calls, or at once if they are over; if the rank has made other calls in the meantime, when those are over, too.
+        Sends and receives have no place in the order.
+        """
+
     def send(self, values: Array, to: int, tag: int) -> Call:
         """Send bytes (uint8, flat) to a rank; never waits for it. Messages of the same pair and tag arrive in order."""
 

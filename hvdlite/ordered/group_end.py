@@ -3,9 +3,10 @@
 Theory of operation
 - A blocking call in an idle group is carried out by the thread that makes it. Other calls are carried out by the group's
   worker thread, which exists from the first such call on.
-- What a callback of a call calls is carried out at once, before what is queued. So the order is the same on all ranks if
-  each has attached the callback before its next call: attached to a call that is over, a callback runs where the script is,
-  and its calls come behind what is queued. If such a callback waits for a queued call, its thread carries out the queue.
+- What a callback of a call calls is carried out at once, before what is queued. This place must not depend on whether the
+  call is over when a rank asks for the callback. If it is, the callback runs where the script is, and its calls come behind
+  what is queued. So if it is not, and others are queued behind it, the callback waits for a *marker*, too: a call without
+  operations at the end of the queue (`when_over`). If a callback waits for a queued call, its thread carries out the queue.
 - A rank gives each operation the next number, writes this and a text to the board, and executes a plan. Within the plan's
   first barrier all ranks of the host have written; when they differ, all raise `MismatchError`, and the group goes on.
 - Ranks on several hosts have no common board: before a plan they gather the numbers and digests of all.
@@ -40,7 +41,7 @@ from hvdlite.core.types import Collective
 from hvdlite.memory.group_area import TEXT, GroupArea
 from hvdlite.negotiation.messages import Response
 from hvdlite.ordered.board import Board, OnlySplitsDiffer, disagreement
-from hvdlite.ordered.call import Call
+from hvdlite.ordered.call import Call, when_all_done
 from hvdlite.ordered.history import History, PastCall
 from hvdlite.ordered.operations import Operation
 from hvdlite.ordered.plans import Plans, Prepared, memory_of, shown
@@ -90,6 +91,7 @@ class GroupEnd:
         self._lock = threading.RLock()  # guards the following; a signal handler may make a call while its thread holds it
         self._changed = threading.Condition(self._lock)
         self._queue: deque[Call] = deque()
+        self._places = 0  # calls that have been queued
         self._runner = 0  # the thread that carries out a call
         self._is_closed = False
         self._has_runtime = True
@@ -120,6 +122,7 @@ class GroupEnd:
                 self._runner = threading.get_ident()
             elif error is None and not is_nested:
                 self._queue.append(call)
+                self._places = call.place = self._places + 1
                 self._let_work()
         if error is not None:
             call.end(error)
@@ -135,6 +138,18 @@ class GroupEnd:
         elif blocking:
             call.wait()
         return call
+
+    def when_over(self, calls: Sequence[Call], callback: Callable[[], None]) -> None:
+        last = 0
+        for call in calls:
+            if call.place > last and not call.is_done:
+                last = call.place
+        is_followed = 0 < last < self._places
+        when_all_done((*calls, self._marker()) if is_followed else calls, callback)
+
+    def _marker(self) -> Call:
+        """Return a call without operations: it is over when what this rank has called before is."""
+        return self.start(())
 
     def send(self, values: Array, to: int, tag: int) -> Call:
         return self._counted(self._messages().send(values, to, tag, self.timeout))
@@ -205,7 +220,7 @@ class GroupEnd:
                 return
             is_idle = not self._runner and not self._queue
         if not is_idle:
-            self.start(()).wait(seconds)  # its turn comes after all others
+            self._marker().wait(seconds)
         for call in self._transfers.sends() if self._transfers is not None else ():
             call.wait(max(0.0, until - time.monotonic()))
 
@@ -338,6 +353,8 @@ class GroupEnd:
         self._sequence = sequence = self._sequence + 1
         self._text = prepared.text
         self._waiter.begin(sequence, prepared.text, timeout)
+        if operation.prepare is not None:
+            operation.prepare()
         reporter.began(prepared.lane)
         begun = self._met = reporter.clock()
         self._unchecked = prepared

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from hvdlite.core.array import Array
 from hvdlite.core.errors import ForkedProcessError, HorovodInternalError
-from hvdlite.ordered.transfers import Send, Texts, Transfer
+from hvdlite.ordered.call import Call
+from hvdlite.ordered.matching import ANY
+from hvdlite.ordered.transfers import Owner, Receive, Send, Texts, Transfer
 
 T = TypeVar("T")
 
 _log = logging.getLogger("hvdlite")
 
 
-class GuardedTransfers:
+class GuardedTransfers(Owner):
     """Calls under way. They are ended without the lock, because their callbacks may make other calls.
 
     Args:
@@ -36,6 +40,21 @@ class GuardedTransfers:
         self._calls: dict[Transfer, None] = {}  # under way, oldest first
         self._over: deque[tuple[Transfer, Exception | None]] = deque()  # to be ended without the lock
 
+    def send(self, values: Array, to: int, tag: int, timeout: float = math.inf) -> Call:
+        """See `Transfers.send`."""
+        self._texts.check_peer("send to", to)
+        call = Send(self, values, to, tag, timeout)
+        self._start(call, lambda: self._begin_send(call))
+        return call
+
+    def receive(self, values: Array, source: int | None, tag: int, timeout: float = math.inf) -> Call:
+        """See `Transfers.receive`."""
+        if source is not None:
+            self._texts.check_peer("receive from", source)
+        call = Receive(self, values, ANY if source is None else source, tag, timeout)
+        self._start(call, lambda: self._begin_receive(call))
+        return call
+
     def pending(self) -> list[str]:
         """Return descriptions of the calls under way, the oldest first."""
         with self._lock:
@@ -53,7 +72,7 @@ class GuardedTransfers:
         self._end_finished()
 
     def _start(self, call: Transfer, begin: Callable[[], None]) -> None:
-        """Add a call, and begin it with the lock; it fails at once if no call can be made any more."""
+        """Add a call, begin it with the lock, and go on with it; it fails at once if no call can be made any more."""
         def start() -> None:
             self._calls[call] = None
             if self._error is not None:
@@ -63,6 +82,7 @@ class GuardedTransfers:
 
         if os.getpid() == self._process:
             self._guarded(start)
+            self._go_on(call)
         else:  # the lock may be held for ever
             call.end(ForkedProcessError(
                 f"{self._texts.group}: this process (pid {os.getpid()}) was forked from rank {self._rank} (pid "
@@ -97,7 +117,17 @@ class GuardedTransfers:
     def _destroyed(self) -> HorovodInternalError:
         return HorovodInternalError(f"{self._texts.group} was destroyed on this rank before the call was complete")
 
+    def _go_on(self, call: Transfer) -> None:
+        """Do what can be done at once for a call that has begun, and see to it that the rest is done."""
+        raise NotImplementedError
+
     # --- with the lock ---------------------------------------------------------------------------------------------------
+
+    def _begin_send(self, call: Send) -> None:
+        raise NotImplementedError
+
+    def _begin_receive(self, call: Receive) -> None:
+        raise NotImplementedError
 
     def _fail(self, error: Exception) -> None:
         self._error = self._error or error

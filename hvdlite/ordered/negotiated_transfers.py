@@ -25,7 +25,6 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 
 from hvdlite.core.array import Array
-from hvdlite.ordered.call import Call
 from hvdlite.ordered.guarded_transfers import GuardedTransfers
 from hvdlite.ordered.matching import ANY, Matching
 from hvdlite.ordered.transfers import Receive, Send, Transfer
@@ -86,38 +85,6 @@ class NegotiatedTransfers(GuardedTransfers):
         self._is_closed = False
         link.hear(lambda source, text: self._events.put(functools.partial(self._heard, source, text)))
 
-    def send(self, values: Array, to: int, tag: int, timeout: float = math.inf) -> Call:
-        self._texts.check_peer("send to", to)
-        call = Send(self, values, to, tag, timeout)
-
-        def begin() -> None:
-            if to in self._left:
-                self._finish(call, self._texts.departed(call, {to}))
-                return
-            self._numbers[to] += 1
-            message = Message(self._rank, self._numbers[to], tag, values.size)
-            call.begun = True
-            self._link.announce((to,), _ANNOUNCEMENT.pack(*message[1:]))
-            self._link.send(_name(message, to), values, to, self._done(call))
-
-        self._start(call, begin)
-        self._watch()
-        return call
-
-    def receive(self, values: Array, source: int | None, tag: int, timeout: float = math.inf) -> Call:
-        if source is not None:
-            self._texts.check_peer("receive from", source)
-        call = Receive(self, values, ANY if source is None else source, tag, timeout)
-
-        def begin() -> None:
-            message = self._matching.receive(call)
-            if message is not None:
-                self._assign(message, call)
-
-        self._start(call, begin)
-        self._watch()
-        return call
-
     def close(self) -> None:
         if os.getpid() != self._process or self._is_closed:
             return
@@ -147,8 +114,7 @@ class NegotiatedTransfers(GuardedTransfers):
 
     # --- the thread of the group -----------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        """See to it that the thread looks at the calls."""
+    def _go_on(self, call: Transfer) -> None:
         if self._thread is None and self._calls:
             with self._lock:
                 if self._thread is None:
@@ -181,6 +147,21 @@ class NegotiatedTransfers(GuardedTransfers):
         return done
 
     # --- with the lock ---------------------------------------------------------------------------------------------------
+
+    def _begin_send(self, call: Send) -> None:
+        if call.to in self._left:
+            self._finish(call, self._texts.departed(call, {call.to}))
+            return
+        self._numbers[call.to] += 1
+        message = Message(self._rank, self._numbers[call.to], call.tag, call.values.size)
+        call.begun = True
+        self._link.announce((call.to,), _ANNOUNCEMENT.pack(*message[1:]))
+        self._link.send(_name(message, call.to), call.values, call.to, self._done(call))
+
+    def _begin_receive(self, call: Receive) -> None:
+        message = self._matching.receive(call)
+        if message is not None:
+            self._assign(message, call)
 
     def _heard(self, source: int, text: bytes) -> None:
         """Take in an announcement."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hvdlite.core.array import Array
 from hvdlite.core.types import Collective, ReduceOp
@@ -26,6 +26,7 @@ class Operation:
         received: alltoall: elements that this rank receives from each rank.
         prescale: factor of this rank's values before a reduction.
         postscale: factor of its result.
+        prepare: called when its turn comes: it copies values into the sources. What it raises ends the group on this rank.
     """
 
     collective: Collective
@@ -40,3 +41,4 @@ class Operation:
     received: tuple[int, ...] = ()
     prescale: float = 1.0
     postscale: float = 1.0
+    prepare: Callable[[], None] | None = None

@@ -28,7 +28,6 @@ import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.memory.message_area import MessageArea, Piece, RingReader
-from hvdlite.ordered.call import Call
 from hvdlite.ordered.guarded_transfers import GuardedTransfers
 from hvdlite.ordered.matching import ANY, Matching
 from hvdlite.ordered.transfers import Receive, Send, Transfer
@@ -81,40 +80,6 @@ class RingTransfers(GuardedTransfers):
         self._thread_drives = False
         self._stopped = threading.Event()
 
-    def send(self, values: Array, to: int, tag: int, timeout: float = math.inf) -> Call:
-        self._texts.check_peer("send to", to)
-        call = Send(self, values, to, tag, timeout)
-
-        def begin() -> None:
-            if self._area.has_left(to):
-                self._finish(call, self._texts.departed(call, {to}))
-            else:
-                self._sends.setdefault(to, deque()).append(call)
-
-        self._start(call, begin)
-        if call.is_over:  # in a forked child the lock may be held for ever
-            return call
-        while self._guarded(lambda: call in self._calls and self._send_piece(to)):
-            pass
-        self._watch(call)
-        return call
-
-    def receive(self, values: Array, source: int | None, tag: int, timeout: float = math.inf) -> Call:
-        if source is not None:
-            self._texts.check_peer("receive from", source)
-        call = Receive(self, values, ANY if source is None else source, tag, timeout)
-
-        def begin() -> None:
-            message = self._matching.receive(call)
-            if message is not None:
-                self._assign(message, call)
-            else:
-                self._take_pieces()
-
-        self._start(call, begin)
-        self._watch(call)
-        return call
-
     def close(self) -> None:
         if os.getpid() != self._process or self._stopped.is_set():
             return
@@ -166,8 +131,10 @@ class RingTransfers(GuardedTransfers):
             until = min(limit, next(iter(self._calls)).deadline, now + longest)
         self._area.sleep(seen, max(0.0, until - now))
 
-    def _watch(self, call: Transfer) -> None:
-        """Let the thread of the group carry a call out, if no thread waits for it."""
+    def _go_on(self, call: Transfer) -> None:
+        if isinstance(call, Send):
+            while self._guarded(lambda: call in self._calls and self._send_piece(call.to)):
+                pass
         if call in self._calls and self._thread is None:
             with self._lock:
                 if call in self._calls and self._thread is None:
@@ -191,6 +158,19 @@ class RingTransfers(GuardedTransfers):
                     self._thread_drives = bool(self._calls)
 
     # --- with the lock ---------------------------------------------------------------------------------------------------
+
+    def _begin_send(self, call: Send) -> None:
+        if self._area.has_left(call.to):
+            self._finish(call, self._texts.departed(call, {call.to}))
+        else:
+            self._sends.setdefault(call.to, deque()).append(call)
+
+    def _begin_receive(self, call: Receive) -> None:
+        message = self._matching.receive(call)
+        if message is not None:
+            self._assign(message, call)
+        else:
+            self._take_pieces()
 
     def _advance(self) -> bool:
         """Copy at most a piece into or out of each ring; return whether there was one."""

@@ -13,7 +13,7 @@ from torch._C import _distributed_c10d as c10d
 
 from hvdlite.ordered.group import OrderedGroup
 from hvdlite_torch.distributed.collectives import Collectives
-from hvdlite_torch.distributed.work import Works
+from hvdlite_torch.distributed.work import GroupWork
 
 if TYPE_CHECKING:
     _Backend: Any = object
@@ -70,7 +70,7 @@ class HvdliteBackend(Collectives, _Backend):  # type: ignore[misc]
         """Begin to collect works."""
         self._begin_coalescing()
 
-    def end_coalescing(self) -> Works:
+    def end_coalescing(self) -> GroupWork:
         """Return the works since `start_coalescing` as one."""
         return self._finish_coalescing()
 

@@ -20,9 +20,10 @@ from hvdlite.ordered.group import OrderedGroup
 from hvdlite_torch.distributed import sparse
 from hvdlite_torch.distributed import tensors as memory
 from hvdlite_torch.distributed.errors import as_backend_error, missed
-from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, Prepared, Reduce
+from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, Reduce
+from hvdlite_torch.distributed.prepared import Prepared, joined
 from hvdlite_torch.distributed.profiling import begin_span
-from hvdlite_torch.distributed.work import GroupWork, Works
+from hvdlite_torch.distributed.work import GroupWork
 
 FAILING_SECONDS = 5.0
 """How long `shutdown` waits for operations under way while an exception is handled."""
@@ -38,15 +39,13 @@ class Collectives:
     _operations: Operations
     _done: GroupWork  # of every blocking call that has succeeded: nobody asks it for more than that
     _calls: int  # collectives begun
-    _coalesced: list[GroupWork] | None  # the works since `_start_coalescing`; None outside
+    _coalesced: tuple[list[Call], list[torch.Tensor]] | None  # the calls since `_begin_coalescing`, and their results
 
     def attach(self, ordered: OrderedGroup) -> None:
         """Set the group that carries out the calls."""
         self._ordered, self._operations = ordered, Operations(ordered.rank, ordered.size)
         self._calls, self._coalesced = 0, None
-        done = Call(())
-        done.end()
-        self._done = GroupWork(done, [])
+        self._done = GroupWork(ordered, (), [])
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
@@ -59,6 +58,7 @@ class Collectives:
     def allreduce_sparse(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Sum a sparse tensor; it waits for the other ranks' numbers of values."""
         (tensor,) = tensors
+        self._ordered.start((), blocking=True)  # operations under way may change the tensor
         counts = [torch.empty(1, dtype=torch.int64) for _ in range(self._ordered.size)]
         own = sparse.coalesced(tensor, _reduce(opts))
         prepared = self._operations.allgather(counts, torch.tensor([own._nnz()]), sparse.told(own))
@@ -71,7 +71,8 @@ class Collectives:
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         """See `torch.distributed.broadcast`."""
-        return self._start(self._operations.broadcast(tensors, self._root(opts, "broadcast")), opts)
+        (tensor,) = tensors
+        return self._start(self._operations.broadcast(tensor, self._root(opts, "broadcast")), opts)
 
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         """See `torch.distributed.reduce`."""
@@ -169,7 +170,7 @@ class Collectives:
     def _receive(self, tensors: Sequence[torch.Tensor], source: int | None, tag: int) -> Any:
         (tensor,) = tensors
         memory.check(tensor, "recv")
-        if memory.room_for(tensor) is not tensor:
+        if not memory.is_plain(tensor):
             raise ValueError("recv: Tensors must be contiguous: this one has the shape "
                              f"{tuple(tensor.shape)} and the strides {tensor.stride()}")
         return self._message("recv", self._ordered.receive(memory.memory(tensor), source, tag), tensor)
@@ -177,7 +178,7 @@ class Collectives:
     def _message(self, name: str, call: Call, tensor: torch.Tensor) -> Any:
         if profiler._is_profiler_enabled:
             call.when_done(begin_span(name))
-        return self._began(GroupWork(call, [tensor]))
+        return self._began(call, [tensor])
 
     # --- the group ----------------------------------------------------------------------------------------------------
 
@@ -229,24 +230,25 @@ class Collectives:
             call.when_done(span)
         if is_blocking and call.is_done and call.error is None:
             return self._done
-        return self._began(GroupWork(call, prepared.tensors))
+        return self._began(call, prepared.tensors)
 
     def _run(self, operations: Sequence[Any], finish: Any, opts: Any) -> None:
         """Carry out operations on this thread, before what follows."""
         self._calls += 1
-        GroupWork(self._ordered.start(operations, finish, blocking=True, **_timeout(opts)), []).wait()
+        GroupWork(self._ordered, [self._ordered.start(operations, finish, blocking=True, **_timeout(opts))], []).wait()
 
-    def _began(self, work: GroupWork) -> GroupWork:
+    def _began(self, call: Call, tensors: list[torch.Tensor]) -> GroupWork:
         if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+            self._coalesced[0].append(call)
+            self._coalesced[1].extend(tensors)
+        return GroupWork(self._ordered, (call,), tensors)
 
     def _begin_coalescing(self) -> None:
-        self._coalesced = []
+        self._coalesced = [], []
 
-    def _finish_coalescing(self) -> Works:
-        works, self._coalesced = self._coalesced or [], None
-        return Works(works)
+    def _finish_coalescing(self) -> GroupWork:
+        (calls, tensors), self._coalesced = self._coalesced or ([], []), None
+        return GroupWork(self._ordered, calls, tensors)
 
     def _root(self, opts: Any, name: str) -> int:
         root = int(opts.rootRank)
@@ -268,16 +270,8 @@ def _timeout(opts: Any) -> dict[str, float]:
     return {"timeout": timeout.total_seconds()} if timeout > _UNSET else _NO_TIMEOUT
 
 
-def _joined(prepared: Sequence[Prepared]) -> Prepared:
-    """Return several calls as one."""
-    finishes = [each.finish for each in prepared if each.finish is not None]
-
-    def finish() -> None:
-        for each in finishes:
-            each()
-
-    return Prepared([operation for each in prepared for operation in each.operations],
-                    [tensor for each in prepared for tensor in each.tensors], finish if finishes else None)
+def _joined(calls: Sequence[Prepared]) -> Prepared:
+    return joined(calls, [tensor for each in calls for tensor in each.tensors])
 
 
 def _pairs(outputs: Sequence[Any], inputs: Sequence[torch.Tensor], name: str) -> Sequence[tuple[Any, torch.Tensor]]:

@@ -2,15 +2,15 @@
 
 What travels without arithmetic travels as bytes, so that every dtype of torch can. Ranks may call a collective with
 different shapes of the same number of elements, as with torch's own backends: errors and checks therefore show numbers of
-elements. A tensor that is not contiguous is copied, and an output copied back when the operation is done. Inputs are copied
-at the call, and not when its turn comes.
+elements. What does not lie in memory one after the other is copied: inputs when the operation's turn comes, so that it reads
+what operations before it have written, and outputs when the call is done.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -20,6 +20,7 @@ from hvdlite.core.types import BITWISE, Collective, ReduceOp
 from hvdlite.ordered.operations import Operation
 from hvdlite_torch.distributed import tensors as memory
 from hvdlite_torch.distributed.errors import UnsupportedArgumentError
+from hvdlite_torch.distributed.prepared import Copies, Prepared, joined
 
 _OPS: Final[dict[Any, ReduceOp]] = {
     TorchOp.SUM: ReduceOp.SUM, TorchOp.AVG: ReduceOp.AVERAGE, TorchOp.MIN: ReduceOp.MIN, TorchOp.MAX: ReduceOp.MAX,
@@ -31,21 +32,6 @@ _OF_BOOL: Final = {
     ReduceOp.BAND: ReduceOp.MIN, ReduceOp.BOR: ReduceOp.MAX, ReduceOp.BXOR: ReduceOp.BXOR,
 }
 """Booleans are reduced as NCCL reduces them: a sum is true if any rank has true."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prepared:
-    """What one rank does for a call of `torch.distributed`.
-
-    Attributes:
-        operations: in order.
-        tensors: the result, as `Work.result` returns it.
-        finish: copies results to tensors that are not contiguous; None if there is nothing to copy.
-    """
-
-    operations: Sequence[Operation]
-    tensors: list[torch.Tensor]
-    finish: Callable[[], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,41 +109,35 @@ class Operations:
 
     def allreduce(self, tensors: Sequence[torch.Tensor], reduce: Reduce, name: str = "all_reduce") -> Prepared:
         """Reduce every tensor in place; tensors of one dtype together."""
-        for tensor in tensors:
-            memory.check(tensor, name)
-        if len(tensors) == 1 and memory.room_for(tensors[0]) is tensors[0]:  # nothing to sort or to copy: the ordinary case
-            operation = _reduction([tensors[0]], tensors[0].dtype, reduce, name)
-            return Prepared([operation], list(tensors))
+        if len(tensors) == 1:  # the ordinary case
+            memory.check(tensors[0], name)
+            return _reduction(list(tensors), reduce, name)
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in tensors:
+            memory.check(tensor, name)
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        operations, copies = [], _Copies()
-        for dtype, members in by_dtype.items():
-            reduce.on(dtype, name)  # before anything is copied
-            operations.append(_reduction([copies.room_with_values(tensor) for tensor in members], dtype, reduce, name))
-        return Prepared(operations, list(tensors), copies.finish)
+        return joined([_reduction(members, reduce, name) for members in by_dtype.values()], list(tensors))
 
     def reduce(self, tensor: torch.Tensor, root: int, reduce: Reduce) -> Prepared:
         """Reduce in place on the root; other ranks keep their values."""
         memory.check(tensor, "reduce")
-        op, copies = reduce.on(tensor.dtype, "reduce"), _Copies()
-        array = memory.values(copies.room_with_values(tensor) if self._rank == root else memory.dense(tensor))
+        op, copies = reduce.on(tensor.dtype, "reduce"), Copies()
+        array = memory.values(copies.room_with_values(tensor) if self._rank == root else copies.source(tensor))
         operation = Operation(
             collective=Collective.REDUCE, agreed=_told("reduce", f"{reduce.name}, to rank {root}", tensor.dtype, array.size),
             dtype=memory.NAMES[tensor.dtype], sources=[array], outputs=[array if self._rank == root else None], op=op,
             root=root, prescale=reduce.prescale)
-        return Prepared([operation], [tensor], copies.finish)
+        return copies.prepared(operation, [tensor])
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> Prepared:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Prepared:
         """Copy the root's values to all ranks."""
-        operations, copies = [], _Copies()
-        for tensor in tensors:
-            memory.check(tensor, "broadcast")
-            array = memory.memory(memory.dense(tensor) if self._rank == root else copies.room(tensor))
-            operations.append(Operation(
-                collective=Collective.BROADCAST, dtype="uint8", sources=[array], outputs=[array], root=root,
-                agreed=_told("broadcast", f"from rank {root}", tensor.dtype, tensor.numel())))
-        return Prepared(operations, list(tensors), copies.finish)
+        memory.check(tensor, "broadcast")
+        copies = Copies()
+        array = memory.memory(copies.source(tensor) if self._rank == root else copies.room(tensor))
+        operation = Operation(
+            collective=Collective.BROADCAST, agreed=_told("broadcast", f"from rank {root}", tensor.dtype, tensor.numel()),
+            dtype="uint8", sources=[array], outputs=[array], root=root)
+        return copies.prepared(operation, [tensor])
 
     def allgather(self, outputs: Sequence[torch.Tensor], own: torch.Tensor, name: str = "all_gather") -> Prepared:
         """Gather every rank's tensor in `outputs`; their numbers of elements may differ between ranks."""
@@ -167,8 +147,8 @@ class Operations:
         if own.numel() != rows[self._rank]:
             raise ValueError(f"{name}: this rank's tensor has {own.numel()} elements, and its place in the output "
                              f"{rows[self._rank]}; they must be equal")
-        copies = _Copies()
-        return Prepared([self._gathering(copies.room_for_all(outputs), own, rows, name)], list(outputs), copies.finish)
+        copies = Copies()
+        return _gathering(copies, copies.room_for_all(outputs), own, rows, name, list(outputs))
 
     def allgather_single(self, output: torch.Tensor, own: torch.Tensor) -> Prepared:
         """Gather every rank's tensor, of equal size, in one."""
@@ -177,14 +157,13 @@ class Operations:
         if output.numel() != own.numel() * self._size:
             raise ValueError(f"{name}: output tensor size must be equal to world_size times input tensor size; the output "
                              f"has {output.numel()} elements, the input {own.numel()} on each of {self._size} ranks")
-        copies = _Copies()
-        return Prepared([self._gathering(copies.room(output), own, (own.numel(),) * self._size, name)], [output],
-                        copies.finish)
+        copies = Copies()
+        return _gathering(copies, copies.room(output), own, (own.numel(),) * self._size, name, [output])
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, own: torch.Tensor, root: int) -> Prepared:
         """Gather every rank's tensor on the root, which alone has `outputs`; all have the same number of elements."""
         memory.check(own, "gather")
-        copies, target, count = _Copies(), None, own.numel()
+        copies, target, count = Copies(), None, own.numel()
         if self._rank == root:
             outputs = outputs or []
             self._check_parts(outputs, "gather")
@@ -193,26 +172,25 @@ class Operations:
             target = memory.memory(copies.room_for_all(outputs))
         operation = Operation(
             collective=Collective.GATHER, agreed=_told("gather", f"to rank {root}", own.dtype, count), dtype="uint8",
-            sources=[memory.memory(memory.dense(own))], outputs=[target], root=root,
+            sources=[memory.memory(copies.source(own))], outputs=[target], root=root,
             rows=(count * own.element_size(),) * self._size)
-        return Prepared([operation], list(outputs or []), copies.finish)
+        return copies.prepared(operation, list(outputs or []))
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> Prepared:
         """Give every rank one of the tensors of the root, which alone has `inputs`; all have the same number of elements."""
         memory.check(output, "scatter")
-        sources = []
+        copies, sources = Copies(), []
         if self._rank == root:
             inputs = inputs or []
             self._check_parts(inputs, "scatter")
             self._check_like(inputs, output, "scatter")
             _check_even(inputs, output, "scatter")
-            sources = [memory.memory(memory.concatenated(inputs))]
-        copies = _Copies()
+            sources = [memory.memory(copies.sources(inputs))]
         operation = Operation(
             collective=Collective.SCATTER, agreed=_told("scatter", f"from rank {root}", output.dtype, output.numel()),
             dtype="uint8", sources=sources, outputs=[memory.memory(copies.room(output))], root=root,
             rows=(output.numel() * output.element_size(),) * self._size)
-        return Prepared([operation], [output], copies.finish)
+        return copies.prepared(operation, [output])
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduce: Reduce) -> Prepared:
         """Reduce the ranks' lists of tensors; each rank gets one of the results. The tensors' sizes may differ."""
@@ -223,7 +201,8 @@ class Operations:
         if output.numel() != rows[self._rank]:
             raise ValueError(f"{name}: the output has {output.numel()} elements, and this rank's tensor of the inputs "
                              f"{rows[self._rank]}; they must be equal")
-        return self._scattering(output, memory.concatenated(inputs), rows, reduce)
+        copies = Copies()
+        return _scattering(copies, output, copies.sources(inputs), rows, reduce)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, reduce: Reduce) -> Prepared:
         """Reduce the ranks' tensors; each rank gets an equal part of the result."""
@@ -231,20 +210,21 @@ class Operations:
         if source.numel() != output.numel() * self._size:
             raise ValueError("reduce_scatter: input tensor must be the same size as output size times world size; the input "
                              f"has {source.numel()} elements, the output {output.numel()} on each of {self._size} ranks")
-        return self._scattering(output, memory.dense(source), (output.numel(),) * self._size, reduce)
+        copies = Copies()
+        return _scattering(copies, output, copies.source(source), (output.numel(),) * self._size, reduce)
 
     def alltoall_single(self, output: torch.Tensor, source: torch.Tensor, output_splits: Sequence[int],
                         input_splits: Sequence[int]) -> Prepared:
         """Exchange rows of tensors; without splits every rank gets as many."""
         self._check_like([output], source, "all_to_all")
         received, sent = self._elements(output, output_splits, "output"), self._elements(source, input_splits, "input")
-        copies = _Copies()
         is_even = not output_splits and not input_splits  # on this rank, and on all if the calls agree
         if is_even and received != sent:
             raise ValueError(f"all_to_all: the output has {output.numel()} elements, the input {source.numel()}; without "
                              "splits they must be equal")
-        return Prepared([_exchange(copies.room(output), memory.dense(source), received, sent, is_even)], [output],
-                        copies.finish)
+        copies = Copies()
+        exchange = _exchange(copies.room(output), copies.source(source), received, sent, is_even)
+        return copies.prepared(exchange, [output])
 
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Prepared:
         """Exchange lists of tensors of any sizes."""
@@ -252,30 +232,13 @@ class Operations:
         self._check_parts(inputs, "all_to_all")
         self._check_like([*outputs, *inputs], inputs[0], "all_to_all")
         received, sent = ([part.numel() for part in parts] for parts in (outputs, inputs))
-        copies = _Copies()
-        exchange = _exchange(copies.room_for_all(outputs), memory.concatenated(inputs), received, sent)
-        return Prepared([exchange], list(outputs), copies.finish)
+        copies = Copies()
+        exchange = _exchange(copies.room_for_all(outputs), copies.sources(inputs), received, sent)
+        return copies.prepared(exchange, list(outputs))
 
     def barrier(self) -> Prepared:
         """Wait until all ranks have come."""
         return Prepared([_BARRIER], [])
-
-    def _gathering(self, whole: torch.Tensor, own: torch.Tensor, rows: tuple[int, ...], name: str) -> Operation:
-        count = rows[0] if len(set(rows)) == 1 else ", ".join(map(str, rows))
-        unit = own.element_size()
-        return Operation(
-            collective=Collective.ALLGATHER, agreed=_told(name, "", own.dtype, count), dtype="uint8",
-            sources=[memory.memory(memory.dense(own))], outputs=[memory.memory(whole)],
-            rows=tuple(row * unit for row in rows))
-
-    def _scattering(self, output: torch.Tensor, source: torch.Tensor, rows: tuple[int, ...], reduce: Reduce) -> Prepared:
-        count = rows[0] if len(set(rows)) == 1 else ", ".join(map(str, rows))
-        op, copies = reduce.on(output.dtype, "reduce_scatter"), _Copies()
-        operation = Operation(
-            collective=Collective.REDUCESCATTER, agreed=_told("reduce_scatter", reduce.name, output.dtype, count),
-            dtype=memory.NAMES[output.dtype], sources=[memory.values(source)], outputs=[memory.values(copies.room(output))],
-            op=op, rows=rows, prescale=reduce.prescale)
-        return Prepared([operation], [output], copies.finish)
 
     def _elements(self, tensor: torch.Tensor, splits: Sequence[int], what: str) -> list[int]:
         """Return the elements for each rank of a tensor that is split along its first dimension."""
@@ -304,13 +267,43 @@ class Operations:
                                  f"{memory.NAMES[like.dtype]}")
 
 
-def _reduction(tensors: Sequence[torch.Tensor], dtype: torch.dtype, reduce: Reduce, name: str) -> Operation:
-    """Return an allreduce of contiguous tensors of one dtype, in place."""
-    op = reduce.on(dtype, name)
-    arrays = [memory.values(tensor) for tensor in tensors]
+def _reduction(tensors: list[torch.Tensor], reduce: Reduce, name: str) -> Prepared:
+    """Return an allreduce of tensors of one dtype, in place."""
+    dtype = tensors[0].dtype
+    op, copies = reduce.on(dtype, name), Copies()
+    arrays = [memory.values(copies.room_with_values(tensor)) for tensor in tensors]
     count = arrays[0].size if len(arrays) == 1 else f"{len(arrays)} tensors, {sum(array.size for array in arrays)}"
-    return Operation(collective=Collective.ALLREDUCE, agreed=_told(name, reduce.name, dtype, count),
-                     dtype=memory.NAMES[dtype], sources=arrays, outputs=arrays, op=op, prescale=reduce.prescale)
+    operation = Operation(
+        collective=Collective.ALLREDUCE, agreed=_told(name, reduce.name, dtype, count), dtype=memory.NAMES[dtype],
+        sources=arrays, outputs=arrays, op=op, prescale=reduce.prescale)
+    return copies.prepared(operation, tensors)
+
+
+def _gathering(copies: Copies, whole: torch.Tensor, own: torch.Tensor, rows: tuple[int, ...], name: str,
+               outputs: list[torch.Tensor]) -> Prepared:
+    """Return an allgather, which writes to `whole`."""
+    unit = own.element_size()
+    operation = Operation(
+        collective=Collective.ALLGATHER, agreed=_told(name, "", own.dtype, _counted(rows)), dtype="uint8",
+        sources=[memory.memory(copies.source(own))], outputs=[memory.memory(whole)],
+        rows=tuple(row * unit for row in rows))
+    return copies.prepared(operation, outputs)
+
+
+def _scattering(copies: Copies, output: torch.Tensor, source: torch.Tensor, rows: tuple[int, ...],
+                reduce: Reduce) -> Prepared:
+    """Return a reducescatter of what `source` has when its turn comes."""
+    op = reduce.on(output.dtype, "reduce_scatter")
+    operation = Operation(
+        collective=Collective.REDUCESCATTER, agreed=_told("reduce_scatter", reduce.name, output.dtype, _counted(rows)),
+        dtype=memory.NAMES[output.dtype], sources=[memory.values(source)], outputs=[memory.values(copies.room(output))],
+        op=op, rows=rows, prescale=reduce.prescale)
+    return copies.prepared(operation, [output])
+
+
+def _counted(rows: Sequence[int]) -> object:
+    """Return the ranks' numbers of elements as a call shows them."""
+    return rows[0] if len(set(rows)) == 1 else ", ".join(map(str, rows))
 
 
 _BARRIER: Final = Operation(collective=Collective.BARRIER, agreed="barrier()", dtype="uint8")
@@ -336,44 +329,3 @@ def _check_even(parts: Sequence[torch.Tensor], like: torch.Tensor, name: str) ->
         if part.numel() != like.numel():
             raise ValueError(f"{name}: tensor {index} of the list has {part.numel()} elements, this rank's tensor "
                              f"{like.numel()}; all must be equal")
-
-
-class _Copies:
-    """The outputs of a call that get their values by copies when the operations are done."""
-
-    def __init__(self) -> None:
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    @property
-    def finish(self) -> Callable[[], None] | None:
-        """The function that makes the copies; None without any."""
-        return self._copy if self._copies else None
-
-    def room(self, output: torch.Tensor) -> torch.Tensor:
-        """Return contiguous memory for an output."""
-        room = memory.room_for(output)
-        if room is not output:
-            self._copies.append((output, room))
-        return room
-
-    def room_with_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return contiguous memory for a tensor that is replaced by a result, with its values."""
-        room = memory.dense(tensor.detach())
-        if room.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-            self._copies.append((tensor, room))
-        return room
-
-    def room_for_all(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return contiguous memory for outputs one after the other."""
-        whole = memory.adjoining(outputs)
-        if whole is None:
-            whole = torch.empty(sum(output.numel() for output in outputs), dtype=outputs[0].dtype)
-            begin = 0
-            for output in outputs:
-                self._copies.append((output, whole[begin:begin + output.numel()]))
-                begin += output.numel()
-        return whole
-
-    def _copy(self) -> None:
-        for output, values in self._copies:
-            memory.copy_to(output, values)

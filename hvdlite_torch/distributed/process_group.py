@@ -23,7 +23,7 @@ from hvdlite_torch.distributed.compiling import leave_to_python
 from hvdlite_torch.distributed.errors import UnsupportedArgumentError
 from hvdlite_torch.distributed.fr_trace import GroupRecord
 from hvdlite_torch.distributed.overloads import OVERLOADS
-from hvdlite_torch.distributed.work import Works
+from hvdlite_torch.distributed.work import GroupWork
 
 if TYPE_CHECKING:
     _ProcessGroup: Any = object
@@ -140,7 +140,7 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
             self._backend_for(device.type)
             super()._start_coalescing(device)
 
-    def _end_coalescing(self, device: torch.device) -> Works:
+    def _end_coalescing(self, device: torch.device) -> GroupWork:
         return self._finish_coalescing() if device.type == "cpu" else super()._end_coalescing(device)
 
     def record(self) -> GroupRecord:

@@ -8,7 +8,8 @@ import torch
 
 from hvdlite.core.types import ReduceOp
 from hvdlite_torch.distributed.errors import UnsupportedArgumentError
-from hvdlite_torch.distributed.operations import Operations, Prepared, Reduce
+from hvdlite_torch.distributed.operations import Operations, Reduce
+from hvdlite_torch.distributed.prepared import Prepared
 
 
 def coalesced(tensor: torch.Tensor, reduce: Reduce) -> torch.Tensor:
@@ -44,7 +45,7 @@ def summing(operations: Operations, tensor: torch.Tensor, own: torch.Tensor, cou
                 for whole, part in ((indices, own.indices().t()), (values, own.values()))]
 
     def finish() -> None:
-        with torch.no_grad():
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             tensor.copy_(torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False).coalesce())
 
     return Prepared([operation for each in gathered for operation in each.operations], [tensor], finish)

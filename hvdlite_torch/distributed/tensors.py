@@ -72,19 +72,24 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def room_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Return contiguous memory for the values of an output: the tensor itself if possible."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's values lie in its memory as they are, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def copy_to(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy values of the same dtype to a tensor, on this thread alone if both are contiguous."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        np.copyto(memory(tensor), memory(source))
-    else:
-        tensor.detach().copy_(source.view(tensor.shape))
+def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy values between tensors of one dtype and as many elements, on this thread alone if both are plain.
+
+    One of them is plain. They may be inference tensors, which only threads in that mode may change.
+    """
+    if is_plain(source) and is_plain(target):
+        np.copyto(memory(target), memory(source))
+        return
+    with torch.inference_mode():
+        if is_plain(target):
+            target.detach().view(source.shape).copy_(source.detach())
+        else:
+            target.detach().copy_(source.detach().view(target.shape))
 
 
 def adjoining(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -95,14 +100,7 @@ def adjoining(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     first = present[0]
     storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
     for tensor in present:
-        if (tensor.data_ptr() != end or not tensor.is_contiguous() or tensor.untyped_storage().data_ptr() != storage
-                or tensor.is_conj() or tensor.is_neg()):
+        if tensor.data_ptr() != end or not is_plain(tensor) or tensor.untyped_storage().data_ptr() != storage:
             return None
         end += tensor.numel() * tensor.element_size()
     return first.detach().as_strided((sum(tensor.numel() for tensor in present),), (1,), first.storage_offset())
-
-
-def concatenated(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the values of tensors, one after the other, as a flat tensor: their own memory if possible."""
-    whole = adjoining(tensors)
-    return torch.cat([dense(tensor.detach()).view(-1) for tensor in tensors]) if whole is None else whole

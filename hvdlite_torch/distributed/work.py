@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hvdlite.ordered.call import Call
+from hvdlite.ordered.group import OrderedGroup
 from hvdlite_torch.distributed.errors import WaitTimeoutError, as_backend_error
 
 if TYPE_CHECKING:
@@ -21,48 +22,47 @@ NO_TIMEOUT = datetime.timedelta()
 
 
 class GroupWork(_Work):  # type: ignore[misc]
-    """Implements torch's `Work` over a call of an ordered group.
+    """Implements torch's `Work` over calls of an ordered group.
 
-    torch may drop this object while the operation is under way: what it needs belongs to the call, which the group keeps.
+    torch may drop this object while the operation is under way: what it needs belongs to the calls, which the group keeps.
 
     Args:
-        call: the operation.
+        group: whose calls they are.
+        calls: the operation, or several that were begun together, in their order.
         tensors: the result.
     """
 
-    def __init__(self, call: Call, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, group: OrderedGroup, calls: Sequence[Call], tensors: list[torch.Tensor]) -> None:
         super().__init__()
-        self._call, self._tensors = call, tensors
-        self._future: Any = None
-        self._lock = threading.Lock()
+        self._group, self._calls, self._tensors = group, calls, tensors
 
     def is_completed(self) -> bool:
         """Return whether it is over, successfully or not."""
-        return self._call.is_done
+        return all(call.is_done for call in self._calls)
 
     def is_success(self) -> bool:
         """Return whether it is over and has not failed."""
-        return self._call.is_done and self._call.error is None
+        return self.is_completed() and self._error() is None
 
     def exception(self) -> Exception | None:
         """Return what it failed with."""
-        error = self._call.error
+        error = self._error()
         return None if error is None else as_backend_error(error)
 
     def wait(self, timeout: datetime.timedelta = NO_TIMEOUT) -> bool:
         """Wait until it is over, and return True. May be called again.
 
         Raises:
-            WaitTimeoutError: when it takes longer than a timeout that is not 0; it stays under way.
+            WaitTimeoutError: when one of the calls takes longer than a timeout that is not 0; it stays under way.
             DistBackendError: when it has failed; at every call.
         """
-        call = self._call
-        if not call.is_done and not call.wait(timeout.total_seconds() if timeout > NO_TIMEOUT else None):
-            names = "; ".join(operation.agreed for operation in call.operations)
-            raise WaitTimeoutError(f"{names or 'the operation'} is still under way after {timeout.total_seconds():g} s "
-                                   "(the timeout of wait)")
-        if call.error is not None:
-            raise as_backend_error(call.error)
+        for call in self._calls:
+            if not call.is_done and not call.wait(timeout.total_seconds() if timeout > NO_TIMEOUT else None):
+                names = "; ".join(operation.agreed for operation in call.operations)
+                raise WaitTimeoutError(f"{names or 'the operation'} is still under way after {timeout.total_seconds():g} s "
+                                       "(the timeout of wait)")
+            if call.error is not None:
+                raise as_backend_error(call.error)
         return True
 
     def synchronize(self) -> None:
@@ -79,72 +79,37 @@ class GroupWork(_Work):  # type: ignore[misc]
 
     def source_rank(self) -> int:
         """Return the rank that has sent what this work receives; -1 before it is known."""
-        return self._call.source
+        return self._calls[-1].source if self._calls else -1
 
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Return a future of `result()`. Its callbacks run on the thread that ends the operation.
+        """Return a new future of `result()`. Its callbacks run on the thread that ends the operation.
 
-        If the operation fails, waiting for the future raises a `RuntimeError` with the class and the text of the error.
+        They may call collectives and wait for them, if they are attached before the next call of the group. If the group has
+        been called since this work's operation, and the operation is under way, the future is complete when those calls are
+        over, too: see `OrderedGroup.when_over`. If the operation fails, waiting for the future raises a `RuntimeError` with
+        the class and the text of the error.
         """
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            ended: Any = torch.futures.Future()
-            # Not `Future.set_exception`: C++, such as DDP's reducer, takes the exception for the result then.
-            self._future = ended.then(self._outcome)
-        self._call.when_done(lambda call: ended.set_result(None))
-        return self._future
+        ended: Any = torch.futures.Future()
+        # Not `Future.set_exception`: C++, such as DDP's reducer, takes the exception for the result then.
+        future = ended.then(self._outcome)
+        self._group.when_over(self._calls, lambda: ended.set_result(None))
+        return future
 
     def abort(self) -> None:
         """Refuse: the other ranks take part in the operation; `ProcessGroup.abort` ends all that are under way."""
         raise NotImplementedError("hvdlite aborts process groups, not single operations: call abort() of the group")
 
     def _outcome(self, ended: Any) -> list[torch.Tensor]:
-        if self._call.error is not None:
-            raise as_backend_error(self._call.error)
+        error = self._error()
+        if error is not None:
+            raise as_backend_error(error)
         return self._tensors
 
-
-class Works(_Work):  # type: ignore[misc]
-    """Several operations as one work.
-
-    Args:
-        works: in the order of their calls.
-    """
-
-    def __init__(self, works: list[GroupWork]) -> None:
-        super().__init__()
-        self._works = works
-
-    def is_completed(self) -> bool:
-        """Return whether all are over."""
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        """Return whether all are over and none has failed."""
-        return all(work.is_success() for work in self._works)
-
-    def exception(self) -> Exception | None:
-        """Return what the first one that failed has failed with."""
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
-
-    def wait(self, timeout: datetime.timedelta = NO_TIMEOUT) -> bool:
-        """Wait for all; see `GroupWork.wait`."""
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def synchronize(self) -> None:
-        """Wait."""
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        """Return the tensors of all."""
-        return [tensor for work in self._works for tensor in work.result()]
-
-    def get_future(self) -> Any:
-        """Return a future of `result()`."""
-        return torch.futures.collect_all([work.get_future() for work in self._works]).then(
-            lambda futures: [tensor for future in futures.value() for tensor in future.value()])
+    def _error(self) -> Exception | None:
+        """Return the error of the first call that has failed."""
+        for call in self._calls:
+            if call.error is not None:
+                return call.error
+        return None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 
 from hvdlite.core.array import Array
 from hvdlite.core.types import Collective, ReduceOp
@@ -21,6 +22,7 @@ from hvdlite.ordered.call import Call
 from hvdlite.ordered.group import OrderedGroup
 from hvdlite.ordered.group_end import GroupEnd
 from hvdlite.ordered.operations import Operation
+from hvdlite.ordered.ring_transfers import RingTransfers
 from hvdlite.ordered.told_calls import PATIENCE_SECONDS
 from hvdlite.planes.base import Plane
 from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
@@ -28,6 +30,7 @@ from hvdlite.planes.shm import ShmPlane
 
 T = TypeVar("T")
 HANGS_SECONDS = 30.0
+HOSTS = pytest.mark.parametrize("one_host", [True, False], ids=["one host", "several hosts"])
 
 
 class Requested:
@@ -86,13 +89,14 @@ class Reports:
 
 def groups(size: int, *, one_host: bool = True, timeout: float = HANGS_SECONDS,
            barriers: dict[str, set[int]] | None = None, patience: float = PATIENCE_SECONDS,
-           fenced: bool = False) -> list[GroupEnd]:
+           fenced: bool = False, messages: bool = False) -> list[GroupEnd]:
     """Return the ends of a group of ranks in this process.
 
     Args:
         one_host: False lets them agree as ranks of several hosts do, and move tensors as the reference plane does.
         barriers: gets what they tell.
         fenced: as on machines that reorder stores.
+        messages: whether ranks can send and receive.
     """
     file, order, ends = anonymous_file(), fence_file(), []
     told = {} if barriers is None else barriers
@@ -103,6 +107,7 @@ def groups(size: int, *, one_host: bool = True, timeout: float = HANGS_SECONDS,
         whole.close()
         area = memory.group_area(range(size))
         assert area is not None
+        rings = memory.message_area(range(size), 1 << 12) if messages else None
         areas.append(area)
         plane: Plane
         if one_host:
@@ -111,6 +116,7 @@ def groups(size: int, *, one_host: bool = True, timeout: float = HANGS_SECONDS,
             plane = LoopbackPlane(rank, hub, lambda other, area=area: area.ring())  # type: ignore[misc]
         plane.add_process_set(0, tuple(range(size)))
         ends.append(GroupEnd("group of tests", rank, size, timeout, plane, area, shares_board=one_host,
+                             transfers=None if rings is None else RingTransfers(rings, "group of tests"),
                              reporter=Reports(rank, size, told), patience=patience))
     os.close(file)
     os.close(order)

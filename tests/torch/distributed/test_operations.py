@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -199,11 +200,71 @@ def test_outputs_that_adjoin_are_written_without_a_copy() -> None:
     def step(group: Any) -> None:
         whole = torch.empty(3, 4)
         work = group.allgather([list(whole)], [whole[group.rank()].fill_(group.rank())])
-        assert work._call.finish is None
+        (call,) = work._calls
+        assert call.finish is None and call.operations[0].prepare is None
         work.wait()
         assert whole[:, 3].tolist() == [0, 1, 2]
 
     run(3, step)
+
+
+def begin(name: str, group: Any, mine: torch.Tensor) -> tuple[Any, list[torch.Tensor], list[Any]]:
+    """Begin an operation of 2 ranks; return its work, and what it writes: each is so many times the ranks' input [2, 2]."""
+    rank, room = group.rank(), [torch.full((2, 2), -1.0) for _ in range(2)]
+    at_root = options(getattr(dist, f"{name.title()}Options", dist.ReduceOptions), rootRank=0)
+    if name == "all_gather":
+        return group.allgather([room], [mine]), room, [1, 1]
+    if name == "gather":
+        room = room if rank == 0 else []
+        return group.gather([room] if room else [], [mine], at_root), room, [1, 1]
+    if name == "broadcast":
+        room = [mine if rank == 0 else room[0]]
+        return group.broadcast(room, at_root), room, [1]
+    if name == "scatter":
+        return group.scatter(room[:1], [[mine, mine]] if rank == 0 else [], at_root), room, [1]
+    if name == "reduce_scatter":
+        return group.reduce_scatter(room[:1], [[mine, mine]]), room, [2]
+    if name == "all_to_all":
+        return group.alltoall(room, [mine, mine]), room, [1, 1]
+    if name == "reduce":
+        return group.reduce([mine], at_root), [mine], [2 if rank == 0 else 1]
+    return group.allreduce([mine]), [mine], [2]
+
+
+@pytest.mark.parametrize("name", ["all_gather", "gather", "broadcast", "scatter", "reduce_scatter", "all_to_all", "reduce",
+                                  "all_reduce"])
+def test_what_is_queued_reads_what_operations_before_it_have_written(name: str) -> None:
+    """As with torch's own backends: also where the input is not contiguous, or a list, and has to be copied."""
+    queued = threading.Event()
+
+    def step(group: Any) -> None:
+        total = torch.arange(4.0).view(2, 2) * (group.rank() + 1)
+        if group.rank() == 1:
+            queued.wait()
+        group.allreduce([total])
+        work, written, factors = begin(name, group, total.t())
+        assert group.rank() == 1 or not work.is_completed()
+        queued.set()
+        work.wait()
+        for tensor, factor in zip(written, factors, strict=False):
+            assert tensor.tolist() == [[0.0, factor * 6.0], [factor * 3.0, factor * 9.0]]
+
+    run(2, step)
+
+
+def test_inference_tensors() -> None:
+    """Only threads in inference mode may change them, and the worker thread copies to those that are not contiguous."""
+    def step(group: Any) -> None:
+        with torch.inference_mode():
+            strided, turned = torch.ones(2, 4)[:, ::2], torch.full((2, 2), float(group.rank())).t()
+            outputs = [torch.empty(2, 2).t() for _ in range(2)]
+            mine = torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (3,), check_invariants=False)
+            for work in (group.allreduce([strided]), group.allgather([outputs], [turned]), group.allreduce([mine])):
+                work.wait()
+            assert (strided == 2).all() and [output.unique().tolist() for output in outputs] == [[0.0], [1.0]]
+            assert mine.to_dense().tolist() == [2.0, 4.0, 0.0]
+
+    run(2, step)
 
 
 def test_several_tensors_at_once() -> None:
@@ -252,6 +313,8 @@ def test_sparse_tensors() -> None:
         expected[2] = torch.tensor([10.5, 13.5])
         expected[:3] += torch.tensor([1.0, 2.0]) * torch.tensor([[1.0], [1.0], [1.0]])
         assert torch.equal(mine.to_dense(), expected)
+        works = [group.allreduce([mine]) for _ in range(2)]
+        assert all(work.wait() for work in works) and torch.equal(mine.to_dense(), expected * 9)
         with pytest.raises(UnsupportedArgumentError, match="sparse tensors can be reduced with SUM only, not MAX"):
             group.allreduce([mine], reducing(dist.ReduceOp.MAX))
 

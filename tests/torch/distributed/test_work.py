@@ -18,6 +18,8 @@ from hvdlite_torch.distributed.errors import WaitTimeoutError
 from tests.torch.distributed.test_operations import options
 from tests.torch.distributed.threads import run
 
+CPU = torch.device("cpu")
+
 
 def late(group: Any, event: threading.Event) -> Any:
     """Return a work that waits for rank 1, which begins it after the event."""
@@ -50,7 +52,7 @@ def test_futures_and_their_callbacks() -> None:
     def step(group: Any) -> None:
         work = late(group, event)
         future = work.get_future()
-        assert work.get_future() is future and (group.rank() == 1 or not future.done())
+        assert group.rank() == 1 or not (future.done() or work.get_future().done())
         doubled = future.then(lambda done: done.value()[0] * 2)
         event.set()
         assert doubled.wait().tolist() == [4.0, 4.0] and future.wait()[0].tolist() == [2.0, 2.0]
@@ -69,6 +71,60 @@ def test_a_callback_may_communicate_and_wait() -> None:
         assert [future.wait().tolist() for future in futures] == [[4.0 * each] * 3 for each in range(4)]
 
     run(2, step)
+
+
+def test_a_callback_of_a_future_that_is_asked_for_after_other_calls() -> None:
+    """Its collectives come after those, on a rank where its operation is over like on one where it is under way."""
+    asked = threading.Event()
+
+    def step(group: Any) -> list[list[float]]:
+        if group.rank() == 1:  # an operation is not over before its results are copied
+            begin = group._ordered.start
+            group._ordered.start = lambda operations, finish=None, **more: begin(operations, asked.wait, **more)
+        results = [torch.full((2,), 10.0 ** number) for number in range(4)]
+        first, second = group.allreduce([results[0]]), group.allreduce([results[1]])
+        if group.rank() == 0:
+            first.wait()
+        assert first.is_completed() == (group.rank() == 0)
+        chained = first.get_future().then(lambda done: group.allreduce([results[2]]).wait())
+        last = group.allreduce([results[3]])
+        asked.set() if group.rank() == 1 else None
+        assert chained.wait() and second.wait() and last.wait()
+        return [each.tolist() for each in results]
+
+    assert run(2, step) == [[[2.0, 2.0], [20.0, 20.0], [200.0, 200.0], [2000.0, 2000.0]]] * 2
+
+
+def test_several_operations_as_one_work() -> None:
+    event = threading.Event()
+
+    def step(group: Any) -> None:
+        one, other, message = torch.ones(1), torch.ones(2), torch.full((1,), float(group.rank()))
+        if group.rank() == 1:
+            event.wait()
+        group._start_coalescing(CPU)
+        group.allreduce([one])
+        group.send([message], 1, 0) if group.rank() == 0 else group.recv([message], 0, 0)
+        group.allreduce([other])
+        work = group._end_coalescing(CPU)
+        future = work.get_future().then(lambda done: [tensor.tolist() for tensor in done.value()])
+        if group.rank() == 0:
+            assert not work.is_completed() and not work.is_success() and not future.done()
+            event.set()
+        assert future.wait() == [[2.0], [0.0], [2.0, 2.0]] and work.wait() and work.is_success()
+        group._start_coalescing(CPU)
+        group.allreduce([torch.ones(3 + group.rank())])
+        group.allreduce([one])
+        failed = group._end_coalescing(CPU)
+        with pytest.raises(MismatchError):
+            failed.wait()
+        with pytest.raises(RuntimeError, match="MismatchError"):
+            failed.get_future().wait()
+        assert one.item() == 4.0 and isinstance(failed.exception(), MismatchError) and not failed.is_success()
+        group._start_coalescing(CPU)
+        assert group._end_coalescing(CPU).wait()
+
+    run(2, step, messages=True)
 
 
 def test_a_work_outlives_the_references_of_the_script() -> None:

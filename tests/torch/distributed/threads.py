@@ -12,14 +12,16 @@ from tests.ordered.worlds import HANGS_SECONDS, groups, play
 T = TypeVar("T")
 
 
-def run(size: int, step: Callable[[Any], T], *, one_host: bool = True, timeout: float = HANGS_SECONDS) -> list[T]:
+def run(size: int, step: Callable[[Any], T], *, one_host: bool = True, timeout: float = HANGS_SECONDS,
+        messages: bool = False) -> list[T]:
     """Run `step(process group)` on ranks as threads; return the results in rank order, or raise the first failure.
 
     Args:
         one_host: False lets the ranks agree as those of several hosts do.
         timeout: of operations.
+        messages: whether ranks can send and receive.
     """
-    return play(groups(size, one_host=one_host, timeout=timeout), lambda end: step(process_group(end)))
+    return play(groups(size, one_host=one_host, timeout=timeout, messages=messages), lambda end: step(process_group(end)))
 
 
 def process_group(end: Any) -> Any:

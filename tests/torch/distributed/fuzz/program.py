@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from tests.fuzzing import WrongError
-from tests.torch.distributed.fuzz.calls import CALLS, Turn
+from tests.torch.distributed.fuzz.calls import CALLS
+from tests.torch.distributed.fuzz.turn import Turn
 from tests.torch.distributed.fuzz.values import digest
 
 STEPS: Final = 24
