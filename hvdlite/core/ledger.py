@@ -78,4 +78,5 @@ class Ledger(msgspec.Struct, frozen=True, array_like=True):
         before = {(link.local, link.remote): link for link in earlier.links}
         links = [link.since(before[link.local, link.remote]) if (link.local, link.remote) in before else link
                  for link in self.links if (link.local, link.remote) in before or len(before) < MOST_LINKS]
-        return Ledger(*(now - then for now, then in zip(self.numbers, earlier.numbers, strict=True)), tuple(links))
+        numbers = (now - then for now, then in zip(self.numbers, earlier.numbers, strict=True))
+        return msgspec.structs.replace(Ledger(*numbers), links=tuple(links))

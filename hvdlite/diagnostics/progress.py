@@ -300,7 +300,8 @@ def read(job_directory: str, rank: int) -> Reading:
         content = (Path(job_directory) / f"{PROGRESS_FILE}.{rank}").read_bytes()
         steps, samples, counted, last = _HEAD.unpack_from(content)
         blocked, since = _BLOCKED.unpack_from(content, _HEAD.size)
-        ledger = Ledger(*_LEDGER.unpack_from(content, _HEAD.size + _BLOCKED.size), _links_in(content))
+        numbers = Ledger(*_LEDGER.unpack_from(content, _HEAD.size + _BLOCKED.size))
+        ledger = msgspec.structs.replace(numbers, links=_links_in(content))
         peak, = _PEAK.unpack_from(content, _PEAK_AT)
     except (OSError, struct.error):
         return Reading()

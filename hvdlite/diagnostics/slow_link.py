@@ -19,6 +19,8 @@ LEAST_BYTES: Final = 0.1
 """Of what the connection that carried most has carried. Others carry messages, of which the kernel may acknowledge the last
 one only after 40 ms: their rates say nothing.
 """
+LEAST_SECONDS: Final = 0.001
+"""A tick of the kernel, in which it counts time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,7 @@ def ways(ledgers: Mapping[int, Ledger]) -> list[Way]:
     least = LEAST_BYTES * max((link.sent for _, link in known), default=0)
     found: dict[tuple[int, int], list[Link]] = {}
     for rank, link in known:
-        if link.sent > least and link.sending > 0:
+        if link.sent > least and link.sending >= LEAST_SECONDS:
             found.setdefault((rank, owners[link.remote]), []).append(link)
     return [_way(*between, links, ledgers[between[0]].seconds) for between, links in sorted(found.items())]
 
