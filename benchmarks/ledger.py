@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 import hvdlite_torch as hvd
 from benchmarks.harness import Bench, median, say
 from benchmarks.training import Cnn
-from hvdlite.diagnostics.links import Links
 from hvdlite.diagnostics.progress import Progress, Schedule
+from hvdlite.diagnostics.tcp_traffic import TcpTraffic
 
 STEPS = 10
 """Training steps per measured call."""
@@ -87,7 +87,7 @@ def calls_seconds() -> dict[str, float]:
         without = cpu_seconds(lambda: next(empty))
     return {"wait": cpu_seconds(lambda: progress.unblock(progress.block())), "step": cpu_seconds(progress.round),
             "batch": with_ledger - without, "kernel": cpu_seconds(schedule.read, 200),
-            "connections": cpu_seconds(lambda: Links().read(), 200)}
+            "connections": cpu_seconds(lambda: TcpTraffic().read(), 200)}
 
 
 class _Nothing(torch.utils.data.Dataset[int]):

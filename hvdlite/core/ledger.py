@@ -6,11 +6,11 @@ from typing import Any, Final
 
 import msgspec
 
-MOST_LINKS: Final = 16
+MOST_CONNECTIONS: Final = 16
 """Connections in a ledger; those that carried most."""
 
 
-class Link(msgspec.Struct, frozen=True, array_like=True):
+class Traffic(msgspec.Struct, frozen=True, array_like=True):
     """What the kernel tells of one TCP connection between hosts, at one of its ends.
 
     Attributes:
@@ -27,12 +27,12 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
     received: int
     sending: float
 
-    def since(self, earlier: Link) -> Link:
+    def since(self, earlier: Traffic) -> Traffic:
         """Return what has been added."""
         if earlier.sent > self.sent or earlier.received > self.received:
             return self  # another connection, between the same ports
-        return Link(self.local, self.remote, self.sent - earlier.sent, self.received - earlier.received,
-                    max(0.0, self.sending - earlier.sending))
+        return Traffic(self.local, self.remote, self.sent - earlier.sent, self.received - earlier.received,
+                       max(0.0, self.sending - earlier.sending))
 
 
 class Ledger(msgspec.Struct, frozen=True, array_like=True):
@@ -51,7 +51,7 @@ class Ledger(msgspec.Struct, frozen=True, array_like=True):
         forward: in modules, without waits for collectives; like the following only under `hvdrun --profile`, with torch.
         backward: from there to the optimizer's step, without waits.
         optimizer: in the optimizer's step, without waits.
-        links: connections of the process with other hosts, at most `MOST_LINKS`; in jobs on several hosts, on Linux.
+        traffic: of the process's connections with other hosts, at most `MOST_CONNECTIONS`; on Linux, with several hosts.
     """
 
     seconds: float = 0.0
@@ -66,17 +66,17 @@ class Ledger(msgspec.Struct, frozen=True, array_like=True):
     forward: float = 0.0
     backward: float = 0.0
     optimizer: float = 0.0
-    links: tuple[Link, ...] = ()
+    traffic: tuple[Traffic, ...] = ()
 
     @property
     def numbers(self) -> tuple[Any, ...]:
-        """All but the links, in order."""
+        """All but the traffic, in order."""
         return msgspec.structs.astuple(self)[:-1]
 
     def since(self, earlier: Ledger) -> Ledger:
         """Return what has been added."""
-        before = {(link.local, link.remote): link for link in earlier.links}
-        links = [link.since(before[link.local, link.remote]) if (link.local, link.remote) in before else link
-                 for link in self.links if (link.local, link.remote) in before or len(before) < MOST_LINKS]
+        before = {(each.local, each.remote): each for each in earlier.traffic}
+        traffic = [each.since(before[each.local, each.remote]) if (each.local, each.remote) in before else each
+                 for each in self.traffic if (each.local, each.remote) in before or len(before) < MOST_CONNECTIONS]
         numbers = (now - then for now, then in zip(self.numbers, earlier.numbers, strict=True))
-        return msgspec.structs.replace(Ledger(*numbers), links=tuple(links))
+        return msgspec.structs.replace(Ledger(*numbers), traffic=tuple(traffic))

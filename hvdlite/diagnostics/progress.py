@@ -24,9 +24,9 @@ from typing import Any, Final
 import msgspec
 
 from hvdlite.core.launch_contract import PROGRESS_FILE
-from hvdlite.core.ledger import Ledger, Link
-from hvdlite.diagnostics.links import Links
+from hvdlite.core.ledger import Ledger, Traffic
 from hvdlite.diagnostics.slowness import LEAST_STEPS
+from hvdlite.diagnostics.tcp_traffic import TcpTraffic
 
 _HEAD: Final = struct.Struct("=QQQd")  # steps, samples, whether samples are counted, time of the last step
 _BLOCKED: Final = struct.Struct("=dd")  # seconds blocked in waits that are over; since when in one that is not, or 0
@@ -35,10 +35,10 @@ KEPT: Final = 4096
 """Steps whose times are kept."""
 _LEDGER: Final = struct.Struct("=dQddddddQddd")  # the numbers of `Ledger`, since the first step
 _PEAK: Final = struct.Struct("=Q")  # bytes of memory
-_LINKS: Final = struct.Struct("=H4094s")  # how many bytes; the links of `Ledger`, as JSON
+_TRAFFIC: Final = struct.Struct("=H4094s")  # how many bytes; the traffic of `Ledger`, as JSON
 _PEAK_AT: Final = _HEAD.size + _BLOCKED.size + _LEDGER.size
-_LINKS_AT: Final = _PEAK_AT + _PEAK.size
-_TIMES: Final = _LINKS_AT + _LINKS.size  # where the steps begin
+_TRAFFIC_AT: Final = _PEAK_AT + _PEAK.size
+_TIMES: Final = _TRAFFIC_AT + _TRAFFIC.size  # where the steps begin
 _SIZE: Final = _TIMES + KEPT * _STEP.size
 WARM_UP: Final = 3
 """First steps that do not count for the rate."""
@@ -110,13 +110,13 @@ class Progress:
         self._thread = 0  # the one that trains, once it is known
         self._begun = 0.0
         self._schedule = Schedule()
-        self._links: Links | None = None
+        self._traffic: TcpTraffic | None = None
         self._first = Ledger()  # what the thread had used before the first step
         self._ledgers: deque[tuple[float, Ledger]] = deque(maxlen=int(2 * WINDOW_SECONDS / LEDGER_SECONDS))
 
-    def watch(self, *, links: bool = False) -> None:
+    def watch(self, *, traffic: bool = False) -> None:
         """From now on count the time of garbage collections and, if wanted, what is sent to other hosts."""
-        self._links = Links() if links else None
+        self._traffic = TcpTraffic() if traffic else None
         if not self._is_watching:
             self._is_watching = True
             gc.callbacks.append(self._collect)
@@ -253,15 +253,16 @@ class Progress:
         cpu, queued = self._schedule.read()
         self._begun = self._begun or now
         total = Ledger(now - self._begun, self._steps, self._blocked, cpu, queued, self._collecting, self._input,
-                       self._input_cpu, self._absent, **self._parts, links=() if self._links is None else self._links.read())
+                       self._input_cpu, self._absent, **self._parts,
+                       traffic=() if self._traffic is None else self._traffic.read())
         if not self._ledgers:
             self._first = total
         self._ledgers.append((now, total))
         grown = total.since(self._first)
         _LEDGER.pack_into(self._memory, _HEAD.size + _BLOCKED.size, *grown.numbers)
-        if self._links is not None:
-            links = msgspec.json.encode(grown.links)
-            _LINKS.pack_into(self._memory, _LINKS_AT, len(links), links)
+        if self._traffic is not None:
+            traffic = msgspec.json.encode(grown.traffic)
+            _TRAFFIC.pack_into(self._memory, _TRAFFIC_AT, len(traffic), traffic)
         self._write_peak()
 
     def _write_peak(self) -> None:
@@ -301,7 +302,7 @@ def read(job_directory: str, rank: int) -> Reading:
         steps, samples, counted, last = _HEAD.unpack_from(content)
         blocked, since = _BLOCKED.unpack_from(content, _HEAD.size)
         numbers = Ledger(*_LEDGER.unpack_from(content, _HEAD.size + _BLOCKED.size))
-        ledger = msgspec.structs.replace(numbers, links=_links_in(content))
+        ledger = msgspec.structs.replace(numbers, traffic=_traffic_in(content))
         peak, = _PEAK.unpack_from(content, _PEAK_AT)
     except (OSError, struct.error):
         return Reading()
@@ -314,10 +315,10 @@ def read(job_directory: str, rank: int) -> Reading:
                    now - last if last else float("inf"), rate_of(times), ledger, peak)
 
 
-def _links_in(content: bytes) -> tuple[Link, ...]:
-    length, text = _LINKS.unpack_from(content, _LINKS_AT)
+def _traffic_in(content: bytes) -> tuple[Traffic, ...]:
+    length, text = _TRAFFIC.unpack_from(content, _TRAFFIC_AT)
     with contextlib.suppress(msgspec.DecodeError):  # none yet, or they are being written
-        return msgspec.json.decode(text[:length], type=tuple[Link, ...])
+        return msgspec.json.decode(text[:length], type=tuple[Traffic, ...])
     return ()
 
 

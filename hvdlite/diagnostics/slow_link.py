@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from hvdlite.core.ledger import Ledger, Link
+from hvdlite.core.ledger import Ledger, Traffic
 
 LEAST_RATIO: Final = 2.0
 """How many times as fast every other connection must be."""
@@ -24,7 +24,7 @@ LEAST_SECONDS: Final = 0.001
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class Flow:
     """What a rank has sent to another one.
 
     Attributes:
@@ -46,54 +46,54 @@ class SlowLink:
     """A rank's link that is slower than others'.
 
     Attributes:
-        ranks: those that share the link; the first one is an end of `way`.
-        way: the slowest connection.
+        ranks: those that share the link; the first one is an end of `flow`.
+        flow: the slowest connection.
         usual: bytes a second of the median of the other connections.
         share: of the time, which goes away if the link is as fast as others.
     """
 
     ranks: tuple[int, ...]
-    way: Way
+    flow: Flow
     usual: float
     share: float
 
 
-def ways(ledgers: Mapping[int, Ledger]) -> list[Way]:
+def flows(ledgers: Mapping[int, Ledger]) -> list[Flow]:
     """Return what ranks have sent each other between hosts, without the connections that carried little."""
-    owners = {link.local: rank for rank, ledger in ledgers.items() for link in ledger.links}
-    known = [(rank, link) for rank, ledger in ledgers.items() for link in ledger.links if link.remote in owners]
-    least = LEAST_BYTES * max((link.sent for _, link in known), default=0)
-    found: dict[tuple[int, int], list[Link]] = {}
-    for rank, link in known:
-        if link.sent > least and link.sending >= LEAST_SECONDS:
-            found.setdefault((rank, owners[link.remote]), []).append(link)
-    return [_way(*between, links, ledgers[between[0]].seconds) for between, links in sorted(found.items())]
+    owners = {each.local: rank for rank, ledger in ledgers.items() for each in ledger.traffic}
+    known = [(rank, each) for rank, ledger in ledgers.items() for each in ledger.traffic if each.remote in owners]
+    least = LEAST_BYTES * max((each.sent for _, each in known), default=0)
+    found: dict[tuple[int, int], list[Traffic]] = {}
+    for rank, each in known:
+        if each.sent > least and each.sending >= LEAST_SECONDS:
+            found.setdefault((rank, owners[each.remote]), []).append(each)
+    return [_flow(*between, carried, ledgers[between[0]].seconds) for between, carried in sorted(found.items())]
 
 
-def _way(sender: int, receiver: int, links: list[Link], seconds: float) -> Way:
-    sending = max(link.sending for link in links)  # several send at the same time
-    return Way(sender, receiver, min(1.0, sending / seconds), sum(link.sent for link in links) / sending)
+def _flow(sender: int, receiver: int, carried: list[Traffic], seconds: float) -> Flow:
+    sending = max(each.sending for each in carried)  # several send at the same time
+    return Flow(sender, receiver, min(1.0, sending / seconds), sum(each.sent for each in carried) / sending)
 
 
 def slow_link(ledgers: Mapping[int, Ledger]) -> SlowLink | None:
     """Return whose link is slow; None if none is, or if there is no other one to compare it with."""
-    known = ways(ledgers)
+    known = flows(ledgers)
     if not known:
         return None
-    slowest = min(known, key=lambda way: way.rate)
+    slowest = min(known, key=lambda flow: flow.rate)
     for sending, receiving in _explanations(slowest, ledgers):
-        inside = [way for way in known if way.sender in sending or way.receiver in receiving]
-        outside = [way for way in known if way.sender not in sending and way.receiver not in receiving]
-        if outside and LEAST_RATIO * max(way.rate for way in inside) <= min(way.rate for way in outside):
-            usual = statistics.median(way.rate for way in outside)
+        inside = [flow for flow in known if flow.sender in sending or flow.receiver in receiving]
+        outside = [flow for flow in known if flow.sender not in sending and flow.receiver not in receiving]
+        if outside and LEAST_RATIO * max(flow.rate for flow in inside) <= min(flow.rate for flow in outside):
+            usual = statistics.median(flow.rate for flow in outside)
             crowd = max(ledgers[rank].queued / ledgers[rank].seconds for rank in (slowest.sender, slowest.receiver))
             return SlowLink(sending or receiving, slowest, usual, slowest.share * (1 - slowest.rate / usual) - crowd)
     return None
 
 
-def _explanations(slowest: Way, ledgers: Mapping[int, Ledger]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _explanations(slowest: Flow, ledgers: Mapping[int, Ledger]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield ranks whose sending, and ranks whose receiving may be slow, given the slowest connection; simple ones first."""
-    hosts = {rank: {link.local.rpartition(":")[0] for link in ledger.links} for rank, ledger in ledgers.items()}
+    hosts = {rank: {each.local.rpartition(":")[0] for each in ledger.traffic} for rank, ledger in ledgers.items()}
     alone = (slowest.sender,), (slowest.receiver,)
     sharing = [(end, *(rank for rank in hosts if rank != end and hosts[rank] & hosts[end])) for (end,) in alone]
     for sender, receiver in (alone, sharing):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from hvdlite.core.ledger import Ledger
-from hvdlite.diagnostics.slow_link import SlowLink, Way, slow_link, ways
+from hvdlite.diagnostics.slow_link import Flow, SlowLink, flows, slow_link
 
 LEAST_STEPS: Final = 5
 """Steps that a ledger must have."""
@@ -55,7 +55,7 @@ class Slowness:
     cause: str
     share: float
     excess: Mapping[str, float]
-    slowest: Way | None = None
+    slowest: Flow | None = None
     link: SlowLink | None = None
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ def _link(ledgers: Mapping[int, Ledger]) -> Slowness | None:
     share = 0.0 if link is None else min(link.share, _waits(ledgers))
     if link is None or share < LEAST_EXCESS:
         return None
-    return Slowness(link.ranks[0], "link", share, {"link": share}, link.way, link)
+    return Slowness(link.ranks[0], "link", share, {"link": share}, link.flow, link)
 
 
 def _exchange(ledgers: Mapping[int, Ledger]) -> Slowness | None:
@@ -136,7 +136,7 @@ def _exchange(ledgers: Mapping[int, Ledger]) -> Slowness | None:
         return Slowness(most, "absent", waits, {"absent": absent[most] - min(absent.values())})
     if waits < LEAST_COMMUNICATION:
         return None
-    return Slowness(-1, "communication", waits, {}, min(ways(ledgers), key=lambda way: way.rate, default=None))
+    return Slowness(-1, "communication", waits, {}, min(flows(ledgers), key=lambda flow: flow.rate, default=None))
 
 
 def _waits(ledgers: Mapping[int, Ledger]) -> float:

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.core.ledger import MOST_LINKS, Ledger, Link
-from hvdlite.diagnostics.links import Links
+from hvdlite.core.ledger import MOST_CONNECTIONS, Ledger, Traffic
 from hvdlite.diagnostics.progress import Progress, read
-from hvdlite.diagnostics.slow_link import LEAST_BYTES, slow_link, ways
+from hvdlite.diagnostics.slow_link import LEAST_BYTES, flows, slow_link
 from hvdlite.diagnostics.slowness import diagnose
+from hvdlite.diagnostics.tcp_traffic import TcpTraffic
 
 SENT = 1_000_000_000
 SECONDS = 10.0
@@ -27,15 +27,15 @@ SLOW = 6.0
 def job(hosts: Mapping[int, str], sending: Mapping[tuple[int, int], float], blocked: float = 6.0,
         queued: float = 0.0) -> dict[int, Ledger]:
     """Return the ledgers of ranks on hosts, which have sent `SENT` bytes in so many seconds, by sender and receiver."""
-    links: dict[int, list[Link]] = {rank: [] for rank in hosts}
+    links: dict[int, list[Traffic]] = {rank: [] for rank in hosts}
     for sender, receiver in sorted({(min(pair), max(pair)) for pair in sending}):
         ends = f"{hosts[sender]}:{4000 + receiver}", f"{hosts[receiver]}:{5000 + sender}"
         there, back = sending.get((sender, receiver)), sending.get((receiver, sender))
         sent, received = SENT if there else 10, SENT if back else 10
-        links[sender].append(Link(*ends, sent, received, there or 1.0))
-        links[receiver].append(Link(*ends[::-1], received, sent, back or 1.0))
+        links[sender].append(Traffic(*ends, sent, received, there or 1.0))
+        links[receiver].append(Traffic(*ends[::-1], received, sent, back or 1.0))
     return {rank: Ledger(seconds=SECONDS, steps=100, blocked=blocked, cpu=SECONDS - blocked - queued, queued=queued,
-                         links=tuple(each)) for rank, each in links.items()}
+                         traffic=tuple(each)) for rank, each in links.items()}
 
 
 def ring(slow: Mapping[tuple[int, int], float]) -> dict[int, Ledger]:
@@ -54,7 +54,7 @@ def test_the_rank_at_all_slow_connections_and_at_no_other_is_named() -> None:
 def test_one_slow_direction_is_its_senders() -> None:
     assert (found := slow_link(ring({(2, 0): SLOW}))) is not None and found.ranks == (2,)
     pair = job({0: "a", 1: "b"}, {(0, 1): FAST, (1, 0): SLOW})
-    assert (found := slow_link(pair)) is not None and (found.ranks, found.way.receiver) == ((1,), 0)
+    assert (found := slow_link(pair)) is not None and (found.ranks, found.flow.receiver) == ((1,), 0)
 
 
 def test_a_rank_that_receives_slowly_from_all() -> None:
@@ -94,23 +94,26 @@ def test_a_rank_without_a_core_has_no_slow_link() -> None:
 
 def test_messages_and_connections_with_others_say_nothing() -> None:
     ledgers = ring({})
-    strange = Link("a:1", "s3:443", SENT, SENT, 9.0)
-    control = Link("a:2", "b:2", int(0.9 * LEAST_BYTES * SENT), 0, 9.0)
-    ledgers[0] = msgspec.structs.replace(ledgers[0], links=(*ledgers[0].links, strange, control))
-    ledgers[1] = msgspec.structs.replace(ledgers[1], links=(*ledgers[1].links, Link("b:2", "a:2", 0, 5, 0.0)))
-    assert [(way.sender, way.receiver, way.rate) for way in ways(ledgers)] == [(0, 1, SENT), (1, 2, SENT), (2, 0, SENT)]
-    parallel = (Link("a:3", "b:3", SENT, 0, 2.0), Link("a:4", "b:4", SENT, 0, 4.0))
-    ends = tuple(Link(each.remote, each.local, 0, SENT, 0.0) for each in parallel)
-    both = {rank: Ledger(seconds=SECONDS, steps=9, links=links) for rank, links in enumerate((parallel, ends))}
-    assert [(way.share, way.rate) for way in ways(both)] == [(0.4, SENT / 2)], "two connections at the same time"
+    strange = Traffic("a:1", "s3:443", SENT, SENT, 9.0)
+    control = Traffic("a:2", "b:2", int(0.9 * LEAST_BYTES * SENT), 0, 9.0)
+    ledgers[0] = msgspec.structs.replace(ledgers[0], traffic=(*ledgers[0].traffic, strange, control))
+    ledgers[1] = msgspec.structs.replace(ledgers[1], traffic=(*ledgers[1].traffic, Traffic("b:2", "a:2", 0, 5, 0.0)))
+    assert [(flow.sender, flow.receiver, flow.rate) for flow in flows(ledgers)] == [(0, 1, SENT), (1, 2, SENT), (2, 0, SENT)]
+    parallel = (Traffic("a:3", "b:3", SENT, 0, 2.0), Traffic("a:4", "b:4", SENT, 0, 4.0))
+    ends = tuple(Traffic(each.remote, each.local, 0, SENT, 0.0) for each in parallel)
+    both = {rank: Ledger(seconds=SECONDS, steps=9, traffic=links) for rank, links in enumerate((parallel, ends))}
+    assert [(flow.share, flow.rate) for flow in flows(both)] == [(0.4, SENT / 2)], "two connections at the same time"
 
 
 _ENDS = st.sampled_from(["a:1", "a:2", "b:1", "b:2", "c:1"])
 
 
+_TRAFFIC = st.builds(Traffic, _ENDS, _ENDS, st.integers(0, 1 << 40), st.integers(0, 1 << 40), st.floats(0, 100))
+
+
 @given(st.dictionaries(st.integers(0, 5), st.builds(
-    Ledger, seconds=st.floats(0.001, 100), steps=st.just(50), blocked=st.floats(0, 100), links=st.lists(st.builds(
-        Link, _ENDS, _ENDS, st.integers(0, 1 << 40), st.integers(0, 1 << 40), st.floats(0, 100)), max_size=4).map(tuple))))
+    Ledger, seconds=st.floats(0.001, 100), steps=st.just(50), blocked=st.floats(0, 100), queued=st.floats(0, 100),
+    traffic=st.lists(_TRAFFIC, max_size=4).map(tuple))))
 def test_any_links_are_answered(ledgers: Mapping[int, Ledger]) -> None:
     found = diagnose(ledgers)
     assert found is None or (found.rank in {*ledgers, -1} and str(found) and found.as_dict())
@@ -118,13 +121,13 @@ def test_any_links_are_answered(ledgers: Mapping[int, Ledger]) -> None:
 
 def test_what_has_been_added() -> None:
     def of(sent: int, *, links: int = 1) -> Ledger:
-        return Ledger(links=tuple(Link(f"a:{port}", "b:1", sent, sent, sent / 100) for port in range(links)))
-    assert of(70).since(of(40)).links == (Link("a:0", "b:1", 30, 30, pytest.approx(0.3)),)
-    assert of(10).since(of(40)).links == of(10).links, "another connection"
-    assert of(10, links=2).since(of(4)).links[1].sent == 10, "a new one"
-    full = of(4, links=MOST_LINKS)
-    renamed = Ledger(links=(Link("z:1", "b:1", 10, 10, 0.1),))
-    assert renamed.since(full).links == (), "it may be older than the earlier ledger, which had no room for it"
+        return Ledger(traffic=tuple(Traffic(f"a:{port}", "b:1", sent, sent, sent / 100) for port in range(links)))
+    assert of(70).since(of(40)).traffic == (Traffic("a:0", "b:1", 30, 30, pytest.approx(0.3)),)
+    assert of(10).since(of(40)).traffic == of(10).traffic, "another connection"
+    assert of(10, links=2).since(of(4)).traffic[1].sent == 10, "a new one"
+    full = of(4, links=MOST_CONNECTIONS)
+    renamed = Ledger(traffic=(Traffic("z:1", "b:1", 10, 10, 0.1),))
+    assert renamed.since(full).traffic == (), "it may be older than the earlier ledger, which had no room for it"
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="needs Linux's tcp_info")
@@ -142,23 +145,23 @@ def test_the_kernel_counts_what_is_sent_to_another_address(family: int, tmp_path
             local, remote = (f"{host}:{each.getsockname()[1]}" for host, each in zip(hosts, (sender, receiver), strict=True))
             progress = Progress()
             progress.publish(str(tmp_path), 0)
-            progress.watch(links=True)
+            progress.watch(traffic=True)
             try:
                 progress.round()
                 sender.sendall(bytes(100_000))
                 assert len(receiver.recv(100_000, socket.MSG_WAITALL)) == 100_000
-                found = {link.local: link for link in Links().read()}
+                found = {link.local: link for link in TcpTraffic().read()}
                 deadline = time.monotonic() + 20
                 while found[local].sent < 100_000 and time.monotonic() < deadline:  # acknowledged, maybe late
-                    found = {link.local: link for link in Links().read()}
-                progress._links = Links()  # which has not just read
+                    found = {link.local: link for link in TcpTraffic().read()}
+                progress._traffic = TcpTraffic()  # which has not just read
                 progress.round()
             finally:
                 progress.withdraw()
     assert found[local].remote == remote and found[remote].remote == local
     assert found[local].sent in (100_000, 100_001) and found[remote].received == 100_000
     assert found[remote].sent <= 1 and all(0 <= each.sending < 60 for each in found.values())
-    seen = {link.local: link for link in read(str(tmp_path), 0).ledger.links}
+    seen = {link.local: link for link in read(str(tmp_path), 0).ledger.traffic}
     assert seen[local].sent == 100_000, "since the first step"
 
 
@@ -169,5 +172,5 @@ def test_connections_within_a_host_do_not_count() -> None:
         sender.connect(listener.getsockname())
         receiver = listener.accept()[0]
         with receiver:
-            known = {link.local for link in Links().read()}
+            known = {link.local for link in TcpTraffic().read()}
             assert not known & {f"127.0.0.1:{each.getsockname()[1]}" for each in (sender, receiver)}

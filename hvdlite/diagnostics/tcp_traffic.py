@@ -18,10 +18,10 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from hvdlite.core.ledger import MOST_LINKS, Link
+from hvdlite.core.ledger import MOST_CONNECTIONS, Traffic
 
 SHARE: Final = 0.001
-"""Of a core, at most, that `Links.read` uses."""
+"""Of a core, at most, that `TcpTraffic.read` uses."""
 _BYTES: Final = struct.Struct("=QQ")  # of linux/tcp.h, struct tcp_info: tcpi_bytes_acked, tcpi_bytes_received
 _BYTES_AT: Final = 120
 _TIMES: Final = struct.Struct("=QQ")  # microseconds: tcpi_busy_time, tcpi_rwnd_limited
@@ -31,7 +31,7 @@ _ESTABLISHED: Final = 1
 _ADDRESS_BYTES: Final = 128  # sockaddr_storage
 
 
-class Links:
+class TcpTraffic:
     """Reads the connections of this process.
 
     The descriptors are other libraries': Python's sockets would set modes of them. No call blocks, so the GIL is kept.
@@ -40,17 +40,18 @@ class Links:
     def __init__(self) -> None:
         self._library = ctypes.PyDLL(None)
         self._rest = 0.0  # no reading before
-        self._last: tuple[Link, ...] = ()
+        self._last: tuple[Traffic, ...] = ()
 
-    def read(self) -> tuple[Link, ...]:
+    def read(self) -> tuple[Traffic, ...]:
         """Return the connections with other hosts that carried most; what was last read if reading takes long here."""
         if time.monotonic() >= self._rest and sys.platform.startswith("linux"):
             begun = time.thread_time()
-            self._last = tuple(heapq.nlargest(MOST_LINKS, self._links(), key=lambda link: link.sent + link.received))
+            found = self._connections()
+            self._last = tuple(heapq.nlargest(MOST_CONNECTIONS, found, key=lambda each: each.sent + each.received))
             self._rest = time.monotonic() + (time.thread_time() - begun) / SHARE
         return self._last
 
-    def _links(self) -> Iterator[Link]:
+    def _connections(self) -> Iterator[Traffic]:
         try:
             descriptors = list(map(int, os.listdir("/proc/self/fd")))
         except OSError:
@@ -66,7 +67,7 @@ class Links:
                 continue
             sent, received = _BYTES.unpack_from(info, _BYTES_AT)
             busy, refused = _TIMES.unpack_from(info, _TIMES_AT)
-            yield Link(_text(*local), _text(*remote), sent, received, (busy - refused) * 1e-6)
+            yield Traffic(_text(*local), _text(*remote), sent, received, (busy - refused) * 1e-6)
 
     def _address(self, call: str, descriptor: int) -> tuple[str, int]:
         address, length = ctypes.create_string_buffer(_ADDRESS_BYTES), ctypes.c_uint(_ADDRESS_BYTES)
