@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,7 +170,7 @@ def test_batches_that_another_thread_loads_do_not_count() -> None:
     assert progress._ledgers[-1][1].input == 0
 
 
-def test_numbers_are_written_as_each_library_wants_them() -> None:
+def test_numbers_are_written_as_each_library_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
 
     class TensorBoard:
@@ -192,6 +194,11 @@ def test_numbers_are_written_as_each_library_wants_them() -> None:
         told.clear()
         write({"hvdlite/slow_rank": 1.0}, 3, ahead)
         assert told == [({"hvdlite/slow_rank": 1.0, "hvdlite/step": 3}, None)]
+    monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(summary=SimpleNamespace(
+        scalar=lambda name, value: told.append((name, value)))))
+    told.clear()
+    write({"hvdlite/slow_rank": 1.0}, 7, SimpleNamespace(as_default=lambda step: nullcontext(told.append(step))))
+    assert told == [7, ("hvdlite/slow_rank", 1.0)]
     with pytest.raises(TypeError, match="add_scalar"):
         write({}, 0, object())
     write({}, 0, None)
