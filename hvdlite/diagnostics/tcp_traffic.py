@@ -1,7 +1,7 @@
 """What this process has sent to other hosts over TCP, and how long that took, as the kernel counts it.
 
 Linux keeps for each connection the bytes that the other end has acknowledged, and the time in which some were on their way.
-So the rate of a link is known whatever library sends (Gloo, MPI, NCCL), without touching its path; a connection on which
+So the rate of a link is known whatever library sends, without touching its path; a connection on which
 nothing is sent because a rank is late counts no time.
 """
 
