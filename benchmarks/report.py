@@ -90,6 +90,13 @@ def _hooks(rows: Rows, ranks: int) -> list[str]:
             *_table(["model", *names], body)]
 
 
+def _ledger(rows: Rows, ranks: int) -> list[str]:
+    ratios = [[row["model"], f"{row['step'] * 1e3:.2f}", f"**{row['ratio']:.4f}**"] for row in rows if "model" in row]
+    calls = [[row["call"], f"{row['cpu_seconds'] * 1e6:.2f}"] for row in rows if "call" in row]
+    return [f"## What the ledgers cost, {ranks} ranks", "",
+            *_table(["model", "a step, ms", "ratio with the ledger"], ratios), "", *_table(["call", "CPU time, us"], calls)]
+
+
 def _batch_norm(rows: Rows, ranks: int) -> list[str]:
     return [f"## Batch normalization over {ranks} ranks, forward and backward, beside torch's own without other ranks", "",
             *_compared(rows, "input", 1e3, "ms")]
@@ -168,7 +175,7 @@ def _two_hosts(rows: Rows, ranks: int) -> list[str]:
 _TABLES = {"planes": _planes, "planes_openmpi": functools.partial(_planes, under="Open MPI"), "collectives": _collectives,
            "latency": _latency,
            "gradients": _gradients, "small_gradients": _small_gradients, "batch_norm": _batch_norm, "training": _training,
-           "hooks": _hooks, "idle": _idle, "torch_distributed": _torch_distributed,
+           "hooks": _hooks, "idle": _idle, "ledger": _ledger, "torch_distributed": _torch_distributed,
            **{f"keras_{backend}": _keras for backend in ("tensorflow", "torch", "jax")},
            "control_scale": _control_scale,
            **{f"two_hosts_{engine}_{plane}": _two_hosts for engine in ("mpi", "gloo") for plane in (engine, "hierarchical")}}

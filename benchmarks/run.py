@@ -128,6 +128,7 @@ def main() -> None:
         ("small_gradients", 2, [*rounds, *short]),
         ("training", 2, [*long_rounds, *short]),
         ("hooks", 2, [*long_rounds, *short]),
+        ("ledger", 2, [*long_rounds, *short]),
         ("torch_distributed", 2, [*rounds, *short]),
         ("collectives", 2, [*rounds, *short]),
         ("latency", 2, [*rounds, *short]),

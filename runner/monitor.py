@@ -83,7 +83,7 @@ def reading_of(directory: str, rank: int) -> dict[str, Any]:
     """Return the fields of a rank's `Reading`; `idle` is negative before its first step."""
     reading = progress.read(directory, rank)
     return {**dataclasses.asdict(reading), "idle": reading.idle if math.isfinite(reading.idle) else -1.0,
-            "ledger": msgspec.structs.astuple(reading.ledger)}
+            "ledger": msgspec.to_builtins(reading.ledger)}
 
 
 def resident(pid: int) -> int:
@@ -222,7 +222,7 @@ class Monitor(ProgressObserver):
 
     def _slowness(self, now: float) -> Slowness | None:
         """Return why the job has been slow lately."""
-        last = {rank: Ledger(*each["ledger"]) for rank, each in self._now.items() if "ledger" in each}
+        last = {rank: msgspec.convert(each["ledger"], Ledger) for rank, each in self._now.items() if "ledger" in each}
         if not self._ledgers or last != self._ledgers[-1][1]:  # long steps change none for a while
             self._ledgers.append((now, last))
         while len(self._ledgers) > 1 and self._ledgers[1][0] <= now - WINDOW and _are_enough(self._ledgers[1][1], last):

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import OUTPUT_LOST
 from hvdlite.core.ledger import Ledger
@@ -48,7 +50,7 @@ class Throughput:
             raise LaunchError("the script has made too few steps to compare: call hvd.record_step(len(batch)) "
                               "after each step, or use an optimizer of hvdlite, for more than a few steps")
         counted = all(reading["counts_samples"] for reading in readings.values())
-        ledgers = [Ledger(*reading["ledger"]) for reading in readings.values() if "ledger" in reading]
+        ledgers = [msgspec.convert(reading["ledger"], Ledger) for reading in readings.values() if "ledger" in reading]
         seconds = sum(ledger.seconds for ledger in ledgers) or 1.0
         return cls(sum(rates), "samples/s" if counted else "batches/s",
                    max((reading.get("peak", 0) for reading in readings.values()), default=0),

@@ -1,8 +1,38 @@
-"""The ledger of a rank: for what the thread that trains has used its time."""
+"""The ledger of a rank: for what the thread that trains has used its time, and what it has sent to other hosts."""
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 import msgspec
+
+MOST_CONNECTIONS: Final = 16
+"""Connections in a ledger; those that carried most."""
+
+
+class Traffic(msgspec.Struct, frozen=True, array_like=True):
+    """What the kernel tells of one TCP connection between hosts, at one of its ends.
+
+    Attributes:
+        local: the address and port of this end; likewise `remote`. What is `local` here is `remote` in the other end's rank.
+        sent: bytes that the other end has acknowledged.
+        received: bytes.
+        sending: seconds in which sent bytes were not yet acknowledged, without those in which the other end had no room;
+            counted in ticks of the kernel, some milliseconds, so right on average only.
+    """
+
+    local: str
+    remote: str
+    sent: int
+    received: int
+    sending: float
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """Return what has been added."""
+        if earlier.sent > self.sent or earlier.received > self.received:
+            return self  # another connection, between the same ports
+        return Traffic(self.local, self.remote, self.sent - earlier.sent, self.received - earlier.received,
+                       max(0.0, self.sending - earlier.sending))
 
 
 class Ledger(msgspec.Struct, frozen=True, array_like=True):
@@ -21,6 +51,7 @@ class Ledger(msgspec.Struct, frozen=True, array_like=True):
         forward: in modules, without waits for collectives; like the following only under `hvdrun --profile`, with torch.
         backward: from there to the optimizer's step, without waits.
         optimizer: in the optimizer's step, without waits.
+        traffic: of the process's connections with other hosts, at most `MOST_CONNECTIONS`; on Linux, with several hosts.
     """
 
     seconds: float = 0.0
@@ -35,8 +66,17 @@ class Ledger(msgspec.Struct, frozen=True, array_like=True):
     forward: float = 0.0
     backward: float = 0.0
     optimizer: float = 0.0
+    traffic: tuple[Traffic, ...] = ()
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """All but the traffic, in order."""
+        return msgspec.structs.astuple(self)[:-1]
 
     def since(self, earlier: Ledger) -> Ledger:
         """Return what has been added."""
-        return Ledger(*(now - before for now, before in
-                        zip(msgspec.structs.astuple(self), msgspec.structs.astuple(earlier), strict=True)))
+        before = {(each.local, each.remote): each for each in earlier.traffic}
+        traffic = [each.since(before[each.local, each.remote]) if (each.local, each.remote) in before else each
+                 for each in self.traffic if (each.local, each.remote) in before or len(before) < MOST_CONNECTIONS]
+        numbers = (now - then for now, then in zip(self.numbers, earlier.numbers, strict=True))
+        return msgspec.structs.replace(Ledger(*numbers), traffic=tuple(traffic))

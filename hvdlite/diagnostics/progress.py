@@ -24,17 +24,21 @@ from typing import Any, Final
 import msgspec
 
 from hvdlite.core.launch_contract import PROGRESS_FILE
-from hvdlite.core.ledger import Ledger
+from hvdlite.core.ledger import Ledger, Traffic
 from hvdlite.diagnostics.slowness import LEAST_STEPS
+from hvdlite.diagnostics.tcp_traffic import TcpTraffic
 
 _HEAD: Final = struct.Struct("=QQQd")  # steps, samples, whether samples are counted, time of the last step
 _BLOCKED: Final = struct.Struct("=dd")  # seconds blocked in waits that are over; since when in one that is not, or 0
 _STEP: Final = struct.Struct("=dd")  # seconds, samples
 KEPT: Final = 4096
 """Steps whose times are kept."""
-_LEDGER: Final = struct.Struct("=dQddddddQddd")  # as `Ledger`, since the first step
+_LEDGER: Final = struct.Struct("=dQddddddQddd")  # the numbers of `Ledger`, since the first step
 _PEAK: Final = struct.Struct("=Q")  # bytes of memory
-_TIMES: Final = _HEAD.size + _BLOCKED.size + _LEDGER.size + _PEAK.size  # where the steps begin
+_TRAFFIC: Final = struct.Struct("=H4094s")  # how many bytes; the traffic of `Ledger`, as JSON
+_PEAK_AT: Final = _HEAD.size + _BLOCKED.size + _LEDGER.size
+_TRAFFIC_AT: Final = _PEAK_AT + _PEAK.size
+_TIMES: Final = _TRAFFIC_AT + _TRAFFIC.size  # where the steps begin
 _SIZE: Final = _TIMES + KEPT * _STEP.size
 WARM_UP: Final = 3
 """First steps that do not count for the rate."""
@@ -106,11 +110,13 @@ class Progress:
         self._thread = 0  # the one that trains, once it is known
         self._begun = 0.0
         self._schedule = Schedule()
+        self._traffic: TcpTraffic | None = None
         self._first = Ledger()  # what the thread had used before the first step
         self._ledgers: deque[tuple[float, Ledger]] = deque(maxlen=int(2 * WINDOW_SECONDS / LEDGER_SECONDS))
 
-    def watch(self) -> None:
-        """From now on count the time of garbage collections."""
+    def watch(self, *, traffic: bool = False) -> None:
+        """From now on count the time of garbage collections and, if wanted, what is sent to other hosts."""
+        self._traffic = TcpTraffic() if traffic else None
         if not self._is_watching:
             self._is_watching = True
             gc.callbacks.append(self._collect)
@@ -247,15 +253,20 @@ class Progress:
         cpu, queued = self._schedule.read()
         self._begun = self._begun or now
         total = Ledger(now - self._begun, self._steps, self._blocked, cpu, queued, self._collecting, self._input,
-                       self._input_cpu, self._absent, **self._parts)
+                       self._input_cpu, self._absent, **self._parts,
+                       traffic=() if self._traffic is None else self._traffic.read())
         if not self._ledgers:
             self._first = total
         self._ledgers.append((now, total))
-        _LEDGER.pack_into(self._memory, _HEAD.size + _BLOCKED.size, *msgspec.structs.astuple(total.since(self._first)))
+        grown = total.since(self._first)
+        _LEDGER.pack_into(self._memory, _HEAD.size + _BLOCKED.size, *grown.numbers)
+        if self._traffic is not None:
+            traffic = msgspec.json.encode(grown.traffic)
+            _TRAFFIC.pack_into(self._memory, _TRAFFIC_AT, len(traffic), traffic)
         self._write_peak()
 
     def _write_peak(self) -> None:
-        _PEAK.pack_into(self._memory, _TIMES - _PEAK.size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT)
+        _PEAK.pack_into(self._memory, _PEAK_AT, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT)
 
     def _write(self) -> None:
         _HEAD.pack_into(self._memory, 0, self._steps, self._samples, self._counts_samples, self._last)
@@ -290,8 +301,9 @@ def read(job_directory: str, rank: int) -> Reading:
         content = (Path(job_directory) / f"{PROGRESS_FILE}.{rank}").read_bytes()
         steps, samples, counted, last = _HEAD.unpack_from(content)
         blocked, since = _BLOCKED.unpack_from(content, _HEAD.size)
-        ledger = Ledger(*_LEDGER.unpack_from(content, _HEAD.size + _BLOCKED.size))
-        peak, = _PEAK.unpack_from(content, _TIMES - _PEAK.size)
+        numbers = Ledger(*_LEDGER.unpack_from(content, _HEAD.size + _BLOCKED.size))
+        ledger = msgspec.structs.replace(numbers, traffic=_traffic_in(content))
+        peak, = _PEAK.unpack_from(content, _PEAK_AT)
     except (OSError, struct.error):
         return Reading()
     kept = min(max(0, steps - 1), KEPT)
@@ -301,6 +313,13 @@ def read(job_directory: str, rank: int) -> Reading:
     now = time.monotonic()
     return Reading(steps, samples, bool(counted), blocked + (now - since if since else 0.0),
                    now - last if last else float("inf"), rate_of(times), ledger, peak)
+
+
+def _traffic_in(content: bytes) -> tuple[Traffic, ...]:
+    length, text = _TRAFFIC.unpack_from(content, _TRAFFIC_AT)
+    with contextlib.suppress(msgspec.DecodeError):  # none yet, or they are being written
+        return msgspec.json.decode(text[:length], type=tuple[Traffic, ...])
+    return ()
 
 
 def rate_of(times: list[tuple[float, ...]]) -> float:

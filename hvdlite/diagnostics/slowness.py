@@ -1,7 +1,8 @@
 """Why training is slow: which rank the others wait for, and what that rank does meanwhile, from the ranks' ledgers.
 
 In a step of data-parallel training all ranks wait for the slowest one, so the rank that waits least is the slow one. What it
-uses more time for than the others is the likely cause. All of this is arithmetic on shares of time; see `core.ledger`.
+uses more time for than the others is the likely cause. Where all wait alike, it may be a link; see `slow_link`. All of this
+is arithmetic on shares of time; see `core.ledger`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from hvdlite.core.ledger import Ledger
+from hvdlite.diagnostics.slow_link import Flow, SlowLink, flows, slow_link
 
 LEAST_STEPS: Final = 5
 """Steps that a ledger must have."""
@@ -31,6 +33,8 @@ CAUSES: Final = {
     "communication": "no rank is late: the exchange itself takes this long (the link, the memory, or too few cores)",
     "absent": "gradients are missing there, so buckets wait for the end of its backward pass: are parameters frozen, or "
               "unused, on this rank only?",
+    "link": "data takes longer between this rank and others: look at the speed and errors of its host's network interface, "
+            "and at who else uses it",
 }
 
 
@@ -39,25 +43,51 @@ class Slowness:
     """Why a job is slow.
 
     Attributes:
-        rank: the slow one; -1 when it is not one rank.
+        rank: the slow one; -1 when it is not one rank. Of "link", the first of those that share it.
         cause: a key of `CAUSES`.
         share: of the time of a step, which goes away with the cause, about; 0..1.
         excess: of the slow rank, by cause: the share of time that it uses more than the others; of "absent", the gradients.
+        slowest: the slowest connection between hosts, of "link" and "communication", where it is known.
+        link: the slow link, of "link".
     """
 
     rank: int
     cause: str
     share: float
     excess: Mapping[str, float]
+    slowest: Flow | None = None
+    link: SlowLink | None = None
 
     def __str__(self) -> str:
-        who = "all ranks wait for each other" if self.rank < 0 else f"rank {self.rank} is late"
-        return f"slow: {who}; {self.share:.0%} of each step. The likely cause: {CAUSES[self.cause]}"
+        match self.cause:
+            case "communication":
+                who = "all ranks wait for each other"
+            case "link":
+                who = f"the link of {self._sharing()}"
+            case _:
+                who = f"rank {self.rank} is late"
+        text = f"slow: {who}; {self.share:.0%} of each step. The likely cause: {CAUSES[self.cause]}"
+        if self.slowest is not None:
+            text += f". {self.slowest}"
+        if self.link is not None:
+            text += f", between other ranks {self.link.usual / 1e6:,.1f} MB/s"
+        return text
+
+    def _sharing(self) -> str:
+        ranks = (self.rank,) if self.link is None else self.link.ranks
+        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}, on one host,"
 
     def as_dict(self) -> dict[str, object]:
-        """Return it for programs."""
-        return {"rank": self.rank, "cause": self.cause, "share": round(self.share, 4), "text": str(self),
-                "excess": {name: round(value, 4) for name, value in self.excess.items()}}
+        """Return it for programs; rates are in bytes a second."""
+        found: dict[str, object] = {
+            "rank": self.rank, "cause": self.cause, "share": round(self.share, 4), "text": str(self),
+            "excess": {name: round(value, 4) for name, value in self.excess.items()}}
+        if self.slowest is not None:
+            found["slowest_connection"] = {"from": self.slowest.sender, "to": self.slowest.receiver,
+                                           "rate": round(self.slowest.rate)}
+        if self.link is not None:
+            found["link"] = {"ranks": list(self.link.ranks), "other_rate": round(self.link.usual)}
+        return found
 
 
 def diagnose(ledgers: Mapping[int, Ledger]) -> Slowness | None:
@@ -69,22 +99,58 @@ def diagnose(ledgers: Mapping[int, Ledger]) -> Slowness | None:
     used = {rank: ledger for rank, ledger in ledgers.items() if ledger.steps >= LEAST_STEPS and ledger.seconds > 0}
     if len(used) < 2:
         return None
-    own = {rank: 1 - ledger.blocked / ledger.seconds for rank, ledger in used.items()}
+    found = [each for each in (_late_rank(used), _link(used)) if each is not None]
+    return max(found, key=lambda each: each.share) if found else _exchange(used)
+
+
+def _late_rank(ledgers: Mapping[int, Ledger]) -> Slowness | None:
+    """Return which rank the others wait for."""
+    own = {rank: 1 - _waited(ledger) for rank, ledger in ledgers.items()}
     slow = max(own, key=lambda rank: own[rank])
-    others = [rank for rank in used if rank != slow]
+    others = [rank for rank in ledgers if rank != slow]
     excess = own[slow] - statistics.median(own[rank] for rank in others)
-    if excess >= LEAST_EXCESS:
-        crowd = statistics.median(used[rank].queued / max(used[rank].cpu, 1e-9) for rank in others)
-        shares = {rank: _shares(ledger, crowd) for rank, ledger in used.items()}
-        more = {cause: share - statistics.median(shares[rank][cause] for rank in others)
-                for cause, share in shares[slow].items()}
-        return Slowness(slow, max(more, key=lambda cause: more[cause]), excess, more)
-    waits = min(ledger.blocked / ledger.seconds for ledger in used.values())
-    absent = {rank: ledger.absent / ledger.steps for rank, ledger in used.items()}
+    if excess < LEAST_EXCESS:
+        return None
+    crowd = statistics.median(ledgers[rank].queued / max(ledgers[rank].cpu, 1e-9) for rank in others)
+    shares = {rank: _shares(ledger, crowd) for rank, ledger in ledgers.items()}
+    more = {cause: share - statistics.median(shares[rank][cause] for rank in others)
+            for cause, share in shares[slow].items()}
+    return Slowness(slow, max(more, key=lambda cause: more[cause]), excess, more)
+
+
+def _link(ledgers: Mapping[int, Ledger]) -> Slowness | None:
+    """Return whose link they wait for."""
+    link = slow_link(ledgers)
+    share = 0.0 if link is None else min(link.share, _waits(ledgers))
+    if link is None or share < LEAST_EXCESS:
+        return None
+    return Slowness(link.ranks[0], "link", share, {"link": share}, link.flow, link)
+
+
+def _exchange(ledgers: Mapping[int, Ledger]) -> Slowness | None:
+    """Return why all ranks wait, though none is late."""
+    waits = _waits(ledgers)
+    absent = {rank: ledger.absent / ledger.steps for rank, ledger in ledgers.items()}
     most = max(absent, key=lambda rank: absent[rank])
     if waits >= LEAST_EXCESS and absent[most] >= LEAST_ABSENT > min(absent.values()):
         return Slowness(most, "absent", waits, {"absent": absent[most] - min(absent.values())})
-    return Slowness(-1, "communication", waits, {}) if waits >= LEAST_COMMUNICATION else None
+    if waits < LEAST_COMMUNICATION:
+        return None
+    return Slowness(-1, "communication", waits, {}, min(flows(ledgers), key=lambda flow: flow.rate, default=None))
+
+
+def _waits(ledgers: Mapping[int, Ledger]) -> float:
+    """Return the share of its time that every rank waits for collectives."""
+    return min(map(_waited, ledgers.values()))
+
+
+def _waited(ledger: Ledger) -> float:
+    """Return the share of its time that a rank waits for collectives.
+
+    A thread whose wait is over waits on if something else has its core. That time is counted twice, and is not the others'.
+    """
+    twice = max(0.0, ledger.blocked + ledger.queued + ledger.cpu - ledger.seconds)
+    return max(0.0, ledger.blocked - min(twice, ledger.queued)) / ledger.seconds
 
 
 def _shares(ledger: Ledger, crowd: float) -> dict[str, float]:

@@ -307,7 +307,7 @@ class Worlds:
         made = assemble(info, config, self.casts, stack_dump, self._environ, member, cancellation, learned,
                         None if self.member is None else self._communicators)
         made.start()
-        made.progress.watch()
+        made.progress.watch(traffic=made.world.local_size < made.world.size)
         try:
             if member is not None:
                 member.attach(epoch, made.stop, lambda: made.has_ended)

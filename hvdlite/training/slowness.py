@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import msgspec
@@ -18,9 +19,9 @@ PREFIX = "hvdlite"
 def ledgers(window: float = WINDOW_SECONDS) -> dict[int, Ledger]:
     """Return what each rank has used its time for in the last `window` seconds; all ranks call this."""
     runtime = current_runtime()
-    own = np.array([msgspec.structs.astuple(runtime.progress.ledger(window))], np.float64)
-    rows = runtime.allgather(runtime.unnamed("hvdlite", "ledger"), own).wait()
-    return {rank: msgspec.convert(row, Ledger, strict=False) for rank, row in enumerate(rows.tolist())}
+    own = np.frombuffer(msgspec.json.encode(runtime.progress.ledger(window)) + b"\n", np.uint8)
+    lines = bytes(runtime.allgather(runtime.unnamed("hvdlite", "ledger"), own).wait()).splitlines()
+    return {rank: msgspec.json.decode(line, type=Ledger) for rank, line in enumerate(lines)}
 
 
 def slowness(window: float = WINDOW_SECONDS) -> Slowness | None:
@@ -41,8 +42,10 @@ def log_slowness(step: int, writer: Any = None) -> Slowness | None:
     (the share of its time in which rank N waits for collectives).
 
     Args:
-        writer: None, or TensorBoard's `SummaryWriter`, the module `mlflow`, the module `wandb` or a run of it; anything with
-            `add_scalar(name, value, step)`, `log_metrics(dict, step=)` or `log(dict, step=)`. Needed on rank 0 only.
+        writer: None, or TensorBoard's `SummaryWriter`, a writer of `tf.summary`, the module `mlflow`, or the module `wandb`
+            or a run of it; anything with `add_scalar(name, value, step)`, `log_metrics(dict, step=)` or
+            `log(dict, step=)`. Needed on rank 0 only. W&B drops values of a step before its present one: then they
+            are logged with the present one, and `hvdlite/step` is the step that was given.
 
     Raises:
         TypeError: on rank 0, for a writer with none of these.
@@ -66,7 +69,16 @@ def write(values: dict[str, float], step: int, writer: Any) -> None:
     elif hasattr(writer, "log_metrics"):
         writer.log_metrics(values, step=step)
     elif hasattr(writer, "log"):
-        writer.log(values, step=step)
+        run = getattr(writer, "run", None) or writer  # of the module wandb
+        if step < getattr(run, "step", step):
+            writer.log({**values, f"{PREFIX}/step": step}, commit=False)
+        else:
+            writer.log(values, step=step)
+    elif hasattr(writer, "as_default"):
+        scalar = sys.modules["tensorflow"].summary.scalar  # it has made the writer
+        with writer.as_default(step):
+            for name, value in values.items():
+                scalar(name, value)
     else:
-        raise TypeError(f"writer must have add_scalar (TensorBoard), log_metrics (MLflow) or log (W&B); "
-                        f"{type(writer).__name__} has none of them")
+        raise TypeError(f"writer must have add_scalar (TensorBoard), log_metrics (MLflow), log (W&B) or as_default "
+                        f"(tf.summary); {type(writer).__name__} has none of them")

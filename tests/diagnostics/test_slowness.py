@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +57,12 @@ def test_who_runs_longer_waits_longer_for_a_core() -> None:
     assert found is not None and found.cause == "computing"
 
 
+def test_time_without_a_core_after_a_wait_is_not_the_others() -> None:
+    crowded = changed(blocked=4.0, cpu=5.0, queued=4.0)  # 3 s of these 13 are counted twice
+    found = diagnose({0: crowded, 1: WAITING})
+    assert found is not None and (found.rank, found.cause, found.share) == (0, "cpu", pytest.approx(0.3))
+
+
 def test_nothing_stands_out() -> None:
     assert diagnose({0: EVEN, 1: EVEN}) is None
     assert diagnose({0: EVEN, 1: changed(blocked=1.9)}) is None, "a tenth of the time may be chance"
@@ -63,11 +72,11 @@ def test_nothing_stands_out() -> None:
 
 
 def test_when_all_ranks_wait() -> None:
-    assert (found := diagnose({0: changed(blocked=6.0), 1: changed(blocked=6.5)})) is not None
+    assert (found := diagnose({0: changed(blocked=6.0, cpu=3.0), 1: changed(blocked=6.5, cpu=3.0)})) is not None
     assert (found.rank, found.cause, found.share) == (-1, "communication", 0.6)
-    assert (found := diagnose({0: changed(blocked=2.0, absent=300), 1: changed(blocked=2.5)})) is not None
+    assert (found := diagnose({0: changed(blocked=2.0, cpu=7.0, absent=300), 1: changed(blocked=2.5, cpu=7.0)})) is not None
     assert (found.rank, found.cause) == (0, "absent")
-    both = changed(blocked=2.0, absent=300)
+    both = changed(blocked=2.0, cpu=7.0, absent=300)
     assert diagnose({0: both, 1: both}) is None, "a parameter that no rank uses delays nothing"
 
 
@@ -161,7 +170,7 @@ def test_batches_that_another_thread_loads_do_not_count() -> None:
     assert progress._ledgers[-1][1].input == 0
 
 
-def test_numbers_are_written_as_each_library_wants_them() -> None:
+def test_numbers_are_written_as_each_library_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
 
     class TensorBoard:
@@ -173,12 +182,23 @@ def test_numbers_are_written_as_each_library_wants_them() -> None:
             told.append((values, step))
 
     class WandB:
-        def log(self, values: dict[str, float], step: int) -> None:
-            told.append((values, step))
+        step = 7
+
+        def log(self, values: dict[str, float], step: int | None = None, commit: bool = True) -> None:
+            told.append((values, step) if step is None or step >= self.step else None)  # else W&B drops it
 
     for writer in (TensorBoard(), MLflow(), WandB()):
         write({"hvdlite/slow_rank": 1.0}, 7, writer)
     assert told == [("hvdlite/slow_rank", 1.0, 7), ({"hvdlite/slow_rank": 1.0}, 7), ({"hvdlite/slow_rank": 1.0}, 7)]
+    for ahead in (WandB(), SimpleNamespace(run=WandB(), log=WandB().log)):
+        told.clear()
+        write({"hvdlite/slow_rank": 1.0}, 3, ahead)
+        assert told == [({"hvdlite/slow_rank": 1.0, "hvdlite/step": 3}, None)]
+    monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(summary=SimpleNamespace(
+        scalar=lambda name, value: told.append((name, value)))))
+    told.clear()
+    write({"hvdlite/slow_rank": 1.0}, 7, SimpleNamespace(as_default=lambda step: nullcontext(told.append(step))))
+    assert told == [7, ("hvdlite/slow_rank", 1.0)]
     with pytest.raises(TypeError, match="add_scalar"):
         write({}, 0, object())
     write({}, 0, None)

@@ -146,12 +146,12 @@ class Hosts:
                         f"add rule inet t c {rule}"], check=True)
         return lambda: subprocess.run([*inside, "delete table inet t"], check=True) and None
 
-    def limit(self, name: str, rate: str) -> Callable[[], None]:
-        """Limit what a host sends and receives, as tc-tbf(8) writes rates; return what removes the limit."""
+    def limit(self, name: str, rate: str, burst: str = "32kbit") -> Callable[[], None]:
+        """Limit what a host sends and receives, as tc-tbf(8) writes rates and sizes; return what removes the limit."""
         outside, inside = ["tc", "qdisc"], ["ip", "netns", "exec", self.namespace(name), "tc", "qdisc"]
         ends = [(outside, f"{self._tag}{name}p"), (inside, "eth0")]
         for tc, device in ends:
-            subprocess.run([*tc, "add", "dev", device, "root", "tbf", "rate", rate, "burst", "32kbit", "latency", "400ms"],
+            subprocess.run([*tc, "add", "dev", device, "root", "tbf", "rate", rate, "burst", burst, "latency", "400ms"],
                            check=True)
         return lambda: [subprocess.run([*tc, "del", "dev", device, "root"], check=True) for tc, device in ends] and None
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -160,14 +161,18 @@ def callbacks_average_warm_up_and_keep_the_best(folder: str) -> None:
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9)), "mse", metrics=["mae"])
     best = hvd.callbacks.BestModelCheckpoint(monitor="loss")
     best.filepath = os.path.join(folder, f"best.{rank}.keras")
+    logged: dict[int, dict[str, float]] = {}
+    writer = SimpleNamespace(log_metrics=lambda values, step: logged.update({step: values}))
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(),
                  hvd.callbacks.LearningRateWarmupCallback(0.08, warmup_epochs=2),
-                 hvd.callbacks.LearningRateScheduleCallback(0.08, 0.5, start_epoch=2), best]
+                 hvd.callbacks.LearningRateScheduleCallback(0.08, 0.5, start_epoch=2), best,
+                 hvd.callbacks.SlownessCallback(writer)]
     history = model.fit(shares(8, X), shares(8, Y), batch_size=8, epochs=4, verbose=0, callbacks=callbacks).history
     everywhere = hvd.allgather_object(history)
     assert everywhere[0] == everywhere[1]
     np.testing.assert_allclose(history["lr"], [0.06, 0.08, 0.08, 0.04], rtol=1e-5)
     assert os.path.exists(best.filepath)
+    assert list(logged) == ([] if rank else [0, 1, 2, 3]) and all("hvdlite/slow_rank" in each for each in logged.values())
     raises(ValueError, "initial_lr", lambda: hvd.callbacks.LearningRateScheduleCallback(None, 0.5))
 
     # Saved on two ranks, loaded on one (and without hvdlite), trained on; and the other way round.

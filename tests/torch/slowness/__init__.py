@@ -1,0 +1,1 @@
+"""Trials of `hvd.slowness()`; see `__main__`."""
