@@ -140,12 +140,12 @@ class GroupEnd:
         return call
 
     def when_over(self, calls: Sequence[Call], callback: Callable[[], None]) -> None:
-        last = 0
-        for call in calls:
-            if call.place > last and not call.is_done:
-                last = call.place
-        is_followed = 0 < last < self._places
-        when_all_done((*calls, self._marker()) if is_followed else calls, callback)
+        under_way = [call for call in calls if not call.is_done]
+        last = max(under_way, key=lambda call: call.place, default=None)
+        if last is not None and last.place not in (0, self._places):
+            last = self._marker()
+        # First the one that ends last: so callbacks for which the same call is the last one come in the order of asking.
+        when_all_done(under_way if last is None else [last, *under_way], callback)
 
     def _marker(self) -> Call:
         """Return a call without operations: it is over when what this rank has called before is."""

@@ -142,6 +142,27 @@ def test_a_callback_has_its_place_although_its_call_is_over_on_some_ranks_only(o
     assert play(groups(2, one_host=one_host, timeout=5), step) == [[2.0, 20.0, 200.0, 14.0]] * 2
 
 
+@HOSTS
+def test_callbacks_of_several_calls_come_in_the_order_of_asking(one_host: bool) -> None:
+    """Whether the first of the calls is over when a rank asks makes no difference."""
+    asked = [threading.Event() for _ in range(2)]
+
+    def step(group: GroupEnd) -> list[float]:
+        inner: list[float] = []
+        first = group.start([barrier()], lambda: [asked[1].wait(HANGS_SECONDS)] if group.rank else None)  # type: ignore[arg-type,return-value]
+        second = group.start([barrier()], lambda: [asked[group.rank].wait(HANGS_SECONDS)])  # type: ignore[arg-type,return-value]
+        if group.rank == 0:
+            result_of(first)
+        group.when_over([first, second], lambda: inner.append(sums(group, 7.0)))
+        group.when_over([second], lambda: inner.append(sums(group, 70.0)))
+        assert first.is_done == (group.rank == 0) and not second.is_done
+        asked[group.rank].set()
+        assert sums(group, 700.0) == 1400
+        return inner
+
+    assert play(groups(2, one_host=one_host, timeout=5), step) == [[14.0, 140.0]] * 2
+
+
 class Program:
     """One rank's part of a random program: calls, and callbacks that make calls; equal on all ranks but for its delays.
 
