@@ -248,6 +248,8 @@ def warm_up_with_several_batches_in_one_call_reaches_the_rate() -> None:
     for callback, expected in ((warm_up, [0.06, 0.08, 0.08, 0.08]), (schedule, [0.035, 0.005, 0.005, 0.005])):
         for steps in (1, 6, 4):
             np.testing.assert_allclose(rates(steps, callback), expected, rtol=1e-5)
+    np.testing.assert_allclose(rates(6, lambda: hvd.callbacks.LearningRateWarmupCallback(
+        0.08, warmup_epochs=2, first_lr=0.02)), [0.05, 0.08, 0.08, 0.08], rtol=1e-5)
 
     _names_of_hvdlite_tf(rank)
     _ranks_with_other_variables_are_told(rank)
