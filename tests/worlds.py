@@ -33,7 +33,7 @@ from hvdlite.core.world import Hosts
 from hvdlite.runtime.assemble import PlaneWrapper, assemble_threads
 from hvdlite.runtime.learned import Learned
 from hvdlite.runtime.runtime import Runtime
-from tests import warm
+from tests import temporary, warm
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,13 +114,13 @@ class Processes:
     def __init__(self, size: int, program: Program | Path, *arguments: object,
                  environment: dict[str, str] | None = None,
                  hosts: Sequence[int] = (), imported: Sequence[str] = ()) -> None:
-        self.directory = tempfile.mkdtemp(prefix="hvdlite-test-")
-        self._directories = [self.directory, *(tempfile.mkdtemp(prefix="hvdlite-test-") for _ in hosts[1:])]
+        self.directory = tempfile.mkdtemp(prefix=temporary.prefix("test"))
+        self._directories = [self.directory, *(tempfile.mkdtemp(prefix=temporary.prefix("test")) for _ in hosts[1:])]
         ends = list(itertools.accumulate(hosts or [size]))
         groups = Hosts(tuple(tuple(range(begin, end)) for begin, end in itertools.pairwise([0, *ends])))
         assert ends[-1] == size
         meeting = {name: value for name, value in over_tcp().items() if hosts and name != "HVDLITE_CONTROL"}
-        self._files = tempfile.TemporaryDirectory(prefix="hvdlite-out-")
+        self._files = tempfile.TemporaryDirectory(prefix=temporary.prefix("out"))
         self.ranks: list[subprocess.Popen[bytes] | warm.Rank] = []
         for rank in range(size):
             env = {

@@ -55,7 +55,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     while (directories := list(tmp_path.glob("hvdlite-*"))) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not directories
-    assert shared_memory() == shared
+    assert shared_memory() <= shared
 
 
 def test_every_line_has_its_rank() -> None:
