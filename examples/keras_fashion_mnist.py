@@ -2,6 +2,8 @@
 
     hvdrun -np 2 python examples/keras_fashion_mnist.py
     KERAS_BACKEND=torch hvdrun -np 2 python examples/keras_fashion_mnist.py      # or jax
+    hvdrun -np 2 --sweep batch-size=64,128,256,512 --until accuracy=0.88 python examples/keras_fashion_mnist.py \
+        --base-batch-size 64 --epochs 8                  # the batch size that is the soonest there
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=64, help="per rank")
-    parser.add_argument("--lr", type=float, default=0.01, help="for one rank; multiplied by the number of ranks")
+    parser.add_argument("--lr", type=float, default=0.01, help="for one rank with --base-batch-size; grows in proportion "
+                        "to the batch of all ranks")
+    parser.add_argument("--base-batch-size", type=int, help="the batch size that --lr is for; None: --batch-size")
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--warmup-epochs", type=int, default=1, help="learning rate rises linearly over these")
     parser.add_argument("--data-dir", help="where the four .gz files are")
@@ -74,6 +78,8 @@ class Throughput(keras.callbacks.Callback):
         self.seconds = time.perf_counter() - self.started
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        lr = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+        hvd.record_metrics({"accuracy": logs["val_accuracy"], "loss": logs["val_loss"], "lr": lr}, epoch + 1)  # for --until
         if hvd.rank() == 0:
             rate = self.samples / self.seconds
             print(f"epoch {epoch + 1}: {self.seconds:.1f} s, {rate:.0f} images/s on {hvd.size()} ranks, test loss "
@@ -87,13 +93,15 @@ def main() -> None:
     x, y = share(args, "train", args.limit)
     test = share(args, "test", None)
 
+    # The linear scaling rule, and a warm-up from the rate of one rank (Goyal et al., "Accurate, Large Minibatch SGD", 2017).
+    lr = args.lr * hvd.size() * args.batch_size / (args.base_batch_size or args.batch_size)
     first_epoch = 0
     if args.checkpoint and hvd.broadcast_object(os.path.exists(args.checkpoint)):
         model = hvd.load_model(args.checkpoint)
         first_epoch = int(keras.ops.convert_to_numpy(model.optimizer.iterations)) // -(-len(x) // args.batch_size)
     else:
         model = build()
-        optimizer = keras.optimizers.SGD(args.lr * hvd.size(), momentum=args.momentum)
+        optimizer = keras.optimizers.SGD(lr, momentum=args.momentum)
         optimizer = hvd.DistributedOptimizer(optimizer, compression=getattr(hvd.Compression, args.compression))
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"],
                       steps_per_execution=args.steps_per_execution)
@@ -101,7 +109,7 @@ def main() -> None:
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(),
                  Throughput(len(x) * hvd.size(), args.batch_size)]
     if first_epoch == 0 and args.warmup_epochs:
-        callbacks.append(hvd.callbacks.LearningRateWarmupCallback(args.lr * hvd.size(), args.warmup_epochs))
+        callbacks.append(hvd.callbacks.LearningRateWarmupCallback(lr, args.warmup_epochs, first_lr=min(lr, args.lr)))
     if args.checkpoint and hvd.rank() == 0:
         callbacks.append(keras.callbacks.ModelCheckpoint(args.checkpoint))
     history = model.fit(x, y, batch_size=args.batch_size, epochs=args.epochs, initial_epoch=first_epoch, verbose=0,

@@ -2,6 +2,8 @@
 
     hvdrun -np 2 python examples/pytorch_fashion_mnist.py
     python examples/pytorch_fashion_mnist.py                 # alone, the same script
+    hvdrun -np 2 --sweep batch-size=64,128,256,512 --until accuracy=0.88 python examples/pytorch_fashion_mnist.py \
+        --base-batch-size 64 --warmup-epochs 1 --epochs 8    # the batch size that is the soonest there
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=64, help="per rank")
-    parser.add_argument("--lr", type=float, default=0.01, help="for one rank; multiplied by the number of ranks")
+    parser.add_argument("--lr", type=float, default=0.01, help="for one rank with --base-batch-size; grows in proportion "
+                        "to the batch of all ranks")
+    parser.add_argument("--base-batch-size", type=int, help="the batch size that --lr is for; None: --batch-size")
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--warmup-epochs", type=float, default=0.5, help="learning rate rises linearly over these")
     parser.add_argument("--data-dir", help="where the four .gz files are")
@@ -101,12 +105,14 @@ def main() -> None:
 
     device = gpu_or_cpu(args.cpu)
     model = Net().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=args.momentum)
+    # The linear scaling rule, and a warm-up from the rate of one rank (Goyal et al., "Accurate, Large Minibatch SGD", 2017).
+    scale = hvd.size() * args.batch_size / (args.base_batch_size or args.batch_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * scale, momentum=args.momentum)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(),
                                          compression=getattr(hvd.Compression, args.compression))
     warmup_steps = max(1, round(args.warmup_epochs * len(train_loader)))
     warmup = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (1 + (hvd.size() - 1) * step / warmup_steps) / hvd.size()))
+        optimizer, lambda step: min(1.0, (1 + (scale - 1) * step / warmup_steps) / scale))
 
     first_epoch = 0
     if args.checkpoint and hvd.rank() == 0 and os.path.exists(args.checkpoint):
@@ -134,6 +140,7 @@ def main() -> None:
             seen += len(y) * hvd.size()
         seconds = time.perf_counter() - started
         loss, accuracy = evaluate(model, test_loader, len(test_set))
+        hvd.record_metrics({"accuracy": accuracy, "loss": loss, "lr": warmup.get_last_lr()[0]}, epoch)  # for hvdrun --until
         if hvd.rank() == 0:
             print(f"epoch {epoch}: {seconds:.1f} s, {seen / seconds:.0f} images/s on {hvd.size()} ranks, "
                   f"test loss {loss:.4f}, test accuracy {accuracy:.4f}", flush=True)

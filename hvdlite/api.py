@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -184,6 +184,21 @@ def record_step(samples: int) -> None:
     if samples < 0:
         raise ValueError(f"a step cannot be over {samples} samples")
     runtime().progress.step(samples)
+
+
+def record_metrics(metrics: Mapping[str, Any], epoch: float) -> None:
+    """Record the results of an evaluation, for `hvdrun --sweep ... --until`, which compares how soon runs reach a value.
+
+    Call it after each evaluation. Of several ranks' records, rank 0's count: pass what the ranks have averaged.
+
+    Args:
+        metrics: numbers by name, such as `{"accuracy": 0.88, "lr": 0.02}`; NaN is allowed.
+        epoch: the number of epochs trained so far; may be a fraction.
+
+    Raises:
+        ValueError: for a metric that is not a number, or an epoch below 0.
+    """
+    runtime().progress.metrics.record(metrics, epoch)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

@@ -29,6 +29,7 @@ from hvdlite_runner.profile import profile
 from hvdlite_runner.report import show_report
 from hvdlite_runner.shells import Shell
 from hvdlite_runner.streams import prepare_standard_streams
+from hvdlite_runner.time_to_target import Target, compare_times
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,6 +61,8 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         return run_doctor(_rename_local(hosts, environ) or [Host(LOCAL)], shell,
                           options.working_directory or current_directory(), environ,
                           allocation.scheduler if allocation else "", options.json)
+    if options.until is not None and options.sweep is None:
+        raise LaunchError("--until compares values of an option: give --sweep too, such as --sweep batch-size=64,128,256")
     if is_elastic(options):
         return _run_elastic(options, environ)
     if sum([options.scaling is not None, options.sweep is not None, options.profile]) > 1:
@@ -69,7 +72,10 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         return scaling.compare_sizes(jobs, environ, options.results or "scaling")
     if options.sweep is not None:
         name, values = scaling.parse_sweep(options.sweep)
+        target = None if options.until is None else Target.parse(options.until)
         jobs = [(value, job_settings(options, environ, more=[f"--{name}", value])) for value in values]
+        if target is not None:
+            return compare_times(name, target, jobs, environ, options.results or "sweep")
         return scaling.sweep(name, jobs, environ, options.results or "sweep")
     if options.profile:
         return profile(job_settings(options, environ), environ, options.results or "profile")

@@ -172,7 +172,7 @@ class Exited(Message, frozen=True):
     code: int  # negative: by that signal
     by_us: bool  # after it had been told to
     record: dict[str, Any] | None  # the fields of its `FailureRecord`; `when` is its age in seconds: clocks differ
-    progress: dict[str, Any]  # the last part; see `monitor.reading_of`
+    progress: dict[str, Any]  # see `monitor.reading_of`; and "metrics", see `diagnostics.metrics`
 
 
 class FromMember(Message, frozen=True):

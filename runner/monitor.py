@@ -255,7 +255,7 @@ def _are_enough(first: Mapping[int, Ledger], last: Mapping[int, Ledger]) -> bool
 
 
 class ThroughputRecorder(ProgressObserver):
-    """Records the ranks' throughput for `--scaling`."""
+    """Records the ranks' last readings, for `--scaling`, `--sweep` and `--profile`."""
 
     def __init__(self) -> None:
         self.ranks: dict[int, dict[str, Any]] = {}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -17,7 +15,7 @@ from hvdlite.core.ledger import Ledger
 from hvdlite.diagnostics.slowness import diagnose
 from hvdlite_runner.job import JobSettings, run_job
 from hvdlite_runner.monitor import ThroughputRecorder
-from hvdlite_runner.tables import show_table, write_csv
+from hvdlite_runner.tables import show_table, write_csv, write_plot
 
 PARTS: Final = ("input", "forward", "backward", "waits", "optimizer", "other")
 _COLORS: Final = ("tab:red", "tab:blue", "tab:cyan", "tab:orange", "tab:green", "tab:gray")
@@ -49,7 +47,7 @@ def profile(settings: JobSettings, environ: Mapping[str, str], results: str) -> 
     if slowness is not None:
         print(f"hvdrun: {slowness}")
     write_csv(f"{results}.csv", head, table)
-    _plot(f"{results}.png", table)
+    write_plot(f"{results}.png", (7, 1.2 + 0.4 * len(table)), lambda figure: _draw(figure, table))
     return 0
 
 
@@ -65,13 +63,7 @@ def rows(ledgers: Mapping[int, Ledger]) -> list[list[Any]]:
     return found
 
 
-def _plot(path: str, table: list[list[Any]]) -> None:
-    try:
-        from matplotlib.figure import Figure  # only here: no display, no global state
-    except ImportError:
-        print(f"hvdrun: no plot {path}: pip install matplotlib", file=sys.stderr)
-        return
-    figure = Figure(figsize=(7, 1.2 + 0.4 * len(table)), layout="constrained")
+def _draw(figure: Any, table: list[list[Any]]) -> None:
     axes = figure.add_subplot()
     ranks, begins = [f"rank {row[0]}" for row in table], [0.0] * len(table)
     for index, (part, color) in enumerate(zip(PARTS, _COLORS, strict=True)):
@@ -81,5 +73,3 @@ def _plot(path: str, table: list[list[Any]]) -> None:
     axes.invert_yaxis()
     axes.set(xlabel="milliseconds of a step")
     axes.legend(ncols=len(PARTS), loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small", frameon=False)
-    figure.savefig(Path(path), dpi=120)
-    print(f"hvdrun: wrote {path}", file=sys.stderr)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -19,13 +18,17 @@ from hvdlite.core.launch_contract import OUTPUT_LOST
 from hvdlite.core.ledger import Ledger
 from hvdlite_runner.job import JobSettings, run_job
 from hvdlite_runner.monitor import ThroughputRecorder
-from hvdlite_runner.tables import show_table, write_csv
+from hvdlite_runner.options import USAGE_ERROR
+from hvdlite_runner.tables import show_table, write_csv, write_plot
 
 SATURATED: Final = 0.9
 """Throughput saturates at the smallest value that reaches this share of the best one."""
 
 Jobs = Sequence[tuple[str, JobSettings]]
 """Each run's value and job."""
+T = TypeVar("T")
+Readings = dict[int, dict[str, Any]]
+"""Of each rank: its last reading (`monitor.reading_of`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +66,15 @@ def compare_sizes(jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
     Efficiency is throughput(N) / (N x throughput(1)); without a run at 1, the smallest size is the reference.
 
     Returns:
-        0, or the exit code of the first job that failed, which ends the comparison.
+        0, or the exit code of the first job that failed, which ends the comparison of those before it.
+
+    Raises:
+        LaunchError: when a job has too few steps, or the results cannot be written.
     """
-    rows: list[tuple[int, Throughput]] = []
-    for size, settings in sorted(jobs, key=lambda job: int(job[0])):
-        code, readings = _measured(f"{size} rank{'s' if size != '1' else ''}", settings, environ)
-        if code not in (0, OUTPUT_LOST):
-            return code
-        rows.append((int(size), Throughput.of(readings)))
+    rows, code = run_each(sorted(jobs, key=lambda job: int(job[0])), lambda size: f"{size} rank{'s' if size != '1' else ''}",
+                          environ, lambda size, readings: (int(size), Throughput.of(readings)))
+    if not rows:
+        return code
     table = scaling_rows(rows)
     head = ["ranks", rows[0][1].unit, "speedup", "efficiency"]
     show_table(head, [[f"{size}", f"{rate:,.1f}", f"{speedup:.2f}", f"{share:.1%}"] for size, rate, speedup, share in table])
@@ -78,7 +82,7 @@ def compare_sizes(jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
     sizes = [row[0] for row in table]
     _plot(f"{results}.png", sizes, [row[1] for row in table], "ranks", head[1],
           [rows[0][1].rate / rows[0][0] * size for size in sizes])
-    return 0
+    return code
 
 
 def scaling_rows(rows: Sequence[tuple[int, Throughput]]) -> list[tuple[int, float, float, float]]:
@@ -103,12 +107,10 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
 
 def sweep(name: str, jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
     """Run each job, and print its throughput and the value where it saturates; write and return like `compare_sizes`."""
-    rows: list[tuple[str, Throughput]] = []
-    for value, settings in jobs:
-        code, readings = _measured(f"--{name} {value}", settings, environ)
-        if code not in (0, OUTPUT_LOST):
-            return code
-        rows.append((value, Throughput.of(readings)))
+    rows, code = run_each(jobs, lambda value: f"--{name} {value}", environ,
+                          lambda value, readings: (value, Throughput.of(readings)))
+    if not rows:
+        return code
     best = max(measured.rate for _, measured in rows)
     head = [name, rows[0][1].unit, "of the best", "memory, MiB", "running", "in waits"]
     show_table(head, [[value, f"{measured.rate:,.1f}", f"{measured.rate / best:.1%}", f"{measured.peak / 2**20:,.0f}",
@@ -119,7 +121,7 @@ def sweep(name: str, jobs: Jobs, environ: Mapping[str, str], results: str) -> in
         (value, measured.rate, measured.rate / best, measured.peak / 2**20, measured.running, measured.waits)
         for value, measured in rows])
     _plot(f"{results}.png", [value for value, _ in rows], [measured.rate for _, measured in rows], name, head[1], None)
-    return 0
+    return code
 
 
 def saturation(rows: Sequence[tuple[str, Throughput]]) -> str:
@@ -139,28 +141,45 @@ def summary(name: str, rows: Sequence[tuple[str, Throughput]]) -> str:
     return f"throughput saturates at {name} {where}: {best[1]}, the fastest value, gains {best[0] / rate - 1:.1%}"
 
 
-def _measured(what: str, settings: JobSettings, environ: Mapping[str, str]) -> tuple[int, dict[int, dict[str, Any]]]:
-    print(f"hvdrun: {what}", file=sys.stderr, flush=True)
-    recorder = ThroughputRecorder()
-    code = run_job(settings, environ, recorder)
-    return code, recorder.ranks
+def run_each(jobs: Jobs, describe: Callable[[str], str], environ: Mapping[str, str],
+             read: Callable[[str, Readings], T]) -> tuple[list[T], int]:
+    """Run one job after the other, as long as none fails.
+
+    Args:
+        read: makes a result of a job's value and its ranks' last readings; a `LaunchError` of it is a failure.
+
+    Returns:
+        The results of the jobs that succeeded; and 0, or the exit code of the one that failed.
+
+    Raises:
+        LaunchError: when `read` fails for the first job.
+    """
+    results: list[T] = []
+    for value, settings in jobs:
+        print(f"hvdrun: {describe(value)}", file=sys.stderr, flush=True)
+        recorder = ThroughputRecorder()
+        code = run_job(settings, environ, recorder)
+        if code not in (0, OUTPUT_LOST):
+            return results, code
+        try:
+            results.append(read(value, recorder.ranks))
+        except LaunchError as error:
+            if not results:
+                raise
+            print(f"hvdrun: {describe(value)}: {error}", file=sys.stderr)
+            return results, USAGE_ERROR
+    return results, 0
 
 
 def _plot(path: str, xs: Sequence[object], rates: Sequence[float], label: str, unit: str,
           ideal: Sequence[float] | None) -> None:
-    try:
-        from matplotlib.figure import Figure  # only here: no display, no global state
-    except ImportError:
-        print(f"hvdrun: no plot {path}: pip install matplotlib", file=sys.stderr)
-        return
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot()
-    where: list[Any] = list(range(len(xs)) if ideal is None else xs)  # a straight line should look like one
-    axes.plot(where, rates, "o-", label="measured")
-    if ideal is not None:
-        axes.plot(where, ideal, ":", color="grey", label="linear")
-        axes.legend()
-    axes.set_xticks(where, [str(x) for x in xs])
-    axes.set(xlabel=label, ylabel=unit, ylim=(0, None))
-    figure.savefig(Path(path), dpi=120)
-    print(f"hvdrun: wrote {path}", file=sys.stderr)
+    def draw(figure: Any) -> None:
+        axes = figure.add_subplot()
+        where: list[Any] = list(range(len(xs)) if ideal is None else xs)  # a straight line should look like one
+        axes.plot(where, rates, "o-", label="measured")
+        if ideal is not None:
+            axes.plot(where, ideal, ":", color="grey", label="linear")
+            axes.legend()
+        axes.set_xticks(where, [str(x) for x in xs])
+        axes.set(xlabel=label, ylabel=unit, ylim=(0, None))
+    write_plot(path, (6, 4), draw)

@@ -22,6 +22,7 @@ from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS, reserve_descriptors
 from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FILE, FailureRecord
 from hvdlite.core.world import World
+from hvdlite.diagnostics import metrics
 from hvdlite_runner import commands, monitor
 from hvdlite_runner.member_server import MemberServer
 from hvdlite_runner.messages import (
@@ -212,10 +213,10 @@ class WorkerGroup:
                 self._members.forget(rank)
                 self._read_rest([key for key in self._open if key[0] == rank])
             record = FailureRecord.read(self.directory, rank)
+            progress = {**monitor.reading_of(self.directory, rank), "metrics": metrics.read(self.directory, rank)}
             self._tell(Exited(rank, code, self._asked or rank in self._killed,
                               None if record is None else {**dataclasses.asdict(record),
-                                                           "when": time.time() - record.when},
-                              monitor.reading_of(self.directory, rank)))
+                                                           "when": time.time() - record.when}, progress))
             if self._members is not None:
                 self._collect(process)
         if self._reaper is not None:

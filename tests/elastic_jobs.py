@@ -37,7 +37,7 @@ from hvdlite.membership.events import (
 from hvdlite.membership.limits import Limits
 from hvdlite.membership.messages import AskAlive, Frames, Listening, MemberMessage, WorldOrder, frame
 from hvdlite_runner.member_server import MemberServer
-from tests import warm, worlds
+from tests import temporary, warm, worlds
 
 
 class ElasticJob:
@@ -67,7 +67,7 @@ class ElasticJob:
         self.reason = ""
         self._authority = Authority(Limits(**{
             "start_np": sum(slots.values()), "quiesce_timeout": worlds.HANGS_SECONDS, **limits}), time.monotonic())
-        self._files = tempfile.TemporaryDirectory(prefix="hvdlite-elastic-")
+        self._files = tempfile.TemporaryDirectory(prefix=temporary.prefix("elastic"))
         self._program = Path(self._files.name) / "program.py"
         module, function = program.split(":") if isinstance(program, str) else (program.__module__, program.__name__)
         self._program.write_text(

@@ -33,7 +33,7 @@ from hvdlite.core.world import Hosts
 from hvdlite.runtime.assemble import PlaneWrapper, assemble_threads
 from hvdlite.runtime.learned import Learned
 from hvdlite.runtime.runtime import Runtime
-from tests import warm
+from tests import temporary, warm
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,22 +114,31 @@ class Processes:
     def __init__(self, size: int, program: Program | Path, *arguments: object,
                  environment: dict[str, str] | None = None,
                  hosts: Sequence[int] = (), imported: Sequence[str] = ()) -> None:
-        self.directory = tempfile.mkdtemp(prefix="hvdlite-test-")
-        self._directories = [self.directory, *(tempfile.mkdtemp(prefix="hvdlite-test-") for _ in hosts[1:])]
         ends = list(itertools.accumulate(hosts or [size]))
         groups = Hosts(tuple(tuple(range(begin, end)) for begin, end in itertools.pairwise([0, *ends])))
         assert ends[-1] == size
-        meeting = {name: value for name, value in over_tcp().items() if hosts and name != "HVDLITE_CONTROL"}
-        self._files = tempfile.TemporaryDirectory(prefix="hvdlite-out-")
+        self.directory = tempfile.mkdtemp(prefix=temporary.prefix("test"))
+        self._directories = [self.directory, *(tempfile.mkdtemp(prefix=temporary.prefix("test")) for _ in hosts[1:])]
+        self._files = tempfile.TemporaryDirectory(prefix=temporary.prefix("out"))
         self.ranks: list[subprocess.Popen[bytes] | warm.Rank] = []
-        for rank in range(size):
+        try:
+            self._start(groups, program, arguments, environment or {}, imported)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _start(self, groups: Hosts, program: Program | Path, arguments: Sequence[object], environment: Mapping[str, str],
+               imported: Sequence[str]) -> None:
+        several = len(groups.ranks_by_host) > 1
+        meeting = {name: value for name, value in over_tcp().items() if several and name != "HVDLITE_CONTROL"}
+        for rank in range(sum(map(len, groups.ranks_by_host))):
             env = {
                 **clean_environment(),
                 **launch_contract.rank_environment(
                     groups.world(rank), self._directories[groups.ranks_by_host.index(groups.local_ranks(rank))]), **meeting,
                 "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1",
                 # On a busy machine: the first ranks of a framework wait until it is imported, one importer after the other.
-                "HVDLITE_START_TIMEOUT": "120", "PYTHONUNBUFFERED": "1", **(environment or {}),
+                "HVDLITE_START_TIMEOUT": "120", "PYTHONUNBUFFERED": "1", **environment,
             }
             words = [str(each) for each in arguments] if isinstance(program, Path) else []
             if isinstance(program, Path):
@@ -138,7 +147,7 @@ class Processes:
                 script = self._path(rank, "py")
                 script.write_text(_calling(program, arguments, self._path(rank, "result")), encoding="utf-8")
             with open(self._path(rank, "stdout"), "wb") as out, open(self._path(rank, "stderr"), "wb") as err:
-                self.ranks.append(start(rank, script, words, env, (out.fileno(), err.fileno()), imported, environment or {}))
+                self.ranks.append(start(rank, script, words, env, (out.fileno(), err.fileno()), imported, environment))
 
     def __enter__(self) -> Processes:
         return self

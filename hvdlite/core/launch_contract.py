@@ -69,6 +69,8 @@ PROCESSES_FILE = "processes.json"
 
 PROGRESS_FILE = "progress"
 """In the job directory, with `.RANK` (elastic jobs: the member's id): how far the rank is; see `diagnostics.progress`."""
+METRICS_FILE = "metrics"
+"""In the job directory, with `.RANK`: the metrics that the script has recorded there; see `diagnostics.metrics`."""
 TASK_FILE = "task"
 """In the job directory: a function to call and its arguments, signed; see `hvdlite.run`."""
 RESULT_FILE = "result"

@@ -25,6 +25,7 @@ import msgspec
 
 from hvdlite.core.launch_contract import PROGRESS_FILE
 from hvdlite.core.ledger import Ledger, Traffic
+from hvdlite.diagnostics.metrics import MetricsFile
 from hvdlite.diagnostics.slowness import LEAST_STEPS
 from hvdlite.diagnostics.tcp_traffic import TcpTraffic
 
@@ -97,6 +98,7 @@ class Progress:
     """A rank's own side."""
 
     def __init__(self) -> None:
+        self.metrics = MetricsFile()
         self._blocked = 0.0
         self._memory: bytearray | mmap.mmap = bytearray(_SIZE)
         self._steps = self._samples = 0
@@ -123,6 +125,7 @@ class Progress:
 
     def publish(self, job_directory: str, rank: int) -> None:
         """From now on let others on this host read it, unless there is no room for the file: no job depends on it."""
+        self.metrics.publish(job_directory, rank)
         path = Path(job_directory) / f"{PROGRESS_FILE}.{rank}"
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)

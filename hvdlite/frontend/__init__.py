@@ -17,6 +17,7 @@ from hvdlite.api import (
     local_rank,
     local_size,
     rank,
+    record_metrics,
     record_step,
     remove_process_set,
     shutdown,
@@ -66,7 +67,7 @@ __all__ = [
     "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "UnsupportedError", "__version__",
     "add_process_set", "barrier", "ccl_built", "check_extension", "cross_rank", "cross_size", "cuda_built", "ddl_built",
     "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "local_rank",
-    "local_size", "log_slowness", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "record_step",
-    "remove_process_set", "rocm_built", "shutdown", "size", "slot", "slowness", "start_timeline", "stop_timeline", "story",
-    "sycl_built",
+    "local_size", "log_slowness", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank",
+    "record_metrics", "record_step", "remove_process_set", "rocm_built", "shutdown", "size", "slot", "slowness",
+    "start_timeline", "stop_timeline", "story", "sycl_built",
 ]

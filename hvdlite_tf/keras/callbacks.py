@@ -192,20 +192,22 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Increases the learning rate linearly from initial_lr / size to initial_lr, batch by batch (Goyal et al., 2017).
+    """Increases the learning rate linearly from first_lr to initial_lr, batch by batch (Goyal et al., 2017).
 
     Args:
         initial_lr: the rate for all ranks together, usually the rate for one times `size()`.
         warmup_epochs: the number of epochs that this takes.
         momentum_correction, steps_per_epoch: as in `LearningRateScheduleCallback`.
         verbose: above 0, rank 0 prints when the warm-up is over.
+        first_lr: the rate at which it begins (default: initial_lr / size()).
     """
 
     def __init__(self, initial_lr: float, warmup_epochs: int = 5, momentum_correction: bool = True,
-                 steps_per_epoch: int | None = None, verbose: int = 0) -> None:
+                 steps_per_epoch: int | None = None, verbose: int = 0, first_lr: float | None = None) -> None:
         def multiplier(epoch: float) -> float:
             epoch += 1.0 / (self.steps_per_epoch or 1)  # the last batch of the last epoch has the full rate
-            return 1.0 / api.size() * (min(epoch, warmup_epochs) * (api.size() - 1) / warmup_epochs + 1)
+            first = first_lr / initial_lr if first_lr is not None and initial_lr else 1.0 / api.size()
+            return first + (1.0 - first) * min(epoch, warmup_epochs) / warmup_epochs
         super().__init__(initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
         self.verbose = verbose
 

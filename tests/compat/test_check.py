@@ -12,26 +12,26 @@ import pytest
 
 from tests.compat.programs import checking
 from tests.tf.support import ENVIRONMENT, imported
-from tests.worlds import HVDRUN, PYTHON_PATH, processes
+from tests.worlds import HVDRUN, PYTHON_PATH, TORCH, processes
 
 pytest.importorskip("torch")
 needs_tensorflow = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 
 
 def test_names_arguments_and_variables_are_looked_up() -> None:
-    processes(1, checking.names_arguments_and_variables_are_looked_up, imported=["torch"])
+    processes(1, checking.names_arguments_and_variables_are_looked_up, imported=TORCH)
 
 
 def test_names_mean_what_their_scope_says() -> None:
-    processes(1, checking.names_mean_what_their_scope_says, imported=["torch"])
+    processes(1, checking.names_mean_what_their_scope_says, imported=TORCH)
 
 
 def test_conditions_that_ask_for_a_name_guard_it() -> None:
-    processes(1, checking.conditions_that_ask_for_a_name_guard_it, imported=["torch"])
+    processes(1, checking.conditions_that_ask_for_a_name_guard_it, imported=TORCH)
 
 
 def test_methods_of_classes_need_no_instance() -> None:
-    processes(1, checking.methods_of_classes_need_no_instance, imported=["torch"])
+    processes(1, checking.methods_of_classes_need_no_instance, imported=TORCH)
 
 
 @needs_tensorflow

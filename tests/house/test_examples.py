@@ -7,9 +7,7 @@ import functools
 import gzip
 import importlib
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +16,7 @@ import pytest
 
 from tests.conftest import write_idx
 from tests.tf.support import BACKENDS, ENVIRONMENT, imported
-from tests.worlds import HVDRUN, TORCH, processes
+from tests.worlds import TORCH, processes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -42,14 +40,6 @@ def first_images() -> dict[str, np.ndarray]:
     """Return 2,000 of the real images to train on and 500 to test, with their labels, by the names of their files."""
     return {name: values[:count].copy() for part, count in (("train", 2000), ("test", 500))
             for name, values in zip(fashion_mnist.FILES[part], fashion_mnist.load(fashion_mnist.DEBIAN, part), strict=True)}
-
-
-def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the example as its text says: under hvdrun."""
-    pytest.importorskip("torch")
-    return subprocess.run([*HVDRUN, "-np", "2", sys.executable, str(EXAMPLES / "pytorch_fashion_mnist.py"), *arguments],
-                          capture_output=True, text=True, timeout=150, check=False,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def run(*arguments: str, size: int = 2, script: str = "pytorch_fashion_mnist.py") -> str:
@@ -77,7 +67,8 @@ def test_training_checkpoint_and_resume(small: Path, tmp_path: Path) -> None:
 
 
 def test_keras_checkpoint_and_resume(small: Path, tmp_path: Path) -> None:
-    common = ("--data-dir", str(small), "--batch-size", "16", "--checkpoint", str(tmp_path / "model.keras"))
+    common = ("--data-dir", str(small), "--batch-size", "16", "--checkpoint", str(tmp_path / "model.keras"),
+              "--steps-per-execution", "2")  # a graph of ten takes longer to make than to run
     first = run(*common, "--epochs", "3", script="keras_fashion_mnist.py")
     assert len(accuracies(first)) == 3 and accuracies(first)[-1] > 0.9
     again = run(*common, "--epochs", "4", script="keras_fashion_mnist.py")
@@ -146,7 +137,8 @@ def test_fine_tuning_that_goes_on_is_the_same_as_in_one_run(clothes: Path, tmp_p
 
     def tuned(name: str, epochs: int) -> tuple[str, dict]:
         printed = run("--data-dir", str(clothes), "--base", str(tmp_path / "base.pt"), "--checkpoint", str(tmp_path / name),
-                      "--frozen-epochs", "1", "--epochs", str(epochs), script="pytorch_fine_tuning.py")
+                      "--frozen-epochs", "1", "--epochs", str(epochs), "--limit", "1000", "--batch-size", "16",
+                      script="pytorch_fine_tuning.py")
         return printed, torch.load(tmp_path / name)
 
     _, frozen = tuned("parts.pt", 1)
@@ -185,8 +177,8 @@ def keras_loop(directory: Path, backend: str, *arguments: str) -> list[float]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_loop_of_ones_own_on_each_backend_of_keras(clothes: Path, backend: str) -> None:
-    found = keras_loop(clothes, backend, "--epochs", "2", "--batch-size", "16")
+def test_a_loop_of_ones_own_on_each_backend_of_keras(small: Path, backend: str) -> None:
+    found = keras_loop(small, backend, "--epochs", "2", "--batch-size", "16")
     assert len(found) == 2 and found[-1] > 0.55, "chance is 0.1"
 
 
@@ -217,13 +209,13 @@ def test_the_notebook(clothes: Path) -> None:
 
 
 def test_too_low_an_accuracy_fails(small: Path) -> None:
-    ended = launched("--data-dir", str(small), "--epochs", "1", "--lr", "0", "--minimum-accuracy", "0.99")
-    assert ended.returncode == 1 and "is below 0.99" in ended.stderr
+    with pytest.raises(AssertionError, match=r"(?s)rank 0 ended with 1.*is below 0\.99"):
+        run("--data-dir", str(small), "--epochs", "1", "--lr", "0", "--minimum-accuracy", "0.99")
 
 
 @pytest.mark.skipif(not fashion_mnist.DEBIAN.exists(), reason="the real data set is not installed")
 def test_on_the_real_data() -> None:
-    run("--epochs", "1", "--limit", "6400", "--batch-size", "16", "--lr", "0.005", "--minimum-accuracy", "0.7", size=4)
+    run("--epochs", "1", "--limit", "3200", "--batch-size", "16", "--lr", "0.005", "--minimum-accuracy", "0.6", size=2)
 
 
 def test_the_index_has_every_file_and_no_other() -> None:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REFERENCES = {"hvdlite.frontend": "core", "hvdlite_torch": "torch", "hvdlite_tf": "tensorflow", "hvdlite_tf.keras": "keras"}
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning_and_has_every_public_name(tmp_path: Path) -> None:
     """One test: other processes that run tests would build it again."""
     pytest.importorskip("material", reason="the site needs mkdocs-material")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ordered.programs import groups as programs
-from tests.worlds import HANGS_SECONDS, Processes, processes, shared_memory
+from tests.worlds import HANGS_SECONDS, TORCH, Processes, processes, shared_memory
 
 
 def test_groups_that_overlap(tmp_path: Path) -> None:
@@ -81,5 +81,5 @@ def test_ranks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_several_hosts(tmp_path: Path) -> None:
     pytest.importorskip("torch")  # Gloo
-    ended = processes(4, programs.several_hosts, str(tmp_path), 4, hosts=[2, 2], imported=("torch",))
+    ended = processes(4, programs.several_hosts, str(tmp_path), 4, hosts=[2, 2], imported=TORCH)
     assert ended[3].stdout == "PeerLeftError\n"

@@ -16,6 +16,7 @@ from hvdlite.negotiation.fusion import even_rows
 from hvdlite.planes.base import BufferSlice
 from tests.planes.contract import (
     FAMILIES,
+    LARGE,
     SIZES,
     allreduce,
     case,
@@ -37,7 +38,7 @@ def test_allreduce_matches_the_model_bit_for_bit(make_planes: Any, size: int, fa
     def step(rank: int, execute: Any) -> int:
         found = list(reductions(execute, family, size))
         for dtype, op in found:
-            for count in (0, 1, 17, 1000, 50_000):
+            for count in (0, 1, 17, 1000, LARGE):
                 with case(dtype, op.name, count):
                     given = drawn(rank, count, SUPPORTED_DTYPES[dtype])
                     mine, out = given.copy(), np.empty_like(given)

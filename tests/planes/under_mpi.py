@@ -17,7 +17,7 @@ from hvdlite.planes.base import Plane, WaitUntil
 
 ACTIVE = "CONTRACT_UNDER_MPI" in os.environ
 HANGS_SECONDS = 30.0
-POLL_SECONDS = 50e-6, 1e-3
+POLL_SECONDS = 50e-6, 2e-4
 """Between the first two polls of a wait, and at most. There are more processes than cores, and MPI's own waits spin."""
 
 

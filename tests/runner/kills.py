@@ -54,5 +54,5 @@ def kill_a_rank(chance: random.Random, folder: Path) -> str:
     told = f"size {size}, victim {victim}, training {training}, over after {took:.2f} s"
     assert not marked_processes(f"TEST_JOB={tag}".encode()), "a process was left behind"
     assert not list(folder.glob("*hvdlite*")), "a file of ours was left behind"  # torch leaves caches of its own
-    assert shared_memory() == shared
+    assert shared_memory() <= shared
     return told

@@ -33,6 +33,7 @@ def test_ranks_with_fewer_batches_join_and_end_up_equal(kind: str) -> None:
             assert torch.equal(mine, theirs)
 
 
+@pytest.mark.slow
 def test_compiled_models_and_steps_train_like_plain_ones() -> None:
     processes(2, programs.compiled_models_and_steps_train_like_plain_ones, timeout=120, imported=TORCH)
 

@@ -9,13 +9,14 @@ import pytest
 
 from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
-from tests.worlds import processes
+from tests.worlds import TORCH, processes
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="Lightning is not installed")
 
 
+@pytest.mark.slow
 def test_fits_and_metrics_on_two_ranks(tmp_path: Path) -> None:
-    processes(2, Path(__file__).parent / "programs/lightning_fit.py", str(tmp_path), timeout=150)
+    processes(2, Path(__file__).parent / "programs/lightning_fit.py", str(tmp_path), timeout=150, imported=TORCH)
 
 
 def test_an_elastic_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds import processes
+from tests.worlds import TORCH, processes
 
 pytest.importorskip("torch")
 
@@ -16,8 +16,9 @@ PARAMETERS = (500 * 1000 + 500 + 2 * 500) * 4
 BUFFERS = 2 * 500 * 4 + 8
 
 
+@pytest.mark.slow
 def test_every_byte_counts_once() -> None:
-    (before, after, text), other = (rank.result for rank in processes(2, programs.train, imported=["hvdlite_torch"]))
+    (before, after, text), other = (rank.result for rank in processes(2, programs.train, imported=TORCH))
     assert other == (before, after, text) and len(after) == 2
     for parts in before:
         assert parts["parameters"] == PARAMETERS + BUFFERS
@@ -30,8 +31,9 @@ def test_every_byte_counts_once() -> None:
     assert text.splitlines()[0].split()[:3] == ["rank", "parameters,", "MiB"] and len(text.splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_sparse_and_sharded_tensors_and_nested_state(tmp_path: Path) -> None:
-    for rank in processes(2, programs.unusual, str(tmp_path), imported=["hvdlite_torch"]):
+    for rank in processes(2, programs.unusual, str(tmp_path), imported=TORCH):
         embedding, state, compressed, shard, gradient = rank.result
         assert embedding == 3 * 8 * 4 + 3 * 8 and compressed == 5 * 8 + 2 * 4
         assert state >= 4 * 10 * 4, "the direction and two lists of differences"

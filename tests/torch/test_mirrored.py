@@ -254,6 +254,7 @@ def test_structures_keep_what_they_are() -> None:
     assert lists["x"].tolist() == [1, 1]
 
 
+@pytest.mark.slow
 def test_alone_and_launched() -> None:
     (alone,) = processes(1, Path(__file__).parent / "programs/mirrored_launch.py", timeout=150, imported=TORCH)
     assert "fine" in alone.stdout

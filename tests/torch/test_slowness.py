@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.worlds import processes
+from tests.worlds import TORCH, processes
 
 pytest.importorskip("torch")
 
@@ -12,7 +12,7 @@ from tests.torch.programs import slowness as programs
 
 
 def test_a_rank_that_loads_slowly_is_named_on_all_ranks() -> None:
-    ended = processes(2, programs.slow_input, 1, imported=["hvdlite_torch"])
+    ended = processes(2, programs.slow_input, 1, imported=TORCH)
     (found, logged), (other, nothing) = (rank.result for rank in ended)
     assert (found["rank"], found["cause"]) == (1, "input") and "rank 1 is late" in found["text"]
     assert other == found and not nothing, "rank 0 writes"

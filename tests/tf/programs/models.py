@@ -17,8 +17,7 @@ X, Y = rng.normal(size=(96, 6)).astype("float32"), rng.normal(size=(96, 2)).asty
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(0.01),
-    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.05),
-    "clipnorm": lambda: keras.optimizers.Adam(0.01, clipnorm=0.1),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.05, clipnorm=0.1),
     "global_clipnorm": lambda: keras.optimizers.SGD(0.05, global_clipnorm=0.1),
     "ema": lambda: keras.optimizers.SGD(0.05, use_ema=True, ema_overwrite_frequency=3),
     "accumulation": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3, clipnorm=0.1),

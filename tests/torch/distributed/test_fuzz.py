@@ -26,6 +26,7 @@ def test_the_programs_have_every_call() -> None:
     assert drawn == set(CALLS)
 
 
+@pytest.mark.slow
 def test_faults() -> None:
     for trial in fault_trials([(KILLED, 3), (INTERRUPTED, 2), (LEFT_OUT, 3), (FORKS, 2)]):
         assert not trial.problems, str(trial)

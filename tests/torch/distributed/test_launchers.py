@@ -27,12 +27,14 @@ def output(command: list[str], **environment: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [[*HVDRUN, "-np", "2", sys.executable], TORCHRUN], ids=["hvdrun", "torchrun"])
 def test_launchers_that_set_torchs_variables(command: list[str]) -> None:
     said = output([*command, SCRIPT])
     assert {line.rpartition(">:")[2] for line in said.splitlines()} == EXPECTED, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mpi", MPIS)
 def test_mpiexec(mpi: Mpi) -> None:
     ended = mpiexec(mpi, 2, [SCRIPT, "--ours"], timeout=HANGS_SECONDS)

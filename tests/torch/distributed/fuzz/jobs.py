@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from tests import temporary
 from tests.fuzzing import Failure, Tell, failures
 from tests.torch.distributed.fuzz.faults import FAULT, KINDS, OUTCOME, TIMED_OUT, TIMEOUT_SECONDS, Fault
 from tests.torch.distributed.fuzz.faults import main as faulted
@@ -29,7 +30,7 @@ def fuzz(seeds: Sequence[int], size: int, calls: Sequence[str] = (), steps: rang
         calls, steps: see `draw`.
         tell: gets a line a job.
     """
-    with tempfile.TemporaryDirectory(prefix="hvdlite-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(prefix=temporary.prefix("fuzz")) as folder:
         yield from failures(seeds, size, main, [folder, list(calls), [steps.start, steps.stop]],
                             lambda seed: "\n".join(map(str, draw(seed, size, calls, steps))), {}, TORCH, SECONDS_A_SEED,
                             tell)
@@ -60,7 +61,7 @@ class Trial:
 
 def fault_trials(programs: Iterable[tuple[int, int]], kinds: tuple[str, ...] = KINDS) -> Iterator[Trial]:
     """Run programs with faults, each given by a seed and a number of ranks, and look at what they leave."""
-    with tempfile.TemporaryDirectory(prefix="hvdlite-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(prefix=temporary.prefix("fuzz")) as folder:
         scratch = Path(folder, "tmp")
         scratch.mkdir()
         for seed, size in programs:

@@ -1,0 +1,150 @@
+"""`hvdrun --sweep ... --until`: after how many epochs and seconds each run reaches a value of a metric, such as an accuracy.
+
+Scripts record the metric themselves, after each evaluation (`hvd.record_metrics`). Every run goes on to its end, because its
+last metrics are compared too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hvdlite.core.errors import LaunchError
+from hvdlite.diagnostics.metrics import Evaluation
+from hvdlite_runner.scaling import Jobs, Readings, run_each
+from hvdlite_runner.tables import show_table, write_csv, write_plot
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A value that a metric is to reach."""
+
+    metric: str
+    value: float
+    is_lower_bound: bool = True
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Return the target of `accuracy=0.88` (also `accuracy>=0.88`) or `loss<=0.3`.
+
+        Raises:
+            LaunchError: when the text has another form.
+        """
+        found = re.fullmatch(r"\s*(.+?)\s*(>=|<=|=)\s*(\S+)\s*", text)
+        try:
+            value = float(found[3]) if found else math.nan
+        except ValueError:
+            value = math.nan
+        if found is None or not math.isfinite(value):
+            raise LaunchError(f"--until {text!r} is not METRIC=VALUE or 'METRIC<=VALUE'; for example: --until accuracy=0.88")
+        return cls(found[1], value, found[2] != "<=")
+
+    def __str__(self) -> str:
+        return f"{self.metric} {'>=' if self.is_lower_bound else '<='} {self.value:g}"
+
+    def is_reached(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether an evaluation's metrics reach it; NaN does not."""
+        value = metrics.get(self.metric, math.nan)
+        return value >= self.value if self.is_lower_bound else value <= self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one run has recorded."""
+
+    value: str  # of the option
+    evaluations: Sequence[Evaluation]  # at least one with the target's metric
+
+    @classmethod
+    def of(cls, value: str, readings: Readings, target: Target) -> Run:
+        """Return a run by its ranks' last readings.
+
+        Raises:
+            LaunchError: when rank 0 has not recorded the target's metric.
+        """
+        found = [Evaluation(*each) for each in readings.get(0, {}).get("metrics", [])]
+        names = {name for each in found for name in each.metrics}
+        if target.metric not in names:
+            recorded = f"only {', '.join(sorted(names))}" if names else "nothing"
+            raise LaunchError(f"rank 0 has recorded no metric {target.metric!r}, {recorded}: call "
+                              f"hvd.record_metrics({{{target.metric!r}: ...}}, epoch) after each evaluation")
+        return cls(value, found)
+
+    def reached(self, target: Target) -> Evaluation | None:
+        """Return the first evaluation that reached a target, if there is one."""
+        return next((each for each in self.evaluations if target.is_reached(each.metrics)), None)
+
+    def last(self, metric: str) -> float | None:
+        """Return the last value of a metric, if it was recorded."""
+        return next((each.metrics[metric] for each in reversed(self.evaluations) if metric in each.metrics), None)
+
+
+def compare_times(name: str, target: Target, jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
+    """Run each job; print the epochs and seconds to the target and the last metrics; write `results`.csv and .png.
+
+    Seconds are counted from `hvd.init()` and include evaluations.
+
+    Returns:
+        0, or the exit code of the first job that failed, which ends the comparison of those before it.
+
+    Raises:
+        LaunchError: when a script does not record the metric, or the results cannot be written.
+    """
+    runs, code = run_each(jobs, lambda value: f"--{name} {value}", environ,
+                          lambda value, readings: Run.of(value, readings, target))
+    if not runs:
+        return code
+    head, table = rows(name, target, runs)
+    show_table(head, [[value, "not reached" if epochs is None else f"{epochs:g}", *("-" if cell is None else f"{cell:.4g}"
+                                                                                    for cell in cells)]
+                      for value, epochs, *cells in table])
+    print(f"hvdrun: {summary(name, target, runs)}")
+    write_csv(f"{results}.csv", head, [["" if cell is None else cell for cell in row] for row in table])
+    write_plot(f"{results}.png", (9, 4), lambda figure: _draw(figure, name, target, runs))
+    return code
+
+
+def rows(name: str, target: Target, runs: Sequence[Run]) -> tuple[list[str], list[list[Any]]]:
+    """Return the table's head and rows: the option's value, epochs and seconds to the target, and each metric's last value.
+
+    None stands for a target that was not reached, and for a metric that a run did not record.
+    """
+    recorded = (metric for run in runs for each in run.evaluations for metric in each.metrics)
+    metrics = list(dict.fromkeys([target.metric, *recorded]))
+    table: list[list[Any]] = []
+    for run in runs:
+        found = run.reached(target)
+        table.append([run.value, found and found.epoch, found and found.seconds, *map(run.last, metrics)])
+    return [name, f"epochs to {target}", "seconds", *(f"last {metric}" for metric in metrics)], table
+
+
+def summary(name: str, target: Target, runs: Sequence[Run]) -> str:
+    """Return which value of the option was the soonest to reach the target, and which ones did not."""
+    found = [(reached.seconds, reached.epoch, run.value) for run in runs if (reached := run.reached(target)) is not None]
+    missed = [run.value for run in runs if run.reached(target) is None]
+    if not found:
+        return f"no run reached {target}: give them more epochs, or another target"
+    seconds, epoch, value = min(found)
+    text = f"{target} soonest at {name} {value}: {seconds:.4g} s, {epoch:g} epochs"
+    return f"{text}; not reached at {', '.join(missed)}" if missed else text
+
+
+def _draw(figure: Any, name: str, target: Target, runs: Sequence[Run]) -> None:
+    """Draw the metric over time, a line for each run, and beside it the seconds to the target by value."""
+    curves, bars = figure.subplots(1, 2)
+    for run in runs:
+        known = [each for each in run.evaluations if target.metric in each.metrics]
+        curves.plot([each.seconds for each in known], [each.metrics[target.metric] for each in known], ".-", label=run.value)
+    curves.axhline(target.value, color="grey", linestyle=":")
+    curves.set(xlabel="seconds", ylabel=target.metric)
+    curves.legend(title=name)
+    for index, run in enumerate(runs):
+        found = run.reached(target)
+        drawn = bars.bar(index, found.seconds if found else 0.0, color=f"C{index % 10}")
+        bars.bar_label(drawn, [f"{found.epoch:g} epochs" if found else "not reached"])
+    bars.set_xticks(range(len(runs)), [run.value for run in runs])
+    bars.set(xlabel=name, ylabel=f"seconds to {target}")
+    bars.margins(y=0.15)
