@@ -77,9 +77,12 @@ class StoreNotes:
     def publish(self, label: str, text: bytes) -> None:
         self._store.set(f"{label}/{hvd.rank()}", text)
 
-    def fetch(self, label: str, sender: int, wait_until: object) -> bytes:
+    def fetch(self, label: str, sender: int, wait_until: object, is_cancelled: object = None) -> bytes:
         text: bytes = self._store.get(f"{label}/{sender}")
         return text
+
+    def look(self) -> None:
+        pass
 
     def withdraw(self, label: str) -> None:
         pass

@@ -70,8 +70,8 @@ class _Answer(msgspec.Struct, array_like=True):
 
 
 def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", *, place: str = "", address: str = "",
-                  can_share: str = "", timeout: float = math.inf) -> tuple[LaunchInfo, str]:
-    """Return the launch information of one rank of a world, and what they share; all of them call this.
+                  can_share: str = "", timeout: float = math.inf) -> tuple[LaunchInfo, str, str]:
+    """Return the launch information of one rank of a world, what they share, and an id of the world; all of them call this.
 
     Args:
         store: of this world alone, the same for all ranks.
@@ -100,7 +100,7 @@ def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", *, place
         raise LaunchError(answer.problem)
     world = Hosts.of(answer.hosts).world(rank)
     return LaunchInfo("store", world, answer.directories[rank], answer.coordinator, key or answer.key, owns_directory=True,
-                      held_port=held), answer.shares
+                      held_port=held), answer.shares, f"{answer.numbers[0]:x}"
 
 
 def _awaited_answer(store: Store, rank: int, number: int, timeout: float) -> _Answer:

@@ -234,7 +234,7 @@ class Engine:
                 self._mailboxes.stale(item)
             case BlockedWaiters():
                 if not self._mailboxes.hurry(item):
-                    self._controller.block(item.blocked())
+                    self._controller.block(item.blocked(list(self._state.groups)))
             case Task():
                 item.run()
 
@@ -307,7 +307,8 @@ class Engine:
         for group in list(self._state.groups):
             group.reported()
         devices = self._connections.devices
-        waiting = [*(entry.handle.name for entry in self._execution.pending()), *self._mailboxes.waiting.values()]
+        waiting = [*(entry.handle.name for entry in self._execution.pending()), *self._mailboxes.waiting.values(),
+                   *(wait.name for group in list(self._state.groups) for wait in group.calls().waits)]
         return self.history.status(self._inbox.last_caller, waiting, () if devices is None else devices.progress(),
                                    self._waiters.progress.ledger())
 

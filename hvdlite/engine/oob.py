@@ -21,6 +21,10 @@ HEARD: Final = "heard."
 """How labels of announcements begin."""
 
 
+def _never() -> bool:
+    return False
+
+
 class OobChannel:
     """One rank's out-of-band channel; implements `planes.base.OobChannel`.
 
@@ -75,7 +79,7 @@ class OobChannel:
     def withdraw(self, label: str) -> None:
         self._say(SideMessage(oob_withdrawn=(label,)))
 
-    def fetch(self, label: str, sender: int, wait_until: WaitUntil) -> bytes:
+    def fetch(self, label: str, sender: int, wait_until: WaitUntil, is_cancelled: Callable[[], bool] = _never) -> bytes:
         wanted = OobKey(label, sender)
         side_message = SideMessage(oob_requests=(wanted,))
         if threading.get_ident() == self._thread:
@@ -84,11 +88,15 @@ class OobChannel:
         else:
             self._post(Task(lambda: self._say(side_message)))
             with self._arrived:
-                self._arrived.wait_for(lambda: wanted in self._received or self._failure is not None)
+                self._arrived.wait_for(lambda: wanted in self._received or self._failure is not None or is_cancelled())
         with self._arrived:
-            if wanted not in self._received and self._failure is not None:
-                raise self._failure
+            if wanted not in self._received:
+                raise self._failure or HorovodInternalError(f"nothing waits any more for what rank {sender} publishes")
             return self._received.pop(wanted)
+
+    def look(self) -> None:
+        with self._arrived:
+            self._arrived.notify_all()
 
     def publish_from(self, label: str, text: bytes) -> None:
         """Like `publish`, from any other thread than the background thread."""
@@ -151,8 +159,15 @@ class GroupOob:
     def withdraw(self, label: str) -> None:
         self._channel.withdraw_from(self.prefix + label)
 
-    def fetch(self, label: str, sender: int, wait_until: WaitUntil) -> bytes:
-        return self._channel.fetch(self.prefix + label, sender, wait_until)
+    def fetch(self, label: str, sender: int, wait_until: WaitUntil, is_cancelled: Callable[[], bool] = _never) -> bytes:
+        return self._channel.fetch(self.prefix + label, sender, wait_until, is_cancelled)
+
+    def look(self) -> None:
+        self._channel.look()
+
+    def part(self, name: str) -> GroupOob:
+        """Return the texts of a part of the group, whose announcements only that part hears."""
+        return GroupOob(self._channel, f"{self.prefix}{name}.")
 
     def announce(self, receivers: Sequence[int], text: bytes) -> None:
         """Like `OobChannel.announce`, to the ranks of the group."""

@@ -12,6 +12,7 @@ import msgspec
 
 from hvdlite.core.device import Completion
 from hvdlite.diagnostics.progress import Progress
+from hvdlite.handoff.groups import Group
 from hvdlite.negotiation.messages import Blocked, Wait
 
 LONG_SECONDS: Final = 0.5
@@ -126,13 +127,33 @@ class BlockedWaiters:
                 wait.deferred = True
                 wait.wake()
 
-    def blocked(self) -> Blocked:
-        """Return what the coordinator is to know."""
+    def blocked(self, groups: Sequence[Group] = ()) -> Blocked:
+        """Return what the coordinator is to know.
+
+        Args:
+            groups: the ordered groups of this process.
+        """
+        waits, threads = self._waiting(groups)
+        told = tuple(group.calls() for group in groups)
+        others = threads is None or any(thread.ident not in threads and not thread.name.startswith(OWN_THREADS)
+                                        for thread in threading.enumerate())
+        # Whoever waits before and after this has waited meanwhile: so what is told was true at one time.
+        has_changed = (waits, threads) != self._waiting(groups) or any(
+            (calls.begun, len(calls.waits)) != (now.begun, len(now.waits))
+            for calls, now in zip(told, (group.calls() for group in groups), strict=True))
+        return Blocked(tuple(msgspec.structs.replace(wait.handle.waits_for, deferrable=wait.deferrable) for wait in waits),
+                       not others and not has_changed, told)
+
+    def _waiting(self, groups: Sequence[Group]) -> tuple[list[_LongWait], frozenset[int] | None]:
+        """Return the long waits, and the threads blocked there and in calls of groups; None: calls are carried out."""
         waits = {wait.thread: wait for wait in list(self._long)}  # of nested waits the innermost
-        others = [thread for thread in threading.enumerate()
-                  if thread.ident not in waits and not thread.name.startswith(OWN_THREADS)]
-        return Blocked(tuple(msgspec.structs.replace(wait.handle.waits_for, deferrable=wait.deferrable)
-                             for wait in waits.values()), not others)
+        threads = frozenset(waits)
+        for group in groups:
+            blocked = group.blocked_threads()
+            if blocked is None:
+                return list(waits.values()), None
+            threads |= blocked
+        return list(waits.values()), threads
 
 
 class Handle:

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import Protocol
 
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.handoff.buckets import LearnedLayout
+from hvdlite.handoff.groups import Group
 from hvdlite.handoff.locked_rounds import LockedRounds
 from hvdlite.handoff.mailbox import MailboxEnd
 from hvdlite.negotiation.process_sets import ProcessSetTable
-
-
-class Group(Protocol):
-    """An ordered group that lives on a runtime, as its background thread sees it."""
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a thread may be blocked in a call of the group."""
-
-    def fail(self, error: Exception) -> None:
-        """The background thread ends: fail all calls under way and all later ones."""
-
-    def reported(self) -> None:
-        """Rank 0 gathers a report."""
 
 
 class JobState:
@@ -37,7 +23,7 @@ class JobState:
         tuned: the knobs that have been changed since the beginning.
         joins: how often all ranks have joined.
         failure: the error that ended the job; None while the job runs.
-        groups: the ordered groups that live on this runtime; written by user threads.
+        groups: the ordered groups that live on this runtime, or report to it; written by user threads.
         ended: set when the background thread has ended.
     """
 

@@ -2,9 +2,8 @@
 
     word | rank 0: line | even calls: head, text | odd calls: head, text | rank 1: line | ...
 
-A line says whether the rank has left, and after which call. A head holds the number of a call, a digest of its text, the
-length of the text, when the rank has begun the call, and a number that it owes (`ordered/told_calls.py`); the first one is
-written after the rest.
+A line says whether the rank has left, and after which call. A head holds the number of a call, a digest of its text and the
+length of the text; the first one is written after the rest.
 A rank writes only its own line, heads and texts; any rank changes the word, and none relies on its value.
 
 Rules (docs/protocol.md#ordered-groups)
@@ -39,7 +38,7 @@ class GroupArea:
         index: this rank's, among those of the host.
         size: number of ranks on the host.
         lines: of each rank: 0 while it is there; else one more than the number of the last call that it has completed.
-        heads: of each rank and parity of the call: its number, the text's digest and length, the time, and what is owed.
+        heads: of each rank and parity of the call: its number, and the text's digest and length.
         texts: likewise, bytes.
         word: changes when ranks that sleep on it are to look.
 
@@ -54,7 +53,7 @@ class GroupArea:
         starts = [LINE + rank * _RANK for rank in range(ranks)]
         self.lines = [whole[start:start + 8].cast("q") for start in starts]
         heads = [[start + LINE + parity * (LINE + TEXT) for parity in range(2)] for start in starts]
-        self.heads = [[whole[head:head + 40].cast("q") for head in both] for both in heads]
+        self.heads = [[whole[head:head + 24].cast("q") for head in both] for both in heads]
         self.texts = [[whole[head + LINE:head + LINE + TEXT] for head in both] for both in heads]
         self.word = shared_word(memory, 0)
         self._rings = itertools.count(1)  # the word is 0 at first

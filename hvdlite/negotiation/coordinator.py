@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 
 from hvdlite.core.errors import ProtocolError
+from hvdlite.negotiation.call_waits import CallWaits
 from hvdlite.negotiation.deadlock import BlockedRanks
 from hvdlite.negotiation.fusion import fuse
 from hvdlite.negotiation.layouts import BucketSizes
@@ -77,6 +78,7 @@ class Coordinator:
         self.has_news = False
         self.blocked = BlockedRanks(self.negotiator.missing_for)
         self.tuned: dict[str, int] = {}
+        self._call_waits = CallWaits()
         self._sequence = 0
         self._applied: dict[Ranks, int] = {(rank,): 0 for rank in range(size)}
         self.negotiator.mailboxes.applied = lambda: min(self._applied.values())
@@ -193,13 +195,15 @@ class Coordinator:
     def is_anything_pending(self) -> bool:
         """Whether a tensor or a bucket waits for some ranks."""
         negotiator = self.negotiator
-        return bool(negotiator.table.pending or negotiator.gradient_sets.pending or negotiator.mailboxes.is_ending)
+        return bool(negotiator.table.pending or negotiator.gradient_sets.pending or negotiator.mailboxes.is_ending
+                    or self._call_waits)
 
     def pending(self, now: float) -> list[Stall]:
         """Return every tensor and bucket that waits for some ranks, however short."""
         table, gradient_sets = self.negotiator.table, self.negotiator.gradient_sets
         return [tensor_stall(table, key, now) for key in table.pending] + [
-            bucket_stall(bucket, now) for bucket in gradient_sets.pending.values()] + self.negotiator.mailboxes.stalls(now)
+            bucket_stall(bucket, now) for bucket in gradient_sets.pending.values()
+        ] + self.negotiator.mailboxes.stalls(now) + self._call_waits.pending(now)
 
     def new_stalls(self, now: float, after: float) -> list[Stall]:
         """Return what has waited at least `after` seconds and was not returned before."""
@@ -213,7 +217,7 @@ class Coordinator:
             if now - bucket.since >= after and not bucket.warned:
                 bucket.warned = True
                 found.append(bucket_stall(bucket, now))
-        return found + self.negotiator.mailboxes.new_stalls(now, after)
+        return found + self.negotiator.mailboxes.new_stalls(now, after) + self._call_waits.new_stalls(now, after)
 
     def missing(self, now: float, after: float) -> set[int]:
         """Return the ranks for which something has waited at least `after` seconds."""
@@ -242,8 +246,10 @@ class Coordinator:
             self.fail(report.failure)
         self._receive_items((rank,), report.items, now)
         if report.blocked is not None:
+            self._call_waits.update(rank, report.blocked.groups, now)
             self._note_blocked(rank, report.blocked)
         if report.leaving:
+            self._call_waits.update(rank, (), now)
             self._leave(rank, now)
 
     def _note_blocked(self, rank: int, blocked: Blocked) -> None:

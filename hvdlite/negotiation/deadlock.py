@@ -2,20 +2,23 @@
 
 A rank whose threads are all blocked continues when one of its waits ends, and a wait ends when every rank has enqueued the
 tensor. So a rank is stuck when each of its waits needs a rank that is stuck. Ranks report their long waits (`Blocked`); the
-coordinator knows which ranks have enqueued which tensor. This is deadlock detection in the AND-OR model (Knapp, "Deadlock
+coordinator knows which ranks have enqueued which tensor. Calls of ordered groups are not negotiated: a rank that reports its
+waits reports how far it is in each group, too, and a wait in a group needs the ranks that had not begun the call when they
+were blocked themselves. This is deadlock detection in the AND-OR model (Knapp, "Deadlock
 Detection in Distributed Databases", ACM Computing Surveys 19(4), 1987), on one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from hvdlite.negotiation.agreement import named_ranks
-from hvdlite.negotiation.messages import Blocked, Wait
+from hvdlite.negotiation.messages import Blocked, CallWait, GroupCalls, Wait
 
 Missing = Callable[[int, Wait], Collection[int] | None]
 """Returns the ranks for which a wait of a rank waits; None when it is over."""
-_HELP = ("Call the same collectives in the same order on all ranks. Between backward() and step(), call "
+_HELP = "Call the same collectives in the same order on all ranks"
+_HELP_WITH_GRADIENTS = (". Between backward() and step(), call "
          "optimizer.synchronize() on all ranks before collectives and before gradients are read, also on a rank without a "
          "backward(). Let the steps of several optimizers come in the same order everywhere, and all ranks wait for "
          "gradients in the same place (DistributedOptimizer(wait_in=), HVDLITE_WAIT_IN)")
@@ -79,12 +82,23 @@ class BlockedRanks:
         stuck = self._stuck(all_threads=certain)
         if not stuck:
             return stuck, ""
-        lines = [f"  rank {rank} waits for {_described(wait)}, which {named_ranks(sorted(self._missing(rank, wait) or ()))} "
-                 f"{'has' if len(self._missing(rank, wait) or ()) == 1 else 'have'} not enqueued"
-                 for rank in sorted(stuck) for wait in self._blocked[rank].waits]
+        lines = [f"  rank {rank} waits for {what}, which {named_ranks(sorted(missing))} "
+                 f"{'has' if len(missing) == 1 else 'have'} not enqueued"
+                 for rank in sorted(stuck) for what, missing in self._described(rank)]
         more = [f"  and {len(lines) - 16} more"] if len(lines) > 16 else []
         title = "ranks wait for each other in a circle, so that none can go on:"
-        return stuck, "\n".join([title, *lines[:16], *more, _HELP])
+        negotiated = any(self._blocked[rank].waits for rank in stuck)
+        return stuck, "\n".join([title, *lines[:16], *more, _HELP + _HELP_WITH_GRADIENTS * negotiated])
+
+    def _described(self, rank: int) -> Iterator[tuple[str, Collection[int]]]:
+        """Iterate over what a rank waits for, with the ranks that it needs."""
+        blocked = self._blocked[rank]
+        for wait in blocked.waits:
+            yield _described(wait), self._missing(rank, wait) or ()
+        for calls in blocked.groups:
+            for call in calls.waits:
+                if call.sequence:
+                    yield f"'{call.name}'", call.missing
 
     def __bool__(self) -> bool:
         return bool(self._blocked)
@@ -93,11 +107,17 @@ class BlockedRanks:
         needs: dict[int, list[Collection[int]]] = {}
         for rank, blocked in list(self._blocked.items()):
             missing = [self._missing(rank, wait) for wait in blocked.waits]
-            if not missing or any(needed is None for needed in missing):
+            calls = [self._needed(group, call) for group in blocked.groups for call in group.waits if call.sequence]
+            if not (missing or calls) or any(needed is None for needed in missing):
                 del self._blocked[rank]  # it is not blocked any more
-            elif blocked.all_threads or not all_threads:
-                needs[rank] = [needed for needed in missing if needed is not None]
+            elif blocked.all_threads or not (all_threads or calls):  # calls: only where it is certain
+                needs[rank] = [*(needed for needed in missing if needed is not None), *calls]
         return stuck_ranks(needs)
+
+    def _needed(self, group: GroupCalls, call: CallWait) -> Collection[int]:
+        """Return the ranks that a call of a group needs, and that had not begun it when they were blocked."""
+        return [rank for rank in call.missing if rank in self._blocked and any(
+            each.group == group.group and each.begun < call.sequence for each in self._blocked[rank].groups)]
 
 
 def _described(wait: Wait) -> str:

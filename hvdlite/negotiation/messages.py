@@ -202,11 +202,33 @@ class SideMessage(Message, frozen=True, kw_only=True):
     oob_withdrawn: tuple[str, ...] = ()  # labels of its own messages that no rank will fetch any more
 
 
-class Blocked(Message, frozen=True):
-    """The waits in which a rank's threads have been blocked for long. It is void once one of them is over."""
+class CallWait(Message, frozen=True):
+    """A call of an ordered group in which a rank has waited for long. Ranks are those of the job."""
 
-    waits: tuple[Wait, ...]  # one for each blocked thread; empty when a wait was interrupted
+    name: str  # for reports: the group, the number of the call, and what it is
+    sequence: int  # the number of the call in the group; 0 for a send or receive
+    ranks: tuple[int, ...]  # that take part
+    missing: tuple[int, ...]  # those for which it waits, as far as this rank knows
+    seconds: float  # since it has begun
+
+
+class GroupCalls(Message, frozen=True):
+    """How far a rank is in an ordered group."""
+
+    group: str  # an id, the same on all its ranks and never used again
+    begun: int  # the number of the call that it has begun last
+    waits: tuple[CallWait, ...] = ()
+
+
+class Blocked(Message, frozen=True):
+    """The waits in which a rank's threads have been blocked for long.
+
+    It is void once one of `waits` is over; the rank tells when one of its `groups` is.
+    """
+
+    waits: tuple[Wait, ...]  # one for each thread that is blocked in a negotiated collective
     all_threads: bool = True  # no other Python thread of the rank could still call a collective
+    groups: tuple[GroupCalls, ...] = ()  # those of which the rank is a member
 
 
 class Report(Message, frozen=True, kw_only=True):

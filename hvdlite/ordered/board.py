@@ -28,26 +28,18 @@ SPLITS: Final = b"; splits "
 
 
 class Board:
-    """One rank's view of the board. Only the thread that carries out a call writes and compares.
+    """One rank's view of the board; implements `waiter.Others`.
 
-    Attributes:
-        waited: nanoseconds between the first and the last rank's beginning of the call that was compared last.
-        owed: the last number that any rank owed then.
+    Only the thread that carries out a call writes and compares.
     """
 
     def __init__(self, area: GroupArea) -> None:
         self._area, self._index = area, area.index
         self._others = [(index, area.heads[index]) for index in range(area.size) if index != area.index]
-        self.waited = self.owed = 0
         self._written = [-1, -1]  # the digests of the texts that this rank has written last, by parity
 
-    def write(self, sequence: int, text: bytes, digest: int, begun: int, owed: int) -> None:
-        """Say what this rank calls.
-
-        Args:
-            begun: the time in nanoseconds.
-            owed: see `ToldCalls.owed`.
-        """
+    def write(self, sequence: int, text: bytes, digest: int) -> None:
+        """Say what this rank calls."""
         area, parity = self._area, sequence & 1
         head = area.heads[self._index][parity]
         if self._written[parity] != digest:
@@ -55,26 +47,16 @@ class Board:
             area.texts[self._index][parity][:len(shown)] = shown
             head[2] = len(shown)
             head[1] = self._written[parity] = digest
-        head[3], head[4] = begun, owed
         head[0] = sequence
 
     def agrees(self, sequence: int, digest: int) -> bool:
         """Return whether all ranks, which have written call `sequence`, have written this digest."""
         parity = sequence & 1
-        _, _, _, first, owed = self._area.heads[self._index][parity]
-        last, agree = first, True
         for _, heads in self._others:
-            number, other, _, begun, owes = heads[parity]
+            number, other, _ = heads[parity]
             if other != digest or number != sequence:
-                agree = False
-            if begun < first:
-                first = begun
-            elif begun > last:
-                last = begun
-            if owes > owed:
-                owed = owes
-        self.waited, self.owed = last - first, owed
-        return agree
+                return False
+        return True
 
     def texts(self, sequence: int) -> list[tuple[int, bytes]]:
         """Return the number of each rank's call, and its text, where call `sequence` is written."""
@@ -82,26 +64,26 @@ class Board:
         return [(area.heads[index][parity][0], bytes(area.texts[index][parity][:area.heads[index][parity][2]]))
                 for index in range(area.size)]
 
+    def ask(self, since: float) -> bool:
+        """See `waiter.Others`: what is on the board is always up to date."""
+        return True
+
     def missing(self, sequence: int) -> list[int]:
-        """Return the ranks that have not begun call `sequence`."""
+        """See `waiter.Others`."""
         return [index for index, heads in self._others if max(heads[0][0], heads[1][0]) < sequence]
 
     def last_calls(self, ranks: Sequence[int]) -> list[tuple[int, str]]:
-        """Return some ranks, and for each the call that it has begun last, as a text."""
+        """See `waiter.Others`."""
         found = []
         for rank in ranks:
             heads = self._area.heads[rank]
             parity = int(heads[1][0] > heads[0][0])
             number, text = self.texts(parity)[rank]
-            found.append((rank, f"call {number}: {text.decode(errors='replace')}" if number else "nothing in this group"))
+            found.append((rank, shown_call(number, text.decode(errors="replace"))))
         return found
 
     def leave(self, completed: int) -> None:
-        """This rank makes no calls any more; those that sleep see it when they are woken.
-
-        Args:
-            completed: the number of the last call that it has completed; 0 for none.
-        """
+        """See `waiter.Others`; those that sleep see it when they are woken."""
         self._area.lines[self._index][0] = 1 + completed
 
     def close(self) -> None:
@@ -109,7 +91,7 @@ class Board:
         self._others = []
 
     def left(self, sequence: int) -> list[int]:
-        """Return the other ranks that have left without completing call `sequence`."""
+        """See `waiter.Others`."""
         return [index for index, line in enumerate(self._area.lines) if 0 < line[0] <= sequence and index != self._index]
 
 
@@ -135,6 +117,11 @@ def disagreement(group: str, texts: Sequence[tuple[int, bytes]], name_of: Sequen
     found = "; ".join(f"{text} on {names(ranks, name_of)}" for text, ranks in calls.items())
     return MismatchError(f"{group}, call {sequence}: the ranks do not call the same: {found}. All ranks have to make the "
                          "same calls in the same order")
+
+
+def shown_call(number: int, text: str) -> str:
+    """Return the last call of a rank as messages show it; number 0 stands for none."""
+    return f"call {number}: {text}" if number else "nothing in this group"
 
 
 def names(ranks: Sequence[int], name_of: Sequence[str]) -> str:

@@ -35,6 +35,10 @@ class Uncounted:
 UNCOUNTED: Final = Uncounted()
 
 
+def _nothing() -> None:
+    pass
+
+
 class Call:
     """Some operations that one rank starts together, and the result of all of them.
 
@@ -46,6 +50,8 @@ class Call:
         source: the rank that has sent what this call receives; -1 for other calls, and before it is known.
         progress: counts the time that threads wait for it.
         help: called by a thread that begins to wait: it carries the call out if no other thread can.
+        waiting: the threads that wait for it, however long that takes.
+        interrupted: called by one of them that does not wait any more although it is not over.
 
     Args:
         finish: called when the operations are done, before the call is: it copies results to where they belong, say.
@@ -55,6 +61,8 @@ class Call:
                  timeout: float | None = None, progress: Waits = UNCOUNTED) -> None:
         self.progress = progress
         self.help: Callable[[Call], None] | None = None
+        self.waiting: tuple[int, ...] = ()
+        self.interrupted: Callable[[], None] = _nothing
         self.operations, self.finish, self.timeout = operations, finish, timeout
         self.error: Exception | None = None
         self.place, self.source = 0, -1
@@ -87,7 +95,17 @@ class Call:
                 return True
             if self._event is None:
                 self._event = threading.Event()
-        return self._event.wait(timeout)
+        if timeout is not None:
+            return self._event.wait(timeout)
+        own = (threading.get_ident(),)
+        try:
+            with self._lock:
+                self.waiting += own
+            return self._event.wait()
+        except BaseException:
+            self.waiting = tuple(each for each in self.waiting if each not in own)
+            self.interrupted()
+            raise
 
     def when_done(self, callback: Callable[[Call], None]) -> None:
         """Call a function when it is over: on the thread that carries it out, or at once if it is over already.

@@ -34,6 +34,7 @@ from hvdlite.core.errors import (
     HorovodInternalError,
     MismatchError,
     OperationTimeoutError,
+    PeerLeftError,
     PeerLostError,
     UnsupportedError,
 )
@@ -43,12 +44,13 @@ from hvdlite.negotiation.messages import Response
 from hvdlite.ordered.board import Board, OnlySplitsDiffer, disagreement
 from hvdlite.ordered.call import Call, when_all_done
 from hvdlite.ordered.history import History, PastCall
+from hvdlite.ordered.long_waits import PATIENCE_SECONDS, LongWait, LongWaits
 from hvdlite.ordered.operations import Operation
 from hvdlite.ordered.plans import Plans, Prepared, memory_of, shown
 from hvdlite.ordered.reporter import NoReporter, Reporter
-from hvdlite.ordered.told_calls import PATIENCE_SECONDS, ToldCalls
-from hvdlite.ordered.transfers import Transfers
-from hvdlite.ordered.waiter import Waiter
+from hvdlite.ordered.standings import Announcements, Standing, Standings
+from hvdlite.ordered.transfers import Transfer, Transfers
+from hvdlite.ordered.waiter import Others, Waiter
 from hvdlite.planes.base import AlltoallSplits, Plan, Plane
 
 JOIN_SECONDS: Final = 2.0
@@ -61,25 +63,23 @@ class GroupEnd:
     Args:
         plane: has the group's ranks as process set 0.
         area: of this host.
-        shares_board: whether all ranks of the group are on this host.
+        announcements: by which ranks on several hosts tell each other how far they are; None if all are on this host.
         transfers: sends and receives.
         members: for messages: the name of each rank.
         released: called once, when the group is closed.
-        patience: see `ToldCalls`.
+        patience: seconds that a rank waits for others before it tells rank 0 of the runtime.
     """
 
-    def __init__(self, name: str, rank: int, size: int, timeout: float, plane: Plane, area: GroupArea, *, shares_board: bool,
-                 transfers: Transfers | None = None, members: Sequence[str] = (),
+    def __init__(self, name: str, rank: int, size: int, timeout: float, plane: Plane, area: GroupArea, *,
+                 announcements: Announcements | None = None, transfers: Transfers | None = None, members: Sequence[str] = (),
                  reporter: Reporter | None = None, released: Callable[[], object] = lambda: None,
                  patience: float = PATIENCE_SECONDS) -> None:
         self.name, self.rank, self.size, self.timeout = name, rank, size, timeout
         self.members = tuple(members) or tuple(map(str, range(size)))
         self._plane, self._area, self._transfers, self._released = plane, area, transfers, released
-        self._board = Board(area) if shares_board else None
-        self._waiter = Waiter(name, area, self._board, self.members, self._impatient, patience)
         self._plans = Plans(name, rank, size)
         self._reporter = reporter or NoReporter()
-        self._told = ToldCalls(lambda number, text: self._reporter.request(f"{name}, call {number}: {text}"), patience)
+        self._long_waits = LongWaits(self._reporter.waits_changed, patience)
         self._sequence = self._completed = self._executed = 0  # calls begun, calls completed, and plans
         self._text = b""  # of the call under way
         self._is_moving = False  # whether the thread that carries out a call is in the middle of an operation
@@ -87,12 +87,20 @@ class GroupEnd:
         self._met = 0.0  # when that was known, on the reporter's clock
         self._history = History()
         self._troubled: Callable[[], object] = lambda: None
+        self._board: Board | None = None
+        if announcements is None:
+            self._others: Others = Board(area)
+            self._board = self._others
+        else:
+            self._others = Standings(announcements, rank, size, self._standing, area.ring)
+        self._waiter = Waiter(name, area, self._others, self.members, self._impatient, patience)
         self._pid = os.getpid()
         self._lock = threading.RLock()  # guards the following; a signal handler may make a call while its thread holds it
         self._changed = threading.Condition(self._lock)
         self._queue: deque[Call] = deque()
         self._places = 0  # calls that have been queued
         self._runner = 0  # the thread that carries out a call
+        self._under_way: Call | None = None  # the one that it carries out
         self._is_closed = False
         self._has_runtime = True
         self._worker: threading.Thread | None = None
@@ -103,7 +111,7 @@ class GroupEnd:
               blocking: bool = False, timeout: float | None = None) -> Call:
         progress = self._reporter.progress
         call = Call(operations, finish, timeout, progress)
-        call.help = self._help
+        call.help, call.interrupted = self._help, self._reporter.waits_changed
         if self._pid != os.getpid():
             call.end(ForkedProcessError(f"{self.name}: this process (pid {os.getpid()}) was forked from rank {self.rank} "
                                         f"(pid {self._pid}), to which the group belongs; start workers with the spawn "
@@ -152,13 +160,13 @@ class GroupEnd:
         return self.start(())
 
     def send(self, values: Array, to: int, tag: int) -> Call:
-        return self._counted(self._messages().send(values, to, tag, self.timeout))
+        return self._watched(self._messages().send(values, to, tag, self.timeout))
 
     def receive(self, values: Array, source: int | None, tag: int) -> Call:
-        return self._counted(self._messages().receive(values, source, tag, self.timeout))
+        return self._watched(self._messages().receive(values, source, tag, self.timeout))
 
-    def _counted(self, call: Call) -> Call:
-        call.progress = self._reporter.progress
+    def _watched(self, call: Transfer) -> Call:
+        call.progress, call.long_waits = self._reporter.progress, self._long_waits
         return call
 
     def _messages(self) -> Transfers:
@@ -188,7 +196,9 @@ class GroupEnd:
 
     def _fail(self, error: Exception) -> None:
         """Fail all calls under way and all later ones."""
-        if isinstance(error, HorovodInternalError):  # of others, the other ranks are told
+        first = self._waiter.error or error
+        # Of other errors, the other ranks are told; and if another rank has left, that is what they need to know.
+        if isinstance(error, HorovodInternalError) and not isinstance(first, PeerLeftError):
             self._leave()
         self._waiter.fail(error)
         if self._transfers is not None:
@@ -221,8 +231,8 @@ class GroupEnd:
             is_idle = not self._runner and not self._queue
         if not is_idle:
             self._marker().wait(seconds)
-        for call in self._transfers.sends() if self._transfers is not None else ():
-            call.wait(max(0.0, until - time.monotonic()))
+        if self._transfers is not None:
+            self._transfers.flush(until)
 
     def close(self) -> None:
         if self._pid != os.getpid():
@@ -243,15 +253,18 @@ class GroupEnd:
         if self._transfers is not None:
             self._transfers.close()
         self._plane.close()
-        if self._board is not None:
-            self._board.close()
+        self._others.close()
         self._area.release()
         self._released()
 
     def _leave(self) -> None:
-        """Let the other ranks of the host see that this one makes no calls any more."""
-        if self._board is not None and self._has_runtime:  # else they hear the reason from their own
-            self._board.leave(self._completed)
+        """Let the other ranks see that this one makes no calls any more."""
+        if self._has_runtime:  # else they hear the reason from their own
+            self._others.leave(self._completed)
+
+    def _standing(self) -> Standing:
+        """Return how far this rank is; callable from any thread."""
+        return Standing(self._sequence, self._completed, shown(self._text))
 
     def close_in_child(self) -> None:
         """In a forked child: close every descriptor; what is shared with the parent is left as it is."""
@@ -294,7 +307,7 @@ class GroupEnd:
 
     def _idle(self) -> None:
         with self._lock:
-            self._runner = 0
+            self._runner, self._under_way = 0, None
             if self._is_closed:
                 self._changed.notify_all()
             elif self._queue:
@@ -302,6 +315,7 @@ class GroupEnd:
 
     def _carry_out(self, call: Call) -> None:
         error: Exception | None = None
+        self._under_way = call
         try:
             for operation in call.operations:
                 self._perform(operation, self.timeout if call.timeout is None else call.timeout)
@@ -327,9 +341,9 @@ class GroupEnd:
 
     def _reason(self, failed: Exception) -> Exception:
         """Return the error of a call that has failed: between hosts a plane sees only that another rank does not answer."""
-        if self._board is not None or self._sequence == 0 or isinstance(failed, (PeerLostError, OperationTimeoutError)):
+        if self._board is not None or isinstance(failed, (PeerLostError, OperationTimeoutError)):
             return failed
-        return self._told.reason(self._sequence, shown(self._text)) or failed
+        return self._waiter.reason(failed)
 
     def _perform(self, operation: Operation, timeout: float) -> None:
         """Carry out one operation."""
@@ -344,6 +358,7 @@ class GroupEnd:
             self._completed = self._sequence
         finally:
             self._is_moving = False
+            self._long_waits.over()
 
     def _perform_moving(self, operation: Operation, timeout: float) -> None:
         if self._waiter.error is not None:
@@ -361,9 +376,9 @@ class GroupEnd:
         self._history.add((sequence, begun, prepared))
         try:
             if self._board is not None:
-                self._board.write(sequence, prepared.text, prepared.digest, int(begun * 1e9), self._told.owed)
+                self._board.write(sequence, prepared.text, prepared.digest)
             else:
-                self._compare(prepared, int(begun * 1e9))
+                self._compare(prepared)
             self._move(operation, response)
         except OnlySplitsDiffer:
             self._exchange(operation, response)
@@ -395,18 +410,14 @@ class GroupEnd:
             response = msgspec.structs.replace(response, collective=Collective.ALLTOALL, rows=(sent, received))
             self._execute(response, *memory_of(operation), splits)
 
-    def _compare(self, prepared: Prepared, begun: int) -> None:
+    def _compare(self, prepared: Prepared) -> None:
         """Check that the ranks of several hosts agree."""
-        told = np.zeros((self.size, 4), np.int64)
-        told[self.rank] = self._sequence, prepared.digest, begun, self._told.owed
+        told = np.zeros((self.size, 2), np.int64)
+        told[self.rank] = self._sequence, prepared.digest
         self._gather(told[self.rank].copy(), told.reshape(-1), "digests")
-        self._unchecked, self._met = None, self._reporter.clock()
-        texts = [prepared.text]
-        if (told[:, :2] != told[self.rank, :2]).any():
+        self._all_have_come()
+        if (told != told[self.rank]).any():
             texts = self._gather_texts(prepared)
-        self._told.made(self._sequence, [shown(text) for text in dict.fromkeys(texts)],
-                        int(np.ptp(told[:, 2])), int(told[:, 3].max()))
-        if len(texts) > 1:
             raise disagreement(self.name, list(zip(told[:, 0].tolist(), texts, strict=True)), self.members)
 
     def _gather_texts(self, prepared: Prepared) -> list[bytes]:
@@ -434,18 +445,48 @@ class GroupEnd:
         prepared, board = self._unchecked, self._board
         if prepared is None or board is None:
             return
+        self._all_have_come()
+        if not board.agrees(self._sequence, prepared.digest):
+            raise disagreement(self.name, board.texts(self._sequence), self.members)
+
+    def _all_have_come(self) -> None:
         self._unchecked, self._met = None, self._reporter.clock()
-        if board.agrees(self._sequence, prepared.digest):
-            self._told.made(self._sequence, prepared.shown, board.waited, board.owed)
-            return
-        texts = board.texts(self._sequence)
-        self._told.made(self._sequence, [shown(text) for text in dict.fromkeys(text for _, text in texts)], board.waited,
-                        board.owed)
-        raise disagreement(self.name, texts, self.members)
+        self._long_waits.over()
 
     def _impatient(self) -> None:
         """A wait takes long: tell rank 0 who waits for whom."""
         if self._unchecked is not None:
-            self._told.waits(self._sequence, *self._unchecked.shown)
+            self._long_waits.tell()
         else:
             self._reporter.suspect()
+
+    # --- for reports: any thread calls these, without a lock -----------------------------------------------------------
+
+    @property
+    def begun(self) -> int:
+        """The number of the call that this rank has begun last."""
+        return self._sequence
+
+    def long_waits(self) -> list[LongWait]:
+        """Return the calls in which this rank has waited for long, sends and receives included."""
+        found = self._long_waits.of_transfers(self.name)
+        sequence, text, since = self._sequence, shown(self._text), self._long_waits.since
+        if since:
+            found.append(LongWait(f"{self.name}, call {sequence}: {text}", sequence, range(self.size),
+                                  self._others.missing(sequence), time.monotonic() - since))
+        return found
+
+    def blocked_threads(self) -> frozenset[int] | None:
+        """Return the threads that cannot go on before a collective in which this rank has waited for long is over.
+
+        None while calls are carried out that are not such a collective.
+        """
+        try:
+            calls = [self._under_way, *self._queue]
+        except RuntimeError:  # it changes
+            return None
+        runner = self._runner
+        if not self._long_waits.since:
+            return None if runner or len(calls) > 1 else frozenset()
+        return frozenset((runner, *(thread for call in calls if call is not None and not call.is_done
+                                    for thread in call.waiting)))

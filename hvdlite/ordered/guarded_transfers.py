@@ -6,13 +6,13 @@ import logging
 import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import ForkedProcessError, HorovodInternalError
-from hvdlite.ordered.call import Call
 from hvdlite.ordered.matching import ANY
 from hvdlite.ordered.transfers import Owner, Receive, Send, Texts, Transfer
 
@@ -40,14 +40,14 @@ class GuardedTransfers(Owner):
         self._calls: dict[Transfer, None] = {}  # under way, oldest first
         self._over: deque[tuple[Transfer, Exception | None]] = deque()  # to be ended without the lock
 
-    def send(self, values: Array, to: int, tag: int, timeout: float = math.inf) -> Call:
+    def send(self, values: Array, to: int, tag: int, timeout: float = math.inf) -> Transfer:
         """See `Transfers.send`."""
         self._texts.check_peer("send to", to)
         call = Send(self, values, to, tag, timeout)
         self._start(call, lambda: self._begin_send(call))
         return call
 
-    def receive(self, values: Array, source: int | None, tag: int, timeout: float = math.inf) -> Call:
+    def receive(self, values: Array, source: int | None, tag: int, timeout: float = math.inf) -> Transfer:
         """See `Transfers.receive`."""
         if source is not None:
             self._texts.check_peer("receive from", source)
@@ -60,10 +60,16 @@ class GuardedTransfers(Owner):
         with self._lock:
             return [self._texts.shown(call) for call in self._calls]
 
-    def sends(self) -> list[Transfer]:
-        """See `Transfers.sends`."""
+    def described(self, call: Transfer) -> tuple[str, int, Sequence[int]]:
+        """See `Owner`."""
+        return self._texts.shown(call), self._rank, self._others if call.peer == ANY else [call.peer]
+
+    def flush(self, until: float) -> None:
+        """See `Transfers.flush`."""
         with self._lock:
-            return [call for call in self._calls if isinstance(call, Send)]
+            sends = [call for call in self._calls if isinstance(call, Send)]
+        for call in sends:
+            call.wait(max(0.0, until - time.monotonic()))
 
     def fail(self, error: Exception) -> None:
         """See `Transfers.fail`."""

@@ -3,7 +3,8 @@
 The sender announces each message to the receiver: its number, tag and length. The receiver finds the receive that gets it
 (`ordered/matching.py`). Then both request the same transfer, whose name has the message's number. So a receive may name any
 source, and ranks may make calls in any order. A send is over when its message has been received. It may wait for that, as
-with Gloo.
+with Gloo. A rank that leaves does not wait for other scripts: it lets the receivers *take* its messages, into their own
+memory, where later receives find them.
 
 A thread of the group handles what the runtime says (an announcement, the end of a transfer), because callbacks of calls may
 wait for the runtime.
@@ -20,7 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -32,6 +33,8 @@ from hvdlite.ordered.transfers import Receive, Send, Transfer
 _ANNOUNCEMENT: Final = struct.Struct("!qqq")
 _LEFT: Final = b""
 """Announces that the rank has left the group."""
+_TAKE: Final = struct.Struct("!q")
+"""Lets the receiver take the message with this number, if no receive has got it."""
 
 Done = Callable[[Exception | None], None]
 """Called by the background thread when a transfer is over, with its error."""
@@ -56,13 +59,20 @@ class Link(Protocol):
         """Hear nothing any more."""
 
 
-class Message(NamedTuple):
-    """A message that another rank has announced; `number` counts what it sends to this one."""
+class Message:
+    """A message that another rank has announced; `number` counts what it sends to this one.
 
-    source: int
-    number: int
-    tag: int
-    total: int
+    Attributes:
+        taken: its values, if it was taken before a receive got it.
+        has_arrived: whether they are there.
+        receive: the call that gets them then.
+    """
+
+    def __init__(self, source: int, number: int, tag: int, total: int) -> None:
+        self.source, self.number, self.tag, self.total = source, number, tag, total
+        self.taken: Array | None = None
+        self.has_arrived = False
+        self.receive: Receive | None = None
 
 
 class NegotiatedTransfers(GuardedTransfers):
@@ -78,12 +88,20 @@ class NegotiatedTransfers(GuardedTransfers):
         super().__init__(group, rank, size, members)
         self._link = link
         self._numbers: Counter[int] = Counter()  # of messages to each rank
+        self._announced: dict[Transfer, int] = {}  # sends under way, and the numbers of their messages
         self._matching: Matching[Receive, Message] = Matching()
         self._left: set[int] = set()
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: something has changed
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        link.hear(lambda source, text: self._events.put(functools.partial(self._heard, source, text)))
+        link.hear(self._listen)
+
+    def flush(self, until: float) -> None:
+        with self._lock:
+            asked = [(call.peer, number) for call, number in self._announced.items()]
+        for to, number in asked:
+            self._link.announce((to,), _TAKE.pack(number))
+        super().flush(until)
 
     def close(self) -> None:
         if os.getpid() != self._process or self._is_closed:
@@ -116,13 +134,22 @@ class NegotiatedTransfers(GuardedTransfers):
 
     def _go_on(self, call: Transfer) -> None:
         if self._thread is None and self._calls:
-            with self._lock:
-                if self._thread is None:
-                    thread = threading.Thread(target=self._run, name=f"hvdlite-transfers-{self._texts.group}", daemon=True)
-                    thread.start()
-                    self._thread = thread
+            self._start_thread()
         else:
             self._events.put(None)
+
+    def _start_thread(self) -> None:
+        with self._lock:
+            if self._thread is None and not self._is_closed:
+                thread = threading.Thread(target=self._run, name=f"hvdlite-transfers-{self._texts.group}", daemon=True)
+                thread.start()
+                self._thread = thread
+
+    def _listen(self, source: int, text: bytes) -> None:
+        """Let the thread handle an announcement; called by the background thread."""
+        self._events.put(functools.partial(self._heard, source, text))
+        if len(text) == _TAKE.size and self._thread is None:  # else it may wait for this rank's first call
+            self._start_thread()
 
     def _run(self) -> None:
         while not self._is_closed:
@@ -153,10 +180,10 @@ class NegotiatedTransfers(GuardedTransfers):
             self._finish(call, self._texts.departed(call, {call.to}))
             return
         self._numbers[call.to] += 1
-        message = Message(self._rank, self._numbers[call.to], call.tag, call.values.size)
+        number = self._announced[call] = self._numbers[call.to]
         call.begun = True
-        self._link.announce((call.to,), _ANNOUNCEMENT.pack(*message[1:]))
-        self._link.send(_name(message, call.to), call.values, call.to, self._done(call))
+        self._link.announce((call.to,), _ANNOUNCEMENT.pack(number, call.tag, call.values.size))
+        self._link.send(_name(self._rank, number, call.to, call.tag), call.values, call.to, self._done(call))
 
     def _begin_receive(self, call: Receive) -> None:
         message = self._matching.receive(call)
@@ -168,6 +195,9 @@ class NegotiatedTransfers(GuardedTransfers):
         if text == _LEFT:
             self._left.add(source)
             return
+        if len(text) == _TAKE.size:
+            self._take(source, *_TAKE.unpack(text))
+            return
         message = Message(source, *_ANNOUNCEMENT.unpack(text))
         call = self._matching.arrive(source, message.tag)
         if call is None:
@@ -177,13 +207,51 @@ class NegotiatedTransfers(GuardedTransfers):
 
     def _assign(self, message: Message, call: Receive) -> None:
         """Receive a message; if its length is another one, for nobody, so that its sender does not wait."""
-        call.source, name = message.source, _name(message, self._rank)
-        if message.total == call.values.size:
-            call.begun = True
-            self._link.receive(name, call.values, message.source, self._done(call))
-        else:
+        call.source = message.source
+        fits = message.total == call.values.size
+        if not fits:
             self._finish(call, self._texts.other_size(call, message))
-            self._link.receive(name, np.empty(message.total, np.uint8), message.source, lambda error: None)
+        if message.taken is not None:
+            if fits:
+                call.begun, message.receive = True, call
+                self._deliver(message)
+        elif fits:
+            call.begun = True
+            self._receive(message, call.values, self._done(call))
+        else:
+            self._receive(message, np.empty(message.total, np.uint8), lambda error: None)
+
+    def _take(self, source: int, number: int) -> None:
+        """Receive a message of a rank that leaves, before a receive gets it."""
+        message = next((each for each in self._matching.messages() if (each.source, each.number) == (source, number)), None)
+        if message is None or message.taken is not None:
+            return
+        try:
+            message.taken = np.empty(message.total, np.uint8)
+        except MemoryError:
+            return  # the sender waits for a receive, as before
+        self._receive(message, message.taken, lambda error: self._events.put(functools.partial(self._taken, message, error)))
+
+    def _taken(self, message: Message, error: Exception | None) -> None:
+        if error is None:
+            message.has_arrived = True
+        elif message.receive in self._calls and not message.has_arrived:
+            self._finish(message.receive, error)
+        self._deliver(message)
+
+    def _deliver(self, message: Message) -> None:
+        """Give a message that has been taken to the receive that gets it, once both are there."""
+        call = message.receive
+        if call in self._calls and message.has_arrived and message.taken is not None:
+            call.values[...] = message.taken
+            self._finish(call)
+
+    def _receive(self, message: Message, values: Array, done: Done) -> None:
+        self._link.receive(_name(message.source, message.number, self._rank, message.tag), values, message.source, done)
+
+    def _finish(self, call: Transfer, error: Exception | None = None) -> None:
+        super()._finish(call, error)
+        self._announced.pop(call, None)
 
     def _check(self) -> None:
         """Let calls fail that are overdue, or wait for a rank that has left."""
@@ -207,5 +275,5 @@ class NegotiatedTransfers(GuardedTransfers):
             self._finish(call, error)
 
 
-def _name(message: Message, to: int) -> str:
-    return f"message {message.number} from rank {message.source} to rank {to} (tag {message.tag})"
+def _name(source: int, number: int, to: int, tag: int) -> str:
+    return f"message {number} from rank {source} to rank {to} (tag {tag})"

@@ -33,14 +33,12 @@ class Prepared:
 
     Attributes:
         text: what has to be equal on all ranks.
-        shown: this alone, as reports show it.
         lane: the name of such calls in reports.
         digest: stands for the text, and for what the plane needs to be equal.
         response: for the plane.
     """
 
     text: bytes
-    shown: tuple[str]
     lane: str
     digest: int
     response: Response
@@ -78,7 +76,7 @@ class Plans:
         if len(set(operation.rows)) > 1:
             text += f" rows={list(operation.rows)}"
         encoded = text.encode()
-        return Prepared(encoded, (shown(encoded),), f"{self._group}: {shown(encoded)}", digest_of(repr(key[:-1]).encode()),
+        return Prepared(encoded, f"{self._group}: {shown(encoded)}", digest_of(repr(key[:-1]).encode()),
                         self._response(operation))
 
     def _response(self, operation: Operation) -> Response:

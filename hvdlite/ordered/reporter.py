@@ -6,7 +6,6 @@ from typing import Protocol
 
 from hvdlite.negotiation.messages import Response
 from hvdlite.ordered.call import UNCOUNTED, Waits
-from hvdlite.ordered.told_calls import Pending
 
 
 class Reporter(Protocol):
@@ -31,26 +30,14 @@ class Reporter(Protocol):
     def ended(self, name: str, response: Response, begun: float, met: float) -> None:
         """A call is done, which began, and had all ranks, at these times."""
 
-    def request(self, name: str) -> Pending:
-        """Request a barrier of all ranks of the group.
-
-        Raises:
-            HorovodInternalError: when the runtime has failed or is closed.
-        """
+    def waits_changed(self) -> None:
+        """Calls in which this rank has waited for long are others than before, or it waits for other ranks."""
 
     def suspect(self) -> None:
         """This rank has waited for long in the middle of a call that all ranks have made."""
 
     def failed(self, error: Exception) -> None:
         """A call has failed on this rank alone: tell the others."""
-
-
-class _Done:
-    def done(self) -> bool:
-        return True
-
-    def wait(self, timeout: float | None = None) -> None:
-        pass
 
 
 class NoReporter:
@@ -70,8 +57,8 @@ class NoReporter:
     def ended(self, name: str, response: Response, begun: float, met: float) -> None:
         pass
 
-    def request(self, name: str) -> Pending:
-        return _Done()
+    def waits_changed(self) -> None:
+        pass
 
     def suspect(self) -> None:
         pass

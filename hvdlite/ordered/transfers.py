@@ -10,13 +10,14 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError, OperationTimeoutError, PeerLeftError
 from hvdlite.ordered.board import names
 from hvdlite.ordered.call import Call
+from hvdlite.ordered.long_waits import LongWaits
 from hvdlite.ordered.matching import ANY, Arrived
 
 
 class Transfers(Protocol):
     """One rank's sends and receives. Callable from any thread."""
 
-    def send(self, values: Array, to: int, tag: int, timeout: float) -> Call:
+    def send(self, values: Array, to: int, tag: int, timeout: float) -> Transfer:
         """See `OrderedGroup.send`.
 
         Args:
@@ -26,7 +27,7 @@ class Transfers(Protocol):
             ValueError: if `to` is this rank, or none of the group's.
         """
 
-    def receive(self, values: Array, source: int | None, tag: int, timeout: float) -> Call:
+    def receive(self, values: Array, source: int | None, tag: int, timeout: float) -> Transfer:
         """See `OrderedGroup.receive`. A message of another length is lost: the call fails, and the next one gets the next.
 
         Args:
@@ -36,8 +37,8 @@ class Transfers(Protocol):
             ValueError: if `source` is this rank, or none of the group's.
         """
 
-    def sends(self) -> Sequence[Call]:
-        """Return the sends under way, the oldest first."""
+    def flush(self, until: float) -> None:
+        """Wait until the sends under way are over, at most until a time in `time.monotonic()`."""
 
     def fail(self, error: Exception) -> None:
         """Let all calls under way and all later ones fail."""
@@ -55,6 +56,9 @@ class Transfers(Protocol):
 class Owner(Protocol):
     """What carries transfers out."""
 
+    def described(self, call: Transfer) -> tuple[str, int, Sequence[int]]:
+        """Return a description of a call, this rank, and the ranks of which one or all take part."""
+
     def poll(self, call: Transfer) -> bool:
         """Do what can be done at once; return whether the call is over."""
 
@@ -71,6 +75,7 @@ class Transfer(Call):
         peer: the other rank, or `ANY`.
         begun: whether anything of the message is on its way.
         deadline: in `time.monotonic()`; after it the call fails.
+        long_waits: hears of threads that wait long for it.
     """
 
     peer: int
@@ -79,6 +84,7 @@ class Transfer(Call):
         super().__init__((), timeout=timeout)
         self.values, self.tag, self.begun = values, tag, False
         self.deadline = time.monotonic() + timeout
+        self.long_waits: LongWaits | None = None
         self._owner = owner
 
     @property
@@ -90,8 +96,21 @@ class Transfer(Call):
     def is_done(self) -> bool:
         return self._is_over or self._owner.poll(self)
 
+    def described(self) -> tuple[str, int, Sequence[int]]:
+        """See `Owner.described`."""
+        return self._owner.described(self)
+
     def _wait(self, timeout: float | None) -> bool:
-        return self._owner.wait(self, timeout)
+        told = self.long_waits
+        if told is None or (timeout is not None and timeout <= told.patience):
+            return self._owner.wait(self, timeout)
+        if self._owner.wait(self, told.patience):
+            return True
+        told.begin(self)
+        try:
+            return self._owner.wait(self, None if timeout is None else timeout - told.patience)
+        finally:
+            told.end(self)
 
     def wait_idly(self, timeout: float | None) -> bool:
         """Wait while another thread carries it out."""

@@ -33,15 +33,19 @@ class OobTexts(Protocol):
     def publish(self, label: str, text: bytes) -> None:
         """Make this rank's text available to `fetch` on other ranks."""
 
-    def fetch(self, label: str, sender: int, wait_until: WaitUntil) -> bytes:
+    def fetch(self, label: str, sender: int, wait_until: WaitUntil, is_cancelled: Callable[[], bool] = ...) -> bytes:
         """Return the text that another rank publishes; callable from any thread.
 
         Args:
             wait_until: used if this is the background thread.
+            is_cancelled: for other threads: whether to give up; see `look`. By default they never do.
 
         Raises:
-            HorovodInternalError: when the job ends first.
+            HorovodInternalError: when the job ends first, or it is cancelled.
         """
+
+    def look(self) -> None:
+        """Let the threads in `fetch` look whether they are cancelled; callable from any thread."""
 
     def withdraw(self, label: str) -> None:
         """Remove this rank's text; no rank fetches it any more."""

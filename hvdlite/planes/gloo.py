@@ -4,8 +4,9 @@ The process groups are separate from torch's: torch's default process group and 
 their addresses over the control plane. Gloo's connections are unencrypted TCP, like MPI's and NCCL's: use a trusted network.
 
 Gloo's threads work on the memory of the arrays. A finished operation wakes this rank from Gloo's thread, so the background
-thread waits for it without polling, and a death interrupts the wait. Operations in progress are then aborted before the
-interpreter ends: Gloo's threads must not call into Python afterwards.
+thread waits for it without polling, and a death interrupts the wait. The connections of operations in progress are then
+ended, before the interpreter ends: Python ends threads that call into it afterwards, in the middle of C++, and that ends the
+process.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hvdlite.core.file_limit import reserve_descriptors
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import OobTexts, WaitUntil
-from hvdlite.planes.gloo_listener import make_deaf
+from hvdlite.planes.gloo_listener import end_connections, make_deaf
 from hvdlite.planes.process_group import library_error
 from hvdlite.planes.process_group_plane import ProcessGroupPlane
 
@@ -40,7 +41,7 @@ _log = logging.getLogger("hvdlite")
 NO_TIMEOUT_SECONDS: Final = 10 * 365 * 86_400.0
 """Gloo requires a timeout, in nanoseconds; ten years fit."""
 ABORT_SECONDS: Final = 2.0
-"""Time for Gloo to end aborted operations."""
+"""Time for Gloo to end operations whose connections were ended."""
 CONNECTED_AT_ONCE: Final = 64
 """Ranks of a group that all connect when it is made; then nobody else can connect. In a larger group two ranks connect when
 they first exchange data, and Gloo goes on listening.
@@ -89,7 +90,8 @@ def _connect(rank: int, oob: OobTexts, wake: Callable[[], None], address: str, t
     gloo = distributed.ProcessGroupGloo
     label = f"gloo.{process_set_id}"
     store = _store_class()(functools.partial(oob.publish, label),
-                           lambda index: oob.fetch(label, ranks[index], wait_until), ranks.index(rank))
+                           lambda index: oob.fetch(label, ranks[index], wait_until, lambda: store.is_closed),
+                           oob.look, ranks.index(rank))
     options = gloo._Options()
     options._timeout = datetime.timedelta(seconds=min(timeout, NO_TIMEOUT_SECONDS))
     options._threads = 2
@@ -137,19 +139,36 @@ def _store_class() -> Any:
 
         Args:
             publish: publishes this rank's text.
-            fetch: returns the text of the rank with the given index.
+            fetch: returns the text of the rank with the given index; raises an error if `is_closed`.
+            look: lets the threads in `fetch` look at that.
+
+        Attributes:
+            failure: what reading has failed with.
+            is_closed: whether nobody needs what is read any more.
         """
 
-        def __init__(self, publish: Callable[[bytes], None], fetch: Callable[[int], bytes], index: int) -> None:
+        def __init__(self, publish: Callable[[bytes], None], fetch: Callable[[int], bytes], look: Callable[[], None],
+                     index: int) -> None:
             super().__init__()
             self.failure: BaseException | None = None
-            self._publish, self._fetch, self._index = publish, fetch, index
+            self.is_closed = False
+            self._publish, self._fetch, self._look, self._index = publish, fetch, look, index
             self._texts: dict[int, bytes] = {}
 
         @property
         def published(self) -> bytes:
             """This rank's text, which contains the address of its listener."""
             return self._texts.get(self._index, b"")
+
+        @property
+        def texts(self) -> list[bytes]:
+            """This rank's text, and those of others that were read."""
+            return list(self._texts.values())
+
+        def close(self) -> None:
+            """Let Gloo's thread go on, with an error, if it waits for a text."""
+            self.is_closed = True
+            self._look()
 
         def set(self, key: str, value: bytes | str) -> None:
             assert key.endswith(f"/{self._index}") and not self._texts, f"Gloo sets {key}"
@@ -255,10 +274,9 @@ class GlooProcessGroup:
             self._exchange(given[own - 1], taken[own - 1], wait_until)
             return
         sending = values[begin:bounds[-1]].view(np.uint8)
-        work = self._group.alltoall_base(self._tensor(out[:out_bounds[-1]].view(np.uint8)), self._tensor(sending),
-                                         [count * unit for count in received], [count * unit for count in sent],
-                                         self._distributed.AllToAllOptions())
-        self._wait([work], wait_until)
+        self._wait([self._group.alltoall_base(
+            self._tensor(out[:out_bounds[-1]].view(np.uint8)), self._tensor(sending), [count * unit for count in received],
+            [count * unit for count in sent], self._distributed.AllToAllOptions())], wait_until)
 
     def _exchanges_in_pieces(self, *parts: Array) -> bool:
         """Return whether `_exchange` is used for what two ranks give and take; both ranks make the same choice."""
@@ -279,9 +297,9 @@ class GlooProcessGroup:
         if self._pid != os.getpid():
             _leak(self._group)  # a forked child: its destructor would wait for threads that only the parent has
             return
+        self._store.close()
         if self._in_progress():
-            if hasattr(self._group, "abort"):  # since torch 2.8
-                self._group.abort()
+            end_connections(self._store.texts)
             until = time.monotonic() + ABORT_SECONDS
             while self._in_progress() and time.monotonic() < until:
                 time.sleep(0.01)
@@ -302,17 +320,22 @@ class GlooProcessGroup:
         if values.size:
             self._wait([begin(self._tensor(values))], wait_until)
 
-    def _wait(self, begun: Sequence[Any], wait_until: WaitUntil) -> None:
+    def _wait(self, begun: list[Any], wait_until: WaitUntil) -> None:
+        """Wait for operations; the list is empty afterwards: an operation keeps its connections, and an error this frame."""
         self._done.clear()
         self._begun = len(begun)
-        for work in begun:
-            work.get_future().add_done_callback(self._wake_up)
-        wait_until(lambda: not self._in_progress())
         try:
             for work in begun:
-                work.wait()
-        except RuntimeError as error:
-            raise library_error("Gloo", self._ranks, error, wait_until) from error
+                work.get_future().add_done_callback(self._wake_up)
+            wait_until(lambda: not self._in_progress())
+            try:
+                for work in begun:
+                    work.wait()
+            except RuntimeError as error:
+                raise library_error("Gloo", self._ranks, error, wait_until) from error
+        finally:
+            work = None
+            begun.clear()
 
     def _wake_up(self, future: Any) -> None:
         """Record a finished operation; called in Gloo's thread."""

@@ -1,8 +1,11 @@
-"""Gloo's listening socket, made deaf once all ranks of a group are connected.
+"""Gloo's sockets: its listener, made deaf once all ranks of a group are connected, and connections that are ended.
 
 Gloo accepts every connection, and keeps its descriptor for as long as the group exists, because a peer might announce itself
 there later; without descriptors it aborts the process. It offers no way to stop listening. A socket filter does: the kernel
 then drops what arrives for new connections, and those that exist go on. Every process may set a filter on its own sockets.
+
+Nor does Gloo offer a way to end an operation that waits for another rank (`ProcessGroupGloo.abort` does not). It ends when
+its connection does.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import os
 import socket
 import struct
 import sys
-from typing import Final
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 _SO_ATTACH_FILTER: Final = 26  # asm-generic/socket.h
 _DROP_ALL: Final = struct.pack("=HBBI", 0x06, 0, 0, 0)
@@ -38,23 +42,47 @@ def make_deaf(published: bytes) -> bool:
     return found
 
 
+def end_connections(published: Iterable[bytes]) -> None:
+    """End this process's connections to Gloo listeners and from its own one: operations that wait for other ranks fail.
+
+    Args:
+        published: the texts with the listeners' addresses.
+    """
+    texts = tuple(published)
+    library = ctypes.CDLL(None)
+    for descriptor in _sockets(listening=False):
+        for ask in (library.getsockname, library.getpeername):
+            address = _address(ask, descriptor)
+            if address and any(address in text for text in texts):
+                library.shutdown(descriptor, socket.SHUT_RDWR)
+
+
 def listeners() -> dict[int, bytes]:
-    """Return the descriptors of this process at which it listens for TCP, and the addresses as they are in memory.
+    """Return the descriptors of this process at which it listens for TCP, and the addresses as they are in memory."""
+    library = ctypes.CDLL(None)
+    found = {descriptor: _address(library.getsockname, descriptor) for descriptor in _sockets(listening=True)}
+    return {descriptor: address for descriptor, address in found.items() if address}
+
+
+def _sockets(*, listening: bool) -> Iterator[int]:
+    """Iterate over this process's sockets that listen, or that do not.
 
     The descriptors are other libraries': Python's sockets would set modes of them.
     """
-    found: dict[int, bytes] = {}
     if not sys.platform.startswith("linux") or not os.path.isdir("/proc/self/fd"):
-        return found
+        return
     library = ctypes.CDLL(None)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         listens, length = ctypes.c_int(0), ctypes.c_uint(ctypes.sizeof(ctypes.c_int))
-        if library.getsockopt(descriptor, socket.SOL_SOCKET, socket.SO_ACCEPTCONN, ctypes.byref(listens),
-                              ctypes.byref(length)) or not listens.value:
-            continue
-        address, length = ctypes.create_string_buffer(_ADDRESS_BYTES), ctypes.c_uint(_ADDRESS_BYTES)
-        if not library.getsockname(descriptor, address, ctypes.byref(length)):
-            (family,) = struct.unpack_from("=H", address)
-            if family in _COMPARED_BYTES:
-                found[descriptor] = address.raw[:_COMPARED_BYTES[family]]
-    return found
+        if not library.getsockopt(descriptor, socket.SOL_SOCKET, socket.SO_ACCEPTCONN, ctypes.byref(listens),
+                                  ctypes.byref(length)) and bool(listens.value) == listening:
+            yield descriptor
+
+
+def _address(ask: Any, descriptor: int) -> bytes:
+    """Return an address of a socket as it is in memory; b"" if it is none of TCP's."""
+    address, length = ctypes.create_string_buffer(_ADDRESS_BYTES), ctypes.c_uint(_ADDRESS_BYTES)
+    if ask(descriptor, address, ctypes.byref(length)):
+        return b""
+    (family,) = struct.unpack_from("=H", address)
+    return address.raw[:_COMPARED_BYTES[family]] if family in _COMPARED_BYTES else b""

@@ -1,16 +1,17 @@
-"""The reports of an ordered group through the runtime on which it lives."""
+"""The reports of an ordered group through the job's runtime, or the one on which the group lives."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.progress import Progress
 from hvdlite.engine.engine import Engine
-from hvdlite.handoff.handle import Handle
+from hvdlite.handoff.handle import BlockedWaiters
 from hvdlite.handoff.inbox import Inbox, Task
-from hvdlite.negotiation.messages import Response
+from hvdlite.negotiation.messages import CallWait, GroupCalls, Response
+from hvdlite.ordered.group_end import GroupEnd
 
 
 class GroupReports:
@@ -18,17 +19,18 @@ class GroupReports:
 
     Args:
         clock: the same for all ranks of the job, in seconds.
-        barrier: requests a negotiated barrier of all ranks.
-        fail: tells the other ranks of an exception, and ends the runtime.
+        waiters: in the inbox, they let rank 0 know of long waits.
+        suspect: see `Reporter.suspect`.
+        fail: tells the other ranks of an exception, and ends the runtime on which the group lives.
         progress: of this rank.
     """
 
     def __init__(self, inbox: Inbox, engine: Engine, recorder: FlightRecorder, clock: Callable[[], float],
-                 barrier: Callable[[str], Handle], fail: Callable[[BaseException], object],
+                 waiters: BlockedWaiters, suspect: Callable[[], object], fail: Callable[[BaseException], object],
                  progress: Progress) -> None:
         self.clock, self.progress = clock, progress
-        self._inbox, self._engine, self._recorder = inbox, engine, recorder
-        self._barrier, self._fail = barrier, fail
+        self._inbox, self._engine, self._recorder, self._waiters = inbox, engine, recorder, waiters
+        self._suspect, self._fail = suspect, fail
 
     def called(self) -> None:
         self._inbox.last_caller = threading.get_ident()
@@ -43,11 +45,49 @@ class GroupReports:
             done = self.clock()
             self._inbox.post(Task(lambda: recorder.ordered(name, response, begun, met, done)))
 
-    def request(self, name: str) -> Handle:
-        return self._barrier(name)
+    def waits_changed(self) -> None:
+        self._inbox.post(self._waiters)
 
     def failed(self, error: Exception) -> None:
         self._fail(error)
 
     def suspect(self) -> None:
-        self._inbox.post(Task(self._engine.suspect_others))
+        self._suspect()
+
+
+class ReportedGroup:
+    """Implements `handoff.groups.Group` for the runtime to which a group reports.
+
+    Args:
+        identity: the same on all ranks of the group, and of no other group.
+        ranks: of the runtime: those of the group, in its order.
+        failure: returns what has ended the runtime, if the group does not live on it: it fails with the runtime then, but
+            not when that ends as it should. None: it lives there.
+    """
+
+    def __init__(self, end: GroupEnd, identity: str, ranks: Sequence[int],
+                 failure: Callable[[], Exception | None] | None = None) -> None:
+        self._end, self._identity, self._ranks, self._failure = end, identity, ranks, failure
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._end.is_waiting
+
+    def fail(self, error: Exception) -> None:
+        reason = error if self._failure is None else self._failure()
+        if reason is not None:
+            self._end.fail(reason)
+
+    def reported(self) -> None:
+        self._end.reported()
+
+    def calls(self) -> GroupCalls:
+        return GroupCalls(self._identity, self._end.begun, tuple(
+            CallWait(wait.name, wait.sequence, self._of_runtime(wait.ranks), self._of_runtime(wait.missing), wait.seconds)
+            for wait in self._end.long_waits()))
+
+    def blocked_threads(self) -> frozenset[int] | None:
+        return self._end.blocked_threads()
+
+    def _of_runtime(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self._ranks[rank] for rank in ranks)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
@@ -18,14 +19,15 @@ from hvdlite.bootstrap.environments import LaunchInfo, job_key, read_launch_info
 from hvdlite.bootstrap.store import Store, meet_in_store, own_address
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config, timeout_or_inf
-from hvdlite.core.errors import ForkedProcessError, LaunchError
+from hvdlite.core.errors import ConfigError, ForkedProcessError, LaunchError
 from hvdlite.memory.group_area import GroupArea, area_bytes
 from hvdlite.ordered.group_end import GroupEnd
 from hvdlite.ordered.negotiated_transfers import NegotiatedTransfers
 from hvdlite.ordered.ring_transfers import RingTransfers
 from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.runtime.assemble import assemble
-from hvdlite.runtime.group_link import GroupLink
+from hvdlite.runtime.group_link import GroupAnnouncements, GroupLink
+from hvdlite.runtime.group_reports import ReportedGroup
 from hvdlite.runtime.process_hooks import configure_logging, tell_failure
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.runtime.worlds import Worlds
@@ -66,6 +68,7 @@ class Groups:
         self._ends: list[GroupEnd] = []
         self._own: list[Runtime] = []  # of groups that are not closed
         self._leaving: list[Runtime] = []  # of groups that are
+        self._of_world: Runtime | None = None  # the job's, if the whole world that has groups is its ranks
         self._parent = 0  # the process with groups or a runtime that this one was forked from
 
     def join(self, store: Store, name: str, rank: int, size: int, timeout: float,
@@ -82,10 +85,10 @@ class Groups:
         if size == 1:
             area = GroupArea(bytearray(area_bytes(1)), 0, 1, None)
             plane = LoopbackPlane(0, LoopbackHub(), lambda rank: None, self._worlds.casts)
-            return GroupEnd(name, 0, 1, timeout, plane, area, shares_board=True, members=shown)
-        runtime, release = self._meet(store, rank, size, None if members is None else tuple(shown))
+            return GroupEnd(name, 0, 1, timeout, plane, area, members=shown)
+        runtime, identity, release = self._meet(store, rank, size, None if members is None else tuple(shown))
         try:
-            end = self._opened(runtime, name, timeout, shown, release)
+            end = self._opened(runtime, identity, name, timeout, members, shown, release)
         except BaseException:
             release()
             raise
@@ -115,27 +118,28 @@ class Groups:
         for runtime in (*self._own, *self._leaving):
             runtime.close_in_child()
 
-    def _meet(self, store: Store, rank: int, size: int, names: tuple[str, ...] | None) -> tuple[Runtime, Callable[[], None]]:
-        """Meet the other ranks; return the runtime of the group, and what ends its use."""
+    def _meet(self, store: Store, rank: int, size: int, names: tuple[str, ...] | None,
+              ) -> tuple[Runtime, str, Callable[[], None]]:
+        """Meet the other ranks; return the runtime on which the group lives, an id of the group, and what ends its use."""
         environment = self._worlds.launch_environment()
         config = Config.from_environment(environment)
         configure_logging(config, lambda: rank)
-        info, shared = meet_in_store(store, rank, size, job_key(environment),
-                                     place=environment.get(launch_contract.JOB_DIRECTORY, ""),
-                                     address=own_address(environment, store),
-                                     can_share=self._can_share(rank, size, is_world=names is None),
-                                     timeout=timeout_or_inf(config.start_timeout))
+        info, shared, identity = meet_in_store(
+            store, rank, size, job_key(environment), place=environment.get(launch_contract.JOB_DIRECTORY, ""),
+            address=own_address(environment, store), can_share=self._can_share(rank, size, is_world=names is None),
+            timeout=timeout_or_inf(config.start_timeout))
         try:
             if shared:
                 self._job.begin(info if shared == MET else None)
                 runtime, release = self._worlds.current(), self._job.end
+                self._of_world = runtime if names is None else self._of_world
             else:
                 runtime = self._started(dataclasses.replace(info, rank_names=names or ()), config)
                 release = self._leave_own(runtime)
         finally:
             if info.held_port is not None:
                 info.held_port.close()
-        return runtime, release
+        return runtime, identity, release
 
     def _can_share(self, rank: int, size: int, *, is_world: bool) -> str:
         """Return what this rank can have in common with the others."""
@@ -158,6 +162,11 @@ class Groups:
             return ""
         return LAUNCHED if launched.is_complete and not launched.owns_directory else MET
 
+    def _reports_to(self, runtime: Runtime, members: Sequence[int] | None) -> Runtime:
+        """Return the runtime to which a group reports: the job's, if the group's ranks are known to be ranks of the job."""
+        job = self._worlds.runtime
+        return runtime if members is None or job is None or job is not self._of_world else job
+
     def _started(self, info: LaunchInfo, config: Config) -> Runtime:
         """Return the runtime of a world of its own."""
         worlds = self._worlds
@@ -178,21 +187,44 @@ class Groups:
                 self._leaving.append(runtime)
         return leave
 
-    def _opened(self, runtime: Runtime, name: str, timeout: float, members: Sequence[str],
-                release: Callable[[], None]) -> GroupEnd:
+    def _opened(self, runtime: Runtime, identity: str, name: str, timeout: float, members: Sequence[int] | None,
+                shown: Sequence[str], release: Callable[[], None]) -> GroupEnd:
         assert runtime.group_parts is not None
         parts, world = runtime.group_parts(), runtime.world
         rings = parts.memory.message_area(range(world.size)) if parts.is_one_host else None
-        transfers = RingTransfers(rings, name, members) if rings is not None else NegotiatedTransfers(
-            GroupLink(runtime, parts.oob), name, world.rank, world.size, members)
+        transfers = RingTransfers(rings, name, shown) if rings is not None else NegotiatedTransfers(
+            GroupLink(runtime, parts.oob.part("messages")), name, world.rank, world.size, shown)
+        announcements = None if parts.is_one_host else GroupAnnouncements(parts.oob.part("standings"))
+
+        told = self._reports_to(runtime, members)
+        if told is runtime and runtime in self._own:
+            _start_timeline(runtime, name)
 
         def closed() -> None:
-            runtime.remove_group(end)
+            for where, group in reported:
+                where.remove_group(group)
             self._ends.remove(end)
             release()
 
-        end = GroupEnd(name, world.rank, world.size, timeout, parts.plane, parts.area, shares_board=parts.is_one_host,
-                       transfers=transfers, members=members, reporter=runtime.group_reports, released=closed)
+        end = GroupEnd(name, world.rank, world.size, timeout, parts.plane, parts.area, announcements=announcements,
+                       transfers=transfers, members=shown, reporter=told.group_reports(runtime), released=closed)
         self._ends.append(end)
-        runtime.add_group(end)
+        reported = [(runtime, ReportedGroup(end, identity, range(world.size)))]
+        if told is not runtime and members is not None:
+            reported.append((told, ReportedGroup(end, identity, members, lambda: told.failure)))
+        for where, group in reported:
+            where.add_group(group)
         return end
+
+
+def _start_timeline(runtime: Runtime, group: str) -> None:
+    """Write a timeline of a group that is a world of its own, if there is to be one, beside that of the job."""
+    config = runtime.config
+    if not config.timeline:
+        return
+    root, extension = os.path.splitext(config.timeline)
+    path = f"{root}.{re.sub(r'[^A-Za-z0-9_.]+', '-', group)}{extension}"
+    try:
+        runtime.start_timeline(path, config.timeline_mark_cycles)
+    except ConfigError as error:
+        _log.warning("%s has no timeline: %s", group, error)

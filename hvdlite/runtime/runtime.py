@@ -26,10 +26,10 @@ from hvdlite.diagnostics.timeline import Order
 from hvdlite.engine.build import build_engine
 from hvdlite.engine.connections import Connections, GroupParts
 from hvdlite.engine.limits import EAGER_TRAFFIC, FLUSH_SECONDS
+from hvdlite.handoff.groups import Group
 from hvdlite.handoff.handle import Handle
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.inbox import Task
-from hvdlite.handoff.job_state import Group
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import FailureNotice, Layout, Wait
 from hvdlite.planes.base import Plane
@@ -173,17 +173,20 @@ class Runtime:
         """What an ordered group of all ranks has of its own; None in a job of size 1."""
         return self._connections.group_parts
 
-    @property
-    def group_reports(self) -> GroupReports:
-        """How an ordered group reports through this runtime."""
-        def fail(error: BaseException) -> None:
-            self.fail(type(error).__name__, text_of(error), tracebacks.text_of(error))
+    def group_reports(self, home: Runtime) -> GroupReports:
+        """Return how an ordered group reports through this runtime.
 
-        return GroupReports(self._inbox, self._engine, self._recorder, self._connections.clock, self.barrier, fail,
-                            self.progress)
+        Args:
+            home: the runtime on which the group lives: this one, or one of some of its ranks.
+        """
+        def fail(error: BaseException) -> None:
+            home.fail(type(error).__name__, text_of(error), tracebacks.text_of(error))
+
+        return GroupReports(self._inbox, self._engine, self._recorder, self._connections.clock, self._handoff.waiters,
+                            lambda: home._inbox.post(Task(home._engine.suspect_others)), fail, self.progress)
 
     def add_group(self, group: Group) -> None:
-        """Let a group fail when the background thread ends; now if it has ended."""
+        """Let a group report here, and fail when the background thread ends; now if it has ended."""
         self._state.groups.append(group)
         if self._state.ended.is_set():
             group.fail(self._state.closing_error())

@@ -34,10 +34,10 @@ def monitored_barrier(group: Any = None, timeout: datetime.timedelta | float | N
         group: the process group; the default one without it.
         timeout: a number is in seconds; that of the group without it.
         wait_all_ranks: whether rank 0 waits until the timeout is over, and names all ranks that have not come; else it
-            names the first one. Only ranks on one host are named.
+            names the first one.
 
     Raises:
-        DistBackendError: on all ranks that have come; it names those that have not, if all ranks are on one host.
+        DistBackendError: on all ranks that have come; it names those that have not.
     """
     if group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
         warnings.warn("monitored_barrier was called by a rank that is not in the group", stacklevel=2)

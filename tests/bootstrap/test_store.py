@@ -42,31 +42,31 @@ class KeepingStore(DictStore):
         raise RuntimeError("not supported by this store")
 
 
-def meet(store: DictStore, *ranks: dict[str, Any]) -> list[tuple[LaunchInfo, str]]:
+def meet(store: DictStore, *ranks: dict[str, Any]) -> list[tuple[LaunchInfo, str, str]]:
     """Let ranks meet, each with its own arguments; raise the first error."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         calls = [pool.submit(meet_in_store, store, rank, len(ranks), timeout=HANGS_SECONDS, **given)
                  for rank, given in enumerate(ranks)]
         met = [call.result(HANGS_SECONDS) for call in calls]
-    for info, _ in met:
+    for info, *_ in met:
         if info.held_port is not None:
             info.held_port.close()
     return met
 
 
 def test_ranks_of_one_host() -> None:
-    met = [info for info, _ in meet(DictStore(), {}, {}, {})]
+    met = [info for info, *_ in meet(DictStore(), {}, {}, {})]
     assert [(info.world.rank, info.world.size, info.world.local_rank, info.world.local_size) for info in met] == [
         (0, 3, 0, 3), (1, 3, 1, 3), (2, 3, 2, 3)]
     assert len({info.job_directory for info in met}) == 1 and all(info.owns_directory for info in met)
     assert {(info.coordinator, info.key) for info in met} == {(None, b"")}
-    again, = {info.job_directory for info, _ in meet(DictStore(), {}, {})}
+    again, = {info.job_directory for info, *_ in meet(DictStore(), {}, {})}
     assert again != met[0].job_directory and Path(again).parent == Path(met[0].job_directory).parent
 
 
 def test_ranks_of_several_hosts_get_an_address_and_a_key() -> None:
     store = DictStore()
-    met = [info for info, _ in meet(store, {"place": "a", "address": "192.0.2.7"}, {"place": "b"}, {"place": "a"})]
+    met = [info for info, *_ in meet(store, {"place": "a", "address": "192.0.2.7"}, {"place": "b"}, {"place": "a"})]
     assert [info.world.local_rank for info in met] == [0, 0, 1]
     assert len({info.job_directory for info in met}) == 2 and met[0].job_directory == met[2].job_directory
     (key,), (coordinator,) = {info.key for info in met}, {info.coordinator for info in met}
@@ -77,7 +77,7 @@ def test_ranks_of_several_hosts_get_an_address_and_a_key() -> None:
 def test_the_jobs_own_key_does_not_go_through_the_store() -> None:
     store = KeepingStore()
     key = bytes(range(32))
-    met = [info for info, _ in meet(store, {"place": "a", "key": key}, {"place": "b", "key": key})]
+    met = [info for info, *_ in meet(store, {"place": "a", "key": key}, {"place": "b", "key": key})]
     assert [info.key for info in met] == [key] * 2
     assert not any(key in value for value in store.values.values())
     with pytest.raises(LaunchError, match=r"rank 1 has the job's key \(HVDLITE_SECRET\), and rank 0 has none"):
@@ -96,17 +96,17 @@ def test_ranks_that_say_different_sizes_all_raise() -> None:
 
 
 def test_they_share_what_all_can_share() -> None:
-    assert [shared for _, shared in meet(DictStore(), {"can_share": "x"}, {"can_share": "x"})] == ["x", "x"]
-    assert [shared for _, shared in meet(DictStore(), {"can_share": "x"}, {"can_share": "y"})] == ["", ""]
-    assert [shared for _, shared in meet(DictStore(), {"can_share": "x"}, {})] == ["", ""]
+    assert [shared for _, shared, _ in meet(DictStore(), {"can_share": "x"}, {"can_share": "x"})] == ["x", "x"]
+    assert [shared for _, shared, _ in meet(DictStore(), {"can_share": "x"}, {"can_share": "y"})] == ["", ""]
+    assert [shared for _, shared, _ in meet(DictStore(), {"can_share": "x"}, {})] == ["", ""]
 
 
 def test_a_store_can_be_used_again() -> None:
     store, seen = DictStore(), set()
     for place in ("a", "b", "c"):
         met = meet(store, {"can_share": place}, {"can_share": place}, {"can_share": place})
-        assert {shared for _, shared in met} == {place}, "an answer of an earlier world"
-        (directory,) = {info.job_directory for info, _ in met}
+        assert {shared for _, shared, _ in met} == {place}, "an answer of an earlier world"
+        (directory,) = {info.job_directory for info, *_ in met}
         seen.add(directory)
     assert len(seen) == 3
 

@@ -9,7 +9,7 @@ from hypothesis import given, strategies
 
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.deadlock import stuck_ranks
-from hvdlite.negotiation.messages import Blocked, Request, RoundDone, Wait
+from hvdlite.negotiation.messages import Blocked, CallWait, GroupCalls, Request, RoundDone, Wait
 from tests.negotiation.simulation import Simulation
 
 
@@ -135,6 +135,55 @@ def test_a_rank_that_has_joined_is_not_waited_for() -> None:
     block(sim, 0, waits_for("A", 1, deferrable=True))
     sim.settle()
     assert not deferred and not sim.coordinator.blocked.deadlock()[0]
+
+
+def at(group: str, begun: int, *missing: int) -> GroupCalls:
+    """Return how far a rank is in a group; with `missing` it waits for these ranks to make the call that it has begun."""
+    waits = (CallWait(f"{group}, call {begun}: barrier()", begun, (0, 1, 2), missing, 4.0),) if missing else ()
+    return GroupCalls(group, begun, waits)
+
+
+def wait_in(*groups: GroupCalls, all_threads: bool = True) -> Blocked:
+    return Blocked((), all_threads, groups)
+
+
+@HOSTS
+def test_ranks_that_wait_in_a_circle_of_groups_are_told_with_all_sides(hosts: Sequence[Sequence[int]]) -> None:
+    sim, _ = world(hosts)
+    block(sim, 0, wait_in(at("a", 3, 1), at("b", 4)))
+    sim.settle()
+    assert not sim.coordinator.blocked.deadlock()[0], "rank 1 may still come"
+    block(sim, 1, wait_in(at("a", 2), at("b", 5, 0)))
+    sim.settle()
+    stuck, said = sim.coordinator.blocked.deadlock()
+    assert stuck == {0, 1}
+    assert ("rank 0 waits for 'a, call 3: barrier()', which rank 1 has not enqueued\n"
+            "  rank 1 waits for 'b, call 5: barrier()', which rank 0 has not enqueued") in said
+    assert "synchronize()" not in said, "there are no gradients"
+    block(sim, 0, wait_in(at("a", 3), at("b", 4)))
+    sim.settle()
+    assert not sim.coordinator.blocked.deadlock(certain=False)[0], "rank 0 goes on"
+
+
+def test_a_circle_of_a_group_and_a_negotiated_collective() -> None:
+    sim, _ = world()
+    block(sim, 0, wait_in(at("a", 3, 1)))
+    call(sim, 1, "loss")
+    block(sim, 1, Blocked((Wait(0, "loss"),), True, (at("a", 2),)))
+    sim.settle()
+    assert sim.coordinator.blocked.deadlock()[0] == {0, 1}
+
+
+@pytest.mark.parametrize("second", [
+    wait_in(at("a", 3), at("b", 5, 0)), wait_in(at("a", 2), at("b", 5, 0), all_threads=False), wait_in(at("b", 5, 0))],
+    ids=["it has made the call", "it has another thread", "it has left the group"])
+def test_no_circle_where_a_rank_need_not_be_waited_for(second: Blocked) -> None:
+    """Rank 0 does not know yet that rank 1 has made the call; rank 1 does."""
+    sim, _ = world()
+    block(sim, 0, wait_in(at("a", 3, 1), at("b", 4)))
+    block(sim, 1, second)
+    sim.settle()
+    assert not sim.coordinator.blocked.deadlock()[0] and not sim.coordinator.blocked.deadlock(certain=False)[0]
 
 
 @given(strategies.dictionaries(strategies.integers(0, 5), strategies.lists(

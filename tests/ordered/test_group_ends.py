@@ -18,7 +18,8 @@ from hvdlite.ordered.group_end import GroupEnd
 from tests.ordered.worlds import HANGS_SECONDS, HOSTS, Reports, allreduce, barrier, groups, play, result_of, sums
 
 
-def test_a_call_that_takes_too_long_names_who_has_not_come() -> None:
+@HOSTS
+def test_a_call_that_takes_too_long_names_who_has_not_come(one_host: bool) -> None:
     arrived = threading.Event()
 
     def step(group: GroupEnd) -> Any:
@@ -32,14 +33,15 @@ def test_a_call_that_takes_too_long_names_who_has_not_come() -> None:
         assert call.error is later.error, "the group cannot be used any more"
         return call.error
 
-    error, _ = play(groups(2), step)
+    error, _ = play(groups(2, one_host=one_host), step)
     assert isinstance(error, OperationTimeoutError) and isinstance(error, TimeoutError) and error.ranks == (1,)
     assert "barrier() has not ended within its timeout of 0.2 s: rank 1 did not make this call" in str(error)
     assert "rank 1 last called call 1: all_reduce(SUM, float32[4])" in str(error)
 
 
+@HOSTS
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_rank_that_leaves_ends_the_waits_of_the_others_at_once(blocking: bool) -> None:
+def test_a_rank_that_leaves_ends_the_waits_of_the_others_at_once(blocking: bool, one_host: bool) -> None:
     def step(group: GroupEnd) -> None:
         sums(group, 1.0)
         if group.rank != 1:
@@ -47,13 +49,14 @@ def test_a_rank_that_leaves_ends_the_waits_of_the_others_at_once(blocking: bool)
                 result_of(group.start([barrier()], blocking=blocking))
             assert raised.value.rank == 1
 
-    ends = groups(3)
+    ends = groups(3, one_host=one_host)
     with mock.patch.object(waiter, "LOOK_SECONDS", HANGS_SECONDS):  # nobody finds it by chance
         play(ends, step)
 
 
+@HOSTS
 @pytest.mark.parametrize("how", ["timeout", "interrupt", "close", "abort"])
-def test_a_rank_that_gives_up_inside_a_call_ends_the_waits_of_the_others(how: str) -> None:
+def test_a_rank_that_gives_up_inside_a_call_ends_the_waits_of_the_others(how: str, one_host: bool) -> None:
     """It has begun the call: so it is not missing, but will never complete it."""
     gone, over = threading.Event(), threading.Event()
 
@@ -83,10 +86,11 @@ def test_a_rank_that_gives_up_inside_a_call_ends_the_waits_of_the_others(how: st
         gone.set()
         assert over.wait(HANGS_SECONDS)  # it closes the group later
 
-    play(groups(2, timeout=5, patience=0.02), step)
+    play(groups(2, one_host=one_host, timeout=5, patience=0.02), step)
 
 
-def test_a_rank_that_gives_up_does_not_hide_who_has_not_come() -> None:
+@HOSTS
+def test_a_rank_that_gives_up_does_not_hide_who_has_not_come(one_host: bool) -> None:
     given_up, over = threading.Event(), threading.Event()
 
     def step(group: GroupEnd) -> Any:
@@ -102,7 +106,7 @@ def test_a_rank_that_gives_up_does_not_hide_who_has_not_come() -> None:
             over.set()
         return call.error
 
-    for error in play(groups(3), step)[:2]:
+    for error in play(groups(3, one_host=one_host), step)[:2]:
         assert isinstance(error, OperationTimeoutError) and error.ranks == (2,)
 
 
@@ -194,27 +198,6 @@ def test_an_interrupt_in_a_blocking_call_aborts_the_group() -> None:
 
     play(groups(2, patience=0.05), step)
 
-
-@HOSTS
-def test_a_long_wait_is_told_and_all_ranks_request_the_barrier(one_host: bool) -> None:
-    told = threading.Event()
-
-    def step(group: GroupEnd) -> None:
-        sums(group, 1.0)
-        if group.rank == 2:
-            assert told.wait(HANGS_SECONDS)
-        sums(group, 1.0)
-
-    class Watched(dict[str, set[int]]):
-        def setdefault(self, key: str, default: set[int] | None = None) -> set[int]:  # type: ignore[override]
-            told.set()
-            return super().setdefault(key, set() if default is None else default)
-
-    barriers = Watched()
-    ends = groups(3, one_host=one_host, barriers=barriers, patience=0.3)
-    play(ends, step)
-    assert [end._told.owed for end in ends] == [0, 0, 0]
-    assert dict(barriers) == {"group of tests, call 2: all_reduce(SUM, float32[4])": {0, 1, 2}}
 
 
 def test_a_partner_that_stops_in_the_middle_is_suspected() -> None:

@@ -21,9 +21,9 @@ from hvdlite.negotiation.messages import Response
 from hvdlite.ordered.call import Call
 from hvdlite.ordered.group import OrderedGroup
 from hvdlite.ordered.group_end import GroupEnd
+from hvdlite.ordered.long_waits import PATIENCE_SECONDS
 from hvdlite.ordered.operations import Operation
 from hvdlite.ordered.ring_transfers import RingTransfers
-from hvdlite.ordered.told_calls import PATIENCE_SECONDS
 from hvdlite.planes.base import Plane
 from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.planes.shm import ShmPlane
@@ -33,33 +33,16 @@ HANGS_SECONDS = 30.0
 HOSTS = pytest.mark.parametrize("one_host", [True, False], ids=["one host", "several hosts"])
 
 
-class Requested:
-    """A barrier that is requested; done when all ranks have requested it."""
-
-    def __init__(self, ranks: set[int], size: int) -> None:
-        self.ranks, self._size = ranks, size
-
-    def done(self) -> bool:
-        return len(self.ranks) == self._size
-
-    def wait(self, timeout: float | None = None) -> None:
-        assert self.done()
-
-
 class Reports:
-    """What a runtime hears of a group, written down.
+    """What a runtime hears of a group, written down."""
 
-    Args:
-        barriers: of all ranks: by name, who has requested it.
-    """
-
-    def __init__(self, rank: int, size: int, barriers: dict[str, set[int]]) -> None:
+    def __init__(self) -> None:
         self.began_calls: list[str] = []
         self.ended_calls: list[str] = []
         self.suspected = 0
         self.failures: list[Exception] = []
+        self.changes = 0
         self.progress = Progress()
-        self._rank, self._size, self._barriers = rank, size, barriers
 
     def clock(self) -> float:
         return time.monotonic()
@@ -74,11 +57,8 @@ class Reports:
         assert begun <= met
         self.ended_calls.append(name)
 
-    def request(self, name: str) -> Requested:
-        ranks = self._barriers.setdefault(name, set())
-        assert self._rank not in ranks, f"{name} is requested twice by rank {self._rank}"
-        ranks.add(self._rank)
-        return Requested(ranks, self._size)
+    def waits_changed(self) -> None:
+        self.changes += 1
 
     def suspect(self) -> None:
         self.suspected += 1
@@ -87,20 +67,57 @@ class Reports:
         self.failures.append(error)
 
 
+class Neighbours:
+    """Implements `standings.Announcements` between ranks of this process.
+
+    Args:
+        everybody: by rank.
+    """
+
+    def __init__(self, rank: int, everybody: dict[int, Neighbours]) -> None:
+        self._rank, self._everybody = rank, everybody
+        self._texts: list[tuple[int, bytes]] = []
+        self._hear: Callable[[int, bytes], None] | None = None
+        self._lock = threading.RLock()
+        everybody[rank] = self
+
+    def announce(self, to: Sequence[int], text: bytes) -> None:
+        for rank in to:
+            self._everybody[rank].take(self._rank, text)
+
+    def take(self, source: int, text: bytes) -> None:
+        with self._lock:
+            self._texts.append((source, text))
+        self._tell()
+
+    def hear(self, hear: Callable[[int, bytes], None]) -> None:
+        self._hear = hear
+        self._tell()
+
+    def close(self) -> None:
+        self.hear(lambda source, text: None)
+
+    def _tell(self) -> None:
+        while self._hear is not None:
+            with self._lock:
+                if not self._texts:
+                    return
+                source, text = self._texts.pop(0)
+            self._hear(source, text)
+
+
 def groups(size: int, *, one_host: bool = True, timeout: float = HANGS_SECONDS,
-           barriers: dict[str, set[int]] | None = None, patience: float = PATIENCE_SECONDS,
-           fenced: bool = False, messages: bool = False) -> list[GroupEnd]:
+           patience: float = PATIENCE_SECONDS, fenced: bool = False, messages: bool = False) -> list[GroupEnd]:
     """Return the ends of a group of ranks in this process.
 
     Args:
         one_host: False lets them agree as ranks of several hosts do, and move tensors as the reference plane does.
-        barriers: gets what they tell.
         fenced: as on machines that reorder stores.
         messages: whether ranks can send and receive.
     """
     file, order, ends = anonymous_file(), fence_file(), []
-    told = {} if barriers is None else barriers
     hub, areas = LoopbackHub(), []
+    neighbours: dict[int, Neighbours] = {}
     for rank in range(size):
         whole = SharedMemory(os.dup(file), rank, Fence(os.dup(order)) if fenced else None)
         memory = whole.reserve_portions().open()
@@ -115,9 +132,10 @@ def groups(size: int, *, one_host: bool = True, timeout: float = HANGS_SECONDS,
         else:
             plane = LoopbackPlane(rank, hub, lambda other, area=area: area.ring())  # type: ignore[misc]
         plane.add_process_set(0, tuple(range(size)))
-        ends.append(GroupEnd("group of tests", rank, size, timeout, plane, area, shares_board=one_host,
+        ends.append(GroupEnd("group of tests", rank, size, timeout, plane, area,
+                             announcements=None if one_host else Neighbours(rank, neighbours),
                              transfers=None if rings is None else RingTransfers(rings, "group of tests"),
-                             reporter=Reports(rank, size, told), patience=patience))
+                             reporter=Reports(), patience=patience))
     os.close(file)
     os.close(order)
     return ends

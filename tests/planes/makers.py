@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.world import Hosts
 from hvdlite.memory.fence import Fence, fence_file
 from hvdlite.memory.shared import SharedMemory, anonymous_file
@@ -70,11 +71,18 @@ class BoardOob:
     def publish(self, label: str, text: bytes) -> None:
         self._board.put(label, self._rank, text)
 
-    def fetch(self, label: str, sender: int, wait_until: WaitUntil) -> bytes:
+    def fetch(self, label: str, sender: int, wait_until: WaitUntil,
+              is_cancelled: Callable[[], bool] = lambda: False) -> bytes:
         with self._board.arrived:
             self._board.fetched.append((self._rank, sender))
-            assert self._board.arrived.wait_for(lambda: (label, sender) in self._board.texts, 30)
+            assert self._board.arrived.wait_for(lambda: (label, sender) in self._board.texts or is_cancelled(), 30)
+            if (label, sender) not in self._board.texts:
+                raise HorovodInternalError("cancelled")
             return self._board.texts[label, sender]
+
+    def look(self) -> None:
+        with self._board.arrived:
+            self._board.arrived.notify_all()
 
     def withdraw(self, label: str) -> None:
         pass

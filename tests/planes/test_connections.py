@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -104,6 +106,46 @@ def test_a_listener_of_gloo_that_is_not_found_is_told_once(monkeypatch: pytest.M
         plane.close()
     assert len(caplog.records) == size
     assert all("Gloo's port on this rank stays open" in record.message for record in caplog.records)
+
+
+class GaveUp(Exception):
+    """A rank does not wait any more."""
+
+
+# docs/protocol.md#threads
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not tell which sockets are Gloo's")
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "waiting for an address"])
+def test_operations_of_gloo_end_before_the_plane_is_closed(connected: bool) -> None:
+    """Its threads would call into Python while the interpreter ends, when the other rank ends."""
+    before = gloo_threads()
+    bells = [threading.Event() for _ in range(2)]
+    planes = makers.gloo(2, lambda rank: bells[rank].set())
+    response = Response(names=("x",), collective=Collective.ALLGATHER, dtype="float32", rows=(1, 1), row_elements=1,
+                        contributors=(0, 1))
+    plans = [Plan(1, (0, 1), response, [np.ones(1, np.float32)], [np.empty(2, np.float32)]) for _ in range(2)]
+    if connected:
+        run_a_plan(planes, bells, plans)
+    begun = time.monotonic()
+
+    def wait_until(predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
+        while not predicate():
+            if time.monotonic() - begun > 0.3:
+                raise GaveUp
+            time.sleep(0.01)
+
+    with pytest.raises(GaveUp):
+        planes[0].execute(plans[0], wait_until)
+    planes[0].close()
+    planes[1].close()
+    limit = time.monotonic() + 60
+    while gloo_threads() > before:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def gloo_threads() -> int:
+    """Return the number of threads of Gloo in this process."""
+    return sum("gloo" in (each / "comm").read_text() for each in Path("/proc/self/task").iterdir())
 
 
 def listening_ports() -> set[int]:

@@ -1,0 +1,30 @@
+"""An ordered group that lives on a runtime, as its background thread sees it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from hvdlite.negotiation.messages import GroupCalls
+
+
+class Group(Protocol):
+    """Callable from any thread; nothing here takes a lock."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a thread may be blocked in a call of the group."""
+
+    def fail(self, error: Exception) -> None:
+        """The background thread ends: fail all calls under way and all later ones."""
+
+    def reported(self) -> None:
+        """Rank 0 gathers a report."""
+
+    def calls(self) -> GroupCalls:
+        """Return how far this rank is, and in which calls it has waited for long."""
+
+    def blocked_threads(self) -> frozenset[int] | None:
+        """Return the threads that cannot go on before a collective in which this rank has waited for long is over.
+
+        None while calls of the group are carried out that are not such a collective: they may end any time.
+        """
