@@ -5,7 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # CPU builds of what users' extras call tensorflow and jax.
 TENSORFLOW ?= tensorflow-cpu==2.21.0
-JAX ?= jax>=0.4.30
+JAX ?= jax>=0.4.36
 VENV := .venv
 BIN := $(VENV)/bin
 # Errors only: a package that is being set up warns about itself.

@@ -10,7 +10,7 @@ VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "hvdlite/_version.py").r
 AUTOTUNE = ["optuna>=3.6"]
 NVML = "nvidia-ml-py>=12.535,<14"  # what hvdrun --doctor tells about GPUs
 RAY, SPARK, PLOT = ["ray>=2.9"], ["pyspark>=3.4"], ["matplotlib>=3.7"]
-TORCH, MPI = ["torch>=2.1"], ["mpi4py>=4"]
+TORCH, MPI = ["torch>=2.4"], ["mpi4py>=4.1"]
 LIGHTNING = [*TORCH, "lightning>=2.2"]
 HUGGING_FACE = ["accelerate>=1", "transformers>=5"]
 SITE = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]

@@ -1,19 +1,21 @@
-"""Run a chosen part of the tests with several versions of Python and of the packages, in an environment of its own for each.
+"""Run chosen tests with several versions of Python and of the packages, in an environment of its own for each.
 
-    make matrix                                     # all; an hour or more, and gigabytes of downloads
-    python .ci/matrix.py core-oldest keras-oldest   # some
-    python .ci/matrix.py --table --readme           # the results so far, into the README's table
+    make matrix                                       # all; hours, and gigabytes of downloads
+    python .ci/matrix.py core-oldest torch-newest     # some
+    python .ci/matrix.py --keep torch-oldest          # and leave the environment in build/matrix; the next --keep uses it
 
 Packages are installed from package indexes, and hvdlite as a package, so an environment also shows that pip finds versions
-that fit together. The tests run with this tree. Results are in build/matrix/results.json. A Python that is not installed
-here, and an environment that pip cannot make, are named as not run. PyTorch's builds for CPUs are not on PyPI: where there
-is no other index, older versions come with CUDA's libraries.
+that fit together. The tests run with this tree. What was seen is recorded in `.ci/matrix.json`, and README's table of
+versions is written from those records. A Python that is not installed here (PATH, pyenv), and an environment that pip
+cannot make, are recorded as not run. PyTorch's builds for CPUs are not on PyPI: where there is no other index, torch comes
+with CUDA's libraries.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import glob
 import json
 import os
@@ -21,26 +23,53 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build/matrix"
-RESULTS = BUILD / "results.json"
+RECORDS = ROOT / ".ci/matrix.json"
+SUITE = "make test"
+"""The record of the environment that this runs in, and the whole suite with it."""
+DEPENDENCIES = ("numpy", "ml_dtypes", "msgspec", "cloudpickle", "pyyaml")
 TEST_PACKAGES = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5", "hypothesis>=6.100")
-CORE = ("tests/core", "tests/memory", "tests/handoff", "tests/negotiation", "tests/control",
+
+CORE = ("tests/core", "tests/memory", "tests/handoff", "tests/control", "tests/ordered",
         "tests/planes/test_contract_collectives.py", "tests/planes/test_contract_reductions.py",
         "tests/runtime/test_threads.py", "tests/runner/test_options.py")
 MPI = ("tests/planes/test_mpi.py",)
 TORCH = ("tests/torch/test_ops.py", "tests/torch/test_optimizer.py", "tests/torch/test_buckets.py",
          "tests/torch/test_state.py", "tests/torch/test_sync_batch_norm.py", "tests/torch/test_hooks.py")
+DISTRIBUTED = ("tests/torch/distributed/test_operations.py", "tests/torch/distributed/test_work.py",
+               "tests/torch/distributed/test_processes.py", "tests/torch/distributed/test_launchers.py")
+LIGHTNING = ("tests/torch/test_lightning.py",)
 KERAS = ("tests/tf/test_keras.py", "tests/tf/test_mirrored_losses.py")
 TENSORFLOW = ("tests/tf/test_ops.py", "tests/tf/test_errors.py", "tests/tf/test_graph_names.py", *KERAS)
-HEAD = "| | tested with |\n|---|---|\n"
-SHOWN = {"Python, with PyTorch or TensorFlow": "python", "Python, the core alone": "python", "PyTorch (CPU)": "torch",
-         "TensorFlow (CPU)": "tensorflow", "Keras": "keras", "JAX, as Keras' backend": "jax",
-         "NumPy, with PyTorch or TensorFlow": "numpy", "NumPy, the core alone": "numpy", "mpi4py": "mpi4py"}
-"""Rows of the README's table, and the packages they are about."""
+JAX = ("tests/tf/test_mirrored_losses.py",)
+RAY = ("tests/launch/test_ray.py",)
+SPARK = ("tests/launch/test_spark.py",)
+AUTOTUNE = ("tests/engine/test_autotune.py",)
+PLOT = ("tests/runner/test_watching.py",)
+
+BEGIN, END = "<!-- python .ci/matrix.py --table -->\n", "<!-- end -->\n"
+ROWS: tuple[tuple[str, str, tuple[tuple[str, ...], ...]], ...] = (
+    ("Python, the core alone", "python", (CORE,)),
+    ("Python, with PyTorch or TensorFlow", "python", (TORCH, TENSORFLOW)),
+    ("NumPy", "numpy", (CORE,)),
+    ("PyTorch (CPU)", "torch", (TORCH,)),
+    ("PyTorch (CPU), the backend of `torch.distributed`", "torch", (DISTRIBUTED,)),
+    ("Lightning", "lightning", (LIGHTNING,)),
+    ("TensorFlow (CPU)", "tensorflow", (TENSORFLOW,)),
+    ("Keras", "keras", (KERAS,)),
+    ("JAX, as Keras' backend", "jax", (JAX,)),
+    ("mpi4py", "mpi4py", (MPI,)),
+    ("Ray", "ray", (RAY,)),
+    ("Spark", "pyspark", (SPARK,)),
+    ("Optuna, for autotuning", "optuna", (AUTOTUNE,)),
+    ("Matplotlib, for plots", "matplotlib", (PLOT,)),
+)
+"""Rows of README's table: a title, the package, and the tests one group of which an environment must have run to count."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +81,12 @@ class Environment:
         packages: beside hvdlite and what tests need.
         tests: files and folders.
         options: of pytest.
-        beside: packages that tests need and that the table is not about.
     """
 
     python: str
     packages: tuple[str, ...]
     tests: tuple[str, ...]
     options: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
 
 
 ENVIRONMENTS: dict[str, Environment] = {
@@ -68,17 +95,23 @@ ENVIRONMENTS: dict[str, Environment] = {
     "core-3.12": Environment("3.12", (), CORE),
     "core-3.13": Environment("3.13", (), CORE),
     "core-3.14": Environment("3.14", (), CORE),
+    "core-3.15": Environment("3.15", (), CORE),
     "core-3.14t": Environment("3.14t", (), CORE),
-    "mpi-oldest": Environment("3.11", ("mpi4py==4.1.0", "mpich"), MPI),  # the first one with wheels
+    "mpi-oldest": Environment("3.10", ("mpi4py==4.1.0", "mpich"), MPI),  # the first one with wheels
     "mpi-newest": Environment("3.13", ("mpi4py", "mpich"), MPI),
-    "torch-oldest": Environment("3.11", ("torch==2.1.0", "numpy<2"), TORCH),
-    "torch-newest": Environment("3.13", ("torch",), TORCH),
-    "tensorflow-oldest": Environment("3.11", ("tensorflow-cpu==2.16.1", "keras==3.8.0"), TENSORFLOW),
+    "torch-oldest": Environment("3.10", ("torch==2.4.0", "lightning==2.2.0"), (*TORCH, *LIGHTNING)),
+    "torch-newest": Environment("3.14", ("torch", "lightning"), (*TORCH, *LIGHTNING, *DISTRIBUTED)),
+    "tensorflow-oldest": Environment("3.10", ("tensorflow-cpu==2.16.1", "keras==3.8.0"), TENSORFLOW),
     "tensorflow-newest": Environment("3.13", ("tensorflow-cpu", "keras"), TENSORFLOW),
-    "keras-oldest-torch": Environment("3.11", ("keras==3.8.0", "torch==2.13.0"), KERAS, ("-k", "torch"),
-                                      ("tensorflow-cpu==2.18.0",)),
-    "jax-oldest": Environment("3.11", ("jax==0.4.30", "keras==3.10.0"), ("tests/tf/test_mirrored_losses.py",),
-                              ("-m", "long", "-k", "jax"), ("tensorflow-cpu==2.18.0",)),
+    "keras-oldest-torch": Environment(
+        "3.11", ("keras==3.8.0", "torch==2.13.0", "tensorflow-cpu==2.18.0"), KERAS, ("-k", "torch")),
+    "jax-oldest": Environment(
+        "3.11", ("jax==0.4.36", "keras==3.14.0", "tensorflow-cpu==2.18.0"), JAX, ("-m", "long", "-k", "jax")),
+    "ray-oldest": Environment("3.10", ("ray==2.9.0",), RAY),
+    "ray-newest": Environment("3.13", ("ray",), RAY),
+    "spark-oldest": Environment("3.10", ("pyspark==3.4.0",), SPARK),
+    "spark-newest": Environment("3.13", ("pyspark",), SPARK),
+    "tools-oldest": Environment("3.10", ("optuna==3.6.0", "matplotlib==3.7.0", "numpy<2"), (*AUTOTUNE, *PLOT)),
 }
 
 
@@ -94,21 +127,25 @@ def find_python(version: str) -> str | None:
     return None
 
 
-def is_made(name: str, environment: Environment, made: str) -> bool:
-    """Return whether an environment that was made is the wanted one; the newest packages may be others each time.
+def build() -> Path:
+    """Return hvdlite's wheel, made from a copy of the tree: several such programs may run at a time."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="wheel-", dir=BUILD))
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    for path in filter(None, listed.splitlines()):
+        if (ROOT / path).is_file():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, folder / path)
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, folder],
+                   check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
 
-    Args:
-        made: what was wanted when the environment was made; "" if it was not.
-    """
-    return made == repr(environment) and not name.endswith("-newest")
 
-
-def make(name: str, environment: Environment) -> str:
-    """Make an environment, unless it is there (or its versions are the newest ones); return why not, or ""."""
-    folder = BUILD / name
-    done = folder / "made"
-    wanted = repr(environment)
-    if is_made(name, environment, done.read_text(encoding="utf-8") if done.is_file() else ""):
+def make(name: str, environment: Environment, wheel: Path) -> str:
+    """Make an environment, unless it has been left there; return why that cannot be, or ""."""
+    folder, done = BUILD / name, BUILD / name / "made"
+    if done.is_file() and done.read_text(encoding="utf-8") == repr(environment):
         return ""
     interpreter = find_python(environment.python)
     if interpreter is None:
@@ -117,29 +154,32 @@ def make(name: str, environment: Environment) -> str:
     folder.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
     pip = [str(folder / "bin/python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    ended = subprocess.run([*pip, *TEST_PACKAGES, *environment.packages, *environment.beside, str(ROOT)],
+    ended = subprocess.run([*pip, *TEST_PACKAGES, *environment.packages, str(wheel)],
                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    (BUILD / f"{name}.pip.log").write_text(ended.stdout, encoding="utf-8")
+    lines = [line for line in ended.stdout.splitlines() if "ERROR" in line or "conflict" in line or "depends on" in line]
     if ended.returncode:
-        lines = [line for line in ended.stdout.splitlines() if "ERROR" in line or "conflict" in line or "depends on" in line]
-        return "pip: " + " ".join(lines[:6])
-    done.write_text(wanted, encoding="utf-8")
+        return f"pip: {' '.join(lines[:6])}"
+    done.write_text(repr(environment), encoding="utf-8")
     return ""
 
 
-def versions(name: str) -> dict[str, str]:
-    """Return what is installed in an environment: versions by package, and Python's."""
+def versions(python: str | Path, packages: Sequence[str]) -> dict[str, str]:
+    """Return the versions of Python, of what hvdlite depends on, and of `packages`, as they are installed."""
     code = ("import importlib.metadata as m, json, platform; print(json.dumps({'python': platform.python_version()} | "
-            "{d.metadata['Name'].lower(): d.version for d in m.distributions()}))")
-    told: dict[str, str] = json.loads(subprocess.run([str(BUILD / name / "bin/python"), "-I", "-c", code], check=True,
-                                                     stdout=subprocess.PIPE, text=True).stdout)
-    return told | ({"tensorflow": told["tensorflow-cpu"]} if "tensorflow-cpu" in told else {})
+            "{d.metadata['Name'].lower().replace('-', '_'): d.version for d in m.distributions()}))")
+    told: dict[str, str] = json.loads(subprocess.run([str(python), "-I", "-c", code], check=True, stdout=subprocess.PIPE,
+                                                     text=True).stdout)
+    wanted = ("python", *DEPENDENCIES, *(re.split("[=<>]", package)[0].replace("-", "_") for package in packages))
+    return {name.removesuffix("_cpu"): told[name] for name in sorted(wanted) if name in told}
 
 
-def run(name: str, environment: Environment, workers: int) -> dict[str, object]:
-    """Make an environment and run its tests; return what happened."""
-    why = make(name, environment)
+def run(name: str, environment: Environment, wheel: Path, workers: int) -> dict[str, object]:
+    """Make an environment and run its tests; return the record."""
+    today = datetime.date.today().isoformat()
+    why = make(name, environment, wheel)
     if why:
-        return {"outcome": "not run", "why": why}
+        return {"date": today, "outcome": "not run", "why": why}
     python = BUILD / name / "bin/python"
     runner = ROOT / "build/typing"
     runner.mkdir(parents=True, exist_ok=True)
@@ -152,77 +192,100 @@ def run(name: str, environment: Environment, workers: int) -> dict[str, object]:
                            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{runner}", "OMP_NUM_THREADS": "1"})
     (BUILD / f"{name}.log").write_text(ended.stdout, encoding="utf-8")
     counted = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|error|skipped)", ended.stdout[-400:])}
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", ended.stdout, re.MULTILINE)
     is_passed = ended.returncode == 0 and counted.get("passed", 0) > 0
-    return {"outcome": "passed" if is_passed else "failed", "counts": counted, "failed": failed, "versions": versions(name)}
+    return {"date": today, "outcome": "passed" if is_passed else "failed", "counts": counted,
+            **({"failed": failed} if failed else {}), "versions": versions(python, environment.packages)}
 
 
-def table(results: Mapping[str, Mapping[str, object]]) -> list[str]:
-    """Return rows of the README's table: the versions with which all chosen tests have passed."""
-    rows = []
-    for title, package in SHOWN.items():
-        seen = set()
-        for name, result in results.items():
-            installed = result.get("versions", {})
-            assert isinstance(installed, dict)
-            if name in ENVIRONMENTS and result["outcome"] == "passed" and package in installed and _is_about(name, title):
-                seen.add(re.sub(r"^(\d+\.\d+).*", r"\1", installed[package]))
-        if seen:
-            rows.append(f"| {title} | {', '.join(sorted(seen, key=lambda each: [int(part) for part in each.split('.')]))} |")
-    return rows
+def table(records: Mapping[str, Mapping[str, object]]) -> str:
+    """Return README's table: the versions with which all chosen tests have passed, and those of `make test`."""
+    lines = ["| | chosen tests pass with | all tests run with | last run |", "|---|---|---|---|"]
+    suite = records.get(SUITE, {}).get("versions", {})
+    assert isinstance(suite, dict)
+    for title, package, groups in ROWS:
+        seen = _passed(records, package, groups)
+        ordered = sorted(seen, key=lambda each: [int(part) for part in re.findall(r"\d+", each)] + [each])
+        cells = (title, ", ".join(ordered), _short(suite.get(package, "")), max(seen.values(), default=""))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
-def _is_about(name: str, title: str) -> bool:
-    """Return whether a row of the table is about what an environment tests."""
-    environment, package = ENVIRONMENTS[name], SHOWN[title]
-    if package in ("python", "numpy"):
-        is_core = environment.tests == CORE
-        return is_core if title.endswith("the core alone") else not is_core and environment.tests != MPI
-    return any(re.split("[=<>]", each)[0].removesuffix("-cpu") == package for each in environment.packages)
+def _passed(records: Mapping[str, Mapping[str, object]], package: str, groups: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Return versions of a package with which one of some groups of tests has passed, and the days of the last runs."""
+    seen: dict[str, str] = {}
+    for name, environment in ENVIRONMENTS.items():
+        record = records.get(name, {})
+        installed = record.get("versions", {})
+        assert isinstance(installed, dict)
+        is_about = any(set(group) <= set(environment.tests) for group in groups)
+        if is_about and record.get("outcome") == "passed" and package in installed:
+            short = _short(installed[package]) + "t" * (package == "python" and environment.python.endswith("t"))
+            seen[short] = max(seen.get(short, ""), str(record["date"]))
+    return seen
 
 
-def with_table(page: str, rows: Sequence[str]) -> str:
-    """Return a page whose table of versions has these rows; rows about something else stay.
+def _short(version: str) -> str:
+    return re.sub(r"^(\d+\.\d+).*", r"\1", version)
+
+
+def with_table(page: str, table: str) -> str:
+    """Return a page with this table.
 
     Raises:
-        ValueError: for a page without the table.
+        ValueError: for a page that has no place for it.
     """
-    before, head, rest = page.partition(HEAD)
-    if not head:
-        raise ValueError("the page has no table of versions")
-    new = {row.split(" | ")[0]: row for row in rows}
-    lines, _, after = rest.partition("\n\n")
-    kept = [new.pop(line.split(" | ")[0], line) for line in lines.splitlines()]
-    return before + head + "\n".join([*kept, *new.values()]) + "\n\n" + after
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page has no {BEGIN.strip()} ... {END.strip()}")
+    return before + begin + table + end + after
+
+
+def save(records: Mapping[str, object]) -> None:
+    """Write the records, a line for each, and README's table."""
+    lines = [f" {json.dumps(name)}: {json.dumps(records[name])}" for name in (*ENVIRONMENTS, SUITE) if name in records]
+    RECORDS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def read() -> dict[str, dict[str, object]]:
+    """Return the records by the names of environments."""
+    records: dict[str, dict[str, object]] = json.loads(RECORDS.read_text(encoding="utf-8")) if RECORDS.is_file() else {}
+    return records
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run environments; return 1 if tests have failed in one of them, else 0."""
-    parser = argparse.ArgumentParser(description="Run chosen tests with several versions.")
+    parser = argparse.ArgumentParser(description="Run chosen tests with several versions; write README's table of versions.")
     parser.add_argument("names", nargs="*", metavar="environment", help=f"default: all of {', '.join(ENVIRONMENTS)}")
-    parser.add_argument("--table", action="store_true", help="print the rows for the README, and run nothing")
-    parser.add_argument("--readme", action="store_true", help="also write them to README.md")
+    parser.add_argument("--table", action="store_true", help="run nothing: write the table from the records only")
+    parser.add_argument("--keep", action="store_true", help="leave the environments in build/matrix")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="test processes")
     options = parser.parse_args(arguments)
     unknown = set(options.names) - set(ENVIRONMENTS)
     if unknown:
         parser.error(f"there is no environment {', '.join(sorted(unknown))}; there are {', '.join(ENVIRONMENTS)}")
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
-    if not options.table:
-        for name in options.names or ENVIRONMENTS:
-            print(f"{name}: ", end="", flush=True)
-            results[name] = run(name, ENVIRONMENTS[name], options.workers)
-            counts = ", ".join(f"{count} {word}" for word, count in results[name].get("counts", {}).items())
-            print(" ".join(filter(None, [results[name]["outcome"], counts, results[name].get("why", "")])), flush=True)
-            for each in results[name].get("failed", []):
-                print(f"    {each}")
-            RESULTS.parent.mkdir(parents=True, exist_ok=True)
-            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    print(HEAD + "\n".join(table(results)))
-    if options.readme:
-        page = ROOT / "README.md"
-        page.write_text(with_table(page.read_text(encoding="utf-8"), table(results)), encoding="utf-8")
-    return int(any(result["outcome"] == "failed" for result in results.values()))
+    names = () if options.table else options.names or tuple(ENVIRONMENTS)
+    has_failed = False
+    wheel = build() if names else Path()
+    for name in names:
+        print(f"{name}: ", end="", flush=True)
+        record = run(name, ENVIRONMENTS[name], wheel, options.workers)
+        counts = ", ".join(f"{count} {word}" for word, count in record.get("counts", {}).items())
+        print(" ".join(filter(None, [record["outcome"], counts, record.get("why", "")])), flush=True)
+        for each in record.get("failed", []):
+            print(f"    {each}")
+        has_failed |= record["outcome"] == "failed"
+        suite = {"versions": versions(sys.executable, [package for _, package, _ in ROWS] + ["tensorflow-cpu"])}
+        save(read() | {name: record, SUITE: suite})  # read again: another process may have run others
+        if not options.keep:
+            shutil.rmtree(BUILD / name, ignore_errors=True)
+    if names:
+        shutil.rmtree(wheel.parent)
+    page = ROOT / "README.md"
+    page.write_text(with_table(page.read_text(encoding="utf-8"), table(read())), encoding="utf-8")
+    print(table(read()), end="")
+    return int(has_failed)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from hvdlite.handoff.handle import Handle, Handles
 from hvdlite_torch import cuda, framework
 from hvdlite_torch.framework import as_tensor, contiguous
 
-_increment_version: Callable[[torch.Tensor], object] | None = getattr(torch.autograd.graph, "increment_version", None)
-
 
 class TorchHandle:
     """A collective on a torch tensor in flight; pass it to `poll` and `synchronize`.
@@ -161,7 +159,4 @@ def mark_written(tensor: torch.Tensor) -> None:
 
     Called when a collective in place begins, and again when its result is complete.
     """
-    if _increment_version is not None:
-        _increment_version(tensor)
-    else:
-        tensor.detach().reshape(-1)[:0].zero_()  # older torch: writes nothing and counts as written
+    torch.autograd.graph.increment_version(tensor)

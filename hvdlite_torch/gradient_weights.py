@@ -196,8 +196,7 @@ def _accumulator(parameter: torch.Tensor) -> Any:
         if is_frozen:  # torch makes no node then, but keeps one that is held when a parameter is frozen
             parameter.requires_grad_(True)
         try:
-            edge: Any = parameter.view_as(parameter).grad_fn  # as `get_gradient_edge` does it, which torch 2.1 has not
-            return edge.next_functions[0][0]
+            return torch.autograd.graph.get_gradient_edge(parameter).node
         finally:
             if is_frozen:
                 parameter.requires_grad_(False)

@@ -7,7 +7,6 @@ gradients of the combined mean and variance. The passes over the batch are torch
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.moments import combined_moments
 from hvdlite_torch import collectives, derivatives
-
-_is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: False)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -149,7 +146,7 @@ class _Synchronized(torch.autograd.Function):
         everywhere = collectives.allgather(own[None], call.name, call.process_set).wait().double()
         means, squares, counts = everywhere.split([input.shape[1], input.shape[1], 1], 1)
         count, mean, variance = combined_moments(counts, means, squares)
-        if count.device.type == "cpu" and not _is_compiling() and count.item() == 1:
+        if count.device.type == "cpu" and not torch.compiler.is_compiling() and count.item() == 1:
             raise ValueError("Expected more than 1 value per channel when training, got 1 over all ranks, of input size "
                              f"{tuple(input.shape)} on this one")
         mean, variance, count = (each.to(own.dtype) for each in (mean, variance, count))

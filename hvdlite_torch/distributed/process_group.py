@@ -155,6 +155,8 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
         """Set the time after which operations fail from now on."""
         self._timeout = timeout
         super().set_timeout(timeout)
+        if self._backend is not self:
+            self._backend.set_timeout(timeout)  # torch reads its options
         for other in self._other_backends.values():
             other.set_timeout(timeout)
 

@@ -18,6 +18,7 @@ from hvdlite.bootstrap.rendezvous import Address, accept_ranks, listen
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import SPARE, reserve_descriptors
 from tests.bootstrap.meeting import LIMIT, meet, rank_info
+from tests.worlds import HANGS_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +41,9 @@ def in_a_child(function: Callable[[Any], None], path: str) -> str:
     reader, writer = context.Pipe()
     child = context.Process(target=_with_low_hard_limit, args=(function, path, writer))
     child.start()
-    assert reader.poll(30)
+    assert reader.poll(HANGS_SECONDS)
     told: str = reader.recv()
-    child.join(30)
+    child.join(HANGS_SECONDS)
     assert child.exitcode == 0
     return told
 

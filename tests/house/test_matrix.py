@@ -1,4 +1,4 @@
-"""The environments of `make matrix` (`.ci/matrix.py`)."""
+"""The environments of `make matrix` (`.ci/matrix.py`), its records, and README's table of versions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import importlib.util
 import re
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from tests.worlds import ROOT
+
+UNTESTED = {"cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cuda-nvrtc",
+            "nvidia-cuda-runtime", "nvidia-ml-py"}
+"""Packages that need a GPU."""
 
 
 @pytest.fixture(scope="module")
@@ -26,56 +31,67 @@ def test_chosen_tests_exist(matrix: ModuleType) -> None:
         assert environment.tests and all((ROOT / path).exists() for path in environment.tests), name
 
 
-def test_the_oldest_environments_have_the_oldest_versions_that_setup_py_allows(matrix: ModuleType) -> None:
-    allowed = dict(re.findall(r'"([\w-]+)>=([\d.]+)', (ROOT / "setup.py").read_text(encoding="utf-8")))
-    allowed["tensorflow-cpu"] = allowed["tensorflow"]
-    pins = [pin for name in matrix.ENVIRONMENTS if name.endswith("-oldest") for pin in matrix.ENVIRONMENTS[name].packages]
-    pinned = [pin.partition("==")[::2] for pin in pins]
-    oldest: dict[str, str] = {}
-    for package, version in sorted(pinned, key=lambda pin: [int(part) for part in pin[1].split(".") if part], reverse=True):
-        if package in allowed and version:
-            oldest[package] = version
-    assert {"numpy", "ml_dtypes", "msgspec", "cloudpickle", "pyyaml", "mpi4py", "torch", "tensorflow-cpu"} <= set(oldest)
-    for package, version in oldest.items():
-        assert f"{version}.0".startswith(f"{allowed[package]}."), (package, version, allowed[package])
+def allowed() -> dict[str, str]:
+    """Return the oldest versions that setup.py allows of what users install."""
+    text, _, _ = (ROOT / "setup.py").read_text(encoding="utf-8").partition("HUGGING_FACE")
+    text += (ROOT / "setup.py").read_text(encoding="utf-8").partition("install_requires")[2]
+    return {name: oldest for name, oldest in re.findall(r'"([\w-]+)>=([\d.]+)', text) if name not in UNTESTED}
+
+
+def is_of(version: str, bound: str) -> bool:
+    return f"{version}.0.0".startswith(f"{bound}.")
+
+
+def test_an_environment_has_the_oldest_version_that_setup_py_allows(matrix: ModuleType) -> None:
+    bounds = allowed()
+    assert {"numpy", "torch", "tensorflow", "keras", "lightning", "mpi4py", "ray", "pyspark", "optuna"} <= set(bounds)
+    pinned = {(package.removesuffix("-cpu"), version) for environment in matrix.ENVIRONMENTS.values()
+              for package, _, version in (pin.partition("==") for pin in environment.packages)}
+    for package, bound in bounds.items():
+        assert any(name == package and is_of(version, bound) for name, version in pinned), f"{package}>={bound}"
+    python = re.search(r'python_requires=">=([\d.]+)"', (ROOT / "setup.py").read_text(encoding="utf-8"))
+    assert python and python[1] in {environment.python for environment in matrix.ENVIRONMENTS.values()}
+
+
+def test_a_record_is_of_its_environment(matrix: ModuleType) -> None:
+    records: dict[str, dict[str, Any]] = matrix.read()
+    assert set(records) <= {*matrix.ENVIRONMENTS, matrix.SUITE}
+    for name in set(records) - {matrix.SUITE}:
+        environment, installed = matrix.ENVIRONMENTS[name], records[name].get("versions", {})
+        assert not installed or is_of(installed["python"], environment.python.removesuffix("t")), name
+        for package, _, version in (pin.partition("==") for pin in environment.packages):
+            assert not version or installed.get(package.removesuffix("-cpu"), version).startswith(version), (name, package)
+
+
+def test_readmes_table_is_that_of_the_records(matrix: ModuleType) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert matrix.with_table(readme, matrix.table(matrix.read())) == readme, "run python .ci/matrix.py --table"
 
 
 def test_the_table_has_what_passed(matrix: ModuleType) -> None:
-    results = {
-        "core-oldest": {"outcome": "passed", "versions": {"python": "3.10.13", "numpy": "1.24.0"}},
-        "core-3.13": {"outcome": "passed", "versions": {"python": "3.13.0", "numpy": "2.4.6"}},
-        "core-3.14": {"outcome": "not run", "why": "there is no Python 3.14 here"},
-        "torch-newest": {"outcome": "failed", "versions": {"python": "3.12.1", "torch": "2.15.0"}},
-        "keras-oldest-torch": {"outcome": "passed",
-                               "versions": {"python": "3.11.7", "torch": "2.13.0+cpu", "keras": "3.8.0"}},
+    def passed(date: str, **versions: str) -> dict[str, object]:
+        return {"outcome": "passed", "date": date, "versions": versions}
+
+    records = {
+        "core-oldest": passed("2026-01-31", python="3.10.13", numpy="1.24.0"),
+        "core-3.13": passed("2026-02-01", python="3.13.0", numpy="2.4.6"),
+        "core-3.14t": passed("2026-01-30", python="3.14.1", numpy="2.4.6"),
+        "core-3.14": {"outcome": "not run", "date": "2026-03-01", "why": "there is no Python 3.14 here"},
+        "torch-newest": {"outcome": "failed", "date": "2026-03-01", "versions": {"python": "3.12.1", "torch": "2.15.0"}},
+        "keras-oldest-torch": passed("2026-01-31", python="3.11.7", torch="2.13.0+cpu", keras="3.8.0"),
+        "of another time": passed("2026-03-01", python="3.9.1"),
+        matrix.SUITE: {"versions": {"python": "3.11.7", "torch": "2.13.0+cpu"}},
     }
-    rows = matrix.table(results | {"core-3.9": {"outcome": "passed", "versions": {"python": "3.9.1"}}})  # of another time
-    assert rows == ["| Python, with PyTorch or TensorFlow | 3.11 |", "| Python, the core alone | 3.10, 3.13 |",
-                    "| PyTorch (CPU) | 2.13 |", "| Keras | 3.8 |", "| NumPy, the core alone | 1.24, 2.4 |"]
-    page = f"Text.\n\n{matrix.HEAD}| Python, the core alone | 3.9 |\n| Lightning | 2.6 |\n\n## More\n"
-    assert matrix.with_table(page, rows[1:3]) == (
-        f"Text.\n\n{matrix.HEAD}| Python, the core alone | 3.10, 3.13 |\n| Lightning | 2.6 |\n| PyTorch (CPU) | 2.13 |\n\n"
-        "## More\n")
+    rows = matrix.table(records).splitlines()[2:]
+    assert len(rows) == len(matrix.ROWS)
+    assert rows[:4] == ["| Python, the core alone | 3.10, 3.13, 3.14t | 3.11 | 2026-02-01 |",
+                        "| Python, with PyTorch or TensorFlow |  | 3.11 |  |",
+                        "| NumPy | 1.24, 2.4 |  | 2026-02-01 |", "| PyTorch (CPU) |  | 2.13 |  |"]
+    assert "| Keras | 3.8 |  | 2026-01-31 |" in rows
 
 
-def test_the_readmes_table_gets_its_versions_and_says_nothing_twice(matrix: ModuleType) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert matrix.with_table(readme, []) == readme
-    installed = dict.fromkeys(matrix.SHOWN.values(), "99.1.2")
-    rows = matrix.table({name: {"outcome": "passed", "versions": installed} for name in matrix.ENVIRONMENTS})
-    assert rows == [f"| {title} | 99.1 |" for title in matrix.SHOWN]
-    before, after = _titles(matrix, readme), _titles(matrix, matrix.with_table(readme, rows))
-    assert set(before) - set(matrix.SHOWN) == {"Lightning", "PyTorch (CPU), the backend of `torch.distributed`"}
-    assert len(set(after)) == len(after) and set(after) == set(before) | set(matrix.SHOWN)
-    assert after[:len(before)] == before
-
-
-def _titles(matrix: ModuleType, page: str) -> list[str]:
-    table = page.partition(matrix.HEAD)[2].partition("\n\n")[0]
-    return [line.removeprefix("| ").partition(" | ")[0] for line in table.splitlines()]
-
-
-def test_environments_of_the_newest_versions_are_made_again(matrix: ModuleType) -> None:
-    for name, environment in matrix.ENVIRONMENTS.items():
-        assert not matrix.is_made(name, environment, "")
-        assert matrix.is_made(name, environment, repr(environment)) is not name.endswith("-newest")
+def test_a_page_gets_the_table_in_its_place(matrix: ModuleType) -> None:
+    page = f"Text.\n\n{matrix.BEGIN}| old |\n{matrix.END}\n## More\n"
+    assert matrix.with_table(page, "| new |\n") == page.replace("old", "new")
+    with pytest.raises(ValueError, match="the page has no"):
+        matrix.with_table("Text.\n", "| new |\n")

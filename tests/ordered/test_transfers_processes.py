@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from tests.ordered.programs import messages as programs
 from tests.worlds import TORCH, Processes, processes, shared_memory
 
-MANY_HOSTS = pytest.param((2, 1), TORCH, id="two hosts")
+MANY_HOSTS = pytest.param((2, 1), TORCH, id="two hosts", marks=pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="needs torch, for Gloo"))
 
 
 def test_batches_of_four_ranks(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from hvdlite_tf.versions import OLDEST, check_installed
+from hvdlite_tf.versions import OLDEST, OLDEST_JAX, check_installed
 
 
 @pytest.mark.parametrize("installed", [{}, {"keras": "3.8.0"}, {"keras": "3.15.1", "tensorflow": "2.16.2"},
@@ -24,6 +24,13 @@ def test_older_versions_are_refused_with_both_versions(name: str, version: str) 
     oldest = ".".join(map(str, OLDEST[name]))
     with pytest.raises(ImportError, match=f"needs {name} {oldest} or newer, and {version} is installed"):
         check_installed(lambda asked: _version_of({name: version}, asked))
+
+
+def test_an_older_jax_is_refused_on_the_jax_backend() -> None:
+    for version in ("0.4.36", "0.5.0", "1.0"):
+        check_installed(lambda name, version=version: version, OLDEST_JAX)
+    with pytest.raises(ImportError, match=r"needs jax 0\.4\.36 or newer, and 0\.4\.35 is installed: pip install -U jax"):
+        check_installed(lambda name: "0.4.35", OLDEST_JAX)
 
 
 def test_other_backends_do_not_import_tensorflow() -> None:

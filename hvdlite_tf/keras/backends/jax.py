@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,12 +12,14 @@ from jax.experimental import io_callback
 
 from hvdlite.core.array import Array
 from hvdlite_tf.keras.backends.common import KerasStepReducer
+from hvdlite_tf.versions import OLDEST_JAX, check_installed
+
+check_installed(wanted=OLDEST_JAX)
 
 if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1:
     # JAX has a single thread for work on the CPU then, in which a callback would wait for its own arguments
     # (jax-ml/jax#24255). This has an effect until JAX first computes.
-    with contextlib.suppress(AttributeError):  # JAX has it since 0.4.31 or so
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 class JaxStepReducer(KerasStepReducer):
