@@ -10,6 +10,7 @@ framework that its program does not use. A test whose process is not to import s
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import faulthandler
 import inspect
@@ -264,6 +265,20 @@ def processes(size: int, program: Program | Path, *arguments: object, timeout: f
 
 OTHERS_MEMORY = ("mpich_shm", "vader_", "sm_segment", "plasma", "ray", "torch_", "sem.")
 """How files in /dev/shm begin that other libraries make, maybe in a test that runs at the same time."""
+
+
+def descriptors(*kinds: str) -> set[str]:
+    """Return what this process has open of these kinds, such as "eventfd" or "socket:".
+
+    Tests of other kinds share the process: threads that they leave behind open and close other descriptors meanwhile.
+    """
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{number}")
+            if any(kind in link for kind in kinds):
+                found.add(f"{number} {link}")
+    return found
 
 
 def shared_memory() -> set[str]:

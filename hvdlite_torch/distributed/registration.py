@@ -51,10 +51,10 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
         raise as_backend_error(LaunchError(
             f"{told}: rank {rank} has waited in vain for the others of its {size} ranks; all of them must make the group, "
             f'with the backend "{NAME}": {str(error).splitlines()[0]}')) from error
-    if members is None:
-        count()
     trace = os.environ.get(TRACE, "")
     if trace:
         path = f"{trace}{members[rank] if members else rank}"
         ordered.watch(lambda: fr_trace.write(path, records()))
+    if members is None:
+        count()
     return HvdliteProcessGroup(ordered, store, name, timeout, join_part)

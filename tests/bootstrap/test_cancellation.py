@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from hvdlite.bootstrap.descriptors import recv_fds, send_fds
 from hvdlite.bootstrap.rendezvous import Address, accept_ranks, connect_to_rank_0, listen
 from hvdlite.core.errors import LaunchError
 from tests.bootstrap.meeting import LIMIT, rank_info
+from tests.worlds import descriptors
 
 
 def give_up(action: Callable[[Cancellation], object], when: Callable[[], object] = lambda: None) -> None:
@@ -47,7 +47,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Address:
 
 def test_a_rendezvous_ends_wherever_it_blocks(address: Address) -> None:
     gc.collect()  # what earlier tests have left
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors("socket:")
     with listen(address) as listener:
         if not address.path:
             address = Address(host=address.host, port=listener.getsockname()[1], key=address.key)
@@ -61,7 +61,7 @@ def test_a_rendezvous_ends_wherever_it_blocks(address: Address) -> None:
                                                   cancellation=cancellation))
     give_up(lambda cancellation: connect_to_rank_0(address, rank_info(1), timeout=30, frame_limit=LIMIT,
                                                    cancellation=cancellation))  # nobody listens yet
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert descriptors("socket:") <= before
 
 
 def test_passing_descriptors_ends_wherever_it_blocks(tmp_path: Path) -> None:

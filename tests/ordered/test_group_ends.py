@@ -161,13 +161,15 @@ def test_close_ends_the_thread_and_the_calls() -> None:
     while not ends[0].is_waiting:
         pass
     queued = ends[0].start([barrier()])
+    worker = ends[0]._worker
+    assert worker is not None
     ends[0].close()
     ends[1].close()
     waiting.join(HANGS_SECONDS)
     for call in (*ended, queued):
         assert "destroyed on this rank" in str(call.error)
-    assert len(ended) == 1
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hvdlite-group-")]
+    worker.join(HANGS_SECONDS)
+    assert not worker.is_alive() and len(ended) == 1
 
 
 @pytest.mark.parametrize("blocking", [True, False])

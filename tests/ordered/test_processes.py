@@ -31,7 +31,7 @@ def test_without_a_launcher_the_first_group_begins_a_job(tmp_path: Path) -> None
 def test_closed_groups_leave_nothing_behind(tmp_path: Path) -> None:
     before = shared_memory()
     processes(2, programs.leaves_nothing_behind, str(tmp_path), 2)
-    assert shared_memory() == before
+    assert shared_memory() <= before
 
 
 @pytest.mark.parametrize("shares", [True, False], ids=["on the job's runtime", "a world of its own"])

@@ -23,7 +23,7 @@ from hvdlite.ordered import ring_transfers as module
 from hvdlite.ordered.call import Call
 from hvdlite.ordered.ring_transfers import RingTransfers
 from tests.ordered.schedules import Schedule, done, failure, received, text
-from tests.worlds import HANGS_SECONDS
+from tests.worlds import HANGS_SECONDS, descriptors
 
 RING = 1 << 16
 
@@ -411,18 +411,18 @@ def test_no_memory_is_an_error_of_one_send(ranks: Callable[..., Ranks], monkeypa
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors")
 def test_a_closed_end_has_no_descriptors(ranks: Callable[..., Ranks]) -> None:
     """Its calls and the caller may still refer to it."""
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
+    def owned() -> int:
+        return len(descriptors("memfd", "eventfd"))
 
     world = ranks(2)
     gc.collect()  # what other tests have left
-    open_ends = descriptors()
+    open_ends = owned()
     calls = [world.ends[0].receive(np.empty(1, np.uint8), 1, 0), world.ends[0].send(text(1, size=5 * RING), 1, 0)]
     received(world.ends[1], 5 * RING, 0)
-    assert descriptors() == open_ends + 2
+    assert owned() == open_ends + 2
     for end in world.ends:
         end.close()
-    assert descriptors() == open_ends - 2 and failure(calls[0])
+    assert owned() == open_ends - 2 and failure(calls[0])
 
 
 def test_a_forked_child_changes_nothing(ranks: Callable[..., Ranks]) -> None:

@@ -325,6 +325,7 @@ def recorded(folder: str) -> None:
     traces = [Path(folder, f"trace_{rank}") for rank in range(2)]
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(traces[0])[:-1]
     begin(folder, seconds=30.0)
+    assert summed() == 1  # every rank's group is complete: it would write nothing before
 
     def written() -> None:
         while not all(trace.exists() for trace in traces):
