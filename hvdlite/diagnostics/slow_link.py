@@ -14,13 +14,13 @@ from typing import Final
 from hvdlite.core.ledger import Ledger, Traffic
 
 LEAST_RATIO: Final = 2.0
-"""How many times as fast every other connection must be."""
+"""How many times as fast as all connections of a slow link together every other one must be."""
 LEAST_BYTES: Final = 0.1
 """Of what the connection that carried most has carried. Others carry messages, of which the kernel may acknowledge the last
 one only after 40 ms: their rates say nothing.
 """
-LEAST_SECONDS: Final = 0.001
-"""A tick of the kernel, in which it counts time."""
+LEAST_SECONDS: Final = 0.1
+"""How long data must have been under way in the slowest connection: the kernel counts this time in ticks of up to 10 ms."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def flows(ledgers: Mapping[int, Ledger]) -> list[Flow]:
     least = LEAST_BYTES * max((each.sent for _, each in known), default=0)
     found: dict[tuple[int, int], list[Traffic]] = {}
     for rank, each in known:
-        if each.sent > least and each.sending >= LEAST_SECONDS:
+        if each.sent > least and each.sending > 0:
             found.setdefault((rank, owners[each.remote]), []).append(each)
     return [_flow(*between, carried, ledgers[between[0]].seconds) for between, carried in sorted(found.items())]
 
@@ -81,10 +81,13 @@ def slow_link(ledgers: Mapping[int, Ledger]) -> SlowLink | None:
     if not known:
         return None
     slowest = min(known, key=lambda flow: flow.rate)
+    if slowest.share * ledgers[slowest.sender].seconds < LEAST_SECONDS:
+        return None
     for sending, receiving in _explanations(slowest, ledgers):
-        inside = [flow for flow in known if flow.sender in sending or flow.receiver in receiving]
+        carried = max(sum(flow.rate for flow in known if flow.sender in sending),  # at the same time, perhaps: they share it
+                      sum(flow.rate for flow in known if flow.receiver in receiving))
         outside = [flow for flow in known if flow.sender not in sending and flow.receiver not in receiving]
-        if outside and LEAST_RATIO * max(flow.rate for flow in inside) <= min(flow.rate for flow in outside):
+        if outside and LEAST_RATIO * carried <= min(flow.rate for flow in outside):
             usual = statistics.median(flow.rate for flow in outside)
             crowd = max(ledgers[rank].queued / ledgers[rank].seconds for rank in (slowest.sender, slowest.receiver))
             return SlowLink(sending or receiving, slowest, usual, slowest.share * (1 - slowest.rate / usual) - crowd)

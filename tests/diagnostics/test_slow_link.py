@@ -57,6 +57,21 @@ def test_one_slow_direction_is_its_senders() -> None:
     assert (found := slow_link(pair)) is not None and (found.ranks, found.flow.receiver) == ((1,), 0)
 
 
+def test_connections_that_share_a_healthy_link_are_no_slow_link() -> None:
+    """Rank 0 sends to two hosts at the same time: each connection has half of its rate."""
+    fan = {(0, 1): 2 * FAST, (0, 2): 2 * FAST, (1, 0): FAST, (2, 0): FAST}
+    assert slow_link(job({0: "a", 1: "b", 2: "c"}, fan)) is None
+
+
+def test_nothing_is_said_of_less_time_than_the_kernel_can_measure() -> None:
+    slow = ring({(0, 1): SLOW})
+    for scale, names in ((0.02, True), (0.01, False)):
+        part = {rank: msgspec.structs.replace(ledger, traffic=tuple(
+            msgspec.structs.replace(each, sending=scale * each.sending) for each in ledger.traffic))
+                for rank, ledger in slow.items()}
+        assert (slow_link(part) is not None) == names
+
+
 def test_a_rank_that_receives_slowly_from_all() -> None:
     everybody = {(sender, receiver): SLOW if receiver == 2 else FAST
                  for sender in range(3) for receiver in range(3) if sender != receiver}

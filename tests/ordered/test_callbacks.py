@@ -95,7 +95,7 @@ def test_a_callback_may_wait_for_a_call_that_is_queued(one_host: bool) -> None:
         result_of(third)
         return seen + [float(each[0]) for each in values]
 
-    assert play(groups(2, one_host=one_host, timeout=5), step) == [[20, 2, 20, 200, 2000]] * 2
+    assert play(groups(2, one_host=one_host, timeout=HANGS_SECONDS), step) == [[20, 2, 20, 200, 2000]] * 2
 
 
 def test_a_call_of_a_signal_handler_inside_a_call_is_refused() -> None:
@@ -139,7 +139,7 @@ def test_a_callback_has_its_place_although_its_call_is_over_on_some_ranks_only(o
         result_of(last)
         return [float(each[0]) for each in values] + inner
 
-    assert play(groups(2, one_host=one_host, timeout=5), step) == [[2.0, 20.0, 200.0, 14.0]] * 2
+    assert play(groups(2, one_host=one_host, timeout=HANGS_SECONDS), step) == [[2.0, 20.0, 200.0, 14.0]] * 2
 
 
 @HOSTS
@@ -160,7 +160,7 @@ def test_callbacks_of_several_calls_come_in_the_order_of_asking(one_host: bool) 
         assert sums(group, 700.0) == 1400
         return inner
 
-    assert play(groups(2, one_host=one_host, timeout=5), step) == [[14.0, 140.0]] * 2
+    assert play(groups(2, one_host=one_host, timeout=HANGS_SECONDS), step) == [[14.0, 140.0]] * 2
 
 
 class Program:
@@ -228,7 +228,7 @@ def test_calls_of_callbacks_have_the_same_order_on_all_ranks(one_host: bool, see
         program.run()
         return sorted(program.begun)
 
-    one, other = play(groups(2, one_host=one_host, timeout=10), step)
+    one, other = play(groups(2, one_host=one_host, timeout=HANGS_SECONDS), step)
     assert one == other
 
 

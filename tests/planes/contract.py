@@ -18,7 +18,7 @@ from tests.planes.nccl_double import nccl
 from tests.planes.steps import run
 
 SIZES = (2, 4) if under_mpi.ACTIVE else (1, 2, 3, 4)  # a world under mpiexec takes as much time as all others
-LARGE = 10_000 if under_mpi.ACTIVE else 50_000
+LARGE = 20_000 if under_mpi.ACTIVE else 50_000
 """Elements that make several pieces, also of one byte each."""
 
 
