@@ -162,7 +162,7 @@ def _torch_distributed(rows: Rows, ranks: int) -> list[str]:
             f"{parameters['from_gloo']:.1g} at most, and not between ranks.", "", *_compared(steps, "work", 1e3, "ms")]
     for part in dict.fromkeys(row["part"] for row in measured if "bytes" in row):
         named = [{"bytes": row["bytes"], "seconds": row["seconds"]} for row in measured if row["part"] == part]
-        text += ["", f"### {part}", "", *_compared(named, "size", 1e6, "us")]
+        text += ["", f"### {part}: medians of single calls", "", *_compared(named, "size", 1e6, "us")]
     return text
 
 

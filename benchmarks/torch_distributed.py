@@ -7,6 +7,8 @@
                     buffer. "blocking" is one call after the other, "4 at once" starts four and then waits for each
     ping-pong       a message to a neighbour and back
 
+Steps are medians of rounds; collectives and messages are medians of single calls.
+
 DDP's parameters after some steps are compared with those of Gloo, and those of all ranks with each other.
 """
 
@@ -204,8 +206,12 @@ def compare_parameters(groups: Groups) -> dict[str, Any]:
 
 
 def measured(bench: Bench, row: dict[str, Any], contenders: dict[str, Work], calls: int = 1) -> dict[str, Any]:
-    """Return a row with the seconds of each contender, per call or per step of a call."""
-    seconds = {who: median(values) / calls for who, values in bench.interleave(contenders, warmup=2).items()}
+    """Return a row with the seconds of each contender: the median of its calls, or of its steps by rounds.
+
+    Not the average of a round for calls: a few of Gloo's small ones take milliseconds, which would multiply its figures.
+    """
+    rounds = bench.interleave(contenders, warmup=2)
+    seconds = {who: median(values) / calls for who, values in (bench.calls if "bytes" in row else rounds).items()}
     what = f"{row['bytes']:>9} B" if "bytes" in row else ""
     say(f"{row['part']:34} {what:>12}" + "".join(f"  {who} {value * 1e6:10.1f} us" for who, value in seconds.items())
         + f"   x{seconds['hvdlite'] / seconds['gloo']:.2f}")

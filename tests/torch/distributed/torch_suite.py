@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS))
     parser.add_argument("--results", type=Path, help="a file for the outcome of each test, as JSON")
     arguments = parser.parse_args()
+    if importlib.util.find_spec("expecttest") is None:
+        parser.error("torch's tests need another package: pip install expecttest")
     outcomes = {backend: run(backend, arguments.ranks, arguments.only) for backend in arguments.backends}
     if arguments.results is not None:
         arguments.results.write_text(json.dumps(outcomes, indent=1), encoding="utf-8")
