@@ -1,4 +1,4 @@
-"""Communication hooks and compression, one core a rank: ms of a training step, beside DDP (Gloo) with the hooks of torch.
+"""Communication hooks and compression: ms of a training step, beside DDP (Gloo) with the hooks of torch.
 
 Each contender trains its own copy of the model on random images. "plain" is without any hook; "alone" is the same ranks
 without any communication. DDP's PowerSGD begins in its third step, ours at once. It gets one bucket: with several, torch's

@@ -1,4 +1,4 @@
-"""Training on Fashion-MNIST, one core a rank: images/s of hvdlite, torch DDP (Gloo), Horovod, and the ceiling.
+"""Training on Fashion-MNIST: images/s of hvdlite, torch DDP (Gloo), Horovod, and the ceiling.
 
 The ceiling is the same ranks training without any communication; "hvdlite, step" waits for gradients in `step()`. Each
 contender trains its own copy of the model; the batch size is per rank. With one rank, it shows what wrapping the optimizer
