@@ -304,13 +304,17 @@ class Engine:
         self.fail(FailureNotice(self._control.parent, "lost", reason))
 
     def _status(self) -> RankStatus:
-        for group in list(self._state.groups):
-            group.reported()
+        self._tell_groups()
         devices = self._connections.devices
         waiting = [*(entry.handle.name for entry in self._execution.pending()), *self._mailboxes.waiting.values(),
                    *(wait.name for group in list(self._state.groups) for wait in group.calls().waits)]
         return self.history.status(self._inbox.last_caller, waiting, () if devices is None else devices.progress(),
                                    self._waiters.progress.ledger())
+
+    def _tell_groups(self) -> None:
+        """Tell those who watch groups that a report is gathered, or that the job fails: each of them once."""
+        for troubled in {group.troubled for group in list(self._state.groups)}:
+            troubled()
 
     def _close(self) -> None:
         """Close every part, whatever others raise; in the end no thread waits for this one any more."""
@@ -319,6 +323,7 @@ class Engine:
             state.failure = HorovodInternalError("the background thread ended unexpectedly; see the log")
         error = state.closing_error()
         parts: list[Callable[[], Any]] = [
+            *([] if state.failure is None else [self._tell_groups]),
             *(functools.partial(group.fail, error) for group in list(state.groups)),
             lambda: self._control.flush(FLUSH_SECONDS), lambda: connections.oob.close(error),
             lambda: self._execution.fail(error), connections.plane.close]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from hvdlite.negotiation.messages import GroupCalls
@@ -14,11 +15,12 @@ class Group(Protocol):
     def is_waiting(self) -> bool:
         """Whether a thread may be blocked in a call of the group."""
 
+    @property
+    def troubled(self) -> Callable[[], object]:
+        """To be called when rank 0 gathers a report, and before `fail`: once, if several groups have the same function."""
+
     def fail(self, error: Exception) -> None:
         """The background thread ends: fail all calls under way and all later ones."""
-
-    def reported(self) -> None:
-        """Rank 0 gathers a report."""
 
     def calls(self) -> GroupCalls:
         """Return how far this rank is, and in which calls it has waited for long."""

@@ -115,8 +115,8 @@ class BlockedRanks:
         return stuck_ranks(needs)
 
     def _needed(self, group: GroupCalls, call: CallWait) -> Collection[int]:
-        """Return the ranks that a call of a group needs, and that had not begun it when they were blocked."""
-        return [rank for rank in call.missing if rank in self._blocked and any(
+        """Return the ranks that a call of a group needs, and that had not begun it when all their threads were blocked."""
+        return [rank for rank in call.missing if rank in self._blocked and self._blocked[rank].all_threads and any(
             each.group == group.group and each.begun < call.sequence for each in self._blocked[rank].groups)]
 
 

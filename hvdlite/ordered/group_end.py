@@ -57,6 +57,10 @@ JOIN_SECONDS: Final = 2.0
 """How long `close` waits for the worker thread."""
 
 
+def _nothing() -> None:
+    pass
+
+
 class GroupEnd:
     """Implements `OrderedGroup`.
 
@@ -68,6 +72,9 @@ class GroupEnd:
         members: for messages: the name of each rank.
         released: called once, when the group is closed.
         patience: seconds that a rank waits for others before it tells rank 0 of the runtime.
+
+    Attributes:
+        troubled: see `OrderedGroup.watch`.
     """
 
     def __init__(self, name: str, rank: int, size: int, timeout: float, plane: Plane, area: GroupArea, *,
@@ -86,7 +93,7 @@ class GroupEnd:
         self._unchecked: Prepared | None = None  # until it is known whether all ranks make the call under way
         self._met = 0.0  # when that was known, on the reporter's clock
         self._history = History()
-        self._troubled: Callable[[], object] = lambda: None
+        self.troubled: Callable[[], object] = _nothing
         self._board: Board | None = None
         if announcements is None:
             self._others: Others = Board(area)
@@ -180,19 +187,14 @@ class GroupEnd:
         return self._history.calls(self._completed, self._reporter.clock(), queue)
 
     def watch(self, troubled: Callable[[], object]) -> None:
-        self._troubled = troubled
+        self.troubled = troubled
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def fail(self, error: Exception) -> None:
         """The runtime ends, on the other ranks too; callable from any thread."""
         self._has_runtime = False
-        self._troubled()
         self._fail(error)
-
-    def reported(self) -> None:
-        """Rank 0 gathers a report."""
-        self._troubled()
 
     def _fail(self, error: Exception) -> None:
         """Fail all calls under way and all later ones."""
@@ -288,8 +290,8 @@ class GroupEnd:
                     self._changed.wait()
                 if not self._queue:
                     return
+                self._runner = threading.get_ident()  # first, so that `blocked_threads` never sees neither
                 call = self._queue.popleft()
-                self._runner = threading.get_ident()
             try:
                 self._carry_out(call)
             finally:
@@ -321,10 +323,10 @@ class GroupEnd:
                 self._perform(operation, self.timeout if call.timeout is None else call.timeout)
         except MismatchError as mismatched:
             error = mismatched
-            self._troubled()
+            self.troubled()
         except Exception as failed:
             error = self._waiter.error or self._reason(failed)
-            self._troubled()  # before what is queued is given up
+            self.troubled()  # before what is queued is given up
             self._fail(error)
             if not isinstance(error, HorovodInternalError):  # no memory, say: the others do not know of it
                 self._reporter.failed(error)

@@ -73,13 +73,14 @@ class ReportedGroup:
     def is_waiting(self) -> bool:
         return self._end.is_waiting
 
+    @property
+    def troubled(self) -> Callable[[], object]:
+        return self._end.troubled
+
     def fail(self, error: Exception) -> None:
         reason = error if self._failure is None else self._failure()
         if reason is not None:
             self._end.fail(reason)
-
-    def reported(self) -> None:
-        self._end.reported()
 
     def calls(self) -> GroupCalls:
         return GroupCalls(self._identity, self._end.begun, tuple(

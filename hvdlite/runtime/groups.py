@@ -135,6 +135,7 @@ class Groups:
                 self._of_world = runtime if names is None else self._of_world
             else:
                 runtime = self._started(dataclasses.replace(info, rank_names=names or ()), config)
+                self._of_world = None if names is None else self._of_world
                 release = self._leave_own(runtime)
         finally:
             if info.held_port is not None:

@@ -13,7 +13,7 @@ import pickle
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -64,14 +64,24 @@ def dump(groups: Sequence[GroupRecord]) -> dict[str, Any]:
                     for record, (_, index, call) in enumerate(calls, forgotten)]}
 
 
-def write(path: str, groups: Sequence[GroupRecord]) -> None:
-    """Write a dump to a file, which is complete at any time; a failure is logged."""
+def write(path: str, records: Callable[[], Sequence[GroupRecord]]) -> None:
+    """Write a dump to a file, which is complete at any time; any failure is logged, for calls must end nevertheless."""
     try:
-        with tempfile.NamedTemporaryFile(dir=Path(path).absolute().parent, delete=False) as file:
-            pickle.dump(dump(groups), file)
-        os.replace(file.name, path)
-    except OSError as error:
-        _log.error("the flight recorder's trace cannot be written to %s: %s", path, error.strerror)
+        _write(path, dump(records()))
+    except Exception as error:
+        reason = error.strerror if isinstance(error, OSError) else repr(error)
+        _log.error("the flight recorder's trace cannot be written to %s: %s", path, reason)
+
+
+def _write(path: str, dumped: dict[str, Any]) -> None:
+    with tempfile.NamedTemporaryFile(dir=Path(path).absolute().parent, delete=False) as file:
+        try:
+            pickle.dump(dumped, file)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
 def _description(group: GroupRecord) -> str:

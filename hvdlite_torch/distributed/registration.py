@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from torch.distributed import Backend, is_available
@@ -33,9 +34,8 @@ def _create(options: Any, backend_options: Any = None) -> Any:
 def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | None, timeout: datetime.timedelta) -> Any:
     from hvdlite import api
     from hvdlite.core.errors import HvdliteError, LaunchError
-    from hvdlite_torch.distributed import fr_trace
     from hvdlite_torch.distributed.errors import as_backend_error
-    from hvdlite_torch.distributed.process_group import HvdliteProcessGroup, records
+    from hvdlite_torch.distributed.process_group import HvdliteProcessGroup
     from hvdlite_torch.distributed.step_count import count
 
     def join_part(store: Any, name: str, rank: int, ranks: Sequence[int], timeout: datetime.timedelta) -> Any:
@@ -53,8 +53,16 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
             f'with the backend "{NAME}": {str(error).splitlines()[0]}')) from error
     trace = os.environ.get(TRACE, "")
     if trace:
-        path = f"{trace}{members[rank] if members else rank}"
-        ordered.watch(lambda: fr_trace.write(path, records()))
+        ordered.watch(_writer(f"{trace}{members[rank] if members else rank}"))
     if members is None:
         count()
     return HvdliteProcessGroup(ordered, store, name, timeout, join_part)
+
+
+@functools.cache
+def _writer(path: str) -> Callable[[], None]:
+    """Return what writes the trace of this rank's groups to a file: one function for all groups, which is called once."""
+    from hvdlite_torch.distributed import fr_trace
+    from hvdlite_torch.distributed.process_group import records
+
+    return lambda: fr_trace.write(path, records)

@@ -186,6 +186,16 @@ def test_no_circle_where_a_rank_need_not_be_waited_for(second: Blocked) -> None:
     assert not sim.coordinator.blocked.deadlock()[0] and not sim.coordinator.blocked.deadlock(certain=False)[0]
 
 
+def test_no_circle_where_another_thread_may_make_the_call_of_a_group() -> None:
+    """Although the rank itself waits for a negotiated collective, and such a circle would be an error in the end."""
+    sim, _ = world()
+    call(sim, 0, "loss")
+    block(sim, 0, Blocked((Wait(0, "loss"),), False, (at("a", 2),)))
+    block(sim, 1, wait_in(at("a", 3, 0)))
+    sim.settle()
+    assert not sim.coordinator.blocked.deadlock(certain=False)[0]
+
+
 @given(strategies.dictionaries(strategies.integers(0, 5), strategies.lists(
     strategies.frozensets(strategies.integers(0, 5), max_size=4), min_size=1, max_size=3)))
 def test_stuck_are_those_that_no_order_of_answers_frees(needs: dict[int, list[frozenset[int]]]) -> None:

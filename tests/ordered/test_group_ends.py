@@ -91,22 +91,23 @@ def test_a_rank_that_gives_up_inside_a_call_ends_the_waits_of_the_others(how: st
 
 @HOSTS
 def test_a_rank_that_gives_up_does_not_hide_who_has_not_come(one_host: bool) -> None:
-    given_up, over = threading.Event(), threading.Event()
+    waits, over = threading.Event(), threading.Event()
 
     def step(group: GroupEnd) -> Any:
         if group.rank == 2:
             assert over.wait(HANGS_SECONDS)
-            return None
-        call = group.start([barrier()], blocking=True, timeout=[0.1, 3.0][group.rank])
-        if group.rank == 0:
-            given_up.set()
-            assert over.wait(HANGS_SECONDS)
-        else:
-            assert given_up.is_set()
+        elif group.rank == 1:
+            with mock.patch.object(group._waiter, "_impatient", waits.set):
+                call = group.start([barrier()], blocking=True, timeout=0.5)
             over.set()
-        return call.error
+            return call.error
+        else:
+            assert waits.wait(HANGS_SECONDS)
+            call = group.start([barrier()], blocking=True, timeout=0.1)
+            assert over.wait(HANGS_SECONDS)
+            return call.error
 
-    for error in play(groups(3, one_host=one_host), step)[:2]:
+    for error in play(groups(3, one_host=one_host, patience=0.02), step)[:2]:
         assert isinstance(error, OperationTimeoutError) and error.ranks == (2,)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,22 +73,40 @@ def result_of_waiting(call: Call) -> None:
 
 def test_who_carries_out_other_calls_is_not_blocked() -> None:
     """A callback may take any time; so may the rest of a call that all ranks have begun."""
-    entered, leave = threading.Event(), threading.Event()
+    asked, entered, leave = threading.Event(), threading.Event(), threading.Event()
 
     def stay(call: Call) -> None:
         entered.set()
         assert leave.wait(HANGS_SECONDS)
 
     def step(group: GroupEnd) -> None:
+        if group.rank == 1:
+            assert asked.wait(HANGS_SECONDS)  # else the callback may run at once
         call = group.start([barrier()])
         if group.rank == 0:
             call.when_done(stay)
+            asked.set()
             assert entered.wait(HANGS_SECONDS)
             assert group.blocked_threads() is None
             leave.set()
         result_of(call)
 
     play(groups(2), step)
+
+
+def test_a_group_is_not_idle_while_a_call_leaves_the_queue() -> None:
+    seen = []
+
+    class Watched(deque[Call]):
+        def popleft(self) -> Call:
+            call = super().popleft()
+            seen.append(ends[0].blocked_threads())
+            return call
+
+    ends = groups(2)
+    ends[0]._queue = Watched()
+    play(ends, lambda group: result_of(group.start([barrier()])))
+    assert seen == [None]
 
 
 def test_a_thread_that_was_interrupted_is_not_blocked() -> None:

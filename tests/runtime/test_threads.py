@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import os
 import re
@@ -23,6 +25,7 @@ from hvdlite.core.errors import (
     UnsupportedError,
 )
 from hvdlite.core.types import ReduceOp
+from hvdlite.negotiation.messages import GroupCalls
 from hvdlite.planes.base import Plane
 from hvdlite.runtime.assemble import assemble_threads
 from hvdlite.runtime.runtime import Runtime
@@ -142,6 +145,48 @@ def test_a_failing_rank_is_named_with_its_traceback_everywhere() -> None:
         with pytest.raises(PeerFailedError):
             summed(runtime, "y", np.ones(1))
     threads(3, step)
+
+
+class WatchedGroup:
+    """Implements `handoff.groups.Group`; writes down what it is asked."""
+
+    is_waiting = False
+
+    def __init__(self, asked: list[str]) -> None:
+        self.asked = asked
+        self.troubled = functools.partial(asked.append, "troubled")
+
+    def fail(self, error: Exception) -> None:
+        self.asked.append("fail")
+
+    def calls(self) -> GroupCalls:
+        self.asked.append("calls")
+        return GroupCalls("group", 0)
+
+    def blocked_threads(self) -> frozenset[int]:
+        return frozenset()
+
+
+def test_who_watches_several_groups_is_told_once() -> None:
+    """When a report is gathered, and before the groups fail."""
+    def step(runtime: Runtime) -> None:
+        asked: list[str] = []
+        first, second = WatchedGroup(asked), WatchedGroup(asked)
+        second.troubled = first.troubled
+        runtime.add_group(first)
+        runtime.add_group(second)
+        summed(runtime, "x", np.ones(1))
+        if runtime.world.rank == 0:
+            reported = threading.Event()
+            runtime.demand_report(lambda report: reported.set())
+            assert reported.wait(HANGS_SECONDS)
+            runtime.fail("ValueError", "boom", "")
+        with pytest.raises(HorovodInternalError):
+            summed(runtime, "y", np.ones(1))
+        runtime.shutdown()
+        assert asked[0] == "troubled" and ("troubled", "troubled") not in itertools.pairwise(asked)
+        assert asked[-3:] == ["troubled", "fail", "fail"]
+    threads(2, step)
 
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])

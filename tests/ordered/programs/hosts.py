@@ -14,6 +14,7 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.core.errors import DeadlockError, OperationTimeoutError, PeerLeftError
+from hvdlite.ordered import waiter
 from hvdlite.ordered.group import OrderedGroup
 from hvdlite.ordered.group_end import GroupEnd
 from hvdlite.runtime import groups as runtime_groups
@@ -69,6 +70,7 @@ def one_leaves(folder: str, members: Sequence[int]) -> None:
 
 
 def one_does_not_come(folder: str, size: int) -> None:
+    mock.patch.object(waiter, "ANSWER_SECONDS", HANGS_SECONDS).start()
     world = group_of(folder, "world", list(range(size)), is_world=True)
     for name, order in (("same", list(range(size))), ("reversed", list(range(size))[::-1])):
         group = group_of(folder, name, order)

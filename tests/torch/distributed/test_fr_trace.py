@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+import errno
 import gc
+import os
 import pickle
 import threading
 from collections.abc import Sequence
@@ -13,7 +16,7 @@ import pytest
 import torch
 
 from hvdlite.core.errors import MismatchError, OperationTimeoutError
-from hvdlite_torch.distributed.fr_trace import dump
+from hvdlite_torch.distributed.fr_trace import GroupRecord, dump, write
 from tests.torch.distributed.programs import groups as programs
 from tests.torch.distributed.threads import run
 from tests.worlds import HANGS_SECONDS, TORCH, Processes
@@ -87,6 +90,7 @@ def test_a_rank_that_is_missing_is_found_and_so_is_what_waits_behind(tmp_path: P
         if group.rank() == 1:
             done.wait()
             return dump([group.record()])
+        group.set_timeout(datetime.timedelta(seconds=0.5))
         troubled: list[Any] = []
         group._ordered.watch(lambda: troubled.append(dump([group.record()])))
         work = group.allreduce([torch.ones(3)])
@@ -96,11 +100,24 @@ def test_a_rank_that_is_missing_is_found_and_so_is_what_waits_behind(tmp_path: P
         done.wait()
         return troubled[0]
 
-    dumps = run(2, step, timeout=0.5)
+    dumps = run(2, step)
     assert [entry["state"] for entry in dumps[0]["entries"]] == ["completed", "started", "scheduled"]
     completed, *others = analyzed(tmp_path, dumps)
     assert completed.pass_check and [each.missing_ranks for each in others] == [{1}, {1}]
     assert [each.collective_name for each in others] == ["gloo:all_reduce", "gloo:broadcast"]
+
+
+def test_a_trace_that_cannot_be_written_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def no_memory() -> Sequence[GroupRecord]:
+        raise MemoryError("for the calls")
+
+    folder = tmp_path / "in the way"
+    (folder / "too").mkdir(parents=True)
+    write(str(tmp_path / "trace"), no_memory)
+    write(str(folder), list)
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [
+        "MemoryError('for the calls')", os.strerror(errno.EISDIR)]
 
 
 def test_the_ranks_write_files_when_a_job_fails(tmp_path: Path) -> None:
