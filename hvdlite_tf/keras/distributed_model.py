@@ -138,13 +138,14 @@ class DistributedModel:
 
     def train_step(self, *arguments: Any, **named: Any) -> Any:
         """Run the model's method; inside, Keras sees one replica, and this rank is weighted by its samples."""
-        with step.one_replica(_data_of(arguments, named)), self._weighted():
+        with step.one_replica(_data_of(arguments, named)), step.penalizing(self._model), self._weighted():
             return self.original["train_step"](*arguments, **named)
 
     def test_step(self, *arguments: Any, **named: Any) -> Any:
         """Run the model's method; inside, Keras sees one replica. Losses belong to this rank's batch or shard."""
         is_part = self._applied is not None and not self._applied.is_whole
-        with step.one_replica(_data_of(arguments, named), self._applying_shares, is_part), self._weighted():
+        with step.one_replica(_data_of(arguments, named), self._applying_shares, is_part), step.penalizing(self._model), \
+                self._weighted():
             return self.original["test_step"](*arguments, **named)
 
     def _weighted(self) -> AbstractContextManager[None]:

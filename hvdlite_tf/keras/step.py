@@ -6,8 +6,9 @@
   gradients are summed.
 
 Keras' losses can have another divisor than the number of samples: valid tokens, the sum of sample weights, or none. Inside
-`train_step` such a loss is multiplied by a correction that makes the average over samples the global batch's loss. With n
-samples and the divisor D on this rank, and N and T over all ranks, it is (D / n) * (N / T); for a sum, N / n.
+`train_step` such a loss is the sum over this rank's shard, multiplied by a correction that makes the average over samples
+the global batch's loss. With n samples on this rank, N samples and the divisor T over all ranks, it is N / (n * T); for a
+sum, N / n. The latter is also the correction of activity regularizers before Keras 3.14: sums over the batch.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ class Step:
         return keras.ops.shape(self._leaves[0])[0]
 
     def correction(self, divisor: Any | None) -> Any:
-        """Return a factor for a loss that makes the average over samples the loss of the global batch.
+        """Return a factor for the sum of this rank's losses; the average over samples is then the global batch's loss.
 
         Args:
-            divisor: the divisor of the sum of this rank's losses; None for none.
+            divisor: this rank's part of the number by which the global batch's sum is divided; None for a sum.
         """
+        own = keras.ops.cast(self.samples, "float32")
         if divisor is None:
-            return self._samples_everywhere() / keras.ops.cast(self.samples, "float32")
-        samples, divisors = self._corrected(lambda own: own.sum(0), self.samples, divisor)
-        own = keras.ops.stop_gradient(keras.ops.cast(divisor, "float32"))
-        return keras.ops.divide_no_nan(own * samples, keras.ops.cast(self.samples, "float32") * divisors)
+            return self._samples_everywhere() / own
+        samples, divisors = self._corrected(lambda rows: rows.sum(0), self.samples, divisor)
+        return keras.ops.divide_no_nan(samples, own * divisors)
 
     def share_of_sum(self, gradients: Sequence[Any]) -> Any:
         """Return the weight of this rank's gradients in a plain average; 1 if all ranks have equally many samples."""
@@ -160,8 +161,30 @@ def prepared(gradients: Sequence[Any], accumulates: bool) -> list[Any]:
     return [_times(gradient, factor) for gradient in gradients]
 
 
+@contextmanager
+def penalizing(model: Any) -> Iterator[None]:
+    """Return a context inside a step in which activity regularizers give the penalty of the global batch's activities."""
+    step, layers = _current.get(), _summing_layers(model)
+    if step is None or not layers or not step.is_share:
+        if layers and step is not None and step.is_part:
+            _warn()
+        yield
+        return
+    correction = step.correction(None)  # before the model is called: a layer may be called in a graph of its own
+    regularizers = [layer.activity_regularizer for layer in layers]
+    for layer, regularizer in zip(layers, regularizers, strict=True):
+        object.__setattr__(layer, "activity_regularizer", _corrected_penalty(regularizer, correction))
+    try:
+        yield
+    finally:
+        for layer, regularizer in zip(layers, regularizers, strict=True):
+            object.__setattr__(layer, "activity_regularizer", regularizer)
+
+
 def needs_whole_batches(model: Any) -> bool:
     """Return whether a loss of a model could have another divisor than samples, which a part of a batch cannot know."""
+    if _summing_layers(model):
+        return True
     losses = keras.tree.flatten(getattr(getattr(model, "_compile_loss", None), "_user_loss", None))
     if any(getattr(loss, "reduction", None) in ("sum", "mean_with_sample_weight") for loss in losses):
         return True
@@ -175,6 +198,20 @@ def install() -> None:
     from keras.src.losses import loss  # all of Keras' losses use one function of this module for the reduction
     if not hasattr(loss.reduce_weighted_values, _MARK):
         loss.reduce_weighted_values = _correcting(loss.reduce_weighted_values, loss.apply_mask)
+
+
+def _summing_layers(model: Any) -> list[Any]:
+    """Return the layers whose activity regularizers give sums over the batch. Keras 3.14 divides them by the samples."""
+    if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14):
+        return []
+    return [layer for layer in model._flatten_layers() if getattr(layer, "activity_regularizer", None) is not None]
+
+
+def _corrected_penalty(regularizer: Callable[[Any], Any], correction: Any) -> Callable[[Any], Any]:
+    def penalty(activity: Any) -> Any:
+        own = regularizer(activity)
+        return own * keras.ops.cast(correction, own.dtype) if len(activity.shape) else own
+    return penalty
 
 
 def _is_keras(function: Any) -> bool:
@@ -202,17 +239,16 @@ def _correcting(original: Any, apply_mask: Any) -> Any:
 
     @functools.wraps(original)
     def reduce_weighted_values(*arguments: Any, **named: Any) -> Any:
-        reduced = original(*arguments, **named)
         step = _current.get()
         if step is None or not (step.is_share or step.is_part):
-            return reduced
+            return original(*arguments, **named)
         bound = signature.bind(*arguments, **named)
         bound.apply_defaults()
         given = bound.arguments
         values, weights, mask = given["values"], given["sample_weight"], given["mask"]
         reduction = given["reduction"]
         if reduction in (None, "none") or not len(values.shape):  # not divided by Keras
-            return reduced
+            return original(*arguments, **named)
         if reduction == "sum":
             divisor = None
         elif reduction == "mean_with_sample_weight" and weights is not None:
@@ -222,10 +258,12 @@ def _correcting(original: Any, apply_mask: Any) -> Any:
         elif mask is not None:
             divisor = keras.ops.sum(keras.ops.cast(mask, "float32"))
         else:
-            return reduced
+            return original(*arguments, **named)
         if step.is_part:
             _warn()
-            return reduced
-        return reduced * keras.ops.cast(step.correction(divisor), reduced.dtype)
+            return original(*arguments, **named)
+        given["reduction"] = "sum"  # a division by this rank's divisor, which may be 0, has gradients that are NaN on torch
+        summed = original(*bound.args, **bound.kwargs)
+        return summed * keras.ops.cast(step.correction(divisor), summed.dtype)
     setattr(reduce_weighted_values, _MARK, original)
     return reduce_weighted_values
