@@ -19,7 +19,7 @@ def write(results: Path) -> None:
             f"{machine['cores']} cores, {machine['system']}, Python {machine['python']}, {versions}"
             + (f", {machine['gpu']}" if machine["gpu"] else "") + ".", "",
             "Medians of interleaved rounds in one run; ratios below 1 mean hvdlite is faster. Ranks are not bound to "
-            "cores. What falls short, and why: [notes](NOTES.md)."]
+            "cores. What falls short, why, and which figures are still from bound ranks: [notes](NOTES.md)."]
     for name, each in recorded.items():
         kind, _, ranks = name.rpartition("-")
         if kind not in _TABLES:
