@@ -7,11 +7,9 @@ Theory of operation
   call is over when a rank asks for the callback. If it is, the callback runs where the script is, and its calls come behind
   what is queued. So if it is not, and others are queued behind it, the callback waits for a *marker*, too: a call without
   operations at the end of the queue (`when_over`). If a callback waits for a queued call, its thread carries out the queue.
-- A rank gives each operation the next number, writes this and a text to the board, and executes a plan. Within the plan's
-  first barrier all ranks of the host have written; when they differ, all raise `MismatchError`, and the group goes on.
-- Ranks on several hosts have no common board: before a plan they gather the numbers and digests of all.
-- Any other error ends the group on this rank: the others may be in the middle of the plan. They are told of what they cannot
-  know, such as a lack of memory.
+- An operation is carried out by `executor.py`. If the ranks differ, all raise `MismatchError`, and the group goes on. Any
+  other error ends the group on this rank: the others may be in the middle of a plan. They are told of what they cannot know,
+  such as a lack of memory.
 
 The lock is held for moments, and never while a call is carried out. Rules: docs/protocol.md#ordered-groups.
 """
@@ -25,33 +23,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import msgspec
-import numpy as np
-
 from hvdlite.core.array import Array
-from hvdlite.core.errors import (
-    ForkedProcessError,
-    HorovodInternalError,
-    MismatchError,
-    OperationTimeoutError,
-    PeerLeftError,
-    PeerLostError,
-    UnsupportedError,
-)
-from hvdlite.core.types import Collective
-from hvdlite.memory.group_area import TEXT, GroupArea
-from hvdlite.negotiation.messages import Response
-from hvdlite.ordered.board import Board, OnlySplitsDiffer, disagreement
+from hvdlite.core.errors import ForkedProcessError, HorovodInternalError, MismatchError, PeerLeftError, UnsupportedError
+from hvdlite.memory.group_area import GroupArea
 from hvdlite.ordered.call import Call, when_all_done
-from hvdlite.ordered.history import History, PastCall
-from hvdlite.ordered.long_waits import PATIENCE_SECONDS, LongWait, LongWaits
+from hvdlite.ordered.executor import Executor
+from hvdlite.ordered.history import PastCall
+from hvdlite.ordered.long_waits import PATIENCE_SECONDS, LongWait
 from hvdlite.ordered.operations import Operation
-from hvdlite.ordered.plans import Plans, Prepared, memory_of, shown
 from hvdlite.ordered.reporter import NoReporter, Reporter
-from hvdlite.ordered.standings import Announcements, Standing, Standings
+from hvdlite.ordered.standings import Announcements
 from hvdlite.ordered.transfers import Transfer, Transfers
-from hvdlite.ordered.waiter import Others, Waiter
-from hvdlite.planes.base import AlltoallSplits, Plan, Plane
+from hvdlite.planes.base import Plane
 
 JOIN_SECONDS: Final = 2.0
 """How long `close` waits for the worker thread."""
@@ -83,24 +66,11 @@ class GroupEnd:
                  patience: float = PATIENCE_SECONDS) -> None:
         self.name, self.rank, self.size, self.timeout = name, rank, size, timeout
         self.members = tuple(members) or tuple(map(str, range(size)))
-        self._plane, self._area, self._transfers, self._released = plane, area, transfers, released
-        self._plans = Plans(name, rank, size)
+        self._area, self._transfers, self._released = area, transfers, released
         self._reporter = reporter or NoReporter()
-        self._long_waits = LongWaits(self._reporter.waits_changed, patience)
-        self._sequence = self._completed = self._executed = 0  # calls begun, calls completed, and plans
-        self._text = b""  # of the call under way
-        self._is_moving = False  # whether the thread that carries out a call is in the middle of an operation
-        self._unchecked: Prepared | None = None  # until it is known whether all ranks make the call under way
-        self._met = 0.0  # when that was known, on the reporter's clock
-        self._history = History()
+        self._executor = Executor(name, rank, size, plane, area, announcements, self.members, self._reporter, patience)
+        self._waiter, self._long_waits = self._executor.waiter, self._executor.long_waits
         self.troubled: Callable[[], object] = _nothing
-        self._board: Board | None = None
-        if announcements is None:
-            self._others: Others = Board(area)
-            self._board = self._others
-        else:
-            self._others = Standings(announcements, rank, size, self._standing, area.ring)
-        self._waiter = Waiter(name, area, self._others, self.members, self._impatient, patience)
         self._pid = os.getpid()
         self._lock = threading.RLock()  # guards the following; a signal handler may make a call while its thread holds it
         self._changed = threading.Condition(self._lock)
@@ -128,10 +98,10 @@ class GroupEnd:
         with self._lock:
             error = self._waiter.error
             is_nested = self._runner == threading.get_ident()
-            if is_nested and self._is_moving and error is None:
+            if is_nested and self._executor.is_busy and error is None:
                 error = HorovodInternalError(
-                    f"{self.name}: a signal handler made a call inside call {self._sequence} of the same group and thread, "
-                    "which it has interrupted; set a flag in the handler, and make the call afterwards")
+                    f"{self.name}: a signal handler made a call inside call {self._executor.begun} of the same group and "
+                    "thread, which it has interrupted; set a flag in the handler, and make the call afterwards")
             runs_here = not is_nested and blocking and not self._runner and not self._queue
             if error is None and runs_here:
                 self._runner = threading.get_ident()
@@ -184,7 +154,7 @@ class GroupEnd:
     def past_calls(self) -> list[PastCall]:
         with self._lock:
             queue = list(self._queue)
-        return self._history.calls(self._completed, self._reporter.clock(), queue)
+        return self._executor.past_calls(queue)
 
     def watch(self, troubled: Callable[[], object]) -> None:
         self.troubled = troubled
@@ -200,8 +170,8 @@ class GroupEnd:
         """Fail all calls under way and all later ones."""
         first = self._waiter.error or error
         # Of other errors, the other ranks are told; and if another rank has left, that is what they need to know.
-        if isinstance(error, HorovodInternalError) and not isinstance(first, PeerLeftError):
-            self._leave()
+        if isinstance(error, HorovodInternalError) and not isinstance(first, PeerLeftError) and self._has_runtime:
+            self._executor.leave()  # without a runtime they hear the reason from their own
         self._waiter.fail(error)
         if self._transfers is not None:
             self._transfers.fail(error)
@@ -254,25 +224,15 @@ class GroupEnd:
             worker.join(JOIN_SECONDS)
         if self._transfers is not None:
             self._transfers.close()
-        self._plane.close()
-        self._others.close()
+        self._executor.close()
         self._area.release()
         self._released()
-
-    def _leave(self) -> None:
-        """Let the other ranks see that this one makes no calls any more."""
-        if self._has_runtime:  # else they hear the reason from their own
-            self._others.leave(self._completed)
-
-    def _standing(self) -> Standing:
-        """Return how far this rank is; callable from any thread."""
-        return Standing(self._sequence, self._completed, shown(self._text))
 
     def close_in_child(self) -> None:
         """In a forked child: close every descriptor; what is shared with the parent is left as it is."""
         if self._transfers is not None:
             self._transfers.close_in_child()
-        self._plane.close()
+        self._executor.close_in_child()
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -300,7 +260,7 @@ class GroupEnd:
 
     def _help(self, call: Call) -> None:
         """Carry out what is queued until a call is over, if a callback waits for it: no other thread can do so meanwhile."""
-        while self._runner == threading.get_ident() and not self._is_moving and not call.is_done:
+        while self._runner == threading.get_ident() and not self._executor.is_busy and not call.is_done:
             with self._lock:
                 if not self._queue:
                     return
@@ -320,12 +280,12 @@ class GroupEnd:
         self._under_way = call
         try:
             for operation in call.operations:
-                self._perform(operation, self.timeout if call.timeout is None else call.timeout)
+                self._executor.perform(operation, self.timeout if call.timeout is None else call.timeout)
         except MismatchError as mismatched:
             error = mismatched
             self.troubled()
         except Exception as failed:
-            error = self._waiter.error or self._reason(failed)
+            error = self._executor.reason(failed)
             self.troubled()  # before what is queued is given up
             self._fail(error)
             if not isinstance(error, HorovodInternalError):  # no memory, say: the others do not know of it
@@ -341,141 +301,19 @@ class GroupEnd:
             error = failed
         call.end(error)
 
-    def _reason(self, failed: Exception) -> Exception:
-        """Return the error of a call that has failed: between hosts a plane sees only that another rank does not answer."""
-        if self._board is not None or isinstance(failed, (PeerLostError, OperationTimeoutError)):
-            return failed
-        return self._waiter.reason(failed)
-
-    def _perform(self, operation: Operation, timeout: float) -> None:
-        """Carry out one operation."""
-        self._is_moving = True
-        try:
-            self._perform_moving(operation, timeout)
-        except MismatchError:  # of which all ranks know
-            self._history.refuse(self._sequence)
-            self._completed = self._sequence
-            raise
-        else:
-            self._completed = self._sequence
-        finally:
-            self._is_moving = False
-            self._long_waits.over()
-
-    def _perform_moving(self, operation: Operation, timeout: float) -> None:
-        if self._waiter.error is not None:
-            raise self._waiter.error.with_traceback(None)
-        prepared = self._plans.prepared(operation)
-        reporter, response = self._reporter, prepared.response
-        self._sequence = sequence = self._sequence + 1
-        self._text = prepared.text
-        self._waiter.begin(sequence, prepared.text, timeout)
-        if operation.prepare is not None:
-            operation.prepare()
-        reporter.began(prepared.lane)
-        begun = self._met = reporter.clock()
-        self._unchecked = prepared
-        self._history.add((sequence, begun, prepared))
-        try:
-            if self._board is not None:
-                self._board.write(sequence, prepared.text, prepared.digest)
-            else:
-                self._compare(prepared)
-            self._move(operation, response)
-        except OnlySplitsDiffer:
-            self._exchange(operation, response)
-        reporter.ended(prepared.lane, response, begun, self._met)
-
-    def _move(self, operation: Operation, response: Response) -> None:
-        if operation.collective is Collective.ALLTOALL and response.collective is not Collective.BARRIER:
-            self._alltoall(operation, response)
-        elif response.collective is Collective.BARRIER:
-            if self._board is not None:
-                self._execute(response, (), ())
-        else:
-            self._execute(response, *memory_of(operation))
-
-    def _alltoall(self, operation: Operation, response: Response) -> None:
-        if operation.rows:
-            self._execute(response, *memory_of(operation), self._plans.even_splits(operation.rows))
-        else:
-            self._exchange(operation, response)
-
-    def _exchange(self, operation: Operation, response: Response) -> None:
-        """Carry out an alltoall for which the ranks have to tell each other what they send."""
-        told = np.zeros((self.size, 2, self.size), np.int64)
-        told[self.rank] = operation.sent or operation.rows, operation.received or operation.rows
-        self._gather(told[self.rank].reshape(-1), told.reshape(-1), "splits")
-        unit = "bytes" if operation.dtype == "uint8" else "elements"
-        splits, sent, received = self._plans.splits(told, f"{self.name}, call {self._sequence}: {operation.agreed}", unit)
-        if sent:
-            response = msgspec.structs.replace(response, collective=Collective.ALLTOALL, rows=(sent, received))
-            self._execute(response, *memory_of(operation), splits)
-
-    def _compare(self, prepared: Prepared) -> None:
-        """Check that the ranks of several hosts agree."""
-        told = np.zeros((self.size, 2), np.int64)
-        told[self.rank] = self._sequence, prepared.digest
-        self._gather(told[self.rank].copy(), told.reshape(-1), "digests")
-        self._all_have_come()
-        if (told != told[self.rank]).any():
-            texts = self._gather_texts(prepared)
-            raise disagreement(self.name, list(zip(told[:, 0].tolist(), texts, strict=True)), self.members)
-
-    def _gather_texts(self, prepared: Prepared) -> list[bytes]:
-        """Return what each rank calls."""
-        texts = np.zeros((self.size, TEXT), np.uint8)
-        shown = prepared.text[:TEXT]
-        texts[self.rank, :len(shown)] = np.frombuffer(shown, np.uint8)
-        self._gather(texts[self.rank].copy(), texts.reshape(-1), "texts")
-        return [text.tobytes().rstrip(b"\0") for text in texts]
-
-    def _gather(self, own: Array, whole: Array, what: str) -> None:
-        """Gather the same number of elements of each rank."""
-        response = Response(names=(what,), collective=Collective.ALLGATHER, dtype=str(own.dtype), elements=own.size,
-                            contributors=self._plans.ranks, rows=(own.size,) * self.size, row_elements=1)
-        self._execute(response, [own], [whole])
-
-    def _execute(self, response: Response, sources: Sequence[Array | None], outputs: Sequence[Array | None],
-                 splits: AlltoallSplits | None = None) -> None:
-        self._executed += 1
-        self._plane.execute(Plan(self._executed, self._plans.ranks, response, sources, outputs, None, splits),
-                            self._wait_until)
-
-    def _wait_until(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
-        self._waiter(predicate, poll_interval=poll_interval)
-        prepared, board = self._unchecked, self._board
-        if prepared is None or board is None:
-            return
-        self._all_have_come()
-        if not board.agrees(self._sequence, prepared.digest):
-            raise disagreement(self.name, board.texts(self._sequence), self.members)
-
-    def _all_have_come(self) -> None:
-        self._unchecked, self._met = None, self._reporter.clock()
-        self._long_waits.over()
-
-    def _impatient(self) -> None:
-        """A wait takes long: tell rank 0 who waits for whom."""
-        if self._unchecked is not None:
-            self._long_waits.tell()
-        else:
-            self._reporter.suspect()
-
     # --- for reports: any thread calls these, without a lock -----------------------------------------------------------
 
     @property
     def begun(self) -> int:
         """The number of the call that this rank has begun last."""
-        return self._sequence
+        return self._executor.begun
 
     def long_waits(self) -> list[LongWait]:
         """Return the calls in which this rank has waited for long, sends and receives included."""
         found = self._long_waits.of_transfers(self.name)
-        sequence, text, since = self._sequence, shown(self._text), self._long_waits.since
-        if since:
-            found.append(LongWait(f"{self.name}, call {sequence}: {text}", sequence, range(self.size),
-                                  self._others.missing(sequence), time.monotonic() - since))
+        waiting = self._executor.long_wait()
+        if waiting is not None:
+            found.append(waiting)
         return found
 
     def blocked_threads(self) -> frozenset[int] | None:

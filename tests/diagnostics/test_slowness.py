@@ -66,6 +66,8 @@ def test_time_without_a_core_after_a_wait_is_not_the_others() -> None:
 def test_nothing_stands_out() -> None:
     assert diagnose({0: EVEN, 1: EVEN}) is None
     assert diagnose({0: EVEN, 1: changed(blocked=1.9)}) is None, "a tenth of the time may be chance"
+    assert diagnose({0: changed(blocked=3.0, cpu=6.0), 1: changed(blocked=1.7, cpu=7.3)}) is None, "a core may be slower"
+    assert diagnose({0: changed(blocked=3.0, cpu=6.0), 1: changed(blocked=1.7, cpu=7.3, collecting=1.3)}) is not None
     assert diagnose({0: EVEN}) is None and diagnose({}) is None
     few = changed(steps=4)
     assert diagnose({0: few, 1: WAITING}) is None

@@ -176,7 +176,7 @@ def test_close_ends_the_thread_and_the_calls() -> None:
 @pytest.mark.parametrize("blocking", [True, False])
 def test_an_error_of_one_rank_is_told_to_the_others(blocking: bool) -> None:
     group, other = groups(2)
-    with mock.patch.object(group._plane, "execute", side_effect=MemoryError("no memory for 7 bytes")):
+    with mock.patch.object(group._executor._plane, "execute", side_effect=MemoryError("no memory for 7 bytes")):
         call = group.start([barrier()], blocking=blocking)
         assert call.wait(HANGS_SECONDS)
     reports = group._reporter
@@ -209,7 +209,7 @@ def test_a_partner_that_stops_in_the_middle_is_suspected() -> None:
     def step(group: GroupEnd) -> int:
         values = np.zeros(60_000, np.int64)
         if group.rank == 1:
-            original = group._wait_until
+            original = group._executor._wait_until
             waits = itertools.count()
 
             def slow(predicate: Any, *, poll_interval: float = 0.0) -> None:
@@ -217,7 +217,7 @@ def test_a_partner_that_stops_in_the_middle_is_suspected() -> None:
                 if next(waits) == 0:
                     assert gone_on.wait(HANGS_SECONDS)
 
-            group._wait_until = slow  # type: ignore[method-assign]
+            group._executor._wait_until = slow  # type: ignore[method-assign]
         else:
             reports = group._reporter
             assert isinstance(reports, Reports)

@@ -133,7 +133,7 @@ def one_ends(folder: str, size: int, how: str, victim: int, shares: bool) -> Non
         if how == "dies":
             time.sleep(60)
         if how == "breaks":
-            group._plane.execute = None  # type: ignore[attr-defined]
+            group._executor._plane.execute = None  # type: ignore[attr-defined]
             call = group.start([barrier()], blocking=True)
             assert isinstance(call.error, TypeError)
         if how == "fails":

@@ -58,7 +58,8 @@ class Outcome:
 
     def __str__(self) -> str:
         done = "control" if self.cause == NONE else f"{self.cause} on rank {self.rank} ({self.share:.0%})"
-        right = "right" if self.has_cause else f"{'right rank' if self.has_rank else 'WRONG'}: {self.found}"
+        told = "" if self.found is None else f" ({self.found['share']:.0%})"
+        right = f"right{told}" if self.has_cause else f"{'right rank' if self.has_rank else 'WRONG'}: {self.found}"
         return f"{done}; steps {self.slowed:+.0%}; others used {self.others:.2f} cores: {right}"
 
 
