@@ -61,14 +61,20 @@ def draw(seed: int, size: int, calls: Sequence[str] = (), only: range = range(ST
     """
     draws = random.Random(f"{seed} {size}")
     groups, named, registered = {0: tuple(range(size))}, {0}, Counter(range(size))
+    names: dict[int, tuple[object, ...]] = {}
     steps: list[Step] = []
     for number in range(STEPS):
         kind = "new" if number in (0, 1) else draws.choices(["call", "threads", "new", "destroy"], [20, 3, 2, 1])[0]
         if kind == "new" and number < groups_until and len(groups) <= GROUPS:
             ranks = tuple(sorted(draws.sample(range(size), draws.randint(1, size))))
             made = draws.choice(["new_group", "alone", "split_group"])
-            if made == "alone" and len({registered[rank] for rank in ranks}) > 1:
-                made = "new_group"  # torch gives it a name with the number of each member's groups
+            if made == "alone":  # torch names it by its ranks and the number of each member's groups
+                counts = {registered[rank] for rank in ranks}
+                name = (ranks, *counts)
+                if len(counts) > 1 or name in names.values():
+                    made = "new_group"
+                else:
+                    names[number + 1] = name
             if made != "split_group":
                 registered.update(ranks)
                 named.add(number + 1)
@@ -78,6 +84,7 @@ def draw(seed: int, size: int, calls: Sequence[str] = (), only: range = range(ST
         if kind == "destroy" and len(groups) > 1:
             group = draws.choice([each for each in groups if each])
             registered.subtract(groups[group] if group in named else ())
+            names.pop(group, None)
             steps.append(Step(number, kind, (group,), (groups.pop(group),), ((),)))
             continue
         several = draws.sample(list(groups), min(len(groups), draws.randint(2, 3))) if kind == "threads" else [
