@@ -79,6 +79,8 @@ lint: $(VENV)/installed
 	$(BIN)/lint-imports
 
 # One test more than there are cores, because ranks wait for each other. What tests may share, and how: tests/conftest.py.
+# Bytecode is kept, whatever the environment says: hundreds of ranks import the packages.
+pytest long: export PYTHONDONTWRITEBYTECODE :=
 pytest: ready
 	$(BIN)/python -m pytest -q -n $(WORKERS) --durations 20 --durations-min 5
 

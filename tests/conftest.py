@@ -31,6 +31,9 @@ All other tests run in any process beside any other one (pytest-xdist), and so s
 are those of the whole path of a directory. A file with a fixture for the whole module belongs in this list.
 """
 
+WITH_TENSORFLOW = ("tests/house/test_house.py", "tests/house/test_site.py", "tests/tf/test_gpu.py")
+"""Files whose tests import TensorFlow into the process that runs them: one process runs all of them."""
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -45,7 +48,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class OneByOne(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return file if file in TOGETHER else nodeid
+            return "with TensorFlow" if file in WITH_TENSORFLOW else file if file in TOGETHER else nodeid
     return OneByOne(config, log)
 
 

@@ -24,9 +24,15 @@ def told(mpi: Mpi, out: Path, how: str, **environment: str) -> list[list[int]]:
     return [json.loads(first) for first, _ in lines]
 
 
-@pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize(("how", "plane"), [("none", "mpi"), ("none", "auto"), ("world", "mpi"), ("split", "mpi"),
-                                            ("ranks", "mpi"), ("ranks", "auto")])
+WAYS = [("none", "mpi"), ("none", "auto"), ("world", "mpi"), ("split", "mpi"), ("ranks", "mpi"), ("ranks", "auto")]
+OFTEN = {"MPICH": WAYS, "Open MPI": [("none", "auto"), ("split", "mpi"), ("ranks", "auto")]}
+"""Who takes part is found out in Python: `long` has all ways with each library."""
+
+
+@pytest.mark.parametrize(("mpi", "how", "plane"), [
+    pytest.param(*mpi.values, *way, id=f"{'-'.join(way)}-{mpi.id}",
+                 marks=[*mpi.marks, *([] if way in OFTEN[mpi.values[0].name] else [pytest.mark.long])])
+    for way in WAYS for mpi in MPIS])
 def test_all_ranks_or_some(mpi: Mpi, tmp_path: Path, how: str, plane: str) -> None:
     ranks = told(mpi, tmp_path, how, HVDLITE_CPU_OPERATIONS=plane)
     on = plane == "mpi"
@@ -44,7 +50,7 @@ def test_the_parts_of_a_split_are_process_sets(mpi: Mpi) -> None:
 
 
 @pytest.mark.parametrize("mpi", MPIS[:1])
-@pytest.mark.parametrize("plane", ["hierarchical", "gloo"])
+@pytest.mark.parametrize("plane", ["hierarchical", pytest.param("gloo", marks=pytest.mark.long)])
 def test_several_hosts(mpi: Mpi, tmp_path: Path, plane: str) -> None:
     """MPICH can make believe that its processes are on two hosts, every other one on each."""
     ranks = told(mpi, tmp_path, "world", HVDLITE_CPU_OPERATIONS=plane, MPIR_CVAR_NUM_CLIQUES="2")

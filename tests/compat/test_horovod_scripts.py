@@ -33,7 +33,9 @@ def epochs(printed: str) -> list[float]:
     return [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("epoch")]
 
 
+@pytest.mark.long
 def test_training_under_hvdrun() -> None:
+    """The flag with another script, and the script alone: test_elastic.py, `test_training`."""
     result = subprocess.run([*HVDRUN, "-np", "2", "--horovod-compat", "--no-prefix", sys.executable,
                              str(PROGRAMS / "training.py")],
                             capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": PYTHON_PATH})

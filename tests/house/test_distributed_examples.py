@@ -54,7 +54,9 @@ def test_ddp(small: Path, tmp_path: Path, optimizer: tuple[str, ...]) -> None:
     assert sorted(moments) == list(range(6)), "the state of all parameters, whichever rank had it"
 
 
+@pytest.mark.long
 def test_under_hvdrun(small: Path) -> None:
+    """What hvdrun does for torch.distributed, and the example alone: test_launchers.py, `test_ddp`."""
     ended = subprocess.run([*HVDRUN, "-np", "2", sys.executable, str(EXAMPLES / "ddp_fashion_mnist.py"), *images(small)],
                            capture_output=True, text=True, timeout=150, check=False,
                            env={**clean_environment(), "OMP_NUM_THREADS": "1"})

@@ -10,7 +10,7 @@ import pytest
 from tests.tf.fuzz import draws
 from tests.tf.fuzz.jobs import fuzz
 
-DRAWS = int(os.environ.get("FUZZ_KERAS", "70"))
+DRAWS = int(os.environ.get("FUZZ_KERAS", "50"))
 """How many trainings there are in all. 0 is none."""
 PATIENT = {"HVDLITE_STALL_CHECK_TIME_SECONDS": "30", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "60"}
 

@@ -53,8 +53,9 @@ def fit_with_every_option_equals_one_process_or_is_refused() -> None:
 
 
 def _options_equal_one_process() -> None:
-    close(fit(OPTIMIZERS["adam"](), True, options=dict(steps_per_execution=3)), fit(OPTIMIZERS["adam"](), False))
-    close(fit(OPTIMIZERS["adam"](), True, options=dict(run_eagerly=True)), fit(OPTIMIZERS["adam"](), False))
+    adam = fit(OPTIMIZERS["adam"](), False)
+    close(fit(OPTIMIZERS["adam"](), True, options=dict(steps_per_execution=3)), adam)
+    close(fit(OPTIMIZERS["adam"](), True, options=dict(run_eagerly=True)), adam)
     for averages in (True, False):  # Horovod sums what accumulates, unless it is told to average
         accumulating = fit(keras.optimizers.SGD(0.05), True, backward_passes_per_step=2,
                            average_aggregated_gradients=averages)
@@ -66,12 +67,13 @@ def _options_equal_one_process() -> None:
         layers = [model.layers[1].trainable_variables]
         model.compile(hvd.DistributedOptimizer(optimizer, groups=groups if groups == 2 else layers), "mse")
         model.fit(shares(8, X), shares(8, Y), batch_size=8, epochs=2, shuffle=False, verbose=0)
-        close(model, fit(keras.optimizers.Adam(0.01), False))
+        close(model, adam)
+    sgd = fit(keras.optimizers.SGD(0.05), False, epochs=1)
     for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
         model = make(1)
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=compression), "mse")
         model.fit(shares(8, X), shares(8, Y), batch_size=8, shuffle=False, verbose=0)
-        close(model, fit(keras.optimizers.SGD(0.05), False, epochs=1), 2e-2)
+        close(model, sgd, 2e-2)
 
 
 def _wrong_options_are_refused() -> None:

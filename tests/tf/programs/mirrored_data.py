@@ -96,10 +96,10 @@ def steps_count_global_batches() -> None:
     models.make_alike()
     for kind in kinds:  # 100: the last batch has one sample; 101: there is one batch; 1: so many batches of one sample
         for steps, size in ((2, 10), (1, 1), *(((None, 100), (None, 101)) if kind != "generator" else ())):
-            for method in ("evaluate", "predict"):
+            for method in ("evaluate", "predict") if size in (10, 100) else ("evaluate",):
                 np.testing.assert_allclose(*models.results(method, kinds[kind], size, steps=steps), rtol=1e-4, atol=1e-5,
                                            err_msg=f"{kind} {method} {steps} {size}")
-        for validation in ("PyDataset", kind):
+        for validation in dict.fromkeys(("PyDataset", kind)):
             held_out = [kinds[validation](35)[0] for _ in range(2)]
             histories = []
             for model in models.both:

@@ -15,7 +15,6 @@ rng = np.random.default_rng(5)
 X, Y = rng.normal(size=(96, 6)).astype("float32"), rng.normal(size=(96, 2)).astype("float32")
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(0.01),
     "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.05, clipnorm=0.1),
     "global_clipnorm": lambda: keras.optimizers.SGD(0.05, global_clipnorm=0.1),
