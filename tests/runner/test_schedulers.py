@@ -140,7 +140,7 @@ def test_srun_with_an_interface_for_mpi_counts_as_srun(slurm: Slurm) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("flavour", ["Open MPI", "MPICH"])
 def test_the_example_under_mpirun(flavour: str, small: Path) -> None:
-    """Other scripts under mpiexec: tests/bootstrap/test_mpi.py, and in torch's way tests/torch/distributed/test_launchers.py."""
+    """Other scripts under mpiexec: tests/bootstrap/test_mpi.py, and with torch tests/torch/distributed/test_launchers.py."""
     ended = run(*launcher(flavour), *EXAMPLE, str(small))
     assert ended.returncode == 0 and "on 2 ranks" in ended.stdout, ended.stderr
 

@@ -22,6 +22,9 @@ def run_small(script: str, *arguments: str) -> None:
     for name, value in SMALLER.get(script, {}).items():
         assert hasattr(benchmark, name)
         setattr(benchmark, name, value)
+    if script in ("hooks", "training"):
+        training = importlib.import_module("benchmarks.training")
+        training.MODELS.update(dict.fromkeys(("cnn", "mlp"), (training.Cnn, 8)))
     if script in ("gradients", "torch_distributed"):
         shapes = benchmark.resnet50_shapes()[:40]
         benchmark.resnet50_shapes = lambda: shapes  # type: ignore[attr-defined]

@@ -6,13 +6,17 @@ import os
 import sys
 import warnings
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
 import torchmetrics
 
 import hvdlite_torch as hvd
+from hvdlite import api
+from hvdlite.core.errors import UnsupportedError
 from hvdlite_torch.lightning import HvdliteStrategy
+from tests.raising import raises
 
 
 class Net(pl.LightningModule):
@@ -154,8 +158,14 @@ def metrics_of_all_ranks() -> None:
         torch.bool, torch.bfloat16]
 
 
+def elastic_jobs_are_refused() -> None:
+    with mock.patch.object(hvd, "init"), mock.patch.object(api, "is_elastic", lambda: True):
+        raises(UnsupportedError, "HvdliteStrategy does not work in an elastic job", HvdliteStrategy)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     fits(sys.argv[1])
     metrics_of_all_ranks()
+    elastic_jobs_are_refused()
