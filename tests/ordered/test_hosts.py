@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.ordered.programs import hosts as programs
-from tests.worlds import processes, shared_memory
+from tests.worlds import TORCH, processes, shared_memory
 
 pytest.importorskip("torch")  # Gloo
-TORCH = ("torch",)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -55,7 +55,9 @@ def launcher(flavour: str) -> list[str]:
 
 
 @needs_torch
+@pytest.mark.long
 def test_the_example_under_srun(slurm: Slurm, small: Path) -> None:
+    """Other scripts under srun are below, and the example in a batch script."""
     ended = slurm.run("srun", "--ntasks=2", *EXAMPLE, str(small))
     assert ended.returncode == 0 and "on 2 ranks" in ended.stdout, ended.stderr
 
@@ -159,7 +161,17 @@ def test_mpi_that_is_not_there() -> None:
     assert ended.returncode == 2 and "/bin/true is not a launcher of Open MPI, MPICH or Intel MPI" in ended.stderr
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
 @needs_torch
+def test_torchrun() -> None:
+    ended = run(*TORCHRUN, "--no-python", *PLACE)
+    assert ended.returncode == 0 and sorted(ended.stdout.splitlines()) == ["0 2 0 2", "1 2 1 2"], ended.stderr
+
+
+@needs_torch
+@pytest.mark.long
 def test_the_example_under_torchrun(small: Path) -> None:
-    ended = run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *EXAMPLE[1:], str(small))
+    ended = run(*TORCHRUN, *EXAMPLE[1:], str(small))
     assert ended.returncode == 0 and "on 2 ranks" in ended.stdout, ended.stderr
