@@ -259,7 +259,7 @@ class DistributedModel:
     def _summed_metrics(self) -> Iterator[None]:
         """Replace metrics by the sums over all ranks in this context, unless they are summed on read.
 
-        The latter is so on TensorFlow, where Keras creates variables of metrics for it; older versions of Keras do not.
+        The latter is so on TensorFlow, unless a metric was made before the scope.
         """
         variables = [variable for metric in self._model.metrics for variable in metric.variables
                      if not self._strategy.is_summed_on_read(variable)]

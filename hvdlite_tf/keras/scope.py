@@ -24,6 +24,9 @@ from hvdlite_tf.keras.optimizer import distribute_when_used, is_distributed
 from hvdlite_tf.keras.order import sync_random_state
 from hvdlite_tf.keras.variable_mirror import VariableMirror
 
+METRICS_ASK_FOR_SUMS = not hasattr(keras.Variable, "synchronization")
+"""Whether variables of metrics ask for a sum over replicas, and not when to make it: before Keras 3.10."""
+
 
 class BaseStrategy(LaunchableStrategy):
     """The common base of the strategies of all backends: the interface for the scope and the models.
@@ -133,12 +136,7 @@ def distribute_optimizer(strategy: BaseStrategy, optimizer: Any) -> None:
                              "DistributedOptimizer, or the scope")
         object.__setattr__(inner, "_hvdlite_strategy", strategy)
         return
-    if strategy.scales_learning_rate:
-        rate = inner._learning_rate
-        if not hasattr(rate, "assign"):
-            raise ValueError("scale_learning_rate=True multiplies a number; multiply the values of a "
-                             f"{type(rate).__name__} by strategy.num_replicas_in_sync yourself")
-        inner.learning_rate = float(keras.ops.convert_to_numpy(rate)) * strategy.num_replicas_in_sync
+    _scale_learning_rate(strategy, inner)
     distribute_when_used(inner, ReduceOp.AVERAGE)
     object.__setattr__(inner, "_hvdlite_strategy", strategy)
     object.__setattr__(inner, "apply", _applying(inner))
@@ -147,8 +145,22 @@ def distribute_optimizer(strategy: BaseStrategy, optimizer: Any) -> None:
         inner._distribution_strategy = strategy
 
 
+def _scale_learning_rate(strategy: BaseStrategy, optimizer: Any) -> None:
+    if not strategy.scales_learning_rate:
+        return
+    rate = optimizer._learning_rate
+    if not hasattr(rate, "assign"):
+        raise ValueError("scale_learning_rate=True multiplies a number; multiply the values of a "
+                         f"{type(rate).__name__} by strategy.num_replicas_in_sync yourself")
+    optimizer.learning_rate = float(keras.ops.convert_to_numpy(rate)) * strategy.num_replicas_in_sync
+
+
 def _constructed(strategy: BaseStrategy, optimizer: Any) -> None:
-    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # which does not have its inner optimizer yet
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # which does not have its inner optimizer yet
+        return
+    if is_distributed(optimizer):  # before Keras 3.15 constructors run twice on torch
+        _scale_learning_rate(strategy, optimizer)
+    else:
         distribute_optimizer(strategy, optimizer)
 
 
@@ -188,7 +200,8 @@ def _builds_in_step(strategy: BaseStrategy, layer: Any) -> None:
 
 
 def _takes_note(strategy: BaseStrategy, variable: Any) -> None:
-    if getattr(variable, "synchronization", None) != "on_read":  # a metric's
+    is_metrics = variable.aggregation == "sum" if METRICS_ASK_FOR_SUMS else variable.synchronization == "on_read"
+    if not is_metrics:
         strategy.variable_mirror.created(variable)
 
 

@@ -2,7 +2,7 @@
 
 It is a subclass of TensorFlow's strategy, so Keras' trainer, `tf.nn.compute_average_loss` and
 `tf.distribute.get_replica_context()` recognize it. TensorFlow allows other packages to write strategies, but does not
-guarantee the interface: `tests/tf/test_mirrored.py` lists the versions with which this one works.
+guarantee the interface: README's table of versions has those with which the tests of this one pass.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
         variable = super()._create_variable(next_creator, **kwargs)
         if self._num_replicas_in_sync == 1:
             return variable
-        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+        if _is_on_read(kwargs):
             return values.SyncOnReadVariable(self._mirrored, [variable], kwargs.get("aggregation"))
         if not self._mirrored.variable_mirror.mirrors_immediately:
             self._mirrored.variable_mirror.created(variable)
@@ -150,8 +150,7 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
     def create_broadcast(self, next_creator: Any, **kwargs: Any) -> Any:
         """Create a variable with rank 0's initial value."""
         replicas, initial = self._mirrored.variable_mirror, kwargs.get("initial_value")
-        if not replicas.mirrors_immediately or initial is None \
-                or kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+        if not replicas.mirrors_immediately or initial is None or _is_on_read(kwargs):
             return next_creator(**kwargs)
         is_seed = str(kwargs.get("name")).endswith(RANDOM_STATE)
         if not callable(initial) and not hasattr(initial, "numpy"):  # a tensor of the traced function
@@ -252,6 +251,17 @@ def own_device(local_rank: int) -> str:
         except RuntimeError:  # TensorFlow has initialized all of them already
             return str(tf.config.list_logical_devices("GPU")[local_rank % len(visible)].name)
     return "/device:GPU:0" if visible else "/device:CPU:0"
+
+
+def _is_on_read(kwargs: dict[str, Any]) -> bool:
+    """Return whether a new variable has each rank's part, which are combined when it is read: a metric's, in Keras.
+
+    Before Keras 3.10 metrics ask for the sum only.
+    """
+    if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+        return True
+    is_sum = kwargs.get("aggregation") == tf.VariableAggregation.SUM and kwargs.get("trainable") is False
+    return is_sum and scope.METRICS_ASK_FOR_SUMS
 
 
 def _ready(reduce_op: Any, value: Any) -> Any:
