@@ -8,9 +8,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import torch
 from torch.distributed import Backend, is_available
 
 NAME: Final = "hvdlite"
+OLDEST_TORCH: Final = (2, 13)
+"""The oldest version of torch with which the tests of this backend pass; the rest of hvdlite_torch runs with older ones."""
 TRACE: Final = "TORCH_FR_DUMP_TEMP_FILE"
 """The variable that tells where torch's Flight Recorder writes: the path but for the rank."""
 
@@ -23,12 +26,25 @@ def register() -> None:
 
 def _create(options: Any, backend_options: Any = None) -> Any:
     """Make one process group on this rank; c10d calls this on all its ranks."""
+    check_torch(torch.__version__)
     ranks = list(options.global_ranks_in_group) or None
     group = _join(options.store, options.group_id, options.group_rank, options.group_size, ranks, options.timeout)
     replaced = getattr(options, "process_group", None)  # since torch 2.14
     if replaced is not None and replaced.bound_device_id is not None:
         group.bound_device_id = replaced.bound_device_id
     return group
+
+
+def check_torch(version: str) -> None:
+    """Raise an error if this version of torch is too old for the backend.
+
+    Raises:
+        ImportError: with both versions.
+    """
+    if tuple(map(int, version.split(".")[:2])) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise ImportError(f'the backend "{NAME}" of torch.distributed needs torch {oldest} or newer, and {version} is '
+                          "installed: pip install -U torch")
 
 
 def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | None, timeout: datetime.timedelta) -> Any:

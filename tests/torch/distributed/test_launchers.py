@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from hvdlite_torch.distributed.registration import check_torch
 from tests.mpis import MPIS, Mpi, mpiexec
 from tests.torch.distributed.programs import launched
 from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, ROOT, clean_environment
@@ -54,3 +57,12 @@ def test_the_entry_point_is_the_function_that_registers() -> None:
     assert set(ast.literal_eval(modules)) - {"hvdlite"} == {
         "hvdlite_torch", "hvdlite_torch.distributed", "hvdlite_torch.distributed.registration"}
     assert is_registered == "True"
+
+
+def test_an_older_torch_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("2.13.0+cpu", "2.15.0", "3.0.0a0"):
+        check_torch(version)
+    monkeypatch.setattr(torch, "__version__", "2.4.0+cu121")
+    with pytest.raises(ImportError, match=r"needs torch 2\.13 or newer, and 2\.4\.0\+cu121 is installed"):
+        dist.init_process_group("hvdlite", store=dist.HashStore(), rank=0, world_size=1)
+    assert not dist.is_initialized()
