@@ -12,12 +12,12 @@ NVML = "nvidia-ml-py>=12.535,<14"  # what hvdrun --doctor tells about GPUs
 RAY, SPARK, PLOT = ["ray>=2.9"], ["pyspark>=3.4"], ["matplotlib>=3.7"]
 TORCH, MPI = ["torch>=2.4"], ["mpi4py>=4.1"]
 LIGHTNING = [*TORCH, "lightning>=2.2"]
-HUGGING_FACE = ["accelerate>=1", "transformers>=5"]
+HUGGING_FACE = ["accelerate>=1.4", "transformers>=5"]
 SITE = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 BENCH = [*MPI, "mpich>=4.2", *PLOT]
 TEST = [*AUTOTUNE, *LIGHTNING, *HUGGING_FACE, *RAY, *SPARK, *BENCH, "pytest>=8", "pytest-timeout>=2.3",
         "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", "import-linter>=2.1", *SITE,
-        "nbclient>=0.10", "ipykernel>=6",
+        "nbclient>=0.10", "ipykernel>=6.29",
         "build>=1.2", "twine>=5", "check-wheel-contents>=0.6"]
 
 setup(

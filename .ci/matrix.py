@@ -2,7 +2,7 @@
 
     make matrix                                       # all; hours, and gigabytes of downloads
     python .ci/matrix.py core-oldest torch-newest     # some
-    python .ci/matrix.py --keep torch-oldest          # and leave the environment in build/matrix; the next --keep uses it
+    python .ci/matrix.py --keep torch-oldest          # and leave the environment in build/matrix; the next run upgrades it
 
 Packages are installed from package indexes, and hvdlite as a package, so an environment also shows that pip finds versions
 that fit together. The tests run with this tree. What was seen is recorded in `.ci/matrix.json`, and README's table of
@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,13 +44,14 @@ TORCH = ("tests/torch/test_ops.py", "tests/torch/test_optimizer.py", "tests/torc
 DISTRIBUTED = ("tests/torch/distributed/test_operations.py", "tests/torch/distributed/test_work.py",
                "tests/torch/distributed/test_processes.py", "tests/torch/distributed/test_launchers.py")
 LIGHTNING = ("tests/torch/test_lightning.py",)
-KERAS = ("tests/tf/test_keras.py", "tests/tf/test_mirrored_losses.py")
+KERAS = ("tests/tf/test_keras.py", "tests/tf/test_mirrored.py", "tests/tf/test_mirrored_losses.py")
 TENSORFLOW = ("tests/tf/test_ops.py", "tests/tf/test_errors.py", "tests/tf/test_graph_names.py", *KERAS)
 JAX = ("tests/tf/test_mirrored_losses.py",)
 RAY = ("tests/launch/test_ray.py",)
 SPARK = ("tests/launch/test_spark.py",)
 AUTOTUNE = ("tests/engine/test_autotune.py",)
 PLOT = ("tests/runner/test_watching.py",)
+EXAMPLES = ("tests/house/test_examples.py", "tests/house/test_distributed_examples.py")
 
 BEGIN, END = "<!-- python .ci/matrix.py --table -->\n", "<!-- end -->\n"
 ROWS: tuple[tuple[str, str, tuple[tuple[str, ...], ...]], ...] = (
@@ -97,10 +98,11 @@ ENVIRONMENTS: dict[str, Environment] = {
     "core-3.14": Environment("3.14", (), CORE),
     "core-3.15": Environment("3.15", (), CORE),
     "core-3.14t": Environment("3.14t", (), CORE),
-    "mpi-oldest": Environment("3.10", ("mpi4py==4.1.0", "mpich"), MPI),  # the first one with wheels
+    "mpi-oldest": Environment("3.10", ("mpi4py==4.1.0", "mpich==4.2.3"), MPI),  # the first ones with wheels
     "mpi-newest": Environment("3.13", ("mpi4py", "mpich"), MPI),
     "torch-oldest": Environment("3.10", ("torch==2.4.0", "lightning==2.2.0"), (*TORCH, *LIGHTNING)),
     "torch-newest": Environment("3.14", ("torch", "lightning"), (*TORCH, *LIGHTNING, *DISTRIBUTED)),
+    "distributed-oldest": Environment("3.11", ("torch==2.13.0",), DISTRIBUTED),
     "tensorflow-oldest": Environment("3.10", ("tensorflow-cpu==2.16.1", "keras==3.8.0"), TENSORFLOW),
     "tensorflow-newest": Environment("3.13", ("tensorflow-cpu", "keras"), TENSORFLOW),
     "keras-oldest-torch": Environment(
@@ -112,6 +114,11 @@ ENVIRONMENTS: dict[str, Environment] = {
     "spark-oldest": Environment("3.10", ("pyspark==3.4.0",), SPARK),
     "spark-newest": Environment("3.13", ("pyspark",), SPARK),
     "tools-oldest": Environment("3.10", ("optuna==3.6.0", "matplotlib==3.7.0", "numpy<2"), (*AUTOTUNE, *PLOT)),
+    "tests-oldest": Environment(
+        "3.10", ("pytest==8.0.0", "pytest-timeout==2.3.1", "pytest-xdist==3.5.0", "hypothesis==6.100.0"), CORE),
+    "examples-oldest": Environment(
+        "3.11", ("torch==2.13.0", "accelerate==1.4.0", "transformers==5.0.0", "nbclient==0.10.0", "ipykernel==6.29.0"),
+        EXAMPLES, ("-k", "accelerate or hugging_face or the_notebook")),
 }
 
 
@@ -143,24 +150,25 @@ def build() -> Path:
 
 
 def make(name: str, environment: Environment, wheel: Path) -> str:
-    """Make an environment, unless it has been left there; return why that cannot be, or ""."""
+    """Make an environment, or upgrade what has been left of it; return why that cannot be, or ""."""
     folder, done = BUILD / name, BUILD / name / "made"
-    if done.is_file() and done.read_text(encoding="utf-8") == repr(environment):
-        return ""
-    interpreter = find_python(environment.python)
-    if interpreter is None:
-        return f"there is no Python {environment.python} here"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
-    pip = [str(folder / "bin/python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    made_from = f"{environment}\n{(ROOT / 'setup.py').read_text(encoding='utf-8')}"
+    if not done.is_file() or done.read_text(encoding="utf-8") != made_from:
+        interpreter = find_python(environment.python)
+        if interpreter is None:
+            return f"there is no Python {environment.python} here"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
+    pip = [str(folder / "bin/python"), "-m", "pip", "install", "-q", "--disable-pip-version-check",
+           "--upgrade", "--upgrade-strategy", "eager"]
     ended = subprocess.run([*pip, *TEST_PACKAGES, *environment.packages, str(wheel)],
                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     (BUILD / f"{name}.pip.log").write_text(ended.stdout, encoding="utf-8")
     lines = [line for line in ended.stdout.splitlines() if "ERROR" in line or "conflict" in line or "depends on" in line]
     if ended.returncode:
         return f"pip: {' '.join(lines[:6])}"
-    done.write_text(repr(environment), encoding="utf-8")
+    done.write_text(made_from, encoding="utf-8")
     return ""
 
 
@@ -204,29 +212,31 @@ def table(records: Mapping[str, Mapping[str, object]]) -> str:
     suite = records.get(SUITE, {}).get("versions", {})
     assert isinstance(suite, dict)
     for title, package, groups in ROWS:
-        seen = _passed(records, package, groups)
+        seen: dict[str, str] = {}
+        for version, day, environment in passed(records, package, groups):
+            short = _short(version) + "t" * (package == "python" and environment.python.endswith("t"))
+            seen[short] = max(seen.get(short, ""), day)
         ordered = sorted(seen, key=lambda each: [int(part) for part in re.findall(r"\d+", each)] + [each])
         cells = (title, ", ".join(ordered), _short(suite.get(package, "")), max(seen.values(), default=""))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _passed(records: Mapping[str, Mapping[str, object]], package: str, groups: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return versions of a package with which one of some groups of tests has passed, and the days of the last runs."""
-    seen: dict[str, str] = {}
+def passed(records: Mapping[str, Mapping[str, object]], package: str,
+           groups: Sequence[Sequence[str]]) -> Iterator[tuple[str, str, Environment]]:
+    """Yield the version of a package, the day and the environment of each record in which one of some groups has passed."""
     for name, environment in ENVIRONMENTS.items():
         record = records.get(name, {})
         installed = record.get("versions", {})
         assert isinstance(installed, dict)
         is_about = any(set(group) <= set(environment.tests) for group in groups)
         if is_about and record.get("outcome") == "passed" and package in installed:
-            short = _short(installed[package]) + "t" * (package == "python" and environment.python.endswith("t"))
-            seen[short] = max(seen.get(short, ""), str(record["date"]))
-    return seen
+            yield installed[package], str(record["date"]), environment
 
 
 def _short(version: str) -> str:
-    return re.sub(r"^(\d+\.\d+).*", r"\1", version)
+    """Return the numbers of a version that can change what it does: two of 2.16.1, three of 0.4.36."""
+    return re.sub(r"^(0\.\d+\.\d+|\d+\.\d+).*", r"\1", version)
 
 
 def with_table(page: str, table: str) -> str:
