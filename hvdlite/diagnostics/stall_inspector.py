@@ -23,7 +23,7 @@ from hvdlite.diagnostics.process_probe import ProcessProbe
 from hvdlite.diagnostics.stall_report import RankState, StallReport, location_in_dump
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import FailureNotice, OverdueWork, RankStatus, SideMessage
-from hvdlite.negotiation.stalls import GpuStall, Stall, gpu_stall
+from hvdlite.negotiation.stalls import GpuStall, Stall, circle_of_messages, gpu_stall
 
 _log = logging.getLogger("hvdlite")
 
@@ -242,7 +242,7 @@ class StallInspector:
             return False  # GPUs have finished meanwhile
         rank_states = {rank: self._rank_state(rank) for rank in sorted(pending.asked)}
         stories = {stall.name: story for stall in stalls if (story := self._story(stall.name))}
-        report = StallReport(stalls, rank_states, stories)
+        report = StallReport(stalls, rank_states, stories, circle_of_messages(waiting.values()))
         for receiver in pending.receivers:
             receiver(report)
         if pending.ends_job and report.missing:

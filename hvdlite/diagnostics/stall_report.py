@@ -13,12 +13,13 @@ import tempfile
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 from hvdlite.diagnostics.slowness import Slowness, diagnose
+from hvdlite.negotiation.agreement import named_ranks
 from hvdlite.negotiation.messages import RankStatus
 from hvdlite.negotiation.stalls import Stall
 
@@ -91,6 +92,7 @@ class StallReport:
     stalls: Sequence[Stall]
     rank_states: Mapping[int, RankState]  # of every rank that is missing somewhere, and of some that are not
     stories: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by tensor
+    circle: Collection[int] = ()  # ranks that wait for each other in sends and receives
 
     @property
     def slowness(self) -> Slowness | None:
@@ -138,6 +140,8 @@ class StallReport:
         else:
             lines = [f"stall report: {len(self.stalls)} tensor{'s' * (len(self.stalls) > 1)} waiting for some ranks"]
         lines += [f"  {stall}" for stall in self.stalls]
+        if self.circle:
+            lines.append(f"  {named_ranks(sorted(self.circle))} wait for each other in sends and receives")
         for rank in sorted({*self.missing, *self.rank_states}):
             lines += self._rank_lines(rank)
         if self.slowness is not None:
@@ -191,6 +195,7 @@ class StallReport:
         return {"stalls": [{"name": stall.name, "waited_seconds": round(stall.waited, 3), "submitted": list(stall.enqueued),
                             "missing": list(stall.missing)} for stall in self.stalls],
                 "diagnosis": [self.diagnosis(rank) for rank in self.missing],
+                "circle": sorted(self.circle),
                 "ranks": {str(rank): of(rank, rank_state) for rank, rank_state in sorted(self.rank_states.items())},
                 "stories": dict(self.stories),
                 "slowness": None if self.slowness is None else self.slowness.as_dict()}

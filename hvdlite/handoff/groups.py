@@ -28,5 +28,6 @@ class Group(Protocol):
     def blocked_threads(self) -> frozenset[int] | None:
         """Return the threads that cannot go on before a collective in which this rank has waited for long is over.
 
-        None while calls of the group are carried out that are not such a collective: they may end any time.
+        None while calls of the group are carried out that are not such a collective, or may be by a callback of a send or
+        receive: they may end any time.
         """

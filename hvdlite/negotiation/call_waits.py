@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from hvdlite.negotiation.messages import CallWait, GroupCalls
-from hvdlite.negotiation.stalls import Stall
+from hvdlite.negotiation.stalls import MessageStall, Stall
 
 
 class _Told(NamedTuple):
@@ -55,5 +55,6 @@ class CallWaits:
             missing = set.intersection(*(set(told.wait.missing) for told in waiting.values())).difference(waiting)
             if missing:
                 ranks = {rank for told in waiting.values() for rank in told.wait.ranks}
-                yield key, Stall(key[1], now - min(told.since for told in waiting.values()),
-                                 tuple(sorted(ranks - missing)), tuple(sorted(missing)))
+                kind = Stall if any(told.wait.sequence for told in waiting.values()) else MessageStall
+                yield key, kind(key[1], now - min(told.since for told in waiting.values()),
+                                tuple(sorted(ranks - missing)), tuple(sorted(missing)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+from hvdlite.negotiation.agreement import named_ranks
+from hvdlite.negotiation.deadlock import stuck_ranks
 from hvdlite.negotiation.messages import GpuProgress, Key, OverdueWork
 from hvdlite.negotiation.pending_buckets import PendingBucket
 from hvdlite.negotiation.readiness import ReadinessTable
@@ -26,6 +28,17 @@ class Stall:
     def fault(self, rank: int) -> str:
         """Say what a missing rank has not done to it, for "rank 2 ... 'name'"."""
         return "never enqueued"
+
+
+@dataclasses.dataclass(frozen=True)
+class MessageStall(Stall):
+    """A send or receive of an ordered group, for which a thread of `enqueued` waits; one of `missing` takes part in it."""
+
+    def __str__(self) -> str:
+        return f"'{self.name}' has waited {self.waited:.0f} s for {named_ranks(self.missing)}"
+
+    def fault(self, rank: int) -> str:
+        return "never made the counterpart of"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +79,19 @@ class GpuStall(Stall):
         unfinished = [rank for rank in launched if mine[rank].done < self.sequence]
         missing = tuple(absent or late or unfinished)
         return dataclasses.replace(self, enqueued=launched, missing=missing, late=late) if missing else None
+
+
+def circle_of_messages(stalls: Iterable[Stall]) -> frozenset[int]:
+    """Return the ranks that wait for each other in sends and receives, and those that wait for such ranks.
+
+    Other threads, which rank 0 does not know of, may still help them. A receive from any rank is in no circle.
+    """
+    needs: dict[int, list[tuple[int, ...]]] = {}
+    for stall in stalls:
+        if isinstance(stall, MessageStall) and len(stall.missing) == 1:
+            for rank in stall.enqueued:
+                needs.setdefault(rank, []).append(stall.missing)
+    return stuck_ranks(needs)
 
 
 def gpu_stall(work: OverdueWork) -> GpuStall:

@@ -126,6 +126,8 @@ class GroupEnd:
 
     def when_over(self, calls: Sequence[Call], callback: Callable[[], None]) -> None:
         under_way = [call for call in calls if not call.is_done]
+        if any(isinstance(call, Transfer) for call in under_way):
+            callback = self._long_waits.counted(callback)
         last = max(under_way, key=lambda call: call.place, default=None)
         if last is not None and last.place not in (0, self._places):
             last = self._marker()
@@ -319,8 +321,11 @@ class GroupEnd:
     def blocked_threads(self) -> frozenset[int] | None:
         """Return the threads that cannot go on before a collective in which this rank has waited for long is over.
 
-        None while calls are carried out that are not such a collective.
+        None while calls are carried out that are not such a collective, and while a callback of a send or receive may make
+        calls.
         """
+        if self._long_waits.may_call_back:
+            return None
         try:
             calls = [self._under_way, *self._queue]
         except RuntimeError:  # it changes

@@ -42,6 +42,7 @@ class LongWaits:
         self.patience = patience
         self._changed = changed
         self._transfers: dict[Transfer, float] = {}
+        self._callbacks: set[object] = set()  # of sends and receives, a key for each that has not returned
 
     def tell(self) -> None:
         """The thread that carries out calls has waited for long; called again while it does."""
@@ -63,6 +64,23 @@ class LongWaits:
         """It does not any more."""
         self._transfers.pop(transfer, None)
         self._changed()
+
+    @property
+    def may_call_back(self) -> bool:
+        """Whether a callback of a send or receive may make calls, now or later, whatever this rank's threads wait for."""
+        return bool(self._callbacks)
+
+    def counted(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Return a callback of sends or receives as one that counts in `may_call_back` until it has returned."""
+        key = object()
+        self._callbacks.add(key)
+
+        def call() -> None:
+            try:
+                callback()
+            finally:
+                self._callbacks.discard(key)
+        return call
 
     def of_transfers(self, group: str) -> list[LongWait]:
         """Return the sends and receives for which threads have waited for long."""

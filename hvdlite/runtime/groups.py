@@ -86,7 +86,7 @@ class Groups:
             area = GroupArea(bytearray(area_bytes(1)), 0, 1, None)
             plane = LoopbackPlane(0, LoopbackHub(), lambda rank: None, self._worlds.casts)
             return GroupEnd(name, 0, 1, timeout, plane, area, members=shown)
-        runtime, identity, release = self._meet(store, rank, size, None if members is None else tuple(shown))
+        runtime, identity, release = self._meet(store, name, rank, size, members)
         try:
             end = self._opened(runtime, identity, name, timeout, members, shown, release)
         except BaseException:
@@ -118,7 +118,7 @@ class Groups:
         for runtime in (*self._own, *self._leaving):
             runtime.close_in_child()
 
-    def _meet(self, store: Store, rank: int, size: int, names: tuple[str, ...] | None,
+    def _meet(self, store: Store, name: str, rank: int, size: int, members: Sequence[int] | None,
               ) -> tuple[Runtime, str, Callable[[], None]]:
         """Meet the other ranks; return the runtime on which the group lives, an id of the group, and what ends its use."""
         environment = self._worlds.launch_environment()
@@ -126,16 +126,17 @@ class Groups:
         configure_logging(config, lambda: rank)
         info, shared, identity = meet_in_store(
             store, rank, size, job_key(environment), place=environment.get(launch_contract.JOB_DIRECTORY, ""),
-            address=own_address(environment, store), can_share=self._can_share(rank, size, is_world=names is None),
-            timeout=timeout_or_inf(config.start_timeout))
+            address=own_address(environment, store), can_share=self._can_share(rank, size, is_world=members is None),
+            timeout=timeout_or_inf(config.start_timeout), name=name, members=members or (),
+            patience=timeout_or_inf(config.stall_check_time_seconds))
         try:
             if shared:
                 self._job.begin(info if shared == MET else None)
                 runtime, release = self._worlds.current(), self._job.end
-                self._of_world = runtime if names is None else self._of_world
+                self._of_world = runtime if members is None else self._of_world
             else:
-                runtime = self._started(dataclasses.replace(info, rank_names=names or ()), config)
-                self._of_world = None if names is None else self._of_world
+                runtime = self._started(dataclasses.replace(info, rank_names=tuple(map(str, members or ()))), config)
+                self._of_world = None if members is None else self._of_world
                 release = self._leave_own(runtime)
         finally:
             if info.held_port is not None:

@@ -49,7 +49,7 @@ def check_torch(version: str) -> None:
 
 def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | None, timeout: datetime.timedelta) -> Any:
     from hvdlite import api
-    from hvdlite.core.errors import HvdliteError, LaunchError
+    from hvdlite.core.errors import HvdliteError
     from hvdlite_torch.distributed.errors import as_backend_error
     from hvdlite_torch.distributed.process_group import HvdliteProcessGroup
     from hvdlite_torch.distributed.step_count import count
@@ -63,10 +63,6 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
         ordered = api.join_group(store, told, rank, size, timeout.total_seconds(), members)
     except HvdliteError as error:
         raise as_backend_error(error) from error.__cause__
-    except RuntimeError as error:  # the store's
-        raise as_backend_error(LaunchError(
-            f"{told}: rank {rank} has waited in vain for the others of its {size} ranks; all of them must make the group, "
-            f'with the backend "{NAME}": {str(error).splitlines()[0]}')) from error
     trace = os.environ.get(TRACE, "")
     if trace:
         ordered.watch(_writer(f"{trace}{members[rank] if members else rank}"))

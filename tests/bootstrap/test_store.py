@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hvdlite.bootstrap.environments import LaunchInfo
@@ -17,9 +20,10 @@ HANGS_SECONDS = 60.0
 
 
 class DictStore:
-    """A store of threads; `delete_key` only where the test wants it."""
+    """A store of threads, with as much of torch's as is used."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = HANGS_SECONDS) -> None:
+        self.timeout = datetime.timedelta(seconds=seconds)
         self.values: dict[str, bytes] = {}
         self._changed = threading.Condition()
 
@@ -29,9 +33,16 @@ class DictStore:
             self._changed.notify_all()
 
     def get(self, key: str) -> bytes:
+        self.wait([key], self.timeout)
+        return self.values[key]
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: key in self.values, HANGS_SECONDS), key
-            return self.values[key]
+            if not self._changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
+                raise RuntimeError(f"wait timeout\nkeys: {keys}")
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
 
     def delete_key(self, key: str) -> bool:
         return self.values.pop(key, None) is not None
@@ -93,6 +104,39 @@ def test_ranks_that_say_different_sizes_all_raise() -> None:
                 call.result(HANGS_SECONDS)
             errors.append(raised)
     assert len(errors) == 2
+
+
+def test_another_size_is_told_although_a_rank_never_comes() -> None:
+    """Rank 0 expects a rank 2, of which the others know nothing."""
+    store = DictStore()
+    with ThreadPoolExecutor(2) as pool:
+        for call in [pool.submit(meet_in_store, store, rank, 3 - rank) for rank in range(2)]:
+            with pytest.raises(LaunchError, match=r"do not agree on their number: \[2, 3\]"):
+                call.result(HANGS_SECONDS)
+
+
+@pytest.mark.parametrize(("rank", "came", "missing"), [(0, (), "ranks 17, 19"), (0, (1,), "rank 19"), (1, (), "rank 19"),
+                                                       (1, (2,), "rank 13"), (1, (0, 2), "the others")])
+def test_ranks_that_do_not_come_are_named(rank: int, came: tuple[int, ...], missing: str,
+                                          caplog: pytest.LogCaptureFixture) -> None:
+    store = DictStore(seconds=0.1)
+    for each in came:
+        store.set(f"hvdlite/{each}", msgspec.msgpack.encode([3, "", "", "", False, "", 7]))
+    own = (13, 17, 19)[rank]
+    with pytest.raises(LaunchError) as raised, caplog.at_level(logging.WARNING, "hvdlite"):
+        meet_in_store(store, rank, 3, name="group 5", members=(13, 17, 19), patience=0.02)
+    assert str(raised.value) == (f"group 5: rank {own} has waited in vain for {missing}; all 3 ranks must make the group, with "
+                                 "the same backend: wait timeout")
+    told = [f"group 5: rank {own} has waited 0 s for {missing} to make the group"] if missing != "the others" else []
+    assert [record.getMessage() for record in caplog.records] == told
+
+
+def test_one_of_several_ranks_that_wait_tells(caplog: pytest.LogCaptureFixture) -> None:
+    store = DictStore(seconds=0.2)
+    with ThreadPoolExecutor(2) as pool, caplog.at_level(logging.WARNING, "hvdlite"):
+        for call in [pool.submit(meet_in_store, store, rank, 4, patience=0.1) for rank in (1, 2)]:
+            assert isinstance(call.exception(HANGS_SECONDS), LaunchError)
+    assert [record.getMessage() for record in caplog.records] == ["the group: rank 1 has waited 0 s for rank 3 to make the group"]
 
 
 def test_they_share_what_all_can_share() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from hvdlite.diagnostics.stall_report import RankState, StallReport, first_difference, location_in_dump
 from hvdlite.negotiation.messages import RankStatus
-from hvdlite.negotiation.stalls import Stall
+from hvdlite.negotiation.stalls import MessageStall, Stall
 from tests.diagnostics.programs import stall_report as programs
 from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, ROOT, Processes, processes
 
@@ -52,6 +52,15 @@ def test_a_report_names_ranks_places_and_sequences_in_both_forms() -> None:
     assert data["diagnosis"] == [report.diagnosis(rank) for rank in (1, 2, 3)]
     assert data["ranks"]["2"]["last_collectives"] == ["w", "eval"] and not data["ranks"]["3"]["answered"]
     assert json.loads(json.dumps(data)) == data
+
+
+def test_ranks_that_wait_for_each_others_messages_are_named_together() -> None:
+    stalls = [MessageStall(f"receive on rank {rank} from rank {1 - rank}", 61.0, (rank,), (1 - rank,)) for rank in range(2)]
+    report = StallReport(stalls, {rank: RankState(rank, "alive", status(waiting=(stalls[rank].name,))) for rank in range(2)},
+                         circle={1, 0})
+    assert "  ranks 0, 1 wait for each other in sends and receives\n" in report.text() and report.as_dict()["circle"] == [0, 1]
+    assert ("rank 1 never made the counterpart of 'receive on rank 0 from rank 1': it waits for 'receive on rank 1 from "
+            "rank 0' in train(), train.py:7") in report.text()
 
 
 def test_the_place_in_a_c_level_stack() -> None:

@@ -151,6 +151,28 @@ def test_sends_and_receives_for_which_a_thread_waits() -> None:
     assert changes == [1, 0]
 
 
+def test_a_callback_of_a_receive_may_make_any_call() -> None:
+    """So no circle through this rank is certain before it has returned. A receive without one changes nothing."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        entered.set()
+        assert leave.wait(HANGS_SECONDS)
+
+    first, second = groups(2, messages=True)
+    unasked, asked = (first.receive(np.empty(1, np.uint8), 1, tag) for tag in (8, 7))
+    assert first.blocked_threads() == frozenset()
+    first.when_over([asked], stay)
+    assert first.blocked_threads() is None and second.blocked_threads() == frozenset()
+    second.send(np.ones(1, np.uint8), 0, 7)
+    assert entered.wait(HANGS_SECONDS) and asked.is_done and first.blocked_threads() is None
+    leave.set()
+    until(lambda: first.blocked_threads() == frozenset())
+    assert not unasked.is_done
+    for end in (first, second):
+        end.close()
+
+
 def test_a_report_has_the_ranks_of_the_job() -> None:
     first, second = groups(2, patience=0.02)
     group = ReportedGroup(first, "id", [7, 3])
