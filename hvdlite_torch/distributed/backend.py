@@ -33,7 +33,7 @@ class HvdliteBackend(Collectives, _Backend):  # type: ignore[misc]
         timeout: of operations.
     """
 
-    supports_splitting = False  # the process group does it
+    supports_splitting = True  # by the process group: torch never asks the backend to
     supports_coalescing = False
     supports_shrinking = False
 

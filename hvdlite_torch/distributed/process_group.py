@@ -178,13 +178,13 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
         """Make a group of some of this group's ranks; all of those call it. Return None on other ranks.
 
         Args:
-            new_ranks: indices in this group.
+            new_ranks: indices in this group, in the order of the ranks of the new one.
             timeout: of its operations; this group's without one.
             opts: ignored, as are `device_types`.
             group_name: for torch's registry; distinct for each group of these ranks.
             group_desc: for errors and reports.
         """
-        ranks = sorted(new_ranks)
+        ranks = list(new_ranks)
         if self._ordered.rank not in ranks:
             return None
         name = group_name or f"{self._group_name}:split:{','.join(map(str, ranks))}"
