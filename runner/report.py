@@ -49,19 +49,30 @@ def find_job(job: str) -> Path:
     """Return the directory of a job whose ranks have met; see `show_report`."""
     if os.path.isdir(job):
         return Path(job)
-    running = {path.parent.name.removeprefix(DIRECTORY_PREFIX).split("-")[0]: path.parent
-               for path in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*/{REPORT_SOCKET}")
-               if path.parent.stat().st_uid == os.geteuid()}
-    if job:
-        if job not in running:
-            raise LaunchError(f"hvdrun process {job} has no running job on this host; running: "
-                              f"{', '.join(running) or 'none'}")
+    jobs = {path.name.removeprefix(DIRECTORY_PREFIX).split("-")[0]: path
+            for path in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*") if _is_own(path)}
+    running = {pid: path for pid, path in jobs.items() if (path / REPORT_SOCKET).exists()}
+    if job in running:
         return running[job]
-    if len(running) != 1:
-        raise LaunchError(f"several jobs are running on this host; choose one with --report PID: "
-                          f"{', '.join(sorted(running))}" if running
-                          else "no job that you started with hvdrun is running on this host")
-    return next(iter(running.values()))
+    if running and not job:
+        if len(running) == 1:
+            return next(iter(running.values()))
+        raise LaunchError("several jobs are running on this host; choose one with --report PID: "
+                          f"{', '.join(sorted(running))}")
+    starting = sorted(pid for pid, path in jobs.items()
+                      if not (path / PROCESSES_FILE).exists() and Path("/proc", pid).exists())
+    told = (f"hvdrun process {job} has no running job on this host; running: {', '.join(running) or 'none'}" if job
+            else "no job that you started with hvdrun is running on this host")
+    raise LaunchError(told + (f". Not all ranks of hvdrun process {', '.join(starting)} have called init() or "
+                              "init_process_group()" if starting else ""))
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether a job's directory exists, and is this user's."""
+    try:
+        return path.stat().st_uid == os.geteuid()
+    except FileNotFoundError:
+        return False
 
 
 def ask(path: Path, timeout: float) -> dict[str, Any]:

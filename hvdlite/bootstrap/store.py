@@ -169,7 +169,7 @@ class _Others:
         return named_ranks([self._members[rank] for rank in ranks]) if ranks else ""
 
     def _missing(self) -> list[int]:
-        """Return the ranks that have not come; rank 0 only if no other is missing: in torch's `TCPStore` it waits for all."""
+        """Return the ranks that have not come; rank 0 only if no other is: in torch's `TCPStore` it waits for all."""
         try:
             absent = [rank for rank in range(len(self._members)) if not self._store.check([_key(rank)])]
         except (AttributeError, RuntimeError):  # the store cannot tell

@@ -125,8 +125,8 @@ def test_ranks_that_do_not_come_are_named(rank: int, came: tuple[int, ...], miss
     own = (13, 17, 19)[rank]
     with pytest.raises(LaunchError) as raised, caplog.at_level(logging.WARNING, "hvdlite"):
         meet_in_store(store, rank, 3, name="group 5", members=(13, 17, 19), patience=0.02)
-    assert str(raised.value) == (f"group 5: rank {own} has waited in vain for {missing}; all 3 ranks must make the group, with "
-                                 "the same backend: wait timeout")
+    assert str(raised.value) == (f"group 5: rank {own} has waited in vain for {missing}; all 3 ranks must make the group, "
+                                 "with the same backend: wait timeout")
     told = [f"group 5: rank {own} has waited 0 s for {missing} to make the group"] if missing != "the others" else []
     assert [record.getMessage() for record in caplog.records] == told
 
@@ -136,7 +136,8 @@ def test_one_of_several_ranks_that_wait_tells(caplog: pytest.LogCaptureFixture) 
     with ThreadPoolExecutor(2) as pool, caplog.at_level(logging.WARNING, "hvdlite"):
         for call in [pool.submit(meet_in_store, store, rank, 4, patience=0.1) for rank in (1, 2)]:
             assert isinstance(call.exception(HANGS_SECONDS), LaunchError)
-    assert [record.getMessage() for record in caplog.records] == ["the group: rank 1 has waited 0 s for rank 3 to make the group"]
+    (record,) = caplog.records
+    assert record.getMessage() == "the group: rank 1 has waited 0 s for rank 3 to make the group"
 
 
 def test_they_share_what_all_can_share() -> None:

@@ -7,14 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from hvdlite.core.errors import LaunchError
+from hvdlite.core.launch_contract import DIRECTORY_PREFIX, PROCESSES_FILE, REPORT_SOCKET
 from hvdlite.diagnostics.stall_report import RankState, StallReport, first_difference, location_in_dump
 from hvdlite.negotiation.messages import RankStatus
 from hvdlite.negotiation.stalls import MessageStall, Stall
+from hvdlite_runner.report import find_job
 from tests.diagnostics.programs import stall_report as programs
 from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, ROOT, Processes, processes
 
@@ -58,7 +62,8 @@ def test_ranks_that_wait_for_each_others_messages_are_named_together() -> None:
     stalls = [MessageStall(f"receive on rank {rank} from rank {1 - rank}", 61.0, (rank,), (1 - rank,)) for rank in range(2)]
     report = StallReport(stalls, {rank: RankState(rank, "alive", status(waiting=(stalls[rank].name,))) for rank in range(2)},
                          circle={1, 0})
-    assert "  ranks 0, 1 wait for each other in sends and receives\n" in report.text() and report.as_dict()["circle"] == [0, 1]
+    assert "  ranks 0, 1 wait for each other in sends and receives\n" in report.text()
+    assert report.as_dict()["circle"] == [0, 1]
     assert ("rank 1 never made the counterpart of 'receive on rank 0 from rank 1': it waits for 'receive on rank 1 from "
             "rank 0' in train(), train.py:7") in report.text()
 
@@ -174,3 +179,18 @@ def test_hvdrun_reports_on_a_running_job(tmp_path: Path) -> None:
         job.wait(HANGS_SECONDS)
     missing = subprocess.run([*HVDRUN, "--report", str(job.pid)], capture_output=True, text=True, env=environment)
     assert missing.returncode == 2 and "has no running job" in missing.stderr
+
+
+def test_a_job_whose_ranks_have_not_met_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    job, killed = (tmp_path / f"{DIRECTORY_PREFIX}{pid}-x" for pid in (os.getpid(), 1 << 30))
+    job.mkdir()
+    killed.mkdir()
+    for asked in ("", str(os.getpid())):
+        with pytest.raises(LaunchError, match=rf"\. Not all ranks of hvdrun process {os.getpid()} have called init\(\) or "):
+            find_job(asked)
+    (job / PROCESSES_FILE).touch()  # and rank 0 is on another host
+    with pytest.raises(LaunchError, match=r"no job that you started with hvdrun is running on this host$"):
+        find_job("")
+    (job / REPORT_SOCKET).touch()
+    assert find_job("") == find_job(str(os.getpid())) == job
