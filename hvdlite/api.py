@@ -90,7 +90,15 @@ def shutdown() -> None:
 
     Process sets are then unregistered; you can register them again after another `init()`.
     """
+    begin_to_leave()
     _release(waits=True)
+
+
+def begin_to_leave() -> None:
+    """This process leaves the job or a group now: if it handles an exception that will end it, that is when it failed."""
+    error = sys.exc_info()[1]
+    if error is not None:
+        _worlds.leaves_because_of(error)
 
 
 def _release(*, waits: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -69,7 +68,8 @@ def tell_failure(runtime: Runtime, error: BaseException) -> tuple[int, str]:
     return origin, text
 
 
-def record_failure(directory: str, error: BaseException, process: int, origin: int, text: str, *, shown: bool) -> None:
+def record_failure(directory: str, error: BaseException, process: int, origin: int, text: str, *, when: float,
+                   shown: bool) -> None:
     """Let the launcher know why this process ends.
 
     Args:
@@ -77,7 +77,8 @@ def record_failure(directory: str, error: BaseException, process: int, origin: i
         process: this process's rank; in an elastic job, its member id.
         origin: that of the process where it began.
         text: the traceback.
+        when: it failed, in seconds since the epoch.
         shown: whether it was printed to standard error.
     """
-    launch_contract.FailureRecord(process, origin, time.time(), type(error).__name__, text_of(error), text, shown).write(
+    launch_contract.FailureRecord(process, origin, when, type(error).__name__, text_of(error), text, shown).write(
         directory)

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping, MutableMapping
 
 from hvdlite.bootstrap.cancellation import Cancellation
@@ -75,6 +76,8 @@ class Worlds:
         self._full_tracebacks = False
         self._stack_dump: StackDumpTarget | None = None  # where this process writes its stacks
         self._leaving: Runtime | None = None  # the last runtime, which this process has left, but the others may not have
+        self._left_in = 0  # the process that has left the job
+        self._excepted = (0, 0.0)  # the id of an exception, and when the job was left because of it
 
     @property
     def is_initialized(self) -> bool:
@@ -148,6 +151,7 @@ class Worlds:
         Args:
             waits: False leaves it to the next call of this object to wait for the other ranks.
         """
+        self._left_in = os.getpid() if self.is_initialized else self._left_in
         self._leaving, self.runtime, self.waiting = self.runtime or self._leaving, None, None
         if self._leaving is not None:
             self._leaving.leave()
@@ -171,24 +175,47 @@ class Worlds:
             prints: whether to print it first, so that the cause is on the screen before the others hear of it.
 
         Returns:
-            False if this process is in no job and has not tried to join one: then nothing is done.
+            False if this process is in no job and has not tried to join one: then only the launcher is told, if the process
+            has been in one.
         """
-        if self._in_child or not (self.is_initialized or self.refused_in == os.getpid()):
+        if self._in_child:
             return False
-        told = self._environ.get(launch_contract.RANK, "")
-        rank = self.coordinates.rank if self.is_initialized else int(told) if told.isdecimal() else 0
-        told = self._environ.get(launch_contract.MEMBER, "")
-        own = int(told) if told.isdecimal() else rank
-        directory = None if self.is_child_of_rank else self._environ.get(launch_contract.JOB_DIRECTORY)
-        shown = prints and tracebacks.print_failure(error, directory, rank, full=self._full_tracebacks)
+        if not (self.is_initialized or self.refused_in == os.getpid()):
+            if self._left_in == os.getpid() and not prints:
+                self._record(error, self._own(), tracebacks.text_of(error), shown=True)
+            return False
+        shown = prints and tracebacks.print_failure(error, self._job_directory, self._rank(), full=self._full_tracebacks)
         if self.runtime is None:
-            origin, text = own, tracebacks.text_of(error)
+            origin, text = self._own(), tracebacks.text_of(error)
         else:
             origin, text = tell_failure(self.runtime, error)
             origin = self._members[origin] if self._members else origin
-        if directory:
-            record_failure(directory, error, own, origin, text, shown=shown)
+        self._record(error, origin, text, shown=shown)
         return True
+
+    def leaves_because_of(self, error: BaseException) -> None:
+        """This process leaves the job, or a group, while it handles an exception: if that ends the process, it failed now."""
+        if self._excepted[0] != id(error):
+            self._excepted = id(error), time.time()
+
+    def _record(self, error: BaseException, origin: int, text: str, *, shown: bool) -> None:
+        if self._job_directory:
+            when = self._excepted[1] if self._excepted[0] == id(error) else time.time()
+            record_failure(self._job_directory, error, self._own(), origin, text, when=when, shown=shown)
+
+    @property
+    def _job_directory(self) -> str | None:
+        """That of this rank's job; None without a launcher, and for a process that a rank has started."""
+        return None if self.is_child_of_rank else self._environ.get(launch_contract.JOB_DIRECTORY)
+
+    def _rank(self) -> int:
+        told = self._environ.get(launch_contract.RANK, "")
+        return self.coordinates.rank if self.is_initialized else int(told) if told.isdecimal() else 0
+
+    def _own(self) -> int:
+        """Return the number by which the launcher knows this process."""
+        told = self._environ.get(launch_contract.MEMBER, "")
+        return int(told) if told.isdecimal() else self._rank()
 
     def close_in_child(self) -> None:
         """In a forked child: close every descriptor."""

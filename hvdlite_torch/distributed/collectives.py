@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
+from hvdlite import api
 from hvdlite.core.errors import OperationTimeoutError
 from hvdlite.ordered.call import Call
 from hvdlite.ordered.group import OrderedGroup
@@ -187,6 +188,7 @@ class Collectives:
 
         While an exception is handled, only a few seconds are given to them: other ranks may never make the same calls.
         """
+        api.begin_to_leave()
         self._ordered.drain(self._ordered.timeout if sys.exc_info()[0] is None else FAILING_SECONDS)
         self._ordered.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -200,3 +201,24 @@ def test_a_member_id_that_is_no_number_does_not_hide_the_failure(environ: dict[s
     worlds.refused_in = os.getpid()
     assert worlds.fail(_raised(ValueError("boom")))
     assert FailureRecord.read(job, 1) is not None
+
+
+def test_a_rank_that_has_left_the_job_because_of_an_exception_failed_when_it_left(job: str) -> None:
+    """Its `finally` may take longer than the others need to fail because of it."""
+    worlds = Worlds({"HVDLITE_RANK": "0", "HVDLITE_SIZE": "1", "HVDLITE_JOB_DIRECTORY": job})
+    error = _raised(ValueError("boom"))
+    assert not worlds.fail(error) and not list(Path(job).iterdir()), "it has been in no job"
+    worlds.join(None)
+    before = time.time()
+    worlds.leaves_because_of(error)
+    after = time.time()
+    worlds.leave()
+    worlds.leaves_because_of(error)
+    assert not worlds.fail(error, prints=True) and FailureRecord.read(job, 0) is None, "it is not printed yet"
+    assert not worlds.fail(error), "the interpreter prints it"
+    record = FailureRecord.read(job, 0)
+    assert record is not None and (record.kind, record.message, record.shown) == ("ValueError", "boom", True)
+    assert before <= record.when <= after
+    assert not worlds.fail(_raised(ValueError("another")))
+    again = FailureRecord.read(job, 0)
+    assert again is not None and again.message == "another" and again.when >= after
