@@ -194,7 +194,7 @@ class Worlds:
         return True
 
     def leaves_because_of(self, error: BaseException) -> None:
-        """This process leaves the job, or a group, while it handles an exception: if that ends the process, it failed now."""
+        """This process leaves the job, or a group, and handles an exception: if that ends the process, it failed now."""
         if self._excepted[0] != id(error):
             self._excepted = id(error), time.time()
 
