@@ -1,11 +1,11 @@
 """A world whose ranks find each other through a key-value store: that of `torch.distributed`, say.
 
-Every rank says on which host it is. Rank 0 answers with what they have in common: where the ranks of each host meet, and
-for several hosts where it listens and a key. Who can read the store can join the world, as with torch's own backends;
-with `HVDLITE_SECRET` on all ranks the key is that one, and does not go through the store.
+Every rank says on which host it is. Rank 0 answers each of them: where the ranks of its host meet, and for several hosts
+where rank 0 listens and a key. Who can read the store can join the world, as with torch's own backends; with
+`HVDLITE_SECRET` on all ranks the key is that one, and does not go through the store.
 
-A store may be used again by later worlds, as `torchrun` does. So a rank removes what it has said (a store that cannot
-forget serves one world), and rank 0's answer repeats a random number of each rank: another one is of an earlier world.
+A store may be used again by later worlds, as `torchrun` does. So a rank removes what it has said and what it was answered (a
+store that cannot forget serves one world), and the answer's key is a random number that the rank has said.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from hvdlite.bootstrap.mpi import route_address, source_address
 from hvdlite.bootstrap.rendezvous import host_identity, is_loopback
 from hvdlite.core.errors import HvdliteError, LaunchError
 from hvdlite.core.held_port import HeldPort
-from hvdlite.core.world import Hosts
+from hvdlite.core.world import Hosts, World
 from hvdlite.negotiation.agreement import named_ranks
 
 _log = logging.getLogger("hvdlite")
 
 KEY_BYTES: Final = 32
-LOOK_SECONDS: Final = 0.01
-"""How often a rank looks for an answer, where there is one of an earlier world; and the shortest wait of a store."""
+SHORTEST_SECONDS: Final = 0.01
+"""The shortest wait of a store: 0 is for ever."""
 
 
 class Store(Protocol):
@@ -63,19 +63,19 @@ class _Member(msgspec.Struct, array_like=True):
 
 
 class _Answer(msgspec.Struct, array_like=True):
-    """What rank 0 says to all."""
+    """What rank 0 says to a rank."""
 
     problem: str = ""
-    hosts: tuple[str, ...] = ()
-    directories: tuple[str, ...] = ()  # of each rank's host
+    world: World = World()
+    directory: str = ""
     coordinator: tuple[str, int] | None = None
     key: bytes = b""
     shares: str = ""
-    numbers: tuple[int, ...] = ()
+    identity: int = 0
 
 
 def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", *, place: str = "", address: str = "",
-                  can_share: str = "", timeout: float = math.inf, name: str = "the group", members: Sequence[int] = (),
+                  can_share: str = "", name: str = "the group", members: Sequence[int] = (),
                   patience: float = math.inf) -> tuple[LaunchInfo, str, str]:
     """Return the launch information of one rank of a world, what they share, and an id of the world; all of them call this.
 
@@ -85,14 +85,12 @@ def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", *, place
         place: tells ranks apart that are on different hosts although they share a machine.
         address: an IP address of this host for the others, if it is known.
         can_share: what this rank can have in common with the others; they share it if all say the same, else "".
-        timeout: seconds that rank 0 has for its answer.
         name: of the world, for messages.
         members: for messages: the ranks of a larger world that are this one's, in its order.
         patience: seconds after which it is logged which ranks have not come.
 
     Raises:
-        LaunchError: on all ranks, when they do not fit together; on one when rank 0 does not answer, or when a wait takes
-            longer than the store's timeout.
+        LaunchError: on all ranks, when they do not fit together; on one when it waits longer than the store's timeout.
     """
     own = _Member(size, f"{host_identity()}:{place}", address or socket.gethostname(), tempfile.gettempdir(), bool(key),
                   can_share, secrets.randbits(63))
@@ -101,11 +99,12 @@ def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", *, place
         store.set(_key(rank), msgspec.msgpack.encode(own))
         if rank == 0:
             found = _members(others, size)
-            answer, held = _answer(found, address)
-            answer.numbers = tuple(member.number for member in found)
-            store.set("hvdlite/world", msgspec.msgpack.encode(answer))
+            (answer, *answers), held = _answers(found, address)
+            for member, each in zip(found[1:], answers, strict=True):
+                store.set(_answer_key(member.number), msgspec.msgpack.encode(each))
         else:
-            answer = _awaited_answer(others, rank, own.number, timeout)
+            answer = msgspec.msgpack.decode(others.get(_answer_key(own.number)), type=_Answer)
+            _forget(store, _answer_key(own.number))
     except HvdliteError:
         raise
     except RuntimeError as error:  # the store's
@@ -113,14 +112,18 @@ def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", *, place
     _forget(store, _key(rank))
     if answer.problem:
         raise LaunchError(answer.problem)
-    world = Hosts.of(answer.hosts).world(rank)
-    return LaunchInfo("store", world, answer.directories[rank], answer.coordinator, key or answer.key, owns_directory=True,
-                      held_port=held), answer.shares, f"{answer.numbers[0]:x}"
+    return LaunchInfo("store", answer.world, answer.directory, answer.coordinator, key or answer.key, owns_directory=True,
+                      held_port=held), answer.shares, f"{answer.identity:x}"
 
 
 def _key(rank: int) -> str:
     """Return the key under which a rank says what it is."""
     return f"hvdlite/{rank}"
+
+
+def _answer_key(number: int) -> str:
+    """Return the key under which the rank that has said this number is answered."""
+    return f"hvdlite/answer/{number:x}"
 
 
 class _Others:
@@ -141,7 +144,7 @@ class _Others:
         Raises:
             RuntimeError: the store's, when its timeout is over.
         """
-        seconds = max(LOOK_SECONDS, self._until - time.monotonic())
+        seconds = max(SHORTEST_SECONDS, self._until - time.monotonic())
         if self._is_to_tell and seconds < self._store.timeout.total_seconds():
             try:
                 self._store.wait([key], datetime.timedelta(seconds=seconds))
@@ -185,42 +188,31 @@ def _members(others: _Others, size: int) -> list[_Member]:
     return members
 
 
-def _awaited_answer(others: _Others, rank: int, number: int, timeout: float) -> _Answer:
-    """Return rank 0's answer to what this rank has said."""
-    until = time.monotonic() + timeout
-    while True:
-        answer = msgspec.msgpack.decode(others.get("hvdlite/world"), type=_Answer)
-        if number in answer.numbers[rank:rank + 1]:
-            return answer
-        if time.monotonic() >= until:
-            raise LaunchError(f"rank 0 of the group has not answered for {timeout:.0f} s: it has not joined the group, or "
-                              "another group uses the same store (HVDLITE_START_TIMEOUT)")
-        time.sleep(LOOK_SECONDS)
-
-
-def _answer(members: list[_Member], address: str) -> tuple[_Answer, HeldPort | None]:
+def _answers(members: list[_Member], address: str) -> tuple[list[_Answer], HeldPort | None]:
+    """Return what rank 0 says to each rank, and the port at which it will listen."""
     sizes = sorted({member.size for member in members})
     if len(sizes) > 1:
-        return _Answer(f"the ranks do not agree on their number: {sizes}"), None
+        return [_Answer(f"the ranks do not agree on their number: {sizes}")] * len(members), None
     hosts = Hosts.of([member.host for member in members])
-    directories = [""] * len(members)
-    token = secrets.token_hex(8)
+    token, shared = secrets.token_hex(8), {member.can_share for member in members}
+    answer = _Answer(shares=shared.pop() if len(shared) == 1 else "", identity=members[0].number)
+    held = None
+    if len(hosts.ranks_by_host) > 1:
+        keyed = [rank for rank, member in enumerate(members) if member.has_key]
+        if keyed and len(keyed) < len(members):
+            lacking = next(rank for rank in range(len(members)) if rank not in keyed)
+            problem = (f"rank {keyed[0]} has the job's key (HVDLITE_SECRET), and rank {lacking} has none: set it on all ranks, "
+                       "or on none")
+            return [_Answer(problem)] * len(members), None
+        held = HeldPort()
+        answer.coordinator = address or route_address([member.name for member in members]), held.port
+        answer.key = b"" if keyed else secrets.token_bytes(KEY_BYTES)
+    answers = [answer] * len(members)
     for number, ranks in enumerate(hosts.ranks_by_host):
+        directory = str(Path(members[ranks[0]].directory) / f"hvdlite-{os.geteuid()}-{token}-{number}")
         for rank in ranks:
-            directories[rank] = str(Path(members[ranks[0]].directory) / f"hvdlite-{os.geteuid()}-{token}-{number}")
-    names, shared = tuple(member.host for member in members), {member.can_share for member in members}
-    shares = shared.pop() if len(shared) == 1 else ""
-    if len(hosts.ranks_by_host) == 1:
-        return _Answer("", names, tuple(directories), shares=shares), None
-    keyed = [rank for rank, member in enumerate(members) if member.has_key]
-    if keyed and len(keyed) < len(members):
-        lacking = next(rank for rank in range(len(members)) if rank not in keyed)
-        return _Answer(f"rank {keyed[0]} has the job's key (HVDLITE_SECRET), and rank {lacking} has none: set it on all "
-                       "ranks, or on none"), None
-    held = HeldPort()
-    where = address or route_address([member.name for member in members])
-    key = b"" if keyed else secrets.token_bytes(KEY_BYTES)
-    return _Answer("", names, tuple(directories), (where, held.port), key, shares), held
+            answers[rank] = msgspec.structs.replace(answer, world=hosts.world(rank), directory=directory)
+    return answers, held
 
 
 def own_address(environ: Mapping[str, str], store: Any) -> str:

@@ -127,8 +127,7 @@ class Groups:
         info, shared, identity = meet_in_store(
             store, rank, size, job_key(environment), place=environment.get(launch_contract.JOB_DIRECTORY, ""),
             address=own_address(environment, store), can_share=self._can_share(rank, size, is_world=members is None),
-            timeout=timeout_or_inf(config.start_timeout), name=name, members=members or (),
-            patience=timeout_or_inf(config.stall_check_time_seconds))
+            name=name, members=members or (), patience=timeout_or_inf(config.stall_check_time_seconds))
         try:
             if shared:
                 self._job.begin(info if shared == MET else None)
