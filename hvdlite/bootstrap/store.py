@@ -201,8 +201,8 @@ def _answers(members: list[_Member], address: str) -> tuple[list[_Answer], HeldP
         keyed = [rank for rank, member in enumerate(members) if member.has_key]
         if keyed and len(keyed) < len(members):
             lacking = next(rank for rank in range(len(members)) if rank not in keyed)
-            problem = (f"rank {keyed[0]} has the job's key (HVDLITE_SECRET), and rank {lacking} has none: set it on all ranks, "
-                       "or on none")
+            problem = (f"rank {keyed[0]} has the job's key (HVDLITE_SECRET), and rank {lacking} has none: set it on all "
+                       "ranks, or on none")
             return [_Answer(problem)] * len(members), None
         held = HeldPort()
         answer.coordinator = address or route_address([member.name for member in members]), held.port
