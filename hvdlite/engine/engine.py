@@ -324,6 +324,7 @@ class Engine:
         error = state.closing_error()
         parts: list[Callable[[], Any]] = [
             *([] if state.failure is None else [self._tell_groups]),
+            *(group.silence for group in list(state.groups)),
             *(functools.partial(group.fail, error) for group in list(state.groups)),
             lambda: self._control.flush(FLUSH_SECONDS), lambda: connections.oob.close(error),
             lambda: self._execution.fail(error), connections.plane.close]

@@ -19,6 +19,12 @@ class Group(Protocol):
     def troubled(self) -> Callable[[], object]:
         """To be called when rank 0 gathers a report, and before `fail`: once, if several groups have the same function."""
 
+    def silence(self) -> None:
+        """The background thread ends: from now on tell the group's other ranks nothing, for theirs end, too.
+
+        Called for all groups before the first one fails. Then the script may go on, and leave another one.
+        """
+
     def fail(self, error: Exception) -> None:
         """The background thread ends: fail all calls under way and all later ones."""
 

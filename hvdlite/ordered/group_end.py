@@ -163,9 +163,13 @@ class GroupEnd:
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def fail(self, error: Exception) -> None:
-        """The runtime ends, on the other ranks too; callable from any thread."""
+    def silence(self) -> None:
+        """The runtime ends, on the other ranks too: they hear the reason from their own. Callable from any thread."""
         self._has_runtime = False
+
+    def fail(self, error: Exception) -> None:
+        """The runtime has ended; callable from any thread."""
+        self.silence()
         self._fail(error)
 
     def _fail(self, error: Exception) -> None:

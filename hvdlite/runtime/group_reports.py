@@ -77,6 +77,10 @@ class ReportedGroup:
     def troubled(self) -> Callable[[], object]:
         return self._end.troubled
 
+    def silence(self) -> None:
+        if self._failure is None or self._failure() is not None:
+            self._end.silence()
+
     def fail(self, error: Exception) -> None:
         reason = error if self._failure is None else self._failure()
         if reason is not None:

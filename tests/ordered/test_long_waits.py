@@ -186,6 +186,18 @@ def test_a_report_has_the_ranks_of_the_job() -> None:
         end.close()
 
 
+def test_a_rank_whose_runtime_has_failed_does_not_leave_its_groups() -> None:
+    """Its script may go on before the runtime has let all of them fail."""
+    first, second = groups(2)
+    call = second.start([barrier()])
+    ReportedGroup(first, "id", [0, 1], lambda: DeadlockError("a circle")).silence()
+    first.close()
+    assert not call.wait(0.1), "that the other rank has left is not the reason"
+    ReportedGroup(second, "id", [0, 1]).fail(DeadlockError("a circle"))
+    assert call.wait(HANGS_SECONDS) and isinstance(call.error, DeadlockError)
+    second.close()
+
+
 def test_a_group_beside_a_runtime_fails_with_it_but_does_not_end_with_it() -> None:
     failure: list[Exception | None] = [None]
     first, second = groups(2)

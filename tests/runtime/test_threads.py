@@ -156,6 +156,9 @@ class WatchedGroup:
         self.asked = asked
         self.troubled = functools.partial(asked.append, "troubled")
 
+    def silence(self) -> None:
+        self.asked.append("silence")
+
     def fail(self, error: Exception) -> None:
         self.asked.append("fail")
 
@@ -185,7 +188,7 @@ def test_who_watches_several_groups_is_told_once() -> None:
             summed(runtime, "y", np.ones(1))
         runtime.shutdown()
         assert asked[0] == "troubled" and ("troubled", "troubled") not in itertools.pairwise(asked)
-        assert asked[-3:] == ["troubled", "fail", "fail"]
+        assert asked[-5:] == ["troubled", "silence", "silence", "fail", "fail"]
     threads(2, step)
 
 
