@@ -151,7 +151,8 @@ def questions(folder: str) -> None:
     assert (world.rank(), world.size(), world.group_desc) == (RANK, 2, "default_pg") and world.get_group_store() is not None
     assert dist.distributed_c10d._get_group_tag(world) is not None
     backend = world._get_backend(torch.device("cpu"))
-    assert not backend.supports_splitting and not backend.supports_coalescing and backend.name() == "hvdlite"
+    assert backend.supports_splitting == (backend is not world), "torch's split_group asks a backend of its own kind only"
+    assert not backend.supports_coalescing and backend.name() == "hvdlite"
     before = world._get_sequence_number_for_group()
     summed()
     assert world._get_sequence_number_for_group() == before + 1
