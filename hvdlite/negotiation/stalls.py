@@ -32,13 +32,13 @@ class Stall:
 
 @dataclasses.dataclass(frozen=True)
 class MessageStall(Stall):
-    """A send or receive of an ordered group, for which a thread of `enqueued` waits; one of `missing` takes part in it."""
+    """A message of an ordered group, for which a thread of `enqueued` waits; one of `missing` sends or receives it."""
 
     def __str__(self) -> str:
         return f"'{self.name}' has waited {self.waited:.0f} s for {named_ranks(self.missing)}"
 
     def fault(self, rank: int) -> str:
-        return "never made the counterpart of"
+        return "has not taken part in"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class GpuStall(Stall):
 
 
 def circle_of_messages(stalls: Iterable[Stall]) -> frozenset[int]:
-    """Return the ranks that wait for each other in sends and receives, and those that wait for such ranks.
+    """Return the ranks that wait for each other in sends and receives.
 
     Other threads, which rank 0 does not know of, may still help them. A receive from any rank is in no circle.
     """
@@ -91,7 +91,12 @@ def circle_of_messages(stalls: Iterable[Stall]) -> frozenset[int]:
         if isinstance(stall, MessageStall) and len(stall.missing) == 1:
             for rank in stall.enqueued:
                 needs.setdefault(rank, []).append(stall.missing)
-    return stuck_ranks(needs)
+    found = stuck_ranks(needs)
+    while True:
+        needed = found & {peer for rank in found for wait in needs[rank] for peer in wait}
+        if needed == found:
+            return found
+        found = needed
 
 
 def gpu_stall(work: OverdueWork) -> GpuStall:

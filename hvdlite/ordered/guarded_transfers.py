@@ -62,7 +62,8 @@ class GuardedTransfers(Owner):
 
     def described(self, call: Transfer) -> tuple[str, int, Sequence[int]]:
         """See `Owner`."""
-        return self._texts.shown(call), self._rank, self._others if call.peer == ANY else [call.peer]
+        peers = self._others if call.peer == ANY else [call.peer]
+        return self._texts.message(call, peers), self._rank, peers
 
     def flush(self, until: float) -> None:
         """See `Transfers.flush`."""

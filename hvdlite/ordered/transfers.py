@@ -57,7 +57,10 @@ class Owner(Protocol):
     """What carries transfers out."""
 
     def described(self, call: Transfer) -> tuple[str, int, Sequence[int]]:
-        """Return a description of a call, this rank, and the ranks of which one or all take part."""
+        """Return a description of a call's message, this rank, and the ranks of which one or all take part.
+
+        Both ends of a message between two ranks describe it alike.
+        """
 
     def poll(self, call: Transfer) -> bool:
         """Do what can be done at once; return whether the call is over."""
@@ -166,6 +169,14 @@ class Texts:
         if isinstance(call, Send):
             return f"send from {here} to {self._named([call.to])} ({tag})"
         return f"receive on {here} from {'any rank' if call.peer == ANY else self._named([call.peer])} ({tag})"
+
+    def message(self, call: Transfer, peers: Sequence[int]) -> str:
+        """Return a description of what a call sends or receives, to or from one of some ranks."""
+        if len(peers) > 1:
+            return self.shown(call)
+        here, there = self._named([self._rank]), self._named(peers)
+        sender, receiver = (here, there) if isinstance(call, Send) else (there, here)
+        return f"message from {sender} to {receiver} (tag {call.tag}, {call.values.size} bytes)"
 
     def other_size(self, call: Receive, message: Announced) -> MismatchError:
         """Return the error of a receive that gets a message of another length."""

@@ -59,13 +59,13 @@ def test_a_report_names_ranks_places_and_sequences_in_both_forms() -> None:
 
 
 def test_ranks_that_wait_for_each_others_messages_are_named_together() -> None:
-    stalls = [MessageStall(f"receive on rank {rank} from rank {1 - rank}", 61.0, (rank,), (1 - rank,)) for rank in range(2)]
+    stalls = [MessageStall(f"message from rank {1 - rank} to rank {rank}", 61.0, (rank,), (1 - rank,)) for rank in range(2)]
     report = StallReport(stalls, {rank: RankState(rank, "alive", status(waiting=(stalls[rank].name,))) for rank in range(2)},
                          circle={1, 0})
     assert "  ranks 0, 1 wait for each other in sends and receives\n" in report.text()
     assert report.as_dict()["circle"] == [0, 1]
-    assert ("rank 1 never made the counterpart of 'receive on rank 0 from rank 1': it waits for 'receive on rank 1 from "
-            "rank 0' in train(), train.py:7") in report.text()
+    assert ("rank 1 has not taken part in 'message from rank 1 to rank 0': it waits for 'message from rank 0 to "
+            "rank 1' in train(), train.py:7") in report.text()
 
 
 def test_the_place_in_a_c_level_stack() -> None:

@@ -52,19 +52,22 @@ def message(name: str, rank: int, *peers: int) -> list[GroupCalls]:
 
 def test_a_send_or_receive_waits_for_its_counterpart() -> None:
     table = CallWaits()
-    table.update(0, message("receive on rank 0 from rank 2", 0, 2), 10.0)
+    table.update(0, message("message from rank 2 to rank 0", 0, 2), 10.0)
     (stall,) = table.pending(20.0)
-    assert str(stall) == "'receive on rank 0 from rank 2' has waited 14 s for rank 2" and stall.enqueued == (0,)
-    assert stall.fault(2) == "never made the counterpart of"
+    assert str(stall) == "'message from rank 2 to rank 0' has waited 14 s for rank 2" and stall.enqueued == (0,)
+    assert stall.fault(2) == "has not taken part in"
+    table.update(2, message("message from rank 2 to rank 0", 2, 0), 10.0)
+    assert not table.pending(20.0), "it is on its way"
+    table.update(2, [], 10.0)
     table.update(0, message("receive on rank 0 from any rank", 0, 1, 2), 10.0)
     (stall,) = table.pending(20.0)
     assert str(stall) == "'receive on rank 0 from any rank' has waited 14 s for ranks 1, 2"
 
 
 @pytest.mark.parametrize(("waits", "circle"), [
-    ({0: (1,), 1: (0,)}, {0, 1}), ({0: (1,), 1: (2,), 2: (0,), 3: (0,)}, {0, 1, 2, 3}), ({0: (1,), 1: (2,)}, set()),
+    ({0: (1,), 1: (0,)}, {0, 1}), ({0: (1,), 1: (2,), 2: (0,), 3: (0,), 4: (3,)}, {0, 1, 2}), ({0: (1,), 1: (2,)}, set()),
     ({0: (1, 2), 1: (0,)}, set()), ({}, set())],
-    ids=["two", "three, and one behind them", "a chain", "one waits for any", "none"])
+    ids=["two", "three, and two behind them", "a chain", "one waits for any", "none"])
 def test_ranks_that_wait_for_each_other_in_messages(waits: dict[int, tuple[int, ...]], circle: set[int]) -> None:
     table = CallWaits()
     for rank, peers in waits.items():

@@ -12,13 +12,16 @@ from tests.tf.fuzz.jobs import fuzz
 
 DRAWS = int(os.environ.get("FUZZ_KERAS", "50"))
 """How many trainings there are in all. 0 is none."""
+FIRST = {"jax": 4}
+"""The first seed, if it is not 0. Of JAX's two, one trains in a scope and one does not."""
 PATIENT = {"HVDLITE_STALL_CHECK_TIME_SECONDS": "30", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "60"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", draws.BACKENDS)
 def test_trainings_equal_one_process(backend: str) -> None:
-    failures = list(fuzz(range(round(DRAWS * draws.SHARES[backend])), backend, stalled=PATIENT))
+    first = FIRST.get(backend, 0)
+    failures = list(fuzz(range(first, first + round(DRAWS * draws.SHARES[backend])), backend, stalled=PATIENT))
     assert not failures, "\n\n".join(map(str, failures))
 
 

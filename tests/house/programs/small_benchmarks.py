@@ -22,7 +22,7 @@ def run_small(script: str, *arguments: str) -> None:
     for name, value in SMALLER.get(script, {}).items():
         assert hasattr(benchmark, name)
         setattr(benchmark, name, value)
-    if script in ("hooks", "training"):
+    if script in ("hooks", "training"):  # the MLP, with its 23 MB of gradients, takes most of their time
         training = importlib.import_module("benchmarks.training")
         training.MODELS.update(dict.fromkeys(("cnn", "mlp"), (training.Cnn, 8)))
     if script in ("gradients", "torch_distributed"):

@@ -41,4 +41,13 @@ def test_what_is_wrong_is_found() -> None:
     assert not wrong("['PeerLostError', 'RuntimeError'], 'rank 1 was lost'")
     assert wrong("['PeerLostError', 'RuntimeError'], 'rank 2 was lost'") and wrong("['fine'], ''", 0)
     assert wrong("['WrongError'], 'rank 1'") and wrong("['KeyError'], 'rank 1'")
+    assert wrong("['PeerLeftError', 'RuntimeError'], 'the receive from any rank needs rank 2, which left'")
     assert judge(fault, [Ended(0, 9999, "fault 5.0", ""), Ended(1, -9, "", "")])[0]
+
+
+@pytest.mark.parametrize(("kind", "error", "is_wrong"), [
+    ("changes the order", "WrongError", False), ("stops for long", "WrongError", True),
+    ("changes the order", "KeyError", True)])
+def test_what_the_rank_itself_may_end_with(kind: str, error: str, is_wrong: bool) -> None:
+    ended = Ended(1, 1, f"fault 5.0\noutcome (6.0, ['{error}'], 'told as: the ranks do not call the same')", "")
+    assert bool(judge(Fault(kind, 1, 5, 0.0), [ended])[0]) is is_wrong

@@ -30,7 +30,9 @@ HARMLESS: Final = ("stops", "forks")
 KINDS: Final = (*FATAL, *HARMLESS)
 TIMEOUT_SECONDS: Final = 12
 """Of the groups."""
-TIMED_OUT: Final = ("leaves a call out", "changes the order", "stops for long")
+OTHER_CALLS: Final = ("leaves a call out", "changes the order")
+"""After these the rank calls something else than the others."""
+TIMED_OUT: Final = (*OTHER_CALLS, "stops for long")
 """What the others may find after the timeout only."""
 FAULT, OUTCOME = "fault", "outcome"
 """How lines begin that ranks print, with the time."""
