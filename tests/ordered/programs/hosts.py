@@ -18,6 +18,7 @@ from hvdlite.ordered import waiter
 from hvdlite.ordered.group import OrderedGroup
 from hvdlite.ordered.group_end import GroupEnd
 from hvdlite.runtime import groups as runtime_groups
+from hvdlite.runtime.group_reports import GroupReports
 from tests.ordered.programs.groups import RANK, group_of
 from tests.ordered.worlds import HANGS_SECONDS, allreduce, barrier, result_of, sums
 
@@ -172,12 +173,23 @@ def no_circle(folder: str) -> None:
     thread.join()
 
 
+def until_traced(group: OrderedGroup) -> None:
+    """Wait until rank 0's order to record what happens has come to this rank."""
+    assert isinstance(group, GroupEnd)
+    reports = group._reporter
+    assert isinstance(reports, GroupReports)
+    while not reports._recorder.tracing:
+        time.sleep(0.01)
+
+
 def traced(folder: str) -> None:
     """A group before there is a job, and one beside the job that does not live on its runtime."""
     alone = group_of(folder, "alone", [0, 1])
+    until_traced(alone)
     assert sums(alone, 1.0) == 2
     world = group_of(folder, "world", [0, 1], is_world=True)
     beside = group_of(folder, "beside", [1, 0])
+    until_traced(world)
     assert sums(world, 1.0) == sums(beside, 1.0) == 2
     for group in (beside, alone, world):
         group.close()
