@@ -26,7 +26,7 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.ordered.group import OrderedGroup
 from hvdlite.runtime.followers import Follower
 from hvdlite.runtime.groups import Groups
-from hvdlite.runtime.process_hooks import answer_signal, tell_failure
+from hvdlite.runtime.process_hooks import answer_signal, leaves_because_of, tell_failure
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.runtime.worlds import Worlds
 
@@ -80,8 +80,6 @@ def _join(comm: object, info: LaunchInfo | None, process_sets: Sequence[ProcessS
             if _users == 1 and _worlds.runtime is not None:  # nobody else uses it
                 tell_failure(_worlds.runtime, error)
             shutdown()
-            if not _worlds.is_initialized:
-                _worlds.refused_in = os.getpid()
         raise
 
 
@@ -98,7 +96,7 @@ def begin_to_leave() -> None:
     """This process leaves the job or a group now: if it handles an exception that will end it, that is when it failed."""
     error = sys.exc_info()[1]
     if error is not None:
-        _worlds.leaves_because_of(error)
+        leaves_because_of(error)
 
 
 def _release(*, waits: bool) -> None:

@@ -49,9 +49,9 @@ def find_job(job: str) -> Path:
     """Return the directory of a job whose ranks have met; see `show_report`."""
     if os.path.isdir(job):
         return Path(job)
-    jobs = {path.name.removeprefix(DIRECTORY_PREFIX).split("-")[0]: path
-            for path in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*") if _is_own(path)}
-    running = {pid: path for pid, path in jobs.items() if (path / REPORT_SOCKET).exists()}
+    jobs = [(path.name.removeprefix(DIRECTORY_PREFIX).split("-")[0], path)
+            for path in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*") if _is_own(path)]
+    running = {pid: path for pid, path in jobs if (path / REPORT_SOCKET).exists()}
     if job in running:
         return running[job]
     if running and not job:
@@ -59,12 +59,11 @@ def find_job(job: str) -> Path:
             return next(iter(running.values()))
         raise LaunchError("several jobs are running on this host; choose one with --report PID: "
                           f"{', '.join(sorted(running))}")
-    starting = sorted(pid for pid, path in jobs.items()
-                      if not (path / PROCESSES_FILE).exists() and Path("/proc", pid).exists())
+    starting = sorted({pid for pid, path in jobs if pid not in running and not (path / PROCESSES_FILE).exists()
+                       and Path("/proc", pid).exists()})
     told = (f"hvdrun process {job} has no running job on this host; running: {', '.join(running) or 'none'}" if job
             else "no job that you started with hvdrun is running on this host")
-    raise LaunchError(told + (f". Not all ranks of hvdrun process {', '.join(starting)} have called init() or "
-                              "init_process_group()" if starting else ""))
+    raise LaunchError(told + (f". Not all ranks of hvdrun process {', '.join(starting)} have met" if starting else ""))
 
 
 def _is_own(path: Path) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Final
 
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
@@ -16,6 +18,9 @@ from hvdlite.runtime import tracebacks
 from hvdlite.runtime.runtime import Runtime
 
 _log = logging.getLogger("hvdlite")
+
+_LEFT_AT: Final = "_hvdlite_left_at"
+"""The attribute of an exception that tells when a process first left its job or a group because of it."""
 
 
 def configure_logging(config: Config, rank: Callable[[], int]) -> None:
@@ -60,25 +65,39 @@ def answer_signal(signum: int, current: Callable[[], Runtime | None]) -> None:
 def tell_failure(runtime: Runtime, error: BaseException) -> tuple[int, str]:
     """Tell the other ranks of an exception; return the rank where it began, and its traceback as text."""
     text = tracebacks.text_of(error)
-    suffered = [known.rank for known in (*tracebacks.causes(error), runtime.failure)
-                if isinstance(known, PeerLostError) and known.rank >= 0]
-    origin = suffered[0] if suffered else runtime.world.rank
+    origin = origin_of(error, runtime.failure, runtime.world.rank)
     text = shortened(text, LONGEST_TRACEBACK)
     runtime.fail(type(error).__name__, text_of(error), text, origin)
     return origin, text
 
 
-def record_failure(directory: str, error: BaseException, process: int, origin: int, text: str, *, when: float,
-                   shown: bool) -> None:
-    """Let the launcher know why this process ends.
+def origin_of(error: BaseException, failure: BaseException | None, rank: int) -> int:
+    """Return the rank where the failure of a rank began.
+
+    Args:
+        error: ends the rank; what it was raised from counts, too.
+        failure: of the rank's runtime. A framework's exception may not say that it follows from it.
+        rank: what is returned if neither names another rank.
+    """
+    return next((known.rank for known in (*tracebacks.causes(error), failure)
+                 if isinstance(known, PeerLostError) and known.rank >= 0), rank)
+
+
+def leaves_because_of(error: BaseException) -> None:
+    """This process leaves the job, or a group, and handles an exception: if that ends the process, it failed now."""
+    error.__dict__.setdefault(_LEFT_AT, time.time())
+
+
+def record_failure(directory: str, error: BaseException, process: int, origin: int, text: str, *, shown: bool) -> None:
+    """Let the launcher know why this process ends, and when it failed: now, or when it left because of the exception.
 
     Args:
         directory: the job's.
         process: this process's rank; in an elastic job, its member id.
         origin: that of the process where it began.
         text: the traceback.
-        when: it failed, in seconds since the epoch.
         shown: whether it was printed to standard error.
     """
+    when = error.__dict__.get(_LEFT_AT, time.time())
     launch_contract.FailureRecord(process, origin, when, type(error).__name__, text_of(error), text, shown).write(
         directory)

@@ -10,7 +10,6 @@ import contextlib
 import gc
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping, MutableMapping
 
 from hvdlite.bootstrap.cancellation import Cancellation
@@ -20,7 +19,7 @@ from hvdlite.bootstrap.launch_info import resolve_launch
 from hvdlite.bootstrap.member import Member
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
-from hvdlite.core.errors import ConfigError, LaunchError, NotInitializedError, UnsupportedError
+from hvdlite.core.errors import ConfigError, HorovodInternalError, LaunchError, NotInitializedError, UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.stack_dump import StackDumpTarget
 from hvdlite.core.world import Hosts, World
@@ -32,7 +31,7 @@ from hvdlite.runtime import tracebacks
 from hvdlite.runtime.assemble import assemble
 from hvdlite.runtime.followers import Followers
 from hvdlite.runtime.learned import Learned
-from hvdlite.runtime.process_hooks import configure_logging, record_failure, tell_failure
+from hvdlite.runtime.process_hooks import configure_logging, origin_of, record_failure, tell_failure
 from hvdlite.runtime.registered_sets import RegisteredSets
 from hvdlite.runtime.runtime import Runtime
 
@@ -55,7 +54,6 @@ class Worlds:
         casts: conversions of 16-bit floats.
         defaults: environment variables of knobs, as if they were set when they are not.
         runs_elastically: whether `hvd.elastic.run` is running.
-        refused_in: the id of the process whose last `init()` has failed; 0 for none.
     """
 
     def __init__(self, environ: MutableMapping[str, str]) -> None:
@@ -66,7 +64,6 @@ class Worlds:
         self.casts = Casts.of_numpy()
         self.defaults: dict[str, str] = {}
         self.runs_elastically = False
-        self.refused_in = 0
         self._environ = environ
         self._key = JobKey(environ)
         self._process_sets = RegisteredSets()
@@ -76,8 +73,8 @@ class Worlds:
         self._full_tracebacks = False
         self._stack_dump: StackDumpTarget | None = None  # where this process writes its stacks
         self._leaving: Runtime | None = None  # the last runtime, which this process has left, but the others may not have
-        self._left_in = 0  # the process that has left the job
-        self._excepted = (0, 0.0)  # the id of an exception, and when the job was left because of it
+        self._joined_in = 0  # the process that has been in the job, or has tried to join it
+        self._failure: HorovodInternalError | None = None  # of the last runtime, when this process left it
 
     @property
     def is_initialized(self) -> bool:
@@ -112,6 +109,7 @@ class Worlds:
         Raises:
             LaunchError, ConfigError, UnsupportedError: see `api.init`.
         """
+        self._joined_in = os.getpid()
         try:
             config = self._joined(comm, info)
         except LaunchError as error:
@@ -127,7 +125,7 @@ class Worlds:
     def _joined(self, comm: object, given: LaunchInfo | None) -> Config:
         self._wait_until_left()
         config = self._config()
-        self._full_tracebacks, self.refused_in = config.full_tracebacks, 0
+        self._full_tracebacks, self._failure = config.full_tracebacks, None
         if self.member is None:
             self.member = _member(self._environ, comm, config)
             if self.member is not None:  # each change collects garbage; what has been imported would make that slow
@@ -151,7 +149,7 @@ class Worlds:
         Args:
             waits: False leaves it to the next call of this object to wait for the other ranks.
         """
-        self._left_in = os.getpid() if self.is_initialized else self._left_in
+        self._failure = self._failure if self.runtime is None else self.runtime.failure
         self._leaving, self.runtime, self.waiting = self.runtime or self._leaving, None, None
         if self._leaving is not None:
             self._leaving.leave()
@@ -175,47 +173,24 @@ class Worlds:
             prints: whether to print it first, so that the cause is on the screen before the others hear of it.
 
         Returns:
-            False if this process is in no job and has not tried to join one: then only the launcher is told, if the process
-            has been in one.
+            False if this process has neither been in a job nor tried to join one: then nothing is done.
         """
-        if self._in_child:
+        if self._in_child or self._joined_in != os.getpid():
             return False
-        if not (self.is_initialized or self.refused_in == os.getpid()):
-            if self._left_in == os.getpid() and not prints:
-                self._record(error, self._own(), tracebacks.text_of(error), shown=True)
-            return False
-        shown = prints and tracebacks.print_failure(error, self._job_directory, self._rank(), full=self._full_tracebacks)
+        told = self._environ.get(launch_contract.RANK, "")
+        rank = self.coordinates.rank if self.is_initialized else int(told) if told.isdecimal() else 0
+        told = self._environ.get(launch_contract.MEMBER, "")
+        own = int(told) if told.isdecimal() else rank
+        directory = None if self.is_child_of_rank else self._environ.get(launch_contract.JOB_DIRECTORY)
+        shown = prints and tracebacks.print_failure(error, directory, rank, full=self._full_tracebacks)
         if self.runtime is None:
-            origin, text = self._own(), tracebacks.text_of(error)
+            origin, text = origin_of(error, self._failure, rank), tracebacks.text_of(error)
         else:
             origin, text = tell_failure(self.runtime, error)
-            origin = self._members[origin] if self._members else origin
-        self._record(error, origin, text, shown=shown)
+        if directory:
+            member = dict(enumerate(self._members)).get(origin, own) if self._members else origin
+            record_failure(directory, error, own, own if origin == rank else member, text, shown=shown)
         return True
-
-    def leaves_because_of(self, error: BaseException) -> None:
-        """This process leaves the job, or a group, and handles an exception: if that ends the process, it failed now."""
-        if self._excepted[0] != id(error):
-            self._excepted = id(error), time.time()
-
-    def _record(self, error: BaseException, origin: int, text: str, *, shown: bool) -> None:
-        if self._job_directory:
-            when = self._excepted[1] if self._excepted[0] == id(error) else time.time()
-            record_failure(self._job_directory, error, self._own(), origin, text, when=when, shown=shown)
-
-    @property
-    def _job_directory(self) -> str | None:
-        """That of this rank's job; None without a launcher, and for a process that a rank has started."""
-        return None if self.is_child_of_rank else self._environ.get(launch_contract.JOB_DIRECTORY)
-
-    def _rank(self) -> int:
-        told = self._environ.get(launch_contract.RANK, "")
-        return self.coordinates.rank if self.is_initialized else int(told) if told.isdecimal() else 0
-
-    def _own(self) -> int:
-        """Return the number by which the launcher knows this process."""
-        told = self._environ.get(launch_contract.MEMBER, "")
-        return int(told) if told.isdecimal() else self._rank()
 
     def close_in_child(self) -> None:
         """In a forked child: close every descriptor."""

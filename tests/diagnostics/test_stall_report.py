@@ -187,10 +187,14 @@ def test_a_job_whose_ranks_have_not_met_is_told_as_such(tmp_path: Path, monkeypa
     job.mkdir()
     killed.mkdir()
     for asked in ("", str(os.getpid())):
-        with pytest.raises(LaunchError, match=rf"\. Not all ranks of hvdrun process {os.getpid()} have called init\(\) or "):
+        with pytest.raises(LaunchError, match=rf"\. Not all ranks of hvdrun process {os.getpid()} have met$"):
             find_job(asked)
     (job / PROCESSES_FILE).touch()  # and rank 0 is on another host
     with pytest.raises(LaunchError, match=r"no job that you started with hvdrun is running on this host$"):
         find_job("")
     (job / REPORT_SOCKET).touch()
+    for name in "ay":  # of an earlier process with the same id, as in a container that was started again
+        (tmp_path / f"{DIRECTORY_PREFIX}{os.getpid()}-{name}").mkdir()
     assert find_job("") == find_job(str(os.getpid())) == job
+    with pytest.raises(LaunchError, match=rf"running: {os.getpid()}$"):
+        find_job("1")

@@ -150,6 +150,17 @@ def test_an_exception_is_what_the_user_sees_first(size: int) -> None:
         assert any(line.startswith(f"[{rank}]") and "rank 1 failed with ValueError" in line for line in lines)
 
 
+@pytest.mark.parametrize(("fault", "told"), [("die", "killed by signal 9 (SIGKILL)"),
+                                             ("raise", "ValueError: bad batch (exit code 1)")])
+def test_ranks_that_shut_down_before_they_end_do_not_hide_who_failed_first(fault: str, told: str) -> None:
+    ended = hvdrun("-np", "2", PYTHON, FAULTY, fault, "1", "shutdown")
+    lines = ended.stderr.splitlines()
+    assert [line for line in lines if line.startswith("hvdrun: ")] == [
+        f"hvdrun: rank 1 failed first: {told}", "hvdrun: rank 0 ended as a consequence"], ended.stderr
+    assert ended.stderr.count("ValueError: bad batch") == 2 * (fault == "raise"), "the rank prints it, and hvdrun names it"
+    assert any(line.startswith("[0]<stderr>:rank 0 ended in ") for line in lines) or fault == "raise", ended.stderr
+
+
 def test_sys_exit_of_one_rank_ends_the_job_with_its_code() -> None:
     ended = hvdrun("-np", "3", PYTHON, FAULTY, "exit", "2")
     assert ended.returncode == 5 and "rank 2 failed first: exit code 5" in ended.stderr

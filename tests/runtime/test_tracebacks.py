@@ -8,13 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.api import set_id
+from hvdlite.api import set_id, shutdown
 from hvdlite.bootstrap.admission import MissingRanks
 from hvdlite.bootstrap.environments import read_launch_info
 from hvdlite.bootstrap.rendezvous import Address, listen
-from hvdlite.core.errors import HvdliteError, LaunchError, MismatchError, PeerFailedError, PeerLeftError, StallError
+from hvdlite.core.errors import (
+    HvdliteError,
+    LaunchError,
+    MismatchError,
+    PeerFailedError,
+    PeerLeftError,
+    PeerLostError,
+    StallError,
+)
 from hvdlite.core.launch_contract import FailureRecord
 from hvdlite.core.types import ReduceOp
+from hvdlite.runtime.runtime import Runtime
 from hvdlite.runtime.tracebacks import _ours, print_failure, text_of
 from hvdlite.runtime.worlds import Worlds
 
@@ -169,7 +178,6 @@ def _fails_to_join(environ: dict[str, str]) -> LaunchError:
     worlds = Worlds(environ)
     with pytest.raises(LaunchError) as caught:
         worlds.join(None)
-    worlds.refused_in = os.getpid()
     assert worlds.fail(caught.value, prints=True)
     return caught.value
 
@@ -198,27 +206,79 @@ def test_a_process_says_that_it_is_the_rank_as_long_as_it_is_in_the_job() -> Non
 def test_a_member_id_that_is_no_number_does_not_hide_the_failure(environ: dict[str, str], job: str) -> None:
     environ["HVDLITE_MEMBER"] = "x"
     worlds = Worlds(environ)
-    worlds.refused_in = os.getpid()
+    with pytest.raises(ValueError, match="'x'"):
+        worlds.join(None)
     assert worlds.fail(_raised(ValueError("boom")))
     assert FailureRecord.read(job, 1) is not None
 
 
-def test_a_rank_that_has_left_the_job_because_of_an_exception_failed_when_it_left(job: str) -> None:
-    """Its `finally` may take longer than the others need to fail because of it."""
-    worlds = Worlds({"HVDLITE_RANK": "0", "HVDLITE_SIZE": "1", "HVDLITE_JOB_DIRECTORY": job})
-    error = _raised(ValueError("boom"))
-    assert not worlds.fail(error) and not list(Path(job).iterdir()), "it has been in no job"
-    worlds.join(None)
-    before = time.time()
-    worlds.leaves_because_of(error)
-    after = time.time()
-    worlds.leave()
-    worlds.leaves_because_of(error)
-    assert not worlds.fail(error, prints=True) and FailureRecord.read(job, 0) is None, "it is not printed yet"
-    assert not worlds.fail(error), "the interpreter prints it"
+def _record(worlds: Worlds, error: BaseException, job: str) -> FailureRecord:
+    assert worlds.fail(error, prints=True)
     record = FailureRecord.read(job, 0)
-    assert record is not None and (record.kind, record.message, record.shown) == ("ValueError", "boom", True)
-    assert before <= record.when <= after
-    assert not worlds.fail(_raised(ValueError("another")))
-    again = FailureRecord.read(job, 0)
-    assert again is not None and again.message == "another" and again.when >= after
+    assert record is not None
+    return record
+
+
+@pytest.fixture
+def left(job: str) -> Worlds:
+    """Of rank 0, which has left its job."""
+    worlds = Worlds({"HVDLITE_RANK": "0", "HVDLITE_SIZE": "1", "HVDLITE_JOB_DIRECTORY": job})
+    assert not worlds.fail(ValueError("boom"), prints=True) and not list(Path(job).iterdir()), "it has been in no job"
+    worlds.join(None)
+    worlds.leave()
+    return worlds
+
+
+def test_a_rank_that_has_left_the_job_because_of_an_exception_failed_when_it_left(left: Worlds, job: str) -> None:
+    """Its `finally` may take longer than the others need to fail because of it."""
+    before = time.time()
+    for message in ("boom", "another"):
+        error = ValueError(message)
+        try:
+            raise error
+        except ValueError:
+            shutdown()
+            after = time.time()
+            shutdown()
+        record = _record(left, error, job)
+        assert (record.kind, record.message, record.origin) == ("ValueError", message, 0)
+        assert before <= record.when <= after
+        before = after
+    assert _record(left, ValueError("later"), job).when >= after
+
+
+def test_what_a_rank_that_has_left_the_job_prints_is_shown(left: Worlds, job: str, capfd: pytest.CaptureFixture[str],
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(2, "w", closefd=False) as standard_error:
+        monkeypatch.setattr("sys.stderr", standard_error)
+        assert _record(left, _raised(ValueError("boom")), job).shown
+    assert "ValueError: boom" in capfd.readouterr().err
+    left.fail(ValueError("boom"))
+    record = FailureRecord.read(job, 0)
+    assert record is not None and not record.shown, "a hook of the script may print nothing"
+
+
+def test_a_rank_that_has_left_the_job_because_another_was_lost_does_not_count_as_the_first(left: Worlds, job: str) -> None:
+    lost = _raised(PeerLostError("rank 3 was lost", 3))
+    assert _record(left, lost, job).origin == 3
+    wrapped = RuntimeError("of a framework")
+    wrapped.__cause__ = lost
+    assert _record(left, wrapped, job).origin == 3
+    left._members = (4, 5, 6, 7)
+    assert _record(left, lost, job).origin == 7
+    left._members = (0, 5)
+    assert _record(left, lost, job).origin == 0, "it was a rank of an earlier, larger world"
+
+
+def test_a_frameworks_error_follows_from_the_failure_of_the_job_that_was_left(left: Worlds, job: str,
+                                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """`backward()` of DDP, for one, raises a `RuntimeError` with the text alone."""
+    left.join(None)
+    with monkeypatch.context() as patched:
+        patched.setattr(Runtime, "failure", PeerLostError("rank 3 was lost", 3))
+        left.leave()
+    left.leave()
+    assert _record(left, RuntimeError("rank 3 was lost"), job).origin == 3
+    left.join(None)
+    left.leave()
+    assert _record(left, RuntimeError("of its own"), job).origin == 0, "it has been in another world since"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import pickle
 import threading
+import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hvdlite.core.errors import HorovodInternalError, MismatchError, OperationTimeoutError
+from hvdlite.core.launch_contract import FailureRecord
+from hvdlite.runtime.process_hooks import record_failure
 from hvdlite_torch.distributed.errors import WaitTimeoutError
 from tests.torch.distributed.test_operations import options
 from tests.torch.distributed.threads import run
@@ -219,6 +223,22 @@ def test_a_group_that_is_shut_down_finishes_what_is_under_way() -> None:
             group.allreduce([torch.ones(1)]).wait()
 
     run(2, step)
+
+
+def test_the_end_of_a_group_because_of_an_exception_is_when_the_rank_failed(tmp_path: Path) -> None:
+    def step(group: Any) -> None:
+        error = KeyError("of the script")
+        try:
+            raise error
+        except KeyError:
+            group.shutdown()
+        left = time.time()
+        record_failure(str(tmp_path), error, 0, 0, "", shown=True)
+        record = FailureRecord.read(str(tmp_path), 0)
+        assert record is not None and begun <= record.when <= left
+
+    begun = time.time()
+    run(1, step)
 
 
 def test_a_future_of_what_has_failed() -> None:
