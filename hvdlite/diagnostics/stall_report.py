@@ -53,7 +53,7 @@ def location_of(frame: FrameType) -> str:
     """Return where a stack is in the script: its innermost frame outside of hvdlite and of installed libraries."""
     chosen, current = frame, frame
     while current is not None:
-        if _is_script(current.f_code.co_filename):
+        if is_script(current.f_code.co_filename):
             chosen = current
             break
         current = current.f_back  # type: ignore[assignment]
@@ -64,10 +64,11 @@ def location_in_dump(stacks: str) -> str:
     """Like `location_of`, of what `faulthandler` wrote of a process; "" when there is nothing to be seen."""
     current = stacks.partition("Current thread")[2] or stacks
     frames = [(match["function"], match["file"], int(match["line"])) for match in _C_LEVEL_FRAME.finditer(current)]
-    return next((_location(*frame) for frame in frames if _is_script(frame[1])), _location(*frames[0]) if frames else "")
+    return next((_location(*frame) for frame in frames if is_script(frame[1])), _location(*frames[0]) if frames else "")
 
 
-def _is_script(file: str) -> bool:
+def is_script(file: str) -> bool:
+    """Return whether a file is neither an installed package's nor the standard library's."""
     return not file.startswith((*_LIBRARIES, _PACKAGE, "<"))
 
 

@@ -7,6 +7,7 @@ the first rank of each host. Without a launcher's job directory every rank print
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import Final
 
 from hvdlite.core.errors import DeadlockError, HvdliteError, MismatchError, PeerLeftError, PeerLostError, StallError
+from hvdlite.diagnostics.stall_report import is_script
 
 _PACKAGES: Final = frozenset({"hvdlite", "hvdlite_torch", "hvdlite_tf", "hvdlite_runner"})
 
@@ -73,9 +75,18 @@ def print_failure(error: BaseException, directory: str | None, rank: int, *, ful
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
-        return sys.stderr.fileno() == 2 and (is_whole or not _is_consequence(error))
+        return (_is_kept_to_be_printed() or sys.stderr.fileno() == 2) and (is_whole or not _is_consequence(error))
     except (OSError, ValueError, AttributeError):  # closed, replaced by the script, or None
         return False
+
+
+def _is_kept_to_be_printed() -> bool:
+    """Return whether torch's hook is about to print what it finds in this buffer, with the rank before each line.
+
+    `init_process_group` installs it around the hook that it finds.
+    """
+    return (isinstance(sys.stderr, io.StringIO)
+            and getattr(sys.excepthook, "__module__", "") == "torch.distributed.distributed_c10d")
 
 
 def _is_told_elsewhere(error: BaseException, directory: str, rank: int) -> bool:
@@ -100,11 +111,12 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _place(error: BaseException) -> str:
-    """Return where the script was: its innermost frame that is not hvdlite's."""
+    """Return where the script was: its innermost frame that is no package's, or, without one, that is not hvdlite's."""
     frames = [frame for frame, package in _frames(error.__traceback__) if package not in _PACKAGES]
     if not frames:
         return ""
-    return f" in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})"
+    frame = next((each for each in reversed(frames) if is_script(each.filename)), frames[-1])
+    return f" in {frame.name} ({frame.filename}:{frame.lineno})"
 
 
 def _shorten(told: traceback.TracebackException, error: BaseException, passed: set[int]) -> None:

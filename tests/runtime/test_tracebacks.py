@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +86,24 @@ def test_a_meeting_that_fails_is_printed_by_the_first_rank_only(job: str, capfd:
     print_failure(_raised(MissingRanks(text, [2])), job, 0)
     print_failure(_raised(LaunchError(text)), job, 1)
     assert capfd.readouterr().err.count(text) == 1
+
+
+def test_the_place_is_the_scripts_and_no_librarys(job: str, capfd: pytest.CaptureFixture[str]) -> None:
+    library = compile("def wait():\n    raise error\n", json.__file__, "exec")
+    names: dict[str, Any] = {"error": PeerFailedError("rank 1 failed", 1)}
+    exec(library, names)
+    with pytest.raises(PeerFailedError) as raised:
+        names["wait"]()
+    print_failure(raised.value, job, 0)
+    assert f"in test_the_place_is_the_scripts_and_no_librarys ({__file__}:" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("module", "is_printed"), [("torch.distributed.distributed_c10d", True), ("a_logger", False)])
+def test_what_torchs_hook_prints_needs_no_launcher(job: str, module: str, is_printed: bool,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys, "excepthook", type("Hook", (), {"__module__": module, "__call__": print})())
+    assert print_failure(_raised(ValueError("bad batch")), job, 1) is is_printed
 
 
 def test_a_mismatch_is_printed_by_the_first_rank_only(job: str, capfd: pytest.CaptureFixture[str]) -> None:
