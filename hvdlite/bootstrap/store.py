@@ -38,10 +38,18 @@ _log = logging.getLogger("hvdlite")
 KEY_BYTES: Final = 32
 SHORTEST_SECONDS: Final = 0.01
 """The shortest wait of a store: 0 is for ever."""
+POLL_SECONDS: Final = 0.001, 0.5
+"""The shortest and the longest pause between two looks into the store."""
+POLL_SHARE: Final = 0.1
+"""Between them, the pause is this share of the time that the rank has waited."""
+LAST_LOOK: Final = 0.9
+"""The share of the store's timeout after which a rank has looked who is there: ranks that fail remove what they said."""
+LATE_SECONDS: Final = 1.0
+"""How long rank 0 waits for the others when it knows that they do not agree on their number, so that all are told."""
 
 
 class Store(Protocol):
-    """The part of torch's `Store` that is used. `delete_key`, `wait` and `check` are used where they exist."""
+    """The part of torch's `Store` that is used. `delete_key`, `wait`, `check` and `timeout` are used where they exist."""
 
     def set(self, key: str, value: Any, /) -> object:
         """Store bytes under a key."""
@@ -98,10 +106,7 @@ def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", *, place
     try:
         store.set(_key(rank), msgspec.msgpack.encode(own))
         if rank == 0:
-            found = _members(others, size)
-            (answer, *answers), held = _answers(found, address)
-            for member, each in zip(found[1:], answers, strict=True):
-                store.set(_answer_key(member.number), msgspec.msgpack.encode(each))
+            answer, held = _answer_all(store, _members(others, size), address)
         else:
             answer = msgspec.msgpack.decode(others.get(_answer_key(own.number)), type=_Answer)
             _forget(store, _answer_key(own.number))
@@ -109,7 +114,8 @@ def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", *, place
         raise
     except RuntimeError as error:  # the store's
         raise LaunchError(others.in_vain(error)) from error
-    _forget(store, _key(rank))
+    finally:
+        _forget(store, _key(rank))
     if answer.problem:
         raise LaunchError(answer.problem)
     return LaunchInfo("store", answer.world, answer.directory, answer.coordinator, key or answer.key, owns_directory=True,
@@ -134,58 +140,125 @@ class _Others:
     """
 
     def __init__(self, store: Any, name: str, rank: int, members: Sequence[int], patience: float) -> None:
-        self._store, self._name, self._rank, self._members = store, name, rank, members
-        self._patience, self._until = patience, time.monotonic() + patience
-        self._is_to_tell = hasattr(store, "wait")
+        self._store, self._name, self._rank, self._members, self._patience = store, name, rank, members, patience
+        start, timeout = time.monotonic(), getattr(store, "timeout", None)
+        seconds = math.inf if timeout is None else timeout.total_seconds()
+        self._deadline, self._look_at = start + seconds, start + min(patience, LAST_LOOK * seconds)
+        self._is_to_tell = patience <= LAST_LOOK * seconds
+        self._is_to_look = self._look_at < math.inf
+        self._absent: Sequence[int] = range(len(members))
 
     def get(self, key: str) -> bytes:
         """Return the value of a key once it is there.
 
         Raises:
-            RuntimeError: the store's, when its timeout is over.
+            RuntimeError: the store's, when its timeout is over; it counts from the start, not for each key.
         """
-        seconds = max(SHORTEST_SECONDS, self._until - time.monotonic())
-        if self._is_to_tell and seconds < self._store.timeout.total_seconds():
-            try:
-                self._store.wait([key], datetime.timedelta(seconds=seconds))
-            except RuntimeError:
-                self._is_to_tell = False
-                self._tell()
+        if not self._is_soon_there(key):
+            self._wait(key)
         value: bytes = self._store.get(key)
         return value
 
+    def member(self, rank: int) -> _Member:
+        """Return what a rank says of itself, once it does; see `get`."""
+        return msgspec.msgpack.decode(self.get(_key(rank)), type=_Member)
+
+    def has(self, key: str) -> bool:
+        """Return whether a key is there; False if the store cannot tell."""
+        try:
+            return bool(self._store.check([key]))
+        except (AttributeError, RuntimeError):
+            return False
+
     def in_vain(self, error: RuntimeError) -> str:
         """Return the text of the error of a wait that the store has ended."""
-        missing = self._named(self._missing()) or "the others"
-        return (f"{self._own()} has waited in vain for {missing}; all {len(self._members)} ranks must make the group, with "
-                f"the same backend: {str(error).splitlines()[0]}")
+        self._look()
+        return (f"{self._own()} has waited in vain for {self._missing() or 'the others'}; all {len(self._members)} ranks "
+                f"must make the group, with the same backend: {str(error).splitlines()[0]}")
+
+    def _is_soon_there(self, key: str) -> bool:
+        """Look for a key until it is time to tell who is absent. (torch's `TCPStore.wait` writes to stderr if in vain.)"""
+        start = time.monotonic()
+        try:
+            while self._is_to_look:
+                if self._store.check([key]):
+                    return True
+                now = time.monotonic()
+                if now >= self._look_at:
+                    self._is_to_look = False
+                    self._look()
+                    self._tell()
+                else:
+                    time.sleep(min(_pause(now - start), self._look_at - now))
+        except (AttributeError, RuntimeError):  # the store cannot tell
+            self._is_to_look = False
+        return False
+
+    def _wait(self, key: str) -> None:
+        """Wait for a key, if the store can, for what is left of its timeout."""
+        if not hasattr(self._store, "wait") or self._deadline == math.inf:
+            return
+        rest = max(SHORTEST_SECONDS, self._deadline - time.monotonic())
+        try:
+            self._store.wait([key], datetime.timedelta(seconds=rest))
+        except RuntimeError:
+            if time.monotonic() > self._deadline - SHORTEST_SECONDS:
+                raise
+            # else it cannot, as many a store that is written in Python
+
+    def _look(self) -> None:
+        """Find out who has not come. Who was there once is not absent: it may have failed, and removed what it has said."""
+        try:
+            self._absent = [rank for rank in self._absent if not self._store.check([_key(rank)])]
+        except (AttributeError, RuntimeError):  # the store cannot tell
+            self._absent = []
 
     def _tell(self) -> None:
-        missing = self._missing()
-        if missing and set(range(1, self._rank)) <= set(missing):  # of the ranks that wait, the first one tells
-            _log.warning("%s has waited %.0f s for %s to make the group", self._own(), self._patience, self._named(missing))
+        is_first = set(range(self._rank)) <= set(self._absent)  # of the ranks that wait, the first one tells
+        if self._is_to_tell and self._absent and is_first:
+            _log.warning("%s has waited %.0f s for %s to make the group", self._own(), self._patience, self._missing())
 
     def _own(self) -> str:
-        return f"{self._name}: {self._named([self._rank])}"
+        return f"{self._name}: {named_ranks([self._members[self._rank]])}"
 
-    def _named(self, ranks: Sequence[int]) -> str:
+    def _missing(self) -> str:
+        """Return who has not come; rank 0 only if no other is absent: in torch's `TCPStore` it waits for all."""
+        ranks = [rank for rank in self._absent if rank] or self._absent
         return named_ranks([self._members[rank] for rank in ranks]) if ranks else ""
 
-    def _missing(self) -> list[int]:
-        """Return the ranks that have not come; rank 0 only if no other is: in torch's `TCPStore` it waits for all."""
-        try:
-            absent = [rank for rank in range(len(self._members)) if not self._store.check([_key(rank)])]
-        except (AttributeError, RuntimeError):  # the store cannot tell
-            return []
-        return [rank for rank in absent if rank] or absent
+
+def _pause(waited: float) -> float:
+    """Return the seconds until the next look into the store: who waits long looks rarely, and does not load it."""
+    shortest, longest = POLL_SECONDS
+    return min(max(shortest, POLL_SHARE * waited), longest)
 
 
 def _members(others: _Others, size: int) -> list[_Member]:
-    """Return what the ranks say of themselves, in their order, up to the first one that says another size."""
-    members: list[_Member] = []
-    while len(members) < size and all(member.size == size for member in members[-1:]):
-        members.append(msgspec.msgpack.decode(others.get(_key(len(members))), type=_Member))
-    return members
+    """Return what the ranks say of themselves, in their order; if they say several sizes, without those that do not come."""
+    found: dict[int, _Member] = {}
+    while len(found) < size and all(member.size == size for member in found.values()):
+        found[len(found)] = others.member(len(found))
+    start = time.monotonic()
+    while len(found) < (largest := max(member.size for member in found.values())):
+        found |= {rank: others.member(rank) for rank in range(largest) if rank not in found and others.has(_key(rank))}
+        waited = time.monotonic() - start
+        if waited > LATE_SECONDS:
+            break
+        time.sleep(_pause(waited))
+    return list(found.values())
+
+
+def _answer_all(store: Store, members: list[_Member], address: str) -> tuple[_Answer, HeldPort | None]:
+    """Answer the other ranks; return rank 0's own answer, and the port at which it will listen."""
+    (own, *answers), held = _answers(members, address)
+    try:
+        for member, answer in zip(members[1:], answers, strict=True):
+            store.set(_answer_key(member.number), msgspec.msgpack.encode(answer))
+    except BaseException:
+        if held is not None:
+            held.close()
+        raise
+    return own, held
 
 
 def _answers(members: list[_Member], address: str) -> tuple[list[_Answer], HeldPort | None]:
@@ -204,8 +277,9 @@ def _answers(members: list[_Member], address: str) -> tuple[list[_Answer], HeldP
             problem = (f"rank {keyed[0]} has the job's key (HVDLITE_SECRET), and rank {lacking} has none: set it on all "
                        "ranks, or on none")
             return [_Answer(problem)] * len(members), None
+        address = address or route_address([member.name for member in members])
         held = HeldPort()
-        answer.coordinator = address or route_address([member.name for member in members]), held.port
+        answer.coordinator = address, held.port
         answer.key = b"" if keyed else secrets.token_bytes(KEY_BYTES)
     answers = [answer] * len(members)
     for number, ranks in enumerate(hosts.ranks_by_host):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from hvdlite.bootstrap import store as store_module
 from hvdlite.bootstrap.environments import LaunchInfo
 from hvdlite.bootstrap.store import meet_in_store, own_address
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.held_port import HeldPort
 
 HANGS_SECONDS = 60.0
 
@@ -51,6 +54,11 @@ class DictStore:
 class KeepingStore(DictStore):
     def delete_key(self, key: str) -> bool:
         raise RuntimeError("not supported by this store")
+
+
+def said(size: int) -> bytes:
+    """Return what a rank says of itself."""
+    return msgspec.msgpack.encode([size, "", "", "", False, "", 7])
 
 
 def meet(store: DictStore, *ranks: dict[str, Any]) -> list[tuple[LaunchInfo, str, str]]:
@@ -95,24 +103,17 @@ def test_the_jobs_own_key_does_not_go_through_the_store() -> None:
         meet(DictStore(), {"place": "a"}, {"place": "b", "key": key})
 
 
-def test_ranks_that_say_different_sizes_all_raise() -> None:
-    store = DictStore()
-    errors = []
-    with ThreadPoolExecutor(2) as pool:
-        for call in [pool.submit(meet_in_store, store, rank, 2 + rank) for rank in range(2)]:
-            with pytest.raises(LaunchError, match=r"do not agree on their number: \[2, 3\]") as raised:
-                call.result(HANGS_SECONDS)
-            errors.append(raised)
-    assert len(errors) == 2
-
-
-def test_another_size_is_told_although_a_rank_never_comes() -> None:
-    """Rank 0 expects a rank 2, of which the others know nothing."""
-    store = DictStore()
-    with ThreadPoolExecutor(2) as pool:
-        for call in [pool.submit(meet_in_store, store, rank, 3 - rank) for rank in range(2)]:
-            with pytest.raises(LaunchError, match=r"do not agree on their number: \[2, 3\]"):
-                call.result(HANGS_SECONDS)
+@pytest.mark.parametrize("sizes", [(2, 3), (2, 3, 3), (3, 2, 3), (4, 2, 4, 4), (3, 2)])
+def test_ranks_that_say_different_sizes_all_raise(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever rank is the odd one, and although rank 0 expects one of which the others know nothing (3, 2)."""
+    if len(sizes) < max(sizes):
+        monkeypatch.setattr(store_module, "LATE_SECONDS", 0.02)
+    store = DictStore(seconds=5.0)
+    with ThreadPoolExecutor(len(sizes)) as pool:
+        calls = [pool.submit(meet_in_store, store, rank, size) for rank, size in enumerate(sizes)]
+        errors = [str(call.exception(HANGS_SECONDS)) for call in calls]
+    assert errors == [f"the ranks do not agree on their number: {sorted(set(sizes))}"] * len(sizes)
+    assert not store.values
 
 
 @pytest.mark.parametrize(("rank", "came", "missing"), [(0, (), "ranks 17, 19"), (0, (1,), "rank 19"), (1, (), "rank 19"),
@@ -121,7 +122,7 @@ def test_ranks_that_do_not_come_are_named(rank: int, came: tuple[int, ...], miss
                                           caplog: pytest.LogCaptureFixture) -> None:
     store = DictStore(seconds=0.1)
     for each in came:
-        store.set(f"hvdlite/{each}", msgspec.msgpack.encode([3, "", "", "", False, "", 7]))
+        store.set(f"hvdlite/{each}", said(3))
     own = (13, 17, 19)[rank]
     with pytest.raises(LaunchError) as raised, caplog.at_level(logging.WARNING, "hvdlite"):
         meet_in_store(store, rank, 3, name="group 5", members=(13, 17, 19), patience=0.02)
@@ -131,13 +132,100 @@ def test_ranks_that_do_not_come_are_named(rank: int, came: tuple[int, ...], miss
     assert [record.getMessage() for record in caplog.records] == told
 
 
-def test_one_of_several_ranks_that_wait_tells(caplog: pytest.LogCaptureFixture) -> None:
-    store = DictStore(seconds=0.2)
-    with ThreadPoolExecutor(2) as pool, caplog.at_level(logging.WARNING, "hvdlite"):
-        for call in [pool.submit(meet_in_store, store, rank, 4, patience=0.1) for rank in (1, 2)]:
-            assert isinstance(call.exception(HANGS_SECONDS), LaunchError)
+@pytest.mark.parametrize("waiting", [(0, 1, 2), (1, 2)])
+def test_one_of_several_ranks_that_wait_tells(waiting: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
+    store = KeepingStore(seconds=0.05)
+    for rank in waiting:
+        store.set(f"hvdlite/{rank}", said(4))
+    with caplog.at_level(logging.WARNING, "hvdlite"):
+        for rank in waiting:
+            with pytest.raises(LaunchError, match="in vain for rank 3"):
+                meet_in_store(store, rank, 4, patience=0.01)
     (record,) = caplog.records
-    assert record.getMessage() == "the group: rank 1 has waited 0 s for rank 3 to make the group"
+    assert record.getMessage() == f"the group: rank {waiting[0]} has waited 0 s for rank 3 to make the group"
+
+
+def test_the_timeout_of_the_store_counts_from_the_start() -> None:
+    """And the store's own `wait`, which writes to stderr when it is in vain, is not called before."""
+    waits = []
+
+    class Waits(DictStore):
+        def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
+            waits.append(timeout.total_seconds())
+            super().wait(keys, timeout)
+
+    with pytest.raises(LaunchError):
+        meet_in_store(Waits(seconds=0.2), 1, 2, patience=0.1)
+    (seconds,) = waits
+    assert seconds <= 0.1
+
+
+def test_a_store_whose_wait_is_pure_virtual() -> None:
+    """So is that of torch's stores that are written in Python, which need no more than `get` and `set`."""
+    class Python(DictStore):
+        def get(self, key: str) -> bytes:
+            with self._changed:
+                self._changed.wait_for(lambda: key in self.values, HANGS_SECONDS)
+            return self.values[key]
+
+        def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
+            raise RuntimeError('Tried to call pure virtual function "Store::wait"')
+
+    class NoCheck(Python):
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError('Tried to call pure virtual function "Store::check"')
+
+    for store in (Python(), NoCheck()):
+        with ThreadPoolExecutor(2) as pool:
+            late = pool.submit(meet_in_store, store, 1, 2, patience=0.01)
+            time.sleep(0.05)  # its patience is over
+            assert meet_in_store(store, 0, 2)[2] == late.result(HANGS_SECONDS)[2]
+
+
+def test_a_rank_that_fails_leaves_nothing() -> None:
+    store = DictStore(seconds=0.02)
+    for rank in range(2):
+        with pytest.raises(LaunchError, match="in vain"):
+            meet_in_store(store, rank, 2)
+        assert not store.values
+
+
+def test_who_has_come_and_failed_is_not_called_absent() -> None:
+    """The ranks' timeouts end one after the other, and each removes what it has said."""
+    store = DictStore(seconds=0.2)
+    store.set("hvdlite/1", said(4))
+
+    class Fails(DictStore):
+        def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
+            self.values.pop("hvdlite/1", None)
+            super().wait(keys, timeout)
+
+    store.__class__ = Fails
+    with pytest.raises(LaunchError, match="rank 2 has waited in vain for rank 3;"):
+        meet_in_store(store, 2, 4)
+
+
+def test_a_store_that_fails_leaves_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = []
+
+    class Port(HeldPort):
+        def __init__(self) -> None:
+            super().__init__()
+            ports.append(self)
+
+    class Fails(DictStore):
+        def set(self, key: str, value: bytes) -> None:
+            if "answer" in key:
+                raise RuntimeError("connection reset")
+            super().set(key, value)
+
+    monkeypatch.setattr(store_module, "HeldPort", Port)
+    store = Fails()
+    store.set("hvdlite/1", msgspec.msgpack.encode([2, "another host", "192.0.2.7", "", False, "", 7]))
+    with pytest.raises(LaunchError, match="connection reset"):
+        meet_in_store(store, 0, 2, address="192.0.2.8")
+    (port,) = ports
+    assert port._socket.fileno() == -1
 
 
 def test_they_share_what_all_can_share() -> None:
