@@ -139,6 +139,9 @@ class Waiter:
             text += f": {names(missing, self._members)} did not make this call"
             others = self._others.last_calls(missing)
             text += "".join(f"\n{names([rank], self._members)} last called {last}" for rank, last in others[:8])
+        else:
+            text += (": all ranks have made this call, and one of them does not go on in it; rank 0's log names ranks that "
+                     "do not answer")
         return OperationTimeoutError(text, tuple(missing))
 
     def _call(self) -> str:

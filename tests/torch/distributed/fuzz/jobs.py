@@ -87,6 +87,9 @@ def _trial(seed: int, size: int, kinds: tuple[str, ...], where: str, scratch: Pa
 def judge(fault: Fault, ended: Sequence[Ended]) -> tuple[list[str], float, list[str]]:
     """Return what is wrong with the ends of ranks, how long they took, and their errors."""
     problems, errors, last = [], [], 0.0
+    # Within a call nobody knows which rank stands still, but rank 0's log names those that do not answer.
+    is_logged = fault.kind == "stops for long" and any(
+        f"rank {fault.culprit} has not answered" in rank.stderr for rank in ended)
     begun = max((float(line.split()[1]) for rank in ended for line in rank.stdout.splitlines()
                  if line.startswith(f"{FAULT} ")), default=0.0)
     for rank in ended:
@@ -109,7 +112,7 @@ def judge(fault: Fault, ended: Sequence[Ended]) -> tuple[list[str], float, list[
         late = "OperationTimeoutError" in kinds and fault.kind not in TIMED_OUT
         # Who has not sent to a receive from any rank, nobody knows.
         is_open = "OperationTimeoutError" in kinds and "from any rank" in text
-        has_name = is_open or re.search(rf"ranks? (\d+, )*{fault.culprit}\b", text)
+        has_name = is_open or is_logged or re.search(rf"ranks? (\d+, )*{fault.culprit}\b", text)
         if "RuntimeError" not in kinds or "WrongError" in kinds or rank.code <= 0 or late:
             problems.append(f"rank {rank.rank} ends with {rank.code}, {kinds}: {text}")
         elif rank.rank != fault.culprit and not has_name:
