@@ -7,6 +7,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "hvdlite/_version.py").read_text(encoding="utf-8")).group(1)
+REPOSITORY = "https://github.com/hvdlite/hvdlite"  # nowhere else
 AUTOTUNE = ["optuna>=3.6"]
 NVML = "nvidia-ml-py>=12.535,<14"  # what hvdrun --doctor tells about GPUs
 RAY, SPARK, PLOT = ["ray>=2.9"], ["pyspark>=3.4"], ["matplotlib>=3.7"]
@@ -20,12 +21,24 @@ TEST = [*AUTOTUNE, *LIGHTNING, *HUGGING_FACE, *RAY, *SPARK, *BENCH, "pytest>=8",
         "nbclient>=0.10", "ipykernel>=6.29",
         "build>=1.2", "twine>=5", "check-wheel-contents>=0.6"]
 
+
+
+def description() -> str:
+    """Return the README for the package index, where relative links lead nowhere: they name this version's files."""
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"\]\((?![a-z]+:|#)", f"]({REPOSITORY}/blob/v{VERSION}/", text)
+
+
 setup(
     name="hvdlite",
     version=VERSION,
     description="Data-parallel training with Horovod's programming model, in pure Python",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description=description(),
     long_description_content_type="text/markdown",
+    author="The hvdlite authors",
+    url=REPOSITORY,
+    project_urls={"Source": REPOSITORY, "Documentation": f"{REPOSITORY}/tree/v{VERSION}/docs",
+                  "Changelog": f"{REPOSITORY}/blob/v{VERSION}/CHANGELOG.md", "Issues": f"{REPOSITORY}/issues"},
     license="Apache-2.0",
     python_requires=">=3.10",
     # A top-level module called `runner` would collide on people's machines, so the folder is installed under this name.

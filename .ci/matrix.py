@@ -44,7 +44,8 @@ TORCH = ("tests/torch/test_ops.py", "tests/torch/test_optimizer.py", "tests/torc
 DISTRIBUTED = ("tests/torch/distributed/test_operations.py", "tests/torch/distributed/test_work.py",
                "tests/torch/distributed/test_processes.py", "tests/torch/distributed/test_launchers.py")
 LIGHTNING = ("tests/torch/test_lightning.py",)
-KERAS = ("tests/tf/test_keras.py", "tests/tf/test_mirrored.py", "tests/tf/test_mirrored_losses.py")
+KERAS = ("tests/tf/test_keras.py", "tests/tf/test_mirrored.py", "tests/tf/test_mirrored_losses.py",
+         "tests/tf/test_mirrored_models.py", "tests/tf/test_keras_examples.py")
 TENSORFLOW = ("tests/tf/test_ops.py", "tests/tf/test_errors.py", "tests/tf/test_graph_names.py", *KERAS)
 JAX = ("tests/tf/test_mirrored_losses.py",)
 RAY = ("tests/launch/test_ray.py",)

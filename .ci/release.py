@@ -73,6 +73,33 @@ def check_changelog(text: str, version: str, *, rehearse: bool) -> str:
     return heading.removeprefix("## ")
 
 
+GENERATED = re.compile(r"PKG-INFO|setup\.cfg|[^/]+\.egg-info/.*")
+"""What a source distribution has beyond the repository."""
+
+
+def check_source(found: Collection[str], tracked: Collection[str]) -> str:
+    """Compare the files in a source distribution with those of the repository, both relative to its top."""
+    inside = {path for path in found if not GENERATED.fullmatch(path)}
+    expected = set(tracked)
+    if inside != expected:
+        raise Failure(f"the source distribution lacks {sorted(expected - inside)}, and has {sorted(inside - expected)} "
+                      "beyond the repository: see MANIFEST.in, and commit new files")
+    return f"{len(inside)} files"
+
+
+def check_description(metadata: str) -> str:
+    """Check what the package index will show: every link leads somewhere from there, and the project can be found."""
+    links = re.findall(r"\]\(([^)]+)\)", metadata)
+    relative = [link for link in links if not link.startswith(("https://", "#"))]
+    if relative:
+        raise Failure(f"the description has links that lead nowhere on the package index: {relative}; see setup.py")
+    fields = set(re.findall(r"^([A-Za-z-]+): ", metadata.partition("\n\n")[0], re.MULTILINE))
+    missing = {"Author", "Project-URL", "Summary", "Requires-Python"} - fields
+    if missing:
+        raise Failure(f"the metadata lacks {sorted(missing)}: see setup.py")
+    return f"{len(links)} links"
+
+
 def check_wheel(name: str, found: Collection[str], tracked: Collection[str]) -> str:
     """Compare the files in a wheel with those of the repository.
 
@@ -96,12 +123,20 @@ def build(folder: Path, *, isolated: bool) -> tuple[Path, Path]:
     """Return the source distribution and the wheel; the wheel is built from the source distribution."""
     run(sys.executable, "-m", "build", *([] if isolated else ["--no-isolation"]), "--outdir", folder, ROOT)
     (source,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
-    with tarfile.open(source) as archive:
-        names = {member.partition("/")[2] for member in archive.getnames()}
-    missing = {"LICENSE", "README.md", "setup.py", "pyproject.toml"} - names
-    if missing:
-        raise Failure(f"the source distribution lacks {sorted(missing)}")
     return source, wheel
+
+
+def files_of(source: Path) -> list[str]:
+    """Return the files of a source distribution, relative to its top."""
+    with tarfile.open(source) as archive:
+        return [member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()]
+
+
+def metadata_of(wheel: Path) -> str:
+    """Return what a wheel tells the package index."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(path for path in archive.namelist() if path.endswith(".dist-info/METADATA"))
+        return archive.read(name).decode()
 
 
 def check_metadata(source: Path, wheel: Path) -> str:
@@ -176,6 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ("tables of docs/", lambda: run(sys.executable, "docs/generate.py", "--check").strip() or "up to date"),
             ("source distribution and wheel", build_packages),
             ("metadata and layout", lambda: check_metadata(*built)),
+            ("description for the package index", lambda: check_description(metadata_of(built[1]))),
+            ("the source distribution is the repository", lambda: check_source(files_of(built[0]), tracked_files())),
             ("the wheel has the repository's files", lambda: check_wheel(
                 built[1].name, zipfile.ZipFile(built[1]).namelist(), tracked_files())),
             ("installed in an empty environment", lambda: use(built[1], folder, version)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +60,38 @@ def test_the_wheel_has_the_files_of_the_repository(release: ModuleType) -> None:
         release.check_wheel("hvdlite-1.2.3-cp311-cp311-linux_x86_64.whl", inside, tracked)
 
 
+def test_the_source_distribution_is_the_repository(release: ModuleType) -> None:
+    tracked = ["setup.py", "CHANGELOG.md", "tests/worlds.py"]
+    assert release.check_source([*tracked, "PKG-INFO", "setup.cfg", "hvdlite.egg-info/SOURCES.txt"], tracked) == "3 files"
+    with pytest.raises(release.Failure, match=r"lacks \['CHANGELOG\.md'\], and has \['tests/stale\.pyc'\]"):
+        release.check_source(["setup.py", "tests/worlds.py", "tests/stale.pyc"], tracked)
+
+
+def test_links_of_the_readme_lead_somewhere_on_the_package_index(release: ModuleType) -> None:
+    told = subprocess.run([sys.executable, "-W", "ignore", "setup.py", "-q", "--version", "--url", "--long-description"],
+                          cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    version, repository, text = told.split("\n", 2)
+    fields = "Author: a\nProject-URL: b\nSummary: c\nRequires-Python: d\n\n"
+    assert int(release.check_description(fields + text).split()[0]) > 30
+    links = re.findall(rf"\]\({re.escape(repository)}/blob/v{re.escape(version)}/([^)#]+)", text)
+    assert len(links) > 30 and all((ROOT / link).exists() for link in links)
+    with pytest.raises(release.Failure, match=r"lead nowhere on the package index: \['docs/start\.md'\]"):
+        release.check_description(fields + "[start](docs/start.md)")
+    with pytest.raises(release.Failure, match=r"lacks \['Author', 'Project-URL'\]"):
+        release.check_description("Summary: c\nRequires-Python: d\n\n")
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert setup.count(repository) == 1, "the address stands in one place"
+
+
+def test_the_workflow_runs_what_a_clone_runs() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8"))
+    assert workflow["permissions"] == {"contents": "read"}
+    (job,) = workflow["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step)
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
 @pytest.mark.slow
 def test_packages_are_built_installed_in_an_empty_environment_and_used() -> None:
     missing = [name for name in ("build", "twine", "check_wheel_contents") if importlib.util.find_spec(name) is None]
@@ -66,7 +100,7 @@ def test_packages_are_built_installed_in_an_empty_environment_and_used() -> None
     ended = subprocess.run([sys.executable, str(SCRIPT), "--rehearse", "--no-isolation"], stdout=subprocess.PIPE, text=True)
     if "Failed to establish a new connection" in ended.stdout or "No matching distribution found" in ended.stdout:
         pytest.skip("no package index can be reached")
-    assert ended.returncode == 0 and "8/8 installed in an empty environment: two ranks ran" in ended.stdout, ended.stdout
+    assert ended.returncode == 0 and "10/10 installed in an empty environment: two ranks ran" in ended.stdout, ended.stdout
 
 
 def test_forms_for_issues_are_valid_and_name_commands_that_exist() -> None:
