@@ -78,6 +78,11 @@ def _gradients(rows: Rows, ranks: int) -> list[str]:
     return [f"## The 161 gradients of a ResNet-50, 102 MB, {ranks} ranks", "", *_compared(rows, "path", 1e3, "ms")]
 
 
+def _jax_gradients(rows: Rows, ranks: int) -> list[str]:
+    return [f"## The same gradients inside a function that JAX compiles, {ranks} ranks", "",
+            *_compared(rows, "path", 1e3, "ms")]
+
+
 def _small_gradients(rows: Rows, ranks: int) -> list[str]:
     return [f"## A training step over many small gradients, {ranks} ranks", "",
             "The ceiling is the same ranks without communication.", "", *_compared(rows, "parameters", 1e3, "ms")]
@@ -174,7 +179,8 @@ def _two_hosts(rows: Rows, ranks: int) -> list[str]:
 
 _TABLES = {"planes": _planes, "planes_openmpi": functools.partial(_planes, under="Open MPI"), "collectives": _collectives,
            "latency": _latency,
-           "gradients": _gradients, "small_gradients": _small_gradients, "batch_norm": _batch_norm, "training": _training,
+           "gradients": _gradients, "jax_gradients": _jax_gradients,
+           "small_gradients": _small_gradients, "batch_norm": _batch_norm, "training": _training,
            "hooks": _hooks, "idle": _idle, "ledger": _ledger, "torch_distributed": _torch_distributed,
            **{f"keras_{backend}": _keras for backend in ("tensorflow", "torch", "jax")},
            "control_scale": _control_scale,

@@ -146,6 +146,8 @@ def main() -> None:
         for backend in filter(importlib.util.find_spec, ("tensorflow", "torch", "jax")):
             run("keras_fit", 2, *long_rounds, record=arguments.results / f"keras_{backend}-2.json",
                 environment={"KERAS_BACKEND": backend, "TF_NUM_INTRAOP_THREADS": "1"})
+        if importlib.util.find_spec("jax"):
+            run("jax_gradients", 2, *rounds, record=arguments.results / "jax_gradients-2.json")
     run("planes", 2, *rounds, *short, record=arguments.results / "planes-2.json")
     if not arguments.short:
         for plane in ("mpi", "hierarchical"):

@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
@@ -31,7 +32,7 @@ WRITERS = tuple(getattr(keras.callbacks, name) for name in (
                 if hasattr(keras.callbacks, name))
 """Callbacks that only rank 0 runs."""
 METHODS = ("fit", "evaluate", "predict", "train_step", "test_step", "train_on_batch", "test_on_batch", "make_train_function",
-           "make_test_function", "make_predict_function", "_get_metrics_result_or_logs")
+           "make_test_function", "make_predict_function", "_symbolic_build", "_get_metrics_result_or_logs")
 """Methods of a model that `DistributedModel` replaces by methods of the same names."""
 _DEFAULT_BATCH = 32
 _HELD_OUT = (np.zeros((1, 1), "float32"),)
@@ -43,7 +44,7 @@ def distribute_model(strategy: BaseStrategy, model: Any) -> None:
     if strategy.num_replicas_in_sync == 1:
         return
     if vars(model).get("_hvdlite_strategy") is strategy:
-        model._hvdlite_mirrored.is_trained = False  # it has another optimizer
+        model._hvdlite_mirrored.is_trained = model._hvdlite_mirrored._continues = False  # it has another optimizer
         return
     mirrored = DistributedModel(strategy, model)
     for name in METHODS:
@@ -57,7 +58,7 @@ class DistributedModel:
 
     Attributes:
         original: the model's own methods, by name.
-        is_trained: whether `train_on_batch` continues a training that began with rank 0's values.
+        is_trained: whether a training has begun with rank 0's values.
     """
 
     def __init__(self, strategy: BaseStrategy, model: Any) -> None:
@@ -65,23 +66,26 @@ class DistributedModel:
         self.original: dict[str, Callable[..., Any]] = {name: getattr(model, name) for name in METHODS}
         self._fitting = False
         self._preparing: ExitStack | None = None  # closed when the model is built and has rank 0's values
+        self._deferring = ExitStack()  # closed when the current `fit` no longer leaves variables to `mirror_training`
+        self._is_built_late = False  # by the first step
         self.is_trained = False
+        self._continues = False  # whether `train_on_batch` continues its own training
         self._applying_shares = False
         self._fits = 0
+        self._is_bare = False  # whether the training data is a structure of inputs without a tuple around it
         self._held_out: EvaluationData | None = None  # validation data of the current training
         self._applied: EvaluationData | None = None  # the data of the current evaluation or prediction
 
     def fit(self, *arguments: Any, **named: Any) -> Any:
         """Train like the model's method, on this rank's shard of a global batch."""
         given = self._bound("fit", arguments, named)
-        x, arrays = self._data(given, "x", "y", "sample_weight")
         held_out = given["validation_data"]
         if given["validation_split"] and held_out is None:
-            if arrays is None:
-                raise ValueError("validation_split needs arrays")
-            kept = int(shards.rows_of(arrays) * (1.0 - given["validation_split"]))
-            held_out = shards.select_rows(arrays, slice(kept, None))
-            arrays = shards.select_rows(arrays, slice(kept))
+            data = ("x", "y", "sample_weight")
+            kept, held_out = train_validation_split(tuple(given[name] for name in data), given["validation_split"])
+            given.update(zip(data, kept, strict=True))
+        x, arrays = self._data(given, "x", "y", "sample_weight")
+        self._is_bare = shards.is_bare(arrays)
         batch = given["batch_size"] or _DEFAULT_BATCH
         sync_random_state()
         self._fits += 1
@@ -94,9 +98,10 @@ class DistributedModel:
             self._held_out = self._applied_to(held_out, given["validation_batch_size"] or batch, given["validation_steps"])
             local["validation_data"] = _HELD_OUT
         self._distribute_optimizers()
-        self._fitting = True
+        self._fitting, self._continues = True, False
         try:
-            with _local_input(self._strategy), self._strategy.variable_mirror.deferred():
+            with _local_input(self._strategy), ExitStack() as self._deferring:
+                self._deferring.enter_context(self._strategy.variable_mirror.deferred())
                 return self.original["fit"](**{**given, **local, "callbacks": self._callbacks(given["callbacks"]),
                                                "verbose": self._verbose(given["verbose"])})
         finally:
@@ -139,17 +144,28 @@ class DistributedModel:
     def train_step(self, *arguments: Any, **named: Any) -> Any:
         """Run the model's method; inside, Keras sees one replica, and this rank is weighted by its samples."""
         with step.one_replica(_data_of(arguments, named)), step.penalizing(self._model), self._weighted():
-            return self.original["train_step"](*arguments, **named)
+            return self.original["train_step"](*_given(arguments, self._is_bare), **named)
 
     def test_step(self, *arguments: Any, **named: Any) -> Any:
         """Run the model's method; inside, Keras sees one replica. Losses belong to this rank's batch or shard."""
         is_part = self._applied is not None and not self._applied.is_whole
         with step.one_replica(_data_of(arguments, named), self._applying_shares, is_part), step.penalizing(self._model), \
                 self._weighted():
-            return self.original["test_step"](*arguments, **named)
+            is_bare = self._applied is not None and self._applied.is_bare
+            return self.original["test_step"](*_given(arguments, is_bare), **named)
 
     def _weighted(self) -> AbstractContextManager[None]:
         return self._strategy.weighted_step(current_samples(), lambda: self._model.trainable_variables)
+
+    def _symbolic_build(self, *arguments: Any, **named: Any) -> None:
+        """Like the model's. On TensorFlow a model that cannot be built here is built by its step, as without a strategy."""
+        try:
+            self.original["_symbolic_build"](*arguments, **named)
+        except Exception:
+            if keras.backend.backend() != "tensorflow":
+                raise
+            self._is_built_late = True
+            self._deferring.close()
 
     def make_train_function(self, *arguments: Any, **named: Any) -> Any:
         """Like the model's. Keras calls it when the model is built, and before it reads variables."""
@@ -203,9 +219,11 @@ class DistributedModel:
         x, y, weights = (*shards.select_rows(arrays, rows), None, None)[:3]
         self._distribute_optimizers()
         self._fitting = self._applying_shares = True
+        self._is_bare = False
         try:
-            with self._prepared() if name == "test_on_batch" or not self.is_trained else nullcontext():
+            with self._prepared() if name == "test_on_batch" or not self._continues else nullcontext():
                 logs = self.original[name](**{**given, "x": x, "y": y, "sample_weight": weights, "return_dict": True})
+            self._continues = self._continues or name == "train_on_batch"
             logs = _as_numbers(self._get_metrics_result_or_logs(logs))
         finally:
             self._fitting = self._applying_shares = False
@@ -236,7 +254,7 @@ class DistributedModel:
     def mirror_training(self) -> None:
         """Copy rank 0's values to the model and its optimizers."""
         model, own = self._model, self._model.optimizer
-        if own is not None and not own.built:
+        if own is not None and not own.built and not self._is_built_late:
             with self._strategy.scope():
                 own.build(model.trainable_variables)
         state = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
@@ -290,6 +308,12 @@ class DistributedModel:
         return {**given, **more}
 
     def _data(self, given: dict[str, Any], *names: str) -> tuple[Any, tuple[Any, ...] | None]:
+        stateful = [layer.name for layer in self._model._flatten_layers()
+                    if isinstance(layer, keras.layers.RNN) and layer.stateful]
+        if stateful:
+            raise ValueError(f"layers {stateful} are stateful: they keep a state for every sample of a batch, and a "
+                             "MirroredStrategy gives each rank only a part of the samples. Train this model with "
+                             "DistributedOptimizer and each rank's own data, outside of a scope")
         x = shards.global_dataset(given["x"])
         return x, shards.as_arrays(*(given[name] for name in names)) if shards.is_arrays(x) else None
 
@@ -345,6 +369,11 @@ def _standing_in(original: Callable[..., Any], method: Callable[..., Any]) -> Ca
 def _data_of(arguments: Sequence[Any], named: dict[str, Any]) -> Any:
     """Return the data of a step, which on JAX is the argument after the state."""
     return named.get("data", arguments[-1] if arguments else None)
+
+
+def _given(arguments: Sequence[Any], is_bare: bool) -> Sequence[Any]:
+    """Return the arguments of a step; the data is as Keras gives it without a strategy."""
+    return (*arguments[:-1], arguments[-1][0]) if is_bare else arguments
 
 
 @contextmanager

@@ -56,6 +56,7 @@ class EvaluationData:
 
     Attributes:
         is_whole: whether ranks take whole batches.
+        is_bare: see `shards.is_bare`.
 
     Raises:
         ValueError: for data that cannot be divided among ranks.
@@ -66,13 +67,14 @@ class EvaluationData:
                  strategy: BaseStrategy, is_whole: bool = False) -> None:
         is_distributed = shards.is_tf_dataset(x) and shards.is_distributed(x)
         self.is_whole = is_whole and not shards.is_loader(x) and not is_distributed
+        self.is_bare = shards.is_bare(arrays)
         self._rank, self._size, self._steps = strategy.rank, strategy.num_replicas_in_sync, steps
         self._taken: dict[int, TakenBatch] = {}  # by index; a restarted pass takes the same batches
         self._rounds: _Rounds | None = None
         self._x, self._arrays, self._batch = x, arrays, batch_size
         self._dataset: Any = None
         if arrays is not None and keras.backend.backend() == "tensorflow":
-            self._dataset = self._arrays_in_graph(arrays)
+            self._dataset = self._in_graph(shards.array_dataset(arrays, batch_size, None, lambda indices: indices))
         elif arrays is None and shards.is_tf_dataset(x):
             self._dataset = self._in_graph(x if shards.is_distributed(x) else shards.checked(x))
         elif arrays is None and shards.is_loader(x):
@@ -168,14 +170,6 @@ class EvaluationData:
             self._taken[0] = TakenBatch(0, shards.rows_of(spare), False)
             yield _as_tuple(spare)
 
-    def _arrays_in_graph(self, arrays: tuple[Any, ...]) -> Any:
-        rows = shards.rows_of(arrays)
-        if self._steps is not None:
-            rows = min(rows, self._steps * self._batch)
-        kept = shards.select_rows(arrays, slice(rows))
-        whole = shards.array_dataset(kept, self._batch, None, lambda indices: indices)
-        return self._in_graph(whole)
-
     def _in_graph(self, dataset: Any) -> Any:
         """Return a tf.data.Dataset of this rank's rows."""
         import tensorflow as tf
@@ -183,13 +177,14 @@ class EvaluationData:
 
         def mine(batch_index: Any, batch: Any) -> tuple[Any, Any, Any]:
             first = keras.tree.flatten(batch)[0]
+            count = tf.cast(tf.shape(first)[0], tf.int32)
             if is_local:
-                return batch_index, tf.shape(first)[0], batch
+                return batch_index, count, batch
             if self.is_whole:
-                rows = slice(0, tf.where(tf.equal(batch_index % size, rank), tf.shape(first)[0], 0))
+                rows = slice(0, tf.where(tf.equal(batch_index % size, rank), count, 0))
             else:
                 rows = shards.graph_rows(first, rank, size, is_exclusive=True)
-            return batch_index, rows.stop - rows.start, keras.tree.map_structure(lambda leaf: leaf[rows], batch)
+            return batch_index, rows.stop - rows.start, shards.select_rows(batch, rows)
 
         def noted(counts: bool) -> Any:
             def note(batch_index: Any, rows: Any) -> Any:
@@ -206,8 +201,8 @@ class EvaluationData:
         if is_local or (rank == 0 and not self.is_whole):
             return shared.map(noted(True)).prefetch(tf.data.AUTOTUNE)
         has_none = lambda *_: tf.numpy_function(lambda: np.bool_(self.is_spare), [], tf.bool)  # noqa: E731
-        spare = numbered.take(1).map(lambda batch_index, batch: (batch_index, tf.shape(keras.tree.flatten(batch)[0])[0],
-                                                                 batch))
+        spare = numbered.take(1).map(lambda batch_index, batch: (
+            batch_index, tf.cast(tf.shape(keras.tree.flatten(batch)[0])[0], tf.int32), batch))
         return shared.filter(lambda batch_index, rows, batch: rows > 0).map(noted(True)).concatenate(
             spare.filter(has_none).map(noted(False))).prefetch(tf.data.AUTOTUNE)
 

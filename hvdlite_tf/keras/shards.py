@@ -12,6 +12,13 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.trainers.data_adapters.array_slicing import convert_to_sliceable
+from keras.src.trainers.data_adapters.data_adapter_utils import (
+    is_jax_sparse,
+    is_scipy_sparse,
+    is_tensorflow_ragged,
+    is_tensorflow_sparse,
+)
 
 from hvdlite import api
 from hvdlite.core.errors import MismatchError
@@ -31,8 +38,14 @@ def rows_of(batch: Batch) -> int:
 
 
 def select_rows(batch: Batch, rows: Any) -> Batch:
-    """Return the selected samples of a batch."""
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], batch)
+    """Return the selected samples of a batch; on torch sparse ones become dense, as in Keras."""
+    def selected(leaf: Any) -> Any:
+        if not is_scipy_sparse(leaf) and not is_tensorflow_sparse(leaf):
+            return None if leaf is None else leaf[rows]
+        sliceable = convert_to_sliceable(leaf)
+        part = sliceable[rows]
+        return sliceable.convert_to_torch_compatible(part) if keras.backend.backend() == "torch" else part
+    return keras.tree.map_structure(selected, batch)
 
 
 def is_arrays(x: Any) -> bool:
@@ -41,20 +54,25 @@ def is_arrays(x: Any) -> bool:
 
 
 def as_arrays(*structures: Any) -> tuple[Any, ...]:
-    """Return data as NumPy arrays, without the trailing structures that are None.
+    """Return data as NumPy arrays or sparse or ragged tensors, without the trailing structures that are None.
 
     Raises:
-        ValueError: when there are none, or their numbers of samples differ.
+        ValueError: when there are none, their numbers of samples differ, or they cannot be divided among ranks.
     """
     if all(structure is None for structure in structures):
         raise ValueError("there is no data: give arrays")
     given = structures[:max(index for index, structure in enumerate(structures) if structure is not None) + 1]
     arrays = keras.tree.lists_to_tuples(keras.tree.map_structure(_as_array,
                                                                  tuple(given)))  # tf.data interprets lists as arrays
-    lengths = {len(leaf) for leaf in keras.tree.flatten(arrays) if leaf is not None}
+    lengths = {int(leaf.shape[0]) for leaf in keras.tree.flatten(arrays) if leaf is not None}
     if len(lengths) != 1:
         raise ValueError(f"arrays must have equally many samples, not {sorted(lengths)}")
     return arrays  # type: ignore[no-any-return]
+
+
+def is_bare(arrays: tuple[Any, ...] | None) -> bool:
+    """Return whether Keras gives these arrays to steps without a tuple around them: inputs alone."""
+    return arrays is not None and not isinstance(keras.utils.pack_x_y_sample_weight(*arrays), tuple)
 
 
 def training_batches(x: Any, arrays: tuple[Any, ...] | None, batch_size: int, seed: Sequence[int] | None,
@@ -93,9 +111,18 @@ def training_batches(x: Any, arrays: tuple[Any, ...] | None, batch_size: int, se
 def _as_array(leaf: Any) -> Any:
     if leaf is None:
         return None
-    if hasattr(leaf, "detach"):
-        leaf = leaf.detach().cpu()
-    array = np.asarray(leaf)
+    backend = keras.backend.backend()
+    is_tensorflows = is_tensorflow_ragged(leaf) or is_tensorflow_sparse(leaf)
+    if is_jax_sparse(leaf) or (is_tensorflows and backend != "tensorflow"):
+        raise ValueError(f"MirroredStrategy cannot share out a {type(leaf).__name__} on Keras' {backend} backend; give a "
+                         "dense array or a scipy.sparse matrix")
+    sliceable = convert_to_sliceable(leaf)  # casts floats to Keras' floatx
+    if is_tensorflows:
+        return sliceable.array
+    if is_scipy_sparse(leaf):
+        in_rows = sliceable.array
+        return sliceable.convert_to_tf_dataset_compatible(in_rows).sparse if backend == "tensorflow" else in_rows
+    array = sliceable.convert_to_numpy(sliceable.array)
     if array.ndim == 0:
         raise ValueError(f"data must have a first dimension that counts samples; {leaf!r} has none")
     return array
@@ -241,15 +268,18 @@ def array_dataset(arrays: tuple[Any, ...], batch_size: int, order: Order | None,
         mine: returns this rank's part of the indices of a global batch's rows.
     """
     import tensorflow as tf
-    tensors = keras.tree.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), arrays)
+    tensors = keras.tree.map_structure(
+        lambda leaf: convert_to_sliceable(tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf), arrays)
     count = rows_of(arrays)
     indices = tf.data.Dataset.range(count)
     if order is not None:  # drawn in Python: TensorFlow's own shuffle also depends on its global seed
         def drawn(_: Any) -> Any:
             return tf.data.Dataset.from_tensor_slices(tf.ensure_shape(tf.numpy_function(order.drawn, [], tf.int64), [count]))
         indices = tf.data.Dataset.range(1).flat_map(drawn).apply(tf.data.experimental.assert_cardinality(count))
+    options = tf.data.Options()
+    options.autotune.enabled = False  # the end of an iteration waits for the thread that tunes
     return indices.batch(batch_size).map(mine).map(lambda rows: keras.tree.map_structure(
-        lambda leaf: None if leaf is None else tf.gather(leaf, rows), tensors)).prefetch(tf.data.AUTOTUNE)
+        lambda leaf: None if leaf is None else leaf[rows], tensors)).prefetch(2).with_options(options)
 
 
 def sharded_dataset(dataset: Any, strategy: BaseStrategy) -> Any:
@@ -260,7 +290,7 @@ def sharded_dataset(dataset: Any, strategy: BaseStrategy) -> Any:
         structure = batch if isinstance(dataset.element_spec, tuple) else batch[0]
         first = keras.tree.flatten(structure)[0]
         rows = graph_rows(first, strategy.rank, strategy.num_replicas_in_sync)
-        return keras.tree.map_structure(lambda leaf: leaf[rows], structure)
+        return select_rows(structure, rows)
     return dataset.map(mine).prefetch(tf.data.AUTOTUNE)
 
 
@@ -307,7 +337,7 @@ def graph_rows(leaf: Any, rank: int, size: int, *, is_exclusive: bool = False) -
         is_exclusive: whether to use `disjoint_shard` of `training.shards` instead of `shard`.
     """
     import tensorflow as tf
-    rows = tf.shape(leaf)[0]
+    rows = tf.cast(tf.shape(leaf)[0], tf.int32)  # of ragged tensors it is an int64
     each, more = rows // size, rows % size
     begin = rank * each + tf.minimum(rank, more)
     end = begin + each + tf.cast(rank < more, tf.int32)

@@ -55,6 +55,15 @@ class Step:
         """This rank's samples: a number, or a scalar tensor."""
         return keras.ops.shape(self._leaves[0])[0]
 
+    @property
+    def tensors(self) -> list[Any]:
+        """The data as dense tensors, also those that a sparse or ragged one consists of."""
+        if keras.backend.backend() == "tensorflow":
+            import tensorflow as tf
+            return tf.nest.flatten(self._leaves, expand_composites=True)  # type: ignore[no-any-return]
+        parts = ((leaf.data, leaf.indices) if hasattr(leaf, "todense") else (leaf,) for leaf in self._leaves)
+        return list(itertools.chain.from_iterable(parts))
+
     def correction(self, divisor: Any | None) -> Any:
         """Return a factor for the sum of this rank's losses; the average over samples is then the global batch's loss.
 
@@ -81,7 +90,7 @@ class Step:
             is_copied = own[0, 0] < size and (np.abs(own - own[0]) <= 1e-6 * np.abs(own[0])).all()
             return own[0] if is_copied else own.sum(0)
         prints = [keras.ops.sum(_numbers(leaf) * keras.ops.cos(keras.ops.arange(keras.ops.size(leaf), dtype="float32")))
-                  for leaf in self._leaves if keras.backend.standardize_dtype(leaf.dtype) != "string"]
+                  for leaf in self.tensors if keras.backend.standardize_dtype(leaf.dtype) != "string"]
         return self._corrected(counted, self.samples, sum(prints))[0]
 
     def _corrected(self, function: Callable[[Array], Array], *amounts: Any) -> list[Any]:
@@ -182,7 +191,13 @@ def penalizing(model: Any) -> Iterator[None]:
 
 
 def needs_whole_batches(model: Any) -> bool:
-    """Return whether a loss of a model could have another divisor than samples, which a part of a batch cannot know."""
+    """Return whether a loss or metric could have another divisor than samples, which a part of a batch cannot know.
+
+    A metric that is a function may return one number for a batch, which Keras averages over batches.
+    """
+    metrics = keras.tree.flatten(getattr(getattr(model, "_compile_metrics", None), "_user_metrics", None))
+    if any(callable(metric) and not isinstance(metric, keras.Metric) and not _is_keras(metric) for metric in metrics):
+        return True
     if _summing_layers(model):
         return True
     losses = keras.tree.flatten(getattr(getattr(model, "_compile_loss", None), "_user_loss", None))
@@ -194,7 +209,9 @@ def needs_whole_batches(model: Any) -> bool:
 
 
 def install() -> None:
-    """Install the correction of Keras' losses inside a step; may be called again."""
+    """Install the corrections of Keras' losses and metrics inside a step; may be called again."""
+    if not hasattr(keras.metrics.Mean.update_state, _MARK):
+        keras.metrics.Mean.update_state = _weighting(keras.metrics.Mean.update_state)
     from keras.src.losses import loss  # all of Keras' losses use one function of this module for the reduction
     if not hasattr(loss.reduce_weighted_values, _MARK):
         loss.reduce_weighted_values = _correcting(loss.reduce_weighted_values, loss.apply_mask)
@@ -232,6 +249,20 @@ def _times(gradient: Any, factor: Any) -> Any:
         return type(gradient)(gradient.values * keras.ops.cast(factor, gradient.values.dtype), gradient.indices,
                               gradient.dense_shape)
     return gradient * keras.ops.cast(factor, gradient.dtype)
+
+
+def _weighting(original: Any) -> Any:
+    @functools.wraps(original)
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        step = _current.get()
+        is_function = isinstance(self, keras.metrics.MeanMetricWrapper)
+        if step is not None and step.is_share and is_function and sample_weight is None:
+            values = keras.ops.convert_to_tensor(values)
+            if not len(values.shape):  # a mean over this rank's shard
+                sample_weight = step.share_of_sum(())
+        return original(self, values, sample_weight=sample_weight)
+    setattr(update_state, _MARK, original)
+    return update_state
 
 
 def _correcting(original: Any, apply_mask: Any) -> Any:

@@ -85,8 +85,13 @@ class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ign
 
     @contextmanager
     def weighted_step(self, samples: Any, variables: Callable[[], Sequence[Any]]) -> Iterator[None]:
-        """Like the base class's."""
-        with step_samples.kept_in(self._samples):
+        """Like the base class's. The step begins when it has its data: at the end of a tf.data.Dataset there is none.
+
+        Otherwise TensorFlow runs what does not depend on the data, such as a metric's count of batches, before it notices.
+        """
+        current = step.current()
+        data = [] if current is None else current.tensors
+        with step_samples.kept_in(self._samples), tf.control_dependencies(data):
             if samples is None:
                 yield
                 return
@@ -130,6 +135,9 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
     def __init__(self, strategy: MirroredStrategy, device: str) -> None:
         super().__init__(strategy, device)
         self._strategy = weakref.ref(strategy)
+        workers = [f"rank{rank}" for rank in range(strategy._size)]  # names: TensorFlow does not connect the ranks
+        self._cluster_resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({"worker": workers}), task_type="worker", task_id=strategy.rank)
 
     @property
     def _mirrored(self) -> MirroredStrategy:

@@ -1,7 +1,7 @@
 """The Keras backends: how each of them reduces a step's gradients, and calls functions of arrays on its tensors.
 
     common.py       for eager backends; the base of jax.py
-    jax.py          through ordered callbacks from compiled functions
+    jax.py          through ordered callbacks from compiled functions, on XLA's buffers
     tensorflow.py   through `numpy_function`
     torch.py        by autograd's hooks, during the backward pass
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from tests.fuzzing import Failure, Tell, failures
 from tests.tf.fuzz.draws import draw
 from tests.tf.fuzz.rank import main
 from tests.tf.support import ENVIRONMENT, imported
 
-STALLED = {"HVDLITE_STALL_CHECK_TIME_SECONDS": "10", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "20"}
+STALLED = {"HVDLITE_STALL_CHECK_TIME_SECONDS": "60", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "120"}
+"""After how long a job that hangs reports it and ends. Rank 1 waits while rank 0 trains in one process."""
 SECONDS_A_SEED = 40.0
 """For a job on a busy machine."""
 
 
-def fuzz(seeds: Sequence[int], backend: str, *, stalled: Mapping[str, str] = STALLED,
-         tell: Tell = lambda text: None) -> Iterator[Failure]:
+def fuzz(seeds: Sequence[int], backend: str, *, tell: Tell = lambda text: None) -> Iterator[Failure]:
     """Carry out the trainings of some seeds on two ranks, many in one job, and return those that fail.
 
     Args:
-        stalled: after how long a job that hangs reports it and ends.
         tell: gets a line a job.
     """
     return failures(seeds, 2, main, [backend], lambda seed: draw(seed, backend),
-                    {**ENVIRONMENT, "KERAS_BACKEND": backend, **stalled},
-                    imported(backend), SECONDS_A_SEED, tell)
+                    {**ENVIRONMENT, "KERAS_BACKEND": backend, **STALLED}, imported(backend), SECONDS_A_SEED, tell)

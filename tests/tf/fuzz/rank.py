@@ -77,14 +77,18 @@ def train(training: Training, hvd: Any, alone: bool) -> dict[str, Any]:
             if not training.scoped and not alone:
                 optimizer = hvd.DistributedOptimizer(optimizer)
             model.compile(optimizer, losses(training), run_eagerly=training.eager, steps_per_execution=training.steps,
+                          metrics=metrics(training),
                           **({} if training.backend != "jax" else {"jit_compile": True}))
         options: dict[str, Any] = {"epochs": training.epochs, "shuffle": False, "verbose": 0}
         if training.scoped:
             if training.validated:
                 options.update(validation_data=(x, y), validation_batch_size=training.batch)
+            if training.decides:
+                decides = keras.callbacks.ReduceLROnPlateau(monitored(training), 0.5, 0, mode="min", min_delta=0.02)
+                options["callbacks"] = [decides]
             history = fit(training, model, x, y, weights, options)
             for name, values in history.history.items():
-                if training.model != "own train_step":  # which reports what it likes
+                if training.model not in ("own train_step", "no call"):  # which reports what it likes
                     found[f"{name} of turn {turn}"] = np.array(values)
         else:
             callbacks = [] if alone else [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
@@ -95,12 +99,26 @@ def train(training: Training, hvd: Any, alone: bool) -> dict[str, Any]:
     for index, variable in enumerate(model.trainable_variables):
         found[f"variable {index} {list(variable.shape)}"] = np.array(keras.ops.convert_to_numpy(variable))
     if training.scoped:
+        if training.model == "no call":
+            return found
         found["predictions"] = np.concatenate([np.ravel(each) for each in keras.tree.flatten(
             model.predict(x, batch_size=training.batch, verbose=0))])
-        # On TensorFlow Keras does not weigh the losses of single outputs by samples, so their means depend on the batches.
-        compared = 1 if training.backend == "tensorflow" else None
+        compared = None if is_exact_by_output(training) else 1
         found["evaluation"] = np.ravel(model.evaluate(x, y, batch_size=training.batch, verbose=0))[:compared]
     return found
+
+
+def is_exact_by_output(training: Training) -> bool:
+    """Return whether losses of single outputs are one process's: on TensorFlow Keras averages them without weights."""
+    return training.backend != "tensorflow" or training.has_equal_shards
+
+
+def monitored(training: Training) -> str:
+    """Return the name of the loss by which a callback decides."""
+    if training.model in ("own train_step", "no call"):
+        return "own"
+    by_output = training.model == "two outputs" and is_exact_by_output(training)
+    return "val_" * training.validated + "first_" * by_output + "loss"
 
 
 def part(array: Any, batch: int, hvd: Any) -> Any:
@@ -111,6 +129,8 @@ def part(array: Any, batch: int, hvd: Any) -> Any:
 
 def samples(training: Training) -> tuple[Any, Any, Any]:
     """Return inputs, targets and weights of samples."""
+    import keras
+    import scipy.sparse
     rng = np.random.default_rng(training.seed)
     rows = training.rows
     x: Any = rng.normal(size=(rows, FEATURES)).astype("float32")
@@ -123,6 +143,12 @@ def samples(training: Training) -> tuple[Any, Any, Any]:
         x = (x, rng.normal(size=(rows, 3)).astype("float32"))
     if training.model == "two outputs":
         y = (y, rng.normal(size=(rows, 1)).astype("float32"))
+    if training.model == "sparse":
+        x = x * (rng.random(x.shape) < 0.5)
+    if training.wide:
+        x, y = keras.tree.map_structure(lambda array: array.astype("float64") if array.dtype == "float32" else array, (x, y))
+    if training.model == "sparse":
+        x = scipy.sparse.csr_matrix(x)
     return x, y, rng.uniform(0.2, 2.0, rows).astype("float32") if training.weighted else None
 
 
@@ -143,7 +169,7 @@ def made(training: Training) -> Any:
             return keras.Model([inputs, others], layers.Dense(2)(layers.Concatenate()([activated(inputs), others])))
         case "two outputs":
             hidden = activated(inputs)
-            return keras.Model(inputs, [layers.Dense(2)(hidden), layers.Dense(1)(hidden)])
+            return keras.Model(inputs, [layers.Dense(2, name="first")(hidden), layers.Dense(1, name="second")(hidden)])
         case "shared layer":
             shared = layers.Dense(FEATURES, activation="tanh")
             return keras.Model(inputs, layers.Dense(2)(shared(shared(inputs))))
@@ -159,7 +185,12 @@ def made(training: Training) -> Any:
             return keras.Sequential([activated, layers.Dense(2)])  # built by the first batch
         case "own train_step":
             hidden = activated(inputs)
-            return own_step()(inputs, layers.Dense(2)(hidden))
+            return own_step(keras.Model)(inputs, layers.Dense(2)(hidden))
+        case "no call":
+            return without_call()
+        case "sparse":
+            sparse = keras.Input((FEATURES,), sparse=training.backend == "tensorflow")
+            return keras.Sequential([sparse, activated, layers.Dense(2)])
         case "unused layer":
             model = keras.Sequential([inputs, activated, layers.Dense(2)])
             model.unused = layers.Dense(3)
@@ -168,14 +199,31 @@ def made(training: Training) -> Any:
     return keras.Sequential([inputs, activated, layers.Dense(2)])
 
 
-def own_step() -> Any:
+def without_call() -> Any:
+    """Return a model without `call`, whose first layer is built by the first step."""
+    import keras
+
+    class Model(own_step(keras.Model)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(2)
+
+        def found(self, x: Any) -> Any:
+            return self.second(self.first(x))
+    return Model()
+
+
+def own_step(base: Any) -> Any:
     """Return a class of models with a train_step of their own, whose loss is a plain mean."""
     import keras
 
-    class Model(keras.Model):  # type: ignore[misc]
+    class Model(base):  # type: ignore[misc]
+        def found(self, x: Any) -> Any:
+            return self(x, training=True)
+
         def mean(self, data: Any) -> Any:
             x, y = data[:2]
-            return keras.ops.mean(keras.ops.square(self(x, training=True) - y))
+            return keras.ops.mean(keras.ops.square(self.found(x) - y))
 
         if keras.backend.backend() == "tensorflow":
             def train_step(self, data: Any) -> Any:
@@ -205,6 +253,31 @@ def own_step() -> Any:
                 trainable, slots = self.optimizer.stateless_apply(slots, gradients, trainable)
                 return {"own": loss}, (trainable, updated, slots, metrics)
     return Model
+
+
+def metrics(training: Training) -> Any:
+    """Return the metrics to compile with."""
+    import keras
+    if not training.counted:
+        return None
+
+    class Squares(keras.metrics.Metric):  # type: ignore[misc]
+        """The mean square of predictions, and a count of samples."""
+
+        def __init__(self) -> None:
+            super().__init__(name="squares")
+            self.sum, self.rows = (self.add_weight(name=name, initializer="zeros") for name in ("sum", "rows"))
+
+        def update_state(self, true: Any, found: Any, sample_weight: Any = None) -> None:
+            self.sum.assign_add(keras.ops.cast(keras.ops.sum(keras.ops.square(found)), "float32"))
+            self.rows.assign_add(keras.ops.cast(keras.ops.shape(found)[0], "float32"))
+
+        def result(self) -> Any:
+            return self.sum / (self.rows + 1.0)
+
+    def of_batch(true: Any, found: Any) -> Any:
+        return keras.ops.mean(keras.ops.cast(found, "float32") ** 2)
+    return [[Squares()], ["mae", of_batch]] if training.model == "two outputs" else [Squares(), "mae", of_batch]
 
 
 def losses(training: Training) -> Any:
