@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.core.array import ALIGNMENT, SUPPORTED_DTYPES, Array, aligned_empty, dtype_name
+from hvdlite.core.array import ALIGNMENT, SUPPORTED_DTYPES, Array, accumulator_dtype, aligned_empty, dtype_name
 from hvdlite.core.device import AnyArray, Completion, Event
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
@@ -94,9 +94,16 @@ class _Batch(list[tuple[Slot, BucketView]]):
 
 
 class ArrayGradients:
-    """The gradients of slots, for `GradientReducer`. Results are new arrays: what was handed out is not written again."""
+    """The gradients of slots, for `GradientReducer`. Results are new arrays: what was handed out is not written again.
+
+    Args:
+        sources: of gradients; the number of ranks.
+    """
 
     needs_notes = False
+
+    def __init__(self, sources: int) -> None:
+        self._sources = sources
 
     def note(self, parameter: Slot) -> None:
         return None
@@ -142,6 +149,12 @@ class ArrayGradients:
         # Flat, because the slice of a single row counts as contiguous whatever its strides, which the views refuse.
         indices = rows[:, :8].reshape(-1).view(np.int64)
         values = rows[:, 8:].reshape(-1).view(parameter.dtype).reshape(len(rows), *row)
+        own, rest = divmod(len(rows), self._sources)
+        if own and not rest and (indices.reshape(self._sources, own) == indices[:own]).all():
+            # The same rows on all ranks, as of an embedding of positions. Some optimizers (Keras' Adam on TensorFlow) square
+            # each row that they get before they add those of the same index, so they get one, as in one process.
+            summed = values.reshape(self._sources, own, *row).sum(0, dtype=accumulator_dtype(values.dtype))
+            indices, values = indices[:own], summed.astype(values.dtype, copy=False)
         parameter.gradient = Rows(indices, scaled(values, factor))
         return None
 
@@ -228,8 +241,9 @@ class ArrayReducer:
 
     def __init__(self, runtime: Runtime, label: str, *, op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0,
                  process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
-        self._reducer: GradientReducer[Slot] = GradientReducer(runtime, ArrayGradients(), label, op=op, prescale=prescale,
-                                                               postscale=postscale, passes=1, process_set=process_set)
+        self._reducer: GradientReducer[Slot] = GradientReducer(
+            runtime, ArrayGradients(len(runtime.members(process_set))), label, op=op, prescale=prescale, postscale=postscale,
+            passes=1, process_set=process_set)
         self._slots: list[Slot] = []
         self._names = itertools.count()
         self._lock = threading.Lock()

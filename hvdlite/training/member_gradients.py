@@ -180,6 +180,17 @@ class MemberGradients(Generic[Parameter]):
         if gradient is not None:
             self._aside.append((member, gradient))
 
+    def drop_inexact(self) -> list[Member[Parameter]]:
+        """Forget what was set aside and cannot be reduced in another round; return its members.
+
+        Other ranks have had a gradient for them in the round that is over, where reducing it again is not exact.
+        """
+        if self.is_idempotent:
+            return []
+        dropped = [member for member, _ in self._aside if self.is_reduced(member)]
+        self._aside = [(member, gradient) for member, gradient in self._aside if member not in dropped]
+        return dropped
+
     def put_back(self) -> bool:
         """Add what was set aside to the reduced gradients; return whether there was anything."""
         if not self._aside:

@@ -37,6 +37,18 @@ def computed_twice(name: str, rank: int, passes: int, reduction: str) -> Gradien
         f"twice. To have it computed once, {_FEWER_PASSES}. With op=Average, passes add up")
 
 
+def computed_late(name: str, rank: int, reduction: str) -> GradientOrderError:
+    """Return the error for a gradient that came after its round, in which other ranks had one, had been closed without it.
+
+    Args:
+        reduction: in words, as in "with op=Sum".
+    """
+    return GradientOrderError(
+        f"'{name}' was computed on rank {rank} only after the round of an earlier backward(), in which other ranks computed "
+        f"it: with {reduction}, reducing it in another round would count the other ranks twice, so it is dropped here. "
+        f"Compute it in the same backward() on all ranks; or {_FEWER_PASSES}. With op=Average, passes add up")
+
+
 def sparse(name: str, op: ReduceOp) -> UnsupportedError:
     """Return the error for a sparse gradient with an operation other than Average and Sum."""
     return UnsupportedError(f"'{name}' has a sparse gradient, which has no {op.name.capitalize()}; use Average or Sum, or "

@@ -11,7 +11,7 @@ from hvdlite.handoff.handle import WaitDeferred, WaitLeftToCaller
 from hvdlite.training.framework import Parameter
 from hvdlite.training.gradient_set import GradientSet
 from hvdlite.training.later_call import LaterCall
-from hvdlite.training.order_errors import GradientOrderError
+from hvdlite.training.order_errors import GradientOrderError, computed_late, reduction_told
 from hvdlite.training.passes import PassCounter
 from hvdlite.training.round import Round, Rounds
 from hvdlite.training.waiting import WaitIn, WaitPolicy
@@ -109,6 +109,8 @@ class RoundSequence(Generic[Parameter]):
                 if current.is_over:
                     self._end(current)
                 raise
+            errors += [computed_late(member.name, self._set.rank, reduction_told(self._set.op))
+                       for member in self._set.gradients.drop_inexact()]
             self._end(current)
             if self.later_call is not None:
                 self.later_call.incomplete = self.later_call.incomplete or current.incomplete

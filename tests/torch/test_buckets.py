@@ -17,7 +17,7 @@ from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
 from tests.torch.models import by_bucket, net, reducer_of, settle, train, weights, wrapped  # noqa: E402
 from tests.torch.programs import buckets as programs  # noqa: E402
-from tests.worlds import TORCH, processes, threads  # noqa: E402
+from tests.worlds import HANGS_SECONDS, TORCH, processes, threads  # noqa: E402
 
 
 def test_gradients_become_views_of_one_buffer_and_stay_the_users() -> None:
@@ -160,6 +160,8 @@ def test_a_change_on_one_rank_is_an_error_everywhere_and_the_job_goes_on() -> No
 
 
 def test_a_parameter_that_one_rank_does_not_have_is_named() -> None:
+    named = threading.Event()
+
     def step(runtime: Runtime) -> Any:
         model = net()
         optimizer = wrapped(runtime, model)
@@ -168,8 +170,10 @@ def test_a_parameter_that_one_rank_does_not_have_is_named() -> None:
             grows(model, optimizer, 0)
             with pytest.raises(MismatchError, match=r"rank 0: reduces 'gradient.*rank 1: does not have it"):
                 train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
+            named.set()
         else:
             train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
+            assert named.wait(HANGS_SECONDS)  # else rank 0 may hear first that this rank has left the job
     threads(2, step)
 
 

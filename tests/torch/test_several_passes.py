@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -189,6 +190,31 @@ def test_where_reducing_again_is_not_exact_a_second_pass_is_an_error(options: di
             with pytest.raises(GradientOrderError, match=rf"on rank {runtime.world.rank}.*no_sync.*op=Average"):
                 model(torch.ones(1, 6)).sum().backward()
     threads(2, step)
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVERAGE])
+def test_a_gradient_that_comes_after_the_round_in_which_other_ranks_had_it(op: ReduceOp) -> None:
+    """Ranks 0 and 2 compute b in a second pass, while the wait of their first one is deferred; rank 1 in its first."""
+    def step(runtime: Runtime) -> Any:
+        rank = runtime.world.rank
+        a, b, c = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
+        optimizer = DistributedOptimizer(torch.optim.SGD([a, b, c], lr=1.0), _runtime=runtime, op=op)
+        if rank == 1:
+            runtime.barrier("early").wait()
+            (a + b * 10).sum().backward()
+            (c * 5).sum().backward()
+            optimizer.synchronize()
+        else:
+            a.sum().backward()
+            runtime.barrier("early").wait()
+            refused = pytest.raises(GradientOrderError, match=f"on rank {rank} only after")
+            with refused if op is ReduceOp.SUM else nullcontext():
+                (b * (1 if rank == 0 else 100)).sum().backward()
+                optimizer.synchronize()
+            optimizer.synchronize()
+        return [each.grad.item() for each in (a, b, c)]
+    expected = [3, 10, 5] if op is ReduceOp.SUM else [1, 37, 5 / 3]
+    assert threads(3, step) == [pytest.approx(expected)] * 3
 
 
 @pytest.mark.parametrize("wait_in", ["backward", "step"])

@@ -118,6 +118,22 @@ def test_rows_of_a_sparse_gradient_also_where_a_rank_has_none() -> None:
     threads(2, step)
 
 
+def test_the_same_rows_on_all_ranks_are_added() -> None:
+    """Those of an embedding of positions; others remain as they are, repeated ones too."""
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        reducer = reducer_of(runtime, *SHAPES)
+        for own, indices, values in (([3, 1, 3], [3, 1, 3], [1.5, 1.5, 1.5]),
+                                     ([0, 1 + rank], [0, 1, 0, 2], [0.5, 0.5, 1, 1]),
+                                     ([4] * (1 + 2 * rank), [4, 4], [1.5, 2])):
+            reducer.expect([1])
+            reduced = reducer.reduce({1: Rows(np.array(own), np.full((len(own), 5), 1.0 + rank, np.float32))})
+            assert isinstance(reduced[1], Rows)
+            assert reduced[1].indices.tolist() == indices
+            np.testing.assert_array_equal(reduced[1].values, np.repeat(values, 5).reshape(-1, 5))
+    threads(2, step)
+
+
 def test_a_missing_gradient_of_unknown_shape_is_refused() -> None:
     def step(runtime: Runtime) -> None:
         reducer = reducer_of(runtime, None)
