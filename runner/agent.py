@@ -1,10 +1,9 @@
 """The agent on another host: takes messages of the launcher on standard input, sends events on standard output.
 
 Rules
-- The job on this host ends when the launcher ends, when the link is cut (no order, not even a ping,
-                                                                          for `SILENCE` seconds) and
-  on a `Stop` order: all its processes are killed and its directory is removed. If the agent itself is killed, its reaper
-  does this.
+- The job on this host ends when the launcher ends, when the link is cut (no order, not even a ping, for as many seconds as
+  the knob `agent_timeout` says) and on a `Stop` order: all its processes are killed and its directory is removed. If the
+  agent itself is killed, its reaper does this.
 - The agent never blocks on the link: while the launcher does not read, or says that its own reader is slow, the ranks'
   output stays in their pipes.
 """
@@ -29,7 +28,6 @@ from hvdlite_runner import host_probe, monitor
 from hvdlite_runner.commands import cores
 from hvdlite_runner.messages import (
     MAGIC,
-    SILENCE,
     AgentDone,
     AgentReady,
     Event,
@@ -70,10 +68,11 @@ class Agent:
     Args:
         orders: descriptor to read from.
         events: descriptor to write to.
+        silence: of the launcher, in seconds, after which it counts as gone; may be infinite.
     """
 
-    def __init__(self, orders: int, events: int, environ: Mapping[str, str]) -> None:
-        self._in, self._out = orders, events
+    def __init__(self, orders: int, events: int, environ: Mapping[str, str], silence: float) -> None:
+        self._in, self._out, self._silence = orders, events, silence
         os.set_blocking(orders, False)
         os.set_blocking(events, False)
         self._environ = environ
@@ -99,7 +98,7 @@ class Agent:
                 for key, _ in self._selector.select(wait):
                     key.data()
                 self._workers.notice()
-                if time.monotonic() - self._last_heard > SILENCE:
+                if time.monotonic() - self._last_heard > self._silence:
                     self._ending = True
         finally:
             self._workers.end()
@@ -189,13 +188,13 @@ class Agent:
 
     def _wait_for_launcher(self, allowed: int) -> None:
         """Wait until at most so many bytes are unsent, as long as the launcher takes any."""
-        left, until = len(self._unsent), time.monotonic() + SILENCE
+        left, until = len(self._unsent), time.monotonic() + self._silence
         while len(self._unsent) > allowed and time.monotonic() < until:
             select.select([], [self._out], [], _CHECK_SECONDS)
             self._push()
             if len(self._unsent) < left:
                 self._last_heard = time.monotonic()  # its pings are read later
-                left, until = len(self._unsent), self._last_heard + SILENCE
+                left, until = len(self._unsent), self._last_heard + self._silence
 
     def _push(self) -> None:
         """Write events while the launcher reads; while it does not, stop reading from the ranks."""
@@ -219,19 +218,20 @@ class Agent:
             self._workers.pause(False)
 
 
-def main() -> None:
-    """Run an agent on this process's standard input and output; anything else written there goes to standard error."""
+def main(silence: float) -> None:
+    """Run an agent on this process's standard input and output; anything else written there goes to standard error.
+
+    Args:
+        silence: of the launcher, in seconds, after which it counts as gone.
+    """
     orders, events = os.dup(0), os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
     os.dup2(2, 1)
     try:
-        Agent(orders, events, os.environ).run()
+        Agent(orders, events, os.environ, silence).run()
     except (ProtocolError, LaunchError) as error:
         what = str(error) if isinstance(error, LaunchError) else f"cannot read the launcher's messages: {error}"
         print(f"hvdlite: {what}", file=sys.stderr)
         raise SystemExit(PROBLEM_CODE) from None
 
-
-if __name__ == "__main__":
-    main()

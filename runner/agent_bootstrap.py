@@ -51,7 +51,7 @@ def start_agent() -> None:
     if version != given["version"]:
         stop("has hvdlite %s, but the launcher %s; install the same one: %s -m pip install hvdlite==%s"
              % (version, given["version"], sys.executable, given["version"]))
-    main()
+    main(given["silence"])
 
 
 if __name__ == "__main__":

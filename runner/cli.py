@@ -15,8 +15,11 @@ from pathlib import Path
 
 from hvdlite.core.config import Config, environment_name, file_knobs, timeout_or_inf
 from hvdlite.core.errors import ConfigError, LaunchError
+from hvdlite.core.file_limit import reserve_descriptors
+from hvdlite.core.own_programs import module_command
+from hvdlite.core.texts import printable
 from hvdlite_runner import allocations, mpirun, placement, scaling
-from hvdlite_runner.commands import CommandError, current_directory, resolve_command
+from hvdlite_runner.commands import CommandError, check_input, current_directory, resolve_command
 from hvdlite_runner.discovery import discover_once
 from hvdlite_runner.doctor import run_doctor
 from hvdlite_runner.elastic import run_elastic_job
@@ -31,25 +34,29 @@ from hvdlite_runner.shells import Shell
 from hvdlite_runner.streams import prepare_standard_streams
 from hvdlite_runner.time_to_target import Target, compare_times
 
+_DESCRIPTORS = 10
+"""What a job needs without its ranks: the reaper, the job's directory, wake-up pipes, selectors."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     prepare_standard_streams()
     options = parser().parse_args(arguments)
     try:
-        return _run(options, os.environ)
+        with reserve_descriptors(_DESCRIPTORS, "hvdrun", spare=0):
+            return _run(options, os.environ)
     except CommandError as error:
-        print(f"hvdrun: {error}", file=sys.stderr)
+        print(printable(f"hvdrun: {error}"), file=sys.stderr)
         return error.code
     except (LaunchError, ConfigError) as error:
         for line in str(error).splitlines():
-            print(f"hvdrun: {line}", file=sys.stderr)
+            print(printable(f"hvdrun: {line}"), file=sys.stderr)
         return USAGE_ERROR
 
 
 def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if options.check_build:
-        return subprocess.run([sys.executable, "-m", "hvdlite.diagnose", *(["--json"] if options.json else [])],
+        return subprocess.run([*module_command("hvdlite.diagnose"), *(["--json"] if options.json else [])],
                               check=False).returncode
     if options.horovod_check:
         return _check_scripts(options, environ)
@@ -96,7 +103,7 @@ def _check_scripts(options: argparse.Namespace, environ: Mapping[str, str]) -> i
     for line in options_without_effect(options):
         print(f"hvdrun: {line}", file=sys.stderr)
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}  # frameworks are imported
-    return subprocess.run([sys.executable, "-m", "hvdlite.horovod_compat.check", *scripts], check=False,
+    return subprocess.run([*module_command("hvdlite.horovod_compat.check"), *scripts], check=False,
                           env={**environ, **quiet}).returncode
 
 
@@ -130,6 +137,9 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: 
     assignment = _assign_ranks(options, _rename_local(hosts, environ), size or options.np)
     if any(host_ranks.host.name == LOCAL for host_ranks in assignment):
         resolve_command(command, environ.get("PATH"))  # each host repeats this check
+    if options.stdin and assignment[0].host.name != LOCAL:
+        raise LaunchError(f"--stdin: rank 0 runs on host {assignment[0].host.name}, and only a rank of this host can have "
+                          "the standard input of hvdrun")
     return _settings(options, environ, assignment, command, shell)
 
 
@@ -159,8 +169,8 @@ def _settings(options: argparse.Namespace, environ: Mapping[str, str], assignmen
         interfaces=_interfaces(options), coordinator_port=options.coordinator_port,
         over_tcp=settings.get(control, environ.get(control)) == "tcp", share_cores="OMP_NUM_THREADS" not in environ,
         output_directory=options.output_filename, prefix=options.prefix, timestamps=options.timestamps, show=options.show,
-        fold=options.fold, bind=options.bind, verbose=options.verbose, task_directory=options.task_directory,
-        notice="\n".join(options_without_effect(options)))
+        fold=options.fold, bind=options.bind, has_input=options.stdin, verbose=options.verbose,
+        task_directory=options.task_directory, notice="\n".join(options_without_effect(options)))
 
 
 def options_without_effect(options: argparse.Namespace) -> list[str]:
@@ -169,6 +179,8 @@ def options_without_effect(options: argparse.Namespace) -> list[str]:
     if not is_elastic(options):
         lines += [f"--{name.replace('_', '-')} does nothing in a job that is not elastic: give --min-np too"
                   for name in ELASTIC_ONLY if getattr(options, name) is not None]
+    elif options.stdin:
+        lines.append("--stdin does nothing in an elastic job: its ranks change")
     elif options.slots_per_host is not None and not options.host_discovery_script:
         lines.append("--slots-per-host does nothing without --host-discovery-script: give the slots with -H host:slots")
     lines += [f"--{name} does nothing here: {why}" for name, (_, why) in MEANINGLESS_FLAGS.items()
@@ -202,6 +214,8 @@ def _command(options: argparse.Namespace) -> list[str]:
     command: list[str] = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         raise LaunchError("there is no command to run; for example: hvdrun -np 2 python train.py")
+    if not options.mpi and (is_elastic(options) or not options.stdin):  # mpirun gives rank 0 the input by itself
+        check_input(command)
     return command
 
 
@@ -226,7 +240,8 @@ def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[lis
         hosts = hosts or allocation.hosts
         program = program or (allocation.shell if allocation.shell != "srun" or shutil.which("srun") else "ssh")
     shell = Shell(program or "ssh", options.ssh_port, options.ssh_identity_file, tuple(shlex.split(options.ssh_args)),
-                  options.remote_python)
+                  options.remote_python,
+                  timeout_or_inf(Config.from_environment({**environ, **knob_environment(options)}).agent_timeout))
     return hosts, shell
 
 

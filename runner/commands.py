@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -75,6 +76,32 @@ def _script(command: Sequence[str]) -> str | None:
     if not Path(command[0]).name.startswith("python") or len(command) < 2:
         return None
     return command[1] if command[1].endswith(".py") and not command[1].startswith("-") else None
+
+
+def check_input(command: Sequence[str]) -> None:
+    """Refuse a program that ranks without standard input would not get: it would end at once, as if it had succeeded.
+
+    Raises:
+        CommandError: its one line says what to type instead.
+    """
+    if _reads_standard_input(command):
+        raise CommandError(f"{' '.join(command)} would read its program from standard input, and ranks have none: put the "
+                           "program into a file, use python -c, or give rank 0 the input with --stdin", NOT_EXECUTABLE)
+
+
+def _reads_standard_input(command: Sequence[str]) -> bool:
+    """Return whether this is Python without a program (`python`, `python -`, `python -u -`): it would succeed at once."""
+    if not re.fullmatch(r"python[0-9.]*", Path(command[0]).name):
+        return False
+    words = iter(command[1:])
+    for word in words:
+        if word == "-":
+            return True
+        if not word.startswith("-") or word in ("--help", "--version") or set("cmhV?") & set(word.lstrip("-")):
+            return False
+        if word in ("-W", "-X", "--check-hash-based-pycs"):
+            next(words, None)
+    return True
 
 
 def rank_environment(world: World, job_directory: str, inherited: Mapping[str, str],

@@ -20,6 +20,7 @@ from typing import IO, Final, Protocol
 
 from hvdlite.core.errors import LaunchError
 from hvdlite_runner.placement import parse_host
+from hvdlite_runner.process_limit import explained
 
 SECONDS_BETWEEN: Final = 1.0
 """Seconds from one start of the program to the next."""
@@ -155,7 +156,7 @@ class DiscoveryScript:
         self._due = now + SECONDS_BETWEEN
         command = self._command()
         try:
-            with contextlib.ExitStack() as files:
+            with explained("it"), contextlib.ExitStack() as files:
                 output, errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))  # a pipe could stay open
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors,
                                            start_new_session=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.texts import printable
 from hvdlite_runner import host_probe
 from hvdlite_runner.agents import Agents, probed
 from hvdlite_runner.gpu_topology import topology_hints, topology_lines
@@ -35,7 +36,7 @@ def run_doctor(hosts: Sequence[Host], shell: Shell, directory: str, environ: Map
     """
     found = {"scheduler": scheduler, **probe_hosts(hosts, shell, directory, environ)}
     found["problems"] = list(problems(found))
-    print(json.dumps(found, indent=1) if as_json else "\n".join(text(found)))
+    print(json.dumps(found, indent=1) if as_json else printable("\n".join(text(found))))
     return 1 if found["problems"] else 0
 
 
@@ -47,7 +48,7 @@ def probe_hosts(hosts: Sequence[Host], shell: Shell, directory: str, environ: Ma
         try:
             remotes = [host for host in hosts if host.name != LOCAL]
             try:
-                agents.reach(remotes, shell, bootstrap_input(directory, environ), 2.0 * CONNECT_SECONDS)
+                agents.reach(remotes, shell, bootstrap_input(directory, environ, shell.silence), 2.0 * CONNECT_SECONDS)
             except LaunchError as error:
                 found["unreachable"] = str(error).splitlines()
             present = [remote for remote in agents.remotes if remote.ready is not None and not remote.over]

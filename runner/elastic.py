@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hvdlite.core import launch_contract
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import FailureRecord
+from hvdlite.core.texts import printable, with_texts
 from hvdlite.membership import messages as members
 from hvdlite.membership.authority import Authority
 from hvdlite.membership.events import (
@@ -84,8 +85,9 @@ class _ElasticJob:
         self._settings, self._elastic, self._inherited = settings, elastic, inherited
         self._observer, self._rank_hosts = observer, rank_hosts
         self._output = JobOutput(settings, observer, self._names, self._rank_of)
-        self.workers = JobWorkers(inherited, self._take, self._on_lost, None if observer is None else self._observe,
-                                  lambda remote: self._hosts.unreached(remote, time.monotonic()))
+        self.workers = JobWorkers(
+            inherited, self._take, self._on_lost, self._output.note, None if observer is None else self._observe,
+            lambda remote: self._hosts.unreached(remote, time.monotonic()))
         self._task = TaskFiles(settings.task_directory)
         self._discovery: Discovery
         if elastic.script is None:
@@ -94,7 +96,7 @@ class _ElasticJob:
             self._discovery = DiscoveryScript(elastic.script, elastic.slots_per_host, self._output.note,
                                               self.workers.local.watch, self.workers.local.forget)
         self._hosts = HostPool(self.workers.selector, elastic.is_local, self._reach, self._leave, self._output.note,
-                               settings.start_timeout)
+                               settings.start_timeout, settings.shell.silence)
         self._authority = Authority(elastic.limits, time.monotonic(), self._hosts.machine_of)
         self._starts = MemberStarts(settings, elastic.limits.max_np, self.workers, self._hosts, self._task.key())
         self._events: deque[MembershipEvent] = deque()
@@ -102,6 +104,7 @@ class _ElasticJob:
         self._last_ranks: dict[int, int] = {}  # of members that have been in a world
         self._exits: list[Exit] = []
         self._records: dict[int, FailureRecord] = {}
+        self._problems: dict[int, str] = {}  # why members were ended
         self._refused: commands.CommandError | None = None
         self._end: EndJob | None = None
         self._listening: dict[str, tuple[int, members.Listening]] = {}  # rank 0, while its machine's addresses are asked for
@@ -289,9 +292,7 @@ class _ElasticJob:
         elif isinstance(event, orders.AgentReady):
             self._take_ready(machine, event)
         elif isinstance(event, Started):
-            if self._settings.verbose:
-                where = "" if machine == LOCAL else f" on {machine}"
-                self._output.note(f"member {event.rank} is process {event.pid}{where}")
+            self._output.started(f"member {event.rank}", event, machine, verbose=self._settings.verbose)
         elif isinstance(event, orders.RouteReply):
             self._take_route(machine, event)
         elif isinstance(event, Result):
@@ -302,11 +303,11 @@ class _ElasticJob:
             self._observe(machine, event)
 
     def _take_message(self, event: FromMember) -> None:
-        if not event.content:
-            self._output.note(f"{self._who(event.member)} sent something that is no message, and is killed")
+        if event.problem:
+            self._problems[event.member] = f"hvdrun has ended it for what it sent: {printable(event.problem)}"
             self._send(event.member, orders.KillMember(event.member))
             return
-        for message in members.Frames(orders=False).feed(event.content):
+        for message in with_texts(members.Frames(orders=False).feed(event.content), printable):
             if isinstance(message, members.Listening):
                 self._take_listening(event.member, message)
             else:
@@ -334,11 +335,12 @@ class _ElasticJob:
     def _take_exit(self, event: Exited) -> None:
         if self._running.pop(event.rank, None) is None:
             return
-        ended, cause = Exit(event.rank, event.code, ended_by_us=event.by_us), ""
+        ended = Exit(event.rank, event.code, ended_by_us=event.by_us)
+        cause = self._problems.pop(event.rank, "")
         self._exits.append(ended)
         if event.record is not None:
             self._records[event.rank] = record = failures.record_of(event.record, time.time())
-            cause = f"{record.kind}: {record.message}"
+            cause = cause or f"{record.kind}: {record.message}"
         if ended.failed and not event.by_us:
             self._output.console.reveal(event.rank)
         self._output.close_files(event.rank)
@@ -380,7 +382,8 @@ class _ElasticJob:
     def _reach(self, name: str) -> RemoteAgent:
         self.workers.ignore_stop_signal()
         directory = self._settings.working_directory or commands.current_directory()
-        remote = self.workers.agents.add(Host(name), self._settings.shell, bootstrap_input(directory, self._inherited))
+        remote = self.workers.agents.add(Host(name), self._settings.shell, bootstrap_input(
+            directory, self._inherited, self._settings.shell.silence))
         self.workers.local.watch(remote.pid)
         return remote
 

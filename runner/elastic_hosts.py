@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import ipaddress
+import math
 import queue
 import selectors
 import socket
@@ -17,13 +18,12 @@ from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from hvdlite.core.errors import LaunchError
-from hvdlite_runner.messages import SILENCE
 from hvdlite_runner.placement import LOCAL, LOCAL_NAMES
 
 RETRY_SECONDS: Final = (2.0, 60.0)
 """Seconds until a host is tried again: the first time, and at most; doubled each time."""
-AFTER_LOSS_SECONDS: Final = 2 * SILENCE
-"""Seconds until a lost host is tried again: by then its agent has ended what ran there."""
+AFTER_LOSS_SECONDS: Final = 5.0
+"""Seconds until a lost host is tried again, besides those for which its agent may wait for a launcher that is silent."""
 
 
 class Link(Protocol):
@@ -60,12 +60,15 @@ class HostPool:
         leave: closes the link to a host.
         note: called with a line for the user, once for each reason why a host cannot be reached.
         start_timeout: seconds for an agent to start.
+        silence: seconds until both sides of a cut link have noticed it; by then the agent has ended what ran there.
     """
 
     def __init__(self, selector: selectors.BaseSelector, is_local: Callable[[str], bool], reach: Callable[[str], Link],
-                 leave: Callable[[Link], None], note: Callable[[str], None], start_timeout: float) -> None:
+                 leave: Callable[[Link], None], note: Callable[[str], None], start_timeout: float,
+                 silence: float) -> None:
         self._selector, self._is_local, self._reach, self._leave = selector, is_local, reach, leave
         self._note, self._start_timeout = note, start_timeout
+        self._after_loss = AFTER_LOSS_SECONDS + (0.0 if math.isinf(silence) else silence)
         self._slots: dict[str, int] = {}
         self._has_slots = False
         self._hosts: dict[str, _Known] = {}
@@ -146,7 +149,7 @@ class HostPool:
         for host in self._hosts.values():
             if host.link is link:
                 self._forget(host)
-                host.retry_at = now + AFTER_LOSS_SECONDS
+                host.retry_at = now + self._after_loss
 
     def close(self) -> None:
         """Stop waiting for the resolver."""

@@ -81,14 +81,17 @@ def root_cause(exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> C
     """Return the first failure, or None when no rank failed.
 
     A record that names another rank as its origin is a consequence, even if its rank exited first. Origins may form a chain.
-    Among ranks that failed by themselves, the earliest recorded failure wins over the earliest exit.
+    Among ranks that failed by themselves, the earliest recorded failure wins over the earliest exit. A rank without a record
+    that ended by the launcher's SIGTERM did not fail, also if it is named: a stalled one, for instance.
     """
     failed = {exit.rank: exit for exit in exits if exit.failed}
     if not failed:
         return None
     told = sorted((record.when, _origin(rank, records)) for rank, record in records.items()
                   if rank in failed and record.origin != rank)
-    blamed = [rank for _, rank in told if rank in failed and (rank not in records or records[rank].origin == rank)]
+    blamed = [rank for _, rank in told if rank in failed and (
+        records[rank].origin == rank if rank in records else
+        not (failed[rank].ended_by_us and failed[rank].code == -signal.SIGTERM))]
     own = sorted((records[rank].when, rank) for rank in failed if rank in records and records[rank].origin == rank)
     unrecorded = [exit.rank for exit in exits if exit.failed and exit.rank not in records and not exit.ended_by_us]
     first = next(iter((*blamed, *(rank for _, rank in own), *unrecorded, *failed)))

@@ -26,8 +26,10 @@ from hvdlite.core.addresses import route_to as route_to
 from hvdlite.core.addresses import routes_to
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
 from hvdlite.core.held_port import HeldPort
+from hvdlite.core.own_programs import module_command
 from hvdlite_runner.commands import cores
 from hvdlite_runner.gpu_topology import gpu_topology
+from hvdlite_runner.process_limit import explained
 
 PROBE_SECONDS: Final = 3.0
 """Seconds that a port has to answer."""
@@ -37,9 +39,6 @@ _CLIENTS: Final = 64
 _ROUND_TRIPS: Final = 200
 _STREAM_SECONDS: Final = 0.5
 _CHUNK: Final = bytes(1 << 18)
-_DIAGNOSE: Final = ("import sys; sys.path[:] = [path for path in sys.path if path]; "
-                    "from hvdlite.diagnose import main; sys.exit(main())")
-"""Unlike `python -m hvdlite.diagnose`, this imports nothing from the working directory."""
 _BANDWIDTH_SECONDS: Final = 60.0
 _SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
 _PROBE, _ECHO, _SINK = b"?", b"e", b"s"
@@ -99,7 +98,8 @@ class ProbeServer:
                                               dualstack_ipv6=both)
         self.port = port
         self._clients: deque[socket.socket] = deque(maxlen=_CLIENTS)  # the last ones, of which some have ended
-        threading.Thread(target=self._serve, name="hvdrun-probe-server", daemon=True).start()
+        with explained("the thread that answers other hosts"):
+            threading.Thread(target=self._serve, name="hvdrun-probe-server", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening."""
@@ -209,7 +209,7 @@ def host_info(environ: Mapping[str, str]) -> dict[str, Any]:
         "launchers": {name: path for name in ("srun", "mpirun", "mpiexec", "jsrun", "torchrun")
                       if (path := shutil.which(name))},
     }
-    asked = subprocess.run([sys.executable, "-c", _DIAGNOSE, "--json"], capture_output=True, text=True, check=False,
+    asked = subprocess.run([*module_command("hvdlite.diagnose"), "--json"], capture_output=True, text=True, check=False,
                            env=dict(environ))
     found["build"] = json.loads(asked.stdout) if asked.returncode == 0 else {}
     found["build_problem"] = "" if asked.returncode == 0 else (asked.stderr.strip().splitlines() or ["it failed"])[-1]
@@ -223,8 +223,8 @@ def host_info(environ: Mapping[str, str]) -> dict[str, Any]:
 def gpu_bandwidths(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
     """Return the bandwidth between every two GPUs (see `hvdlite.planes.nccl.bandwidth`), and why it is not known."""
     try:  # a process of its own: CUDA may hang, and it keeps the contexts that it makes
-        asked = subprocess.run([sys.executable, "-c", _DIAGNOSE, "--bandwidth"], capture_output=True, text=True, check=False,
-                               env=dict(environ), timeout=_BANDWIDTH_SECONDS)
+        asked = subprocess.run([*module_command("hvdlite.diagnose"), "--bandwidth"], capture_output=True, text=True,
+                               check=False, env=dict(environ), timeout=_BANDWIDTH_SECONDS)
     except subprocess.TimeoutExpired:
         return [], f"measuring the bandwidth between GPUs took longer than {_BANDWIDTH_SECONDS:.0f} s"
     if asked.returncode:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from hvdlite.core import launch_contract
+from hvdlite.core.addresses import loopback
+from hvdlite.core.errors import LaunchError
 from hvdlite.core.held_port import HeldPort
 from hvdlite.core.launch_contract import FailureRecord
 from hvdlite_runner import commands, failures, monitor
@@ -48,6 +50,7 @@ class JobSettings:
     show: str = "all"  # or "rank0", "errors"
     fold: bool = False
     bind: bool = False
+    has_input: bool = False  # whether rank 0, on the launcher's own host, gets the launcher's standard input
     verbose: bool = False
     task_directory: str | None = None  # of `hvdlite.run`: a function for the ranks, and the folder for its results
     notice: str = ""  # notes for the user; printed once, when the ranks are started
@@ -89,7 +92,8 @@ class _Job:
         self._settings, self._inherited, self._observer = settings, inherited, observer
         self._output = JobOutput(settings, observer)
         self._output.expect(len(settings.ranks))
-        self._workers = JobWorkers(inherited, self._take, self._on_host_lost, None if observer is None else observer.take)
+        self._workers = JobWorkers(inherited, self._take, self._on_host_lost, self._output.note,
+                                   None if observer is None else observer.take)
         self._task = TaskFiles(settings.task_directory)
         self._rank_hosts = {rank: host_ranks.host.name for host_ranks in settings.hosts for rank in host_ranks.ranks}
         self._held_port: HeldPort | None = None  # at which rank 0 will listen
@@ -136,8 +140,8 @@ class _Job:
             directory = self._settings.working_directory or commands.current_directory()
             self._workers.ignore_stop_signal()
             try:
-                self._workers.agents.reach(others, self._settings.shell, bootstrap_input(directory, self._inherited),
-                                           self._settings.start_timeout)
+                self._workers.agents.reach(others, self._settings.shell, bootstrap_input(
+                    directory, self._inherited, self._settings.shell.silence), self._settings.start_timeout)
             finally:  # before anything reaps orphans
                 for remote in self._workers.agents.remotes:
                     self._workers.local.watch(remote.pid)
@@ -161,7 +165,7 @@ class _Job:
                            launch_contract.HOSTNAME: host_ranks.host.name}
             order = Start([dataclasses.astuple(world) for world in host_ranks.worlds],
                           commands.to_bytes(self._settings.command), commands.values_to_bytes(environment),
-                          self._settings.bind)
+                          self._settings.bind, self._settings.has_input and 0 in host_ranks.ranks)
             self._workers.give_task(host_ranks.host.name, self._task)
             remote = self._workers.remote(host_ranks.host.name)
             if remote is None:
@@ -223,17 +227,24 @@ class _Job:
         return cause.exit.shell_code
 
     def _rendezvous_variables(self) -> dict[str, str]:
-        """Return the variables with which the ranks of several hosts find and authenticate each other."""
+        """Return the variables with which the ranks find and authenticate each other.
+
+        Ranks of one host need the key where they meet through torch's store, and for `hvdlite.run`.
+        """
         key = self._task.key()
         assignment = self._settings.hosts
         if len(assignment) > 1:
             where = self._workers.rendezvous_address([host_ranks.host for host_ranks in assignment],
                                                      self._settings.interfaces, self._settings.coordinator_port)
         elif self._settings.over_tcp:
-            self._held_port = HeldPort(host="127.0.0.1")
-            where = f"127.0.0.1:{self._held_port.port}"
+            address = loopback()
+            if not address:
+                raise LaunchError("the ranks are to connect by TCP (HVDLITE_CONTROL=tcp), and this host has neither "
+                                  "127.0.0.1 nor ::1: run `ip link set lo up`, or let them use Unix sockets")
+            self._held_port = HeldPort(host=address)
+            where = f"[{address}]:{self._held_port.port}" if ":" in address else f"{address}:{self._held_port.port}"
         else:
-            return {launch_contract.SECRET: key} if self._task.exists else {}
+            return {launch_contract.SECRET: key}
         if self._settings.verbose:
             self._output.note(f"rank 0 listens at {where}")
         return {launch_contract.COORDINATOR: where, launch_contract.SECRET: key}
@@ -244,7 +255,7 @@ class _Job:
         Args:
             coordinator: host:port where rank 0 listens, if there are several hosts.
         """
-        first, address = self._settings.hosts[0].host, "127.0.0.1"
+        first, address = self._settings.hosts[0].host, loopback() or "127.0.0.1"
         if len(self._settings.hosts) > 1:
             address, port = coordinator.rpartition(":")[0].strip("[]"), self._workers.agents.store_port
         elif first.name == LOCAL:
@@ -262,8 +273,7 @@ class _Job:
         if isinstance(event, Output):
             self._output.feed(event)
         elif isinstance(event, Started):
-            if self._settings.verbose:
-                self._output.note(f"rank {event.rank} is process {event.pid}" + (f" on {host}" if host != LOCAL else ""))
+            self._output.started(f"rank {event.rank}", event, host, verbose=self._settings.verbose)
         elif isinstance(event, Exited):
             self._take_exit(event)
         elif isinstance(event, Result):

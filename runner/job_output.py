@@ -13,9 +13,11 @@ from typing import Final, Protocol
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import OUTPUT_LOST
-from hvdlite_runner.messages import Output
+from hvdlite.core.texts import printable
+from hvdlite_runner.messages import Output, Started
 from hvdlite_runner.monitor import ProgressObserver
 from hvdlite_runner.output import Console, format_ranks
+from hvdlite_runner.placement import LOCAL
 from hvdlite_runner.streams import Streams, Target
 
 READER_SECONDS: Final = 300.0
@@ -119,9 +121,17 @@ class JobOutput:
         if target is not None and event.content:
             self._streams.write_file(target, event.content)
 
+    def started(self, who: str, event: Started, host: str, *, verbose: bool) -> None:
+        """Write that a process runs without the cores to which it was to be bound, and, verbosely, its id."""
+        where = "" if host == LOCAL else f" on {host}"
+        if verbose:
+            self.note(f"{who} is process {event.pid}{where}")
+        if event.unbound:
+            self.note(f"{who}{where} may run on any core: this system does not bind it to some (--bind): {event.unbound}")
+
     def note(self, text: str) -> None:
-        """Write a line of hvdrun's own."""
-        self.console.note(f"hvdrun: {text}")
+        """Write a line of hvdrun's own; what it quotes of other programs cannot control the terminal."""
+        self.console.note(printable(f"hvdrun: {text}"))
 
     def close_files(self, key: int) -> None:
         """Close the files of a process that has ended."""

@@ -17,7 +17,7 @@ from hvdlite_runner import commands, monitor
 from hvdlite_runner.agents import Agents, rendezvous_address
 from hvdlite_runner.messages import Event, Pause, ProgressReply, ProgressRequest, Signal, Stop, TaskPiece
 from hvdlite_runner.placement import LOCAL, Host
-from hvdlite_runner.remote_agent import RemoteAgent
+from hvdlite_runner.remote_agent import AGENT_TIMEOUT, RemoteAgent
 from hvdlite_runner.task_files import TaskFiles
 from hvdlite_runner.termination import GRACE, Termination
 from hvdlite_runner.worker_group import KILL_SECONDS, POLL_WITHOUT_PIDFD, WorkerGroup
@@ -32,19 +32,20 @@ class JobWorkers:
         inherited: the environment of this host's processes, to which a job adds.
         take: called with the name of a machine and its event.
         lost: called with an agent whose link has ended.
+        note: called with lines for the user.
         observer: called with the progress of each machine's processes every second, if any.
         unreached: called with an agent whose link has ended before its host was reached.
     """
 
     def __init__(self, inherited: Mapping[str, str], take: Callable[[str, Event], None], lost: Callable[[RemoteAgent], None],
-                 observer: Callable[[str, ProgressReply], None] | None,
+                 note: Callable[[str], None], observer: Callable[[str, ProgressReply], None] | None,
                  unreached: Callable[[RemoteAgent], None] = lambda remote: None) -> None:
         self.selector = selectors.DefaultSelector()
         self.termination = Termination()
         self.local = WorkerGroup(self.selector, lambda event: take(LOCAL, event), inherited)
         self.agents = Agents(self.selector, lambda remote, event: take(remote.host.name, event), self._on_lost,
                              self.user_has_ended_job, unreached)
-        self._lost, self._observer = lost, observer
+        self._lost, self._note, self._observer = lost, note, observer
         self._last_check = 0.0
         self._paused = False
         self._with_task: set[RemoteAgent | None] = set()  # None: this host
@@ -142,9 +143,12 @@ class JobWorkers:
         self._last_check = now
         for remote in list(self.agents.remotes):
             if remote.timed_out(now):
-                remote.mark_lost("was lost: nothing has been heard of it for some seconds")
+                silent = now - remote.last_heard
+                remote.mark_lost(f"was lost: nothing has been heard of it for {silent:.0f} s ({AGENT_TIMEOUT})")
                 self._on_lost(remote)
                 continue
+            if line := remote.silence_note(now):
+                self._note(line)
             if self._paused:
                 remote.send(Pause(True))  # it may be new
             if self._observer is not None:

@@ -1,13 +1,15 @@
 """The socket at which the members of an elastic job on one host speak with the authority, which is in the launcher.
 
 The directory of the socket belongs to the user alone (mode 0700), and peers of other users are refused. Nothing here blocks:
-the owner's selector waits for the connections. A member that sends something else than messages is not heard any more.
+the owner's selector waits for the connections, and each gets one read a turn. A member that sends something else than
+messages, or too many, is not heard any more.
 """
 
 from __future__ import annotations
 
 import selectors
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -20,7 +22,11 @@ from hvdlite.membership.messages import Frames, MemberHello, MemberMessage, fram
 
 STRANGERS: Final = 256
 """Connections that have not said which member they are; then the oldest one gives way."""
+MOST_MESSAGES: Final = 1000
+MOST_BYTES: Final = 1 << 21
+"""What a member may send within a second; it has a few messages to send for each change of the world."""
 _READ_BYTES: Final = 1 << 16
+_LAST_READS: Final = 64  # of a socket that a stray process keeps filling
 
 
 class MemberServer:
@@ -29,12 +35,13 @@ class MemberServer:
     Args:
         selector: its keys' `data` are functions to call when the descriptor is ready.
         directory: the job's directory on this host.
-        heard: called with a member and the frame of its message, `MemberHello` included; with an empty frame when the member
-            has sent something that is no message.
+        heard: called with a member and the frame of its message, `MemberHello` included, and ""; or with an empty frame and
+            what is wrong with what the member has sent.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, directory: str, heard: Callable[[int, bytes], None]) -> None:
-        self._selector, self._heard = selector, heard
+    def __init__(self, selector: selectors.BaseSelector, directory: str, heard: Callable[[int, bytes, str], None],
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._selector, self._heard, self._clock = selector, heard, clock
         self._connections: dict[int, _Connection] = {}  # by member
         self._strangers: dict[_Connection, None] = {}  # they have not said which member they are; the oldest first
         self._unsent: dict[int, bytes] = {}  # orders for members that have not connected yet
@@ -58,7 +65,9 @@ class MemberServer:
         """Hear what a member has sent before its end, and close its connection."""
         connection = self._connections.get(member)
         if connection is not None:
-            connection.read()
+            for _ in range(_LAST_READS):
+                if not connection.read():
+                    break
             self._close(connection)
         self._gone.add(member)
         self._unsent.pop(member, None)
@@ -84,10 +93,10 @@ class MemberServer:
             return
         if len(self._strangers) >= STRANGERS:
             self._close(next(iter(self._strangers)))
-        self._strangers[_Connection(sock, self._selector, self._take, self._close)] = None
+        self._strangers[_Connection(sock, self._selector, self._take, self._close, self._clock)] = None
 
-    def _take(self, connection: _Connection, message: MemberMessage | None) -> None:
-        """Take a message; None for something that is no message."""
+    def _take(self, connection: _Connection, message: MemberMessage | None, problem: str = "") -> None:
+        """Take a message; or None, and what is wrong with what has come instead."""
         if connection in self._strangers:
             known = isinstance(message, MemberHello) and message.member not in self._connections
             if not known or not isinstance(message, MemberHello) or message.member in self._gone:
@@ -95,14 +104,14 @@ class MemberServer:
             del self._strangers[connection]
             connection.member = message.member
             self._connections[message.member] = connection
-            self._heard(message.member, frame(message))
+            self._heard(message.member, frame(message), "")
             connection.send(self._unsent.pop(message.member, b""))
         elif message is None:
             member = connection.member
             self._close(connection)
-            self._heard(member, b"")
+            self._heard(member, b"", problem)
         else:
-            self._heard(connection.member, frame(message))
+            self._heard(connection.member, frame(message), "")
 
     def _close(self, connection: _Connection) -> None:
         connection.close()
@@ -116,33 +125,49 @@ class _Connection:
     """A connection of a member."""
 
     def __init__(self, sock: socket.socket, selector: selectors.BaseSelector,
-                 take: Callable[[_Connection, MemberMessage | None], None], ended: Callable[[_Connection], None]) -> None:
+                 take: Callable[[_Connection, MemberMessage | None, str], None], ended: Callable[[_Connection], None],
+                 clock: Callable[[], float]) -> None:
         self.member = -1
-        self._sock, self._selector, self._take, self._ended = sock, selector, take, ended
+        self._sock, self._selector, self._take, self._ended, self._clock = sock, selector, take, ended, clock
+        self._since, self._bytes, self._messages = clock(), 0, 0  # what has come in this second
         self._frames = Frames(orders=False)
         self._unsent = bytearray()
         self._open = True
         sock.setblocking(False)
         selector.register(sock, selectors.EVENT_READ, self._ready)
 
-    def read(self) -> None:
-        """Take all messages that have come."""
-        while self._open:
-            try:
-                content = self._sock.recv(_READ_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                content = b""
-            try:
-                messages = self._frames.feed(content)
-            except ProtocolError:
-                return self._take(self, None)
-            for message in messages:
-                if self._open:
-                    self._take(self, message)
-            if not content and self._open:
-                return self._ended(self)
+    def read(self) -> bool:
+        """Take a bounded part of what has come; return whether there was any."""
+        if not self._open:
+            return False
+        try:
+            content = self._sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            content = b""
+        try:
+            messages = self._frames.feed(content)
+        except ProtocolError as error:
+            self._take(self, None, str(error))
+            return False
+        problem = self._flooded(len(content), len(messages))
+        for message in [None] if problem else messages:
+            if self._open:
+                self._take(self, message, problem)
+        if not content and self._open:
+            self._ended(self)
+        return bool(content)
+
+    def _flooded(self, size: int, count: int) -> str:
+        """Return how much more than it may the member has sent within a second; "" if it has not."""
+        now = self._clock()
+        if now - self._since >= 1.0:
+            self._since, self._bytes, self._messages = now, 0, 0
+        self._bytes, self._messages = self._bytes + size, self._messages + count
+        if self._messages > MOST_MESSAGES:
+            return f"{self._messages:,} messages within a second; the limit is {MOST_MESSAGES:,}"
+        return f"{self._bytes:,} bytes within a second; the limit is {MOST_BYTES:,}" if self._bytes > MOST_BYTES else ""
 
     def send(self, content: bytes) -> None:
         """Send bytes as soon as the peer reads."""

@@ -17,8 +17,8 @@ from hvdlite.core.frames import FrameReader, to_frame
 MAGIC = b"\0hvdlite agent\0"
 PING_SECONDS = 1.0
 """Seconds between pings of the launcher while it sends no other message."""
-SILENCE = 5.0
-"""Seconds without a message after which either side counts the other as lost."""
+QUIET = 5.0
+"""Seconds without a message after which the user is told that a host is silent."""
 FRAME_LIMIT = 1 << 30
 """Longest frame, in bytes."""
 PIECE_BYTES = 1 << 24
@@ -39,6 +39,7 @@ class Start(Message, frozen=True):
     command: list[bytes]  # words of any bytes
     environment: dict[str, bytes]  # added to the worker group's environment; may contain the job's key
     bind: bool = False
+    has_input: bool = False  # whether rank 0 is among them and gets the standard input of the worker group's process
 
 
 class StartMember(Message, frozen=True):
@@ -147,6 +148,7 @@ class Started(Message, frozen=True):
 
     rank: int
     pid: int
+    unbound: str = ""  # why it is not bound to its cores, if it was to be
 
 
 class StartRefused(Message, frozen=True):
@@ -179,7 +181,8 @@ class FromMember(Message, frozen=True):
     """A message of a member of an elastic job."""
 
     member: int
-    content: bytes  # a frame of `membership.messages`; empty: it sent something else, and is not heard any more
+    content: bytes  # a frame of `membership.messages`; empty when there is a problem
+    problem: str = ""  # what is wrong with what it sent: it is not heard any more
 
 
 class Result(Message, frozen=True):

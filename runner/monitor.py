@@ -16,8 +16,10 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from hvdlite.core.errors import ProtocolError
 from hvdlite.core.launch_contract import REPORT_SOCKET
 from hvdlite.core.ledger import Ledger
+from hvdlite.core.texts import printable
 from hvdlite.diagnostics import progress
 from hvdlite.diagnostics.slowness import LEAST_STEPS, Slowness, diagnose
 from hvdlite_runner.messages import ProgressReply
@@ -95,7 +97,7 @@ def resident(pid: int) -> int:
 
 def _stall_summary(path: Path) -> str:
     """Ask rank 0; return "" when it does not answer immediately."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(OSError, ValueError, KeyError, ProtocolError):
         return "\n".join(stall_lines(ask(path, _ASK_SECONDS)["report"]))
     return ""
 
@@ -216,7 +218,7 @@ class Monitor(ProgressObserver):
             slowness = self._slowness(now)
             if slowness is not None and not self._waits:
                 lines.append(str(slowness))
-            self._write("".join(f"{line}\n" for line in lines))
+            self._write("".join(f"{printable(line)}\n" for line in lines))
             self._drawn = len(lines)
             self._before, self._when, self._waits = dict(self._now), now, ""
 

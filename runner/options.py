@@ -59,6 +59,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("-np", "-n", "--num-proc", dest="np", type=_positive, metavar="N",
                         help="number of ranks (default: the number of slots)")
     result.add_argument("--bind", action="store_true", help="bind each rank to an equal part of its host's cores")
+    result.add_argument("--stdin", action="store_true", help="give rank 0, which must be on this host, the standard input "
+                        "of hvdrun; that of the other ranks is empty")
     result.add_argument("--horovod-compat", action="store_true", help="make `import horovod...` in the script import "
                         "hvdlite")
     result.add_argument("--task-directory", help=argparse.SUPPRESS)  # of hvdlite.run
@@ -91,7 +93,7 @@ def _add_instead(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--results", metavar="NAME", help="write the results of --scaling, --sweep or --profile to NAME.csv "
                        "and NAME.png (default: scaling, sweep or profile)")
     group.add_argument("--report", nargs="?", const="", metavar="JOB", help="show which ranks wait for which in your "
-                       "running job on this host; JOB is the process id of its hvdrun, if there are several")
+                       "running job on this host; JOB is the process id of its hvdrun, or its directory")
     group.add_argument("-cb", "--check-build", action="store_true", help="show what is installed here and what works with "
                        "it")
     group.add_argument("--horovod-check", action="store_true", help="read the Python scripts of the command without running "

@@ -29,21 +29,25 @@ _LARGE_LIMIT: Final = 1 << 40
 class RankProcess:
     """The process of one rank, with two pipes for its output.
 
+    Args:
+        has_input: whether it gets this process's standard input; else it has none.
+
     Attributes:
         pid: the id of the process, its session and its group.
+        unbound: why the process is not bound to its cores; "" if it is, or there are none.
     """
 
-    def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int]) -> None:
+    def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int], *,
+                 has_input: bool = False) -> None:
         self.rank = rank
-        self._process = subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL,
+        self._process = subprocess.Popen(command, env=dict(environment), stdin=None if has_input else subprocess.DEVNULL,
                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
         self.pid = self._process.pid
         assert self._process.stdout is not None and self._process.stderr is not None
         self.streams: dict[str, IO[bytes]] = {"stdout": self._process.stdout, "stderr": self._process.stderr}
         for stream in self.streams.values():
             os.set_blocking(stream.fileno(), False)
-        if cores:
-            os.sched_setaffinity(self.pid, cores)
+        self.unbound = _bind(self.pid, cores)
         self.pidfd = _watch(self.pid)
 
     def exit_code(self) -> int | None:
@@ -160,6 +164,18 @@ def _unused_limit() -> int:
         if limit not in used:
             return limit
     return 0
+
+
+def _bind(pid: int, cores: Sequence[int]) -> str:
+    """Bind a process to cores; return why that was refused, "" if it was not."""
+    try:
+        if cores:
+            os.sched_setaffinity(pid, cores)
+    except ProcessLookupError:
+        pass  # it has ended
+    except OSError as error:  # a sandbox, or the cores were taken away since
+        return error.strerror or str(error)
+    return ""
 
 
 def _watch(pid: int) -> int:

@@ -138,8 +138,14 @@ def kill_rank(marks: Iterable[bytes], rank: int) -> bool:
 
 
 def kill_all(table: dict[int, Process], pids: Iterable[int]) -> None:
-    """Kill processes of a table, and never one that has got the process id of another that has ended since."""
+    """Kill processes of a table, and never one that has got the process id of another that has ended since.
+
+    Reapers are spared: a job inside this one (an agent's on this host, or a job that a rank has started) has one, which ends
+    by itself after the others and removes that job's directory.
+    """
     for pid in pids:
+        if _is_reaper(pid):
+            continue
         try:
             pidfd = os.pidfd_open(pid)
         except (AttributeError, OSError):  # an old Python, an old kernel, or the process is gone
@@ -148,15 +154,32 @@ def kill_all(table: dict[int, Process], pids: Iterable[int]) -> None:
             now = look_up(pid)  # after the descriptor was opened: it is of this process, or of none
             if now is None or now.start != table[pid].start:
                 continue
-            if pidfd >= 0:
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            else:
-                os.kill(pid, signal.SIGKILL)
+            _kill(pid, pidfd)
         except (ProcessLookupError, PermissionError):
             pass  # ended, or it runs as another user now
         finally:
             if pidfd >= 0:
                 os.close(pidfd)
+
+
+def _is_reaper(pid: int) -> bool:
+    """Return whether a process runs this program."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().split(b"\0")
+    except OSError:
+        return False
+    return words[1:3] == [b"-S", b"-E"] and words[3].endswith(b"/reaper.py")
+
+
+def _kill(pid: int, pidfd: int) -> None:
+    """Kill a process by its descriptor, if there is one and it may be used (a sandbox may refuse that)."""
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # it has ended, and another process may have its id
+    except (AttributeError, OSError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def main() -> None:

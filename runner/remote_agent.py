@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import Final
 
 from hvdlite._version import __version__
+from hvdlite.core.config import environment_name
 from hvdlite.core.errors import ProtocolError
 from hvdlite_runner.messages import (
     PING_SECONDS,
-    SILENCE,
+    QUIET,
     AgentDone,
     AgentReady,
     Event,
@@ -30,8 +32,10 @@ from hvdlite_runner.messages import (
     frame,
 )
 from hvdlite_runner.placement import Host
+from hvdlite_runner.process_limit import explained
 from hvdlite_runner.shells import Shell, explain, forwarded
 
+AGENT_TIMEOUT: Final = environment_name("agent_timeout")
 _CLOSE_SECONDS: Final = 2.0  # for a remote shell whose agent has ended: srun informs its controller
 _EXIT_SECONDS: Final = 1.0  # for one that has closed its output
 _LOOK_SECONDS: Final = 0.01
@@ -62,9 +66,11 @@ class RemoteAgent:
         self._lock = threading.Lock()  # of the shell's standard input, and of `_unsent`
         self._unsent = bytearray()
         self._reason = ""
+        self._quiet_since: float | None = None  # when the user has been told that it is silent
         self.last_heard = time.monotonic()
-        self._process = subprocess.Popen(shell.command(host.name), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=self._errors, bufsize=0, start_new_session=True)
+        with explained(f"{shell.name} to connect to host {host.name}"):
+            self._process = subprocess.Popen(shell.command(host.name), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                             stderr=self._errors, bufsize=0, start_new_session=True)
         self.pid = self._process.pid
         assert self._process.stdout is not None and self._process.stdin is not None
         os.set_blocking(self._process.stdout.fileno(), False)
@@ -95,7 +101,21 @@ class RemoteAgent:
 
     def timed_out(self, now: float) -> bool:
         """Whether the last message is too old; check after reading."""
-        return not self.over and self.ready is not None and now - self.last_heard > SILENCE
+        return not self.over and self.ready is not None and now - self.last_heard > self.shell.silence
+
+    def silence_note(self, now: float) -> str:
+        """Return a line for the user when a silence has lasted some seconds, and when it has ended; else ""."""
+        if self.over or self.ready is None:
+            return ""
+        if self._quiet_since is None and now - self.last_heard > QUIET:
+            self._quiet_since = self.last_heard
+            end = ("it is waited for without end" if math.isinf(self.shell.silence)
+                   else f"it counts as lost after {self.shell.silence:g} s")
+            return f"host {self.host.name} has been silent for {now - self.last_heard:.0f} s; {end} ({AGENT_TIMEOUT})"
+        if self._quiet_since is not None and self.last_heard > self._quiet_since:
+            lasted, self._quiet_since = self.last_heard - self._quiet_since, None
+            return f"host {self.host.name} is heard again after {lasted:.0f} s"
+        return ""
 
     def mark_lost(self, reason: str) -> None:
         """Count the host as lost."""
@@ -199,10 +219,14 @@ class RemoteAgent:
                 self._lost(self)
 
 
-def bootstrap_input(directory: str, environ: Mapping[str, str]) -> bytes:
-    """Return the first input of an agent bootstrap: its own source, and its settings before it can import hvdlite."""
+def bootstrap_input(directory: str, environ: Mapping[str, str], silence: float) -> bytes:
+    """Return the first input of an agent bootstrap: its own source, and its settings before it can import hvdlite.
+
+    Args:
+        silence: of the launcher, in seconds, after which the agent ends its ranks.
+    """
     given = json.dumps({"python": list(sys.version_info[:2]), "version": __version__, "directory": directory,
-                        "environment": forwarded(environ)}).encode()
+                        "silence": silence, "environment": forwarded(environ)}).encode()
     source = Path(__file__).with_name("agent_bootstrap.py").read_text(encoding="utf-8")  # not imported: importing runs it
     return repr(source).encode() + b"\n" + b"%08x" % len(given) + given
 
@@ -217,7 +241,8 @@ class Pinger:
     def __init__(self) -> None:
         self.remotes: Sequence[RemoteAgent] = ()
         self._stopped = threading.Event()
-        threading.Thread(target=self._run, name="hvdrun-ping", daemon=True).start()
+        with explained("the thread that pings other hosts"):
+            threading.Thread(target=self._run, name="hvdrun-ping", daemon=True).start()
 
     def stop(self) -> None:
         """Stop pinging."""

@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hvdlite.core.errors import LaunchError
-from hvdlite.core.launch_contract import DIRECTORY_PREFIX, PROCESSES_FILE, REPORT_SOCKET
-from hvdlite.core.socket_paths import short_socket_path
+from hvdlite.core.errors import LaunchError, ProtocolError
+from hvdlite.core.launch_contract import DIRECTORY_PREFIX, PROCESSES_FILE, REPORT_SOCKET, is_private_directory
+from hvdlite.core.socket_paths import check_same_user, short_socket_path
 from hvdlite.diagnostics.process_probe import ProcessProbe
 
 TIMEOUT_SECONDS = 8.0
@@ -27,13 +27,15 @@ def show_report(job: str, *, as_json: bool = False) -> int:
         job: the launcher's process id, or the job's directory; "" when there is only one job.
 
     Raises:
-        LaunchError: when there is no such job, or several.
+        LaunchError: when there is no such job, or several, or another user answers.
     """
     directory = find_job(job)
     try:
         answer = ask(directory / REPORT_SOCKET, TIMEOUT_SECONDS)
+    except ProtocolError as error:
+        raise LaunchError(f"{directory / REPORT_SOCKET} is not served by rank 0 of a job of yours: {error}") from None
     except (OSError, ValueError) as error:
-        probe = ProcessProbe.read(str(directory / PROCESSES_FILE))
+        probe = _probe(directory)
         ranks = {rank: {"state": probe.state(rank), "stacks": probe.stacks(rank)} for rank in probe.ranks}
         reason = f"rank 0 does not answer ({error or 'no report'})"
         if as_json:
@@ -47,8 +49,8 @@ def show_report(job: str, *, as_json: bool = False) -> int:
 
 def find_job(job: str) -> Path:
     """Return the directory of a job whose ranks have met; see `show_report`."""
-    if os.path.isdir(job):
-        return Path(job)
+    if os.sep in job or os.path.isdir(job):
+        return _named_directory(Path(job))
     jobs = [(path.name.removeprefix(DIRECTORY_PREFIX).split("-")[0], path)
             for path in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*") if _is_own(path)]
     running = {pid: path for pid, path in jobs if (path / REPORT_SOCKET).exists()}
@@ -67,17 +69,39 @@ def find_job(job: str) -> Path:
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether a job's directory exists, and is this user's."""
+    """Return whether a path is a directory that only this user can enter; in /tmp, others make links and directories."""
     try:
-        return path.stat().st_uid == os.geteuid()
-    except FileNotFoundError:
+        return is_private_directory(path.lstat())
+    except OSError:  # the job has ended
         return False
+
+
+def _named_directory(path: Path) -> Path:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise LaunchError(f"{path}: {error.strerror}; name the process id of an hvdrun, or a job's directory") from None
+    if not is_private_directory(status):
+        raise LaunchError(f"{path} is not the directory of a job of yours: user {os.geteuid()} must own it, with mode 0700 "
+                          f"(owner {status.st_uid}, mode {status.st_mode & 0o777:04o})")
+    return path
+
+
+def _probe(directory: Path) -> ProcessProbe:
+    """Return a probe of the ranks of this host, as rank 0 has listed them."""
+    path = directory / PROCESSES_FILE
+    try:
+        return ProcessProbe.read(str(path))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise LaunchError(f"{directory} is not the directory of a running job whose ranks have met: rank 0 does not answer, "
+                          f"and {PROCESSES_FILE} does not list the ranks ({error})") from None
 
 
 def ask(path: Path, timeout: float) -> dict[str, Any]:
     """Return rank 0's answer at its socket: the "text" and the "report".
 
     Raises:
+        ProtocolError: when another user listens there.
         OSError: when there is no answer in time.
         ValueError: when the answer is invalid.
     """
@@ -85,6 +109,7 @@ def ask(path: Path, timeout: float) -> dict[str, Any]:
         connection.settimeout(timeout)
         with short_socket_path(str(path)) as short:
             connection.connect(short)
+        check_same_user(connection)
         parts = []
         while part := connection.recv(1 << 16):
             parts.append(part)

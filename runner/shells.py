@@ -13,13 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Final
 
-CONNECT_SECONDS: Final = 10
-BOOTSTRAP: Final = ("import sys; sys.path[:] = [path for path in sys.path if path]; "
-                    "exec(eval(sys.stdin.buffer.raw.readline()))")
-"""A program that reads one line, unbuffered, which contains another program as a Python string.
+from hvdlite.core.own_programs import NOT_HERE
 
-Nothing is imported from the working directory, which `python -c` puts first ("") and to which others may be able to write.
-"""
+CONNECT_SECONDS: Final = 10
+BOOTSTRAP: Final = NOT_HERE + "exec(eval(sys.stdin.buffer.raw.readline()))"
+"""A program that reads one line, unbuffered, which contains another program as a Python string."""
 PROBLEM_CODE: Final = 96
 """The exit code of an agent bootstrap that has reported a problem."""
 SSH_DEFAULTS: Final = str(Path(__file__).with_name("ssh_config"))
@@ -45,6 +43,7 @@ class Shell:
     identity: str | None = None
     arguments: tuple[str, ...] = ()  # the user's options come first: ssh uses the first value of an option
     python: str = "python3"
+    silence: float = 30.0  # seconds after which both sides count a link as cut (the knob `agent_timeout`); may be infinite
 
     @property
     def name(self) -> str:
@@ -68,13 +67,12 @@ class Shell:
 
 
 def ssh_command(host: str, arguments: Sequence[str], words: Sequence[str], program: str = "ssh") -> list[str]:
-    """Return a command line for ssh that asks no questions and notices a cut link.
+    """Return a command line for ssh that asks no questions, and leaves it to hvdrun to notice a cut link.
 
     An unknown host is added to the known hosts, unless the user's configuration says otherwise; a host whose key has changed
     is refused. With a configuration of the user's own (-F), only that one counts.
     """
-    options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "LogLevel=ERROR", "ServerAliveInterval=2",
-               "ServerAliveCountMax=2"]
+    options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "LogLevel=ERROR", "ServerAliveInterval=0"]
     defaults = [] if any(word.startswith("-F") for word in arguments) else ["-F", SSH_DEFAULTS]
     return [program, "-T", *arguments, *defaults, *(word for option in options for word in ("-o", option)), "--", host,
             shlex.join(words)]

@@ -22,6 +22,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
+from hvdlite_runner.process_limit import explained
+
 FULL: Final = 1 << 20
 """Bytes that wait for a reader before the ranks are not read any more."""
 EMPTY: Final = 1 << 18
@@ -77,9 +79,19 @@ class Queue:
             self._parts.append((target, content))
             self.waiting += len(content or b"")
             self._condition.notify()
+        self.start()
+
+    def start(self) -> None:
+        """Start the thread, if it does not run yet: before the ranks, which may take the last processes that are allowed.
+
+        Raises:
+            LaunchError: when no thread can be started.
+        """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="hvdrun-output", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="hvdrun-output", daemon=True)
+            with explained("a thread that writes output"):
+                thread.start()
+            self._thread = thread
 
     def is_idle(self) -> bool:
         """Return whether everything is written or lost."""
@@ -178,7 +190,9 @@ class Streams:
         self._files = Queue(self._wake)
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Let the owner's loop wake up for the callbacks; its keys' `data` are functions to call."""
+        """Start the threads, and let the owner's loop wake up for the callbacks; its keys' `data` are functions to call."""
+        for queue in self._all():
+            queue.start()
         self._selector = selector
         selector.register(self._reader, selectors.EVENT_READ, self.attend)
 

@@ -41,6 +41,7 @@ from hvdlite_runner.messages import (
     ToMember,
 )
 from hvdlite_runner.placement import cores_for
+from hvdlite_runner.process_limit import explained
 from hvdlite_runner.processes import RankProcess, Reaper, kill, kill_descendants
 from hvdlite_runner.task_files import append_private_file, pieces_of
 
@@ -85,14 +86,19 @@ class WorkerGroup:
         """Create the job's directory, whose name contains this process's id, and start the reaper.
 
         Raises:
-            LaunchError: when there is no place for the directory.
+            LaunchError: when there is no place for the directory, or no process can be started.
         """
         try:
             self.directory = tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-")  # mode 0700
         except OSError as error:
             raise LaunchError(f"cannot create the job's directory: {error.strerror}; is the disk full, or `ulimit -f` 0? "
                               "TMPDIR names another place") from None
-        self._reaper = Reaper(self.directory)
+        try:
+            with explained("the process that ends the job if hvdrun is killed"):
+                self._reaper = Reaper(self.directory)
+        except LaunchError:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise
 
     def watch(self, pid: int) -> None:
         """Tell the reaper to end another process with the job."""
@@ -132,14 +138,14 @@ class WorkerGroup:
             if stop():
                 return
             mine = cores_for(world.local_rank, world.local_size, cores) if cores else []
-            if not self._start_process(world.rank, world, order, mine):
+            if not self._start_process(world.rank, world, order, mine, has_input=order.has_input and world.rank == 0):
                 return
 
     def obey(self, order: StartMember | KillMember | ToMember) -> None:
         """Carry out an order about a member of an elastic job."""
         if self._members is None:
             self._members = MemberServer(self._selector, self.directory,
-                                         lambda member, content: self._tell(FromMember(member, content)))
+                                         lambda *heard: self._tell(FromMember(*heard)))
         if isinstance(order, StartMember):
             self._start_member(order)
         elif isinstance(order, ToMember):
@@ -159,15 +165,15 @@ class WorkerGroup:
             self._tell(StartRefused(str(error), commands.NOT_EXECUTABLE, order.member))
 
     def _start_process(self, key: int, world: World, order: Start | StartMember, cores: list[int],
-                       member: int = -1) -> bool:
+                       member: int = -1, *, has_input: bool = False) -> bool:
         settings = {name: os.fsdecode(value) for name, value in order.environment.items()}
         environment = commands.rank_environment(world, self.directory, self._inherited, settings)
         words = [os.fsdecode(word) for word in order.command]
         try:
             command = commands.resolve_command(words, environment.get("PATH"))
             assert self._reaper is not None
-            with self._reaper.marks():
-                process = RankProcess(key, command, environment, cores)
+            with self._reaper.marks(), explained(f"the process of rank {world.rank}"):
+                process = RankProcess(key, command, environment, cores, has_input=has_input)
             self._adopt(process)
         except OSError as error:
             if error.errno in OUT_OF_DESCRIPTORS:
@@ -190,7 +196,7 @@ class WorkerGroup:
                 self._listen(process.rank, name)
         if process.pidfd >= 0:
             self._selector.register(process.pidfd, selectors.EVENT_READ, self.notice)
-        self._tell(Started(process.rank, process.pid))
+        self._tell(Started(process.rank, process.pid, process.unbound))
 
     def signal(self, signum: int) -> None:
         """Send a signal to the ranks that still run."""

@@ -231,7 +231,8 @@ class ElasticJob:
             os.makedirs(directory, mode=0o700, exist_ok=True)
             frames: dict[int, Frames] = {}
 
-            def heard(member: int, content: bytes) -> None:
+            def heard(member: int, content: bytes, problem: str) -> None:
+                assert not problem
                 for message in frames.setdefault(member, Frames(orders=False)).feed(content):
                     self._handle(MemberSaid(member, _reachable(message)))
 

@@ -29,12 +29,14 @@ HALF_OPEN_LIMIT: Final = 64
 """Connections that may be in their handshake at once, besides one for each rank that is missing."""
 HANDSHAKE_SECONDS: Final = 10.0
 _ACCEPTED_AT_ONCE: Final = 64
+_OF_ANOTHER_JOB: Final = ("rank {0.rank} (process {0.pid}) has reached rank 0 of another job: their launchers' ids, keys or "
+                          "job directories differ")
 
 
 class MissingRanks(LaunchError):
     """Some ranks have not reached rank 0 in time."""
 
-    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
 
@@ -181,6 +183,9 @@ class Admission:
                 info, *rest = messages
                 if not isinstance(info, RankInfo):
                     raise ProtocolError(f"expected a RankInfo, got a {type(info).__name__}")
+                if info.job != self._own.job:
+                    half_open.connection.send(Welcome(refusal=_OF_ANOTHER_JOB.format(info), epoch=info.epoch))
+                    raise ProtocolError(f"it is rank {info.rank} of another job")
                 half_open.connection.unreceive(rest)
                 self._forget(half_open)
                 self._register(info, half_open.connection)

@@ -21,12 +21,13 @@ import hmac
 import os
 import re
 import socket
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from hvdlite.bootstrap.job_directory import agreed_prefix
 from hvdlite.core import launch_contract as contract
+from hvdlite.core.addresses import loopback
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.held_port import HeldPort
 from hvdlite.core.world import World
@@ -84,6 +85,13 @@ class LaunchInfo:
     mpi_problem: str = ""  # why there is no communicator, although one was wanted
     how_to_have_a_key: str = ""  # for ranks that need one and have none
     rank_names: tuple[str, ...] = ()  # in errors, where the ranks of this world have other numbers elsewhere
+    identity: str = ""  # the launcher's ids of the job, or the id of a world whose ranks have met in a store
+
+    @property
+    def job(self) -> str:
+        """What tells this job from others: equal on all its ranks. A job on several hosts has a key."""
+        secret = self.key or os.fsencode(self.job_directory)
+        return hmac.digest(secret, f"job {self.identity}".encode(), "sha256").hex()[:32]
 
     @property
     def is_complete(self) -> bool:
@@ -155,11 +163,13 @@ def _launch_info(environment: Environment, environ: Mapping[str, str], parent: i
             raise LaunchError(f"{environment.name}: {world.size} ranks on several hosts ({world.local_size} here) need the "
                               f"job's key, so that no other program can connect to them: {how_to_have_a_key(environ)}")
     given = environ.get(contract.JOB_DIRECTORY)
-    directory = given or _agreed_directory(environment, environ, parent)
+    directory = given or _agreed_prefix(environment, environ, parent, key)
+    of_job = () if environment.name == "hvdlite" or environment.is_mpi else environment.job  # these differ between hosts
+    ids = "|".join(environ.get(variable, "") for variable in of_job)
     return LaunchInfo(environment.name, world, directory, coordinator, key, not given, is_mpi,
                       not is_mpi or environment.local_rank in environ,
                       coordinator_port=_number(environ, contract.COORDINATOR_PORT, environment, default=0),
-                      how_to_have_a_key=how_to_have_a_key(environ))
+                      how_to_have_a_key=how_to_have_a_key(environ), identity=ids)
 
 
 def torch_variables(environ: Mapping[str, str], parent: int) -> dict[str, str]:
@@ -187,7 +197,7 @@ def torch_variables(environ: Mapping[str, str], parent: int) -> dict[str, str]:
     if "MASTER_ADDR" in environ:
         first = environ["MASTER_ADDR"]
     elif world.local_size == world.size:  # the host's name may lead nowhere
-        first = "127.0.0.1"
+        first = loopback() or "127.0.0.1"
     elif environment.first_host:
         first = next(environ[name] for name in environment.first_host if environ.get(name))
     else:
@@ -323,13 +333,9 @@ def first_host(text: str) -> str:
     return name
 
 
-def _agreed_directory(environment: Environment, environ: Mapping[str, str], parent: int) -> str:
-    """Return the beginning of the job directory's path, derived from variables that are equal on all ranks of this host.
-
-    Other users can guess it; see `JobDirectory`.
-    """
+def _agreed_prefix(environment: Environment, environ: Mapping[str, str], parent: int, key: bytes) -> str:
+    """Return the beginning of the job directory's path, from what is equal on all ranks of this host."""
     ids = [environ.get(variable, "") for variable in environment.job]
-    if not any(ids):
-        ids = [str(parent)]
-    digest = hashlib.sha256("|".join([environment.name, *ids]).encode()).hexdigest()[:16]
-    return str(Path(tempfile.gettempdir()) / f"hvdlite-{os.geteuid()}-{digest}")
+    more = [environ.get(variable, "") for variable in environment.first_host]
+    own = hmac.digest(key, b"directory", "sha256").hex() if key else ""
+    return agreed_prefix(environment.name, *(ids if any(ids) else [str(parent)]), *more, own)

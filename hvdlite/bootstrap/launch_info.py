@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdlite.bootstrap.environments import MAKE_A_KEY, LaunchInfo, read_launch_info
+from hvdlite.bootstrap.environments import MAKE_A_KEY, LaunchInfo, job_key, read_launch_info
+from hvdlite.bootstrap.job_directory import agreed_prefix
 from hvdlite.bootstrap.mpi import launch_info_over_mpi
 from hvdlite.core.config import Config
 from hvdlite.core.errors import LaunchError, UnsupportedError
@@ -28,7 +28,7 @@ def resolve_launch(comm: object, environ: Mapping[str, str], parent: int, config
         UnsupportedError: for an invalid `comm`, or one without this rank.
     """
     if hasattr(comm, "Get_group"):
-        return _by_communicator(comm)
+        return _by_communicator(comm, job_key(environ))
     info = read_launch_info(environ, parent)
     if comm is None or comm == []:
         return _over_mpi(info, config)
@@ -37,12 +37,12 @@ def resolve_launch(comm: object, environ: Mapping[str, str], parent: int, config
     return _by_ranks(info, list(comm))
 
 
-def _by_communicator(comm: Any) -> LaunchInfo:
+def _by_communicator(comm: Any, key: bytes) -> LaunchInfo:
     module = mpi.load()
     if comm == module.COMM_NULL:
         raise UnsupportedError("comm is MPI's null communicator: this rank is not in it, and must not call init() with it")
     mpi.check_thread_level(module, comm)
-    return launch_info_over_mpi(module, comm.Dup())
+    return launch_info_over_mpi(module, comm.Dup(), key=key)
 
 
 def _over_mpi(info: LaunchInfo, config: Config) -> LaunchInfo:
@@ -84,11 +84,10 @@ def _by_ranks(info: LaunchInfo, ranks: list[int]) -> LaunchInfo:
         everybody = module.COMM_WORLD
         some = everybody.Create_group(everybody.Get_group().Incl(ranks), ranks[0])
         mpi.check_thread_level(module, some)
-        return launch_info_over_mpi(module, some)
+        return launch_info_over_mpi(module, some, key=info.key)
     if info.on_several_hosts:
         raise UnsupportedError(f"comm={ranks} on several hosts needs MPI: start the job with mpirun, or call init() with "
                                "all ranks and use process sets")
-    digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:8]
     index = ranks.index(world.rank)
     return dataclasses.replace(info, world=World(index, len(ranks), index, len(ranks)),
-                               job_directory=f"{info.job_directory}-{digest}", owns_directory=True)
+                               job_directory=agreed_prefix(info.job_directory, repr(ranks)), owns_directory=True)

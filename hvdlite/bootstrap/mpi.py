@@ -7,15 +7,15 @@ passed to `hvd.init`. Only bytes are transferred; nothing is pickled.
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 import socket
-import tempfile
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from hvdlite.bootstrap.environments import LaunchInfo
+from hvdlite.bootstrap.job_directory import agreed_prefix
 from hvdlite.bootstrap.x25519 import BASE, x25519
 from hvdlite.core.array import Array
 from hvdlite.core.errors import LaunchError
@@ -23,6 +23,7 @@ from hvdlite.core.held_port import HeldPort
 from hvdlite.core.world import World
 
 KEY_BYTES: Final = 32
+TOKEN_BYTES: Final = 16
 _ANYWHERE: Final = ("192.0.2.1", 9)  # from a block reserved for documentation; no packet is sent
 
 
@@ -42,8 +43,8 @@ def launch_info_over_mpi(mpi: Any, communicator: Any, coordinator: tuple[str, in
     local = communicator.Split_type(mpi.COMM_TYPE_SHARED, rank)
     cross = communicator.Split(local.Get_rank(), rank)
     world = World(rank, size, local.Get_rank(), local.Get_size(), cross.Get_rank(), cross.Get_size())
-    directory = str(Path(tempfile.gettempdir()) / f"hvdlite-{secrets.token_hex(8)}") if world.local_rank == 0 else ""
-    directory = broadcast_bytes(local, directory.encode()).decode()
+    directory = agreed_prefix("MPI", broadcast_bytes(local, secrets.token_bytes(TOKEN_BYTES)).hex())
+    _check_directory(mpi, communicator, directory, broadcast_bytes(local, directory.encode()).decode())
     held = None
     key = _agreed_key(mpi, communicator, local, cross, key)
     if world.local_size < size and coordinator is None:
@@ -56,6 +57,20 @@ def launch_info_over_mpi(mpi: Any, communicator: Any, coordinator: tuple[str, in
     cross.Free()
     return LaunchInfo("MPI", world, directory, coordinator, key, owns_directory=True, is_mpi=True, communicator=communicator,
                       held_port=held)
+
+
+def _check_directory(mpi: Any, communicator: Any, own: str, first: str) -> None:
+    """Check that the ranks of each host will look for each other in the same directory; all ranks call this.
+
+    Raises:
+        LaunchError: on all ranks.
+    """
+    all_agree = np.array([own == first], np.int64)
+    communicator.Allreduce(mpi.IN_PLACE, all_agree, mpi.MIN)
+    if not all_agree[0]:
+        differs = f"this one in {os.path.dirname(own)}, the first one of its host in {os.path.dirname(first)}"
+        raise LaunchError("the ranks of a host cannot meet: they must have the same TMPDIR, and be in the same container ("
+                          f"{differs if own != first else 'those of this host agree'})")
 
 
 def _agreed_key(mpi: Any, communicator: Any, local: Any, cross: Any, own: bytes) -> bytes:
@@ -127,7 +142,7 @@ def route_address(names: list[str]) -> str:
     for name in dict.fromkeys(name for name in names if name != socket.gethostname()):
         try:
             address = socket.gethostbyname(name)
-        except OSError:
+        except (OSError, UnicodeError):  # a label of 64 characters, say
             continue
         if (own := source_address(address)) and not own.startswith("127."):
             return own

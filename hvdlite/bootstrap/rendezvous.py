@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import os
 import select
 import socket
 import time
@@ -71,7 +70,10 @@ class Address:
         """
         if self.path:
             return socket.AF_UNIX, self.locate() if self.locate else self.path
-        family, _, _, _, target = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+        try:
+            family, _, _, _, target = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+        except UnicodeError as error:  # a label of 64 characters, say
+            raise OSError(f"{self.host!r} is no host's name: {error}") from error
         return family, target
 
 
@@ -244,21 +246,6 @@ def _checked(message: Message, address: Address, own: RankInfo) -> Welcome:
     if message.epoch != own.epoch:
         raise LaunchError(f"rank 0 at {address} belongs to membership epoch {message.epoch}, this rank to {own.epoch}")
     return message
-
-
-def host_identity() -> str:
-    """Return a text that two processes share exactly when they see the same kernel and the same process ids."""
-    def read(action: Callable[[], str]) -> str:
-        try:
-            return action()
-        except OSError:
-            return ""
-
-    def boot_id() -> str:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-
-    return ":".join((socket.gethostname(), read(boot_id), read(lambda: os.readlink("/proc/self/ns/pid"))))
 
 
 def _connected(address: Address, deadline: float, cancellation: Cancellation, refusal: str) -> socket.socket:

@@ -1,8 +1,15 @@
 """A world whose ranks find each other through a key-value store: that of `torch.distributed`, say.
 
-Every rank says on which host it is. Rank 0 answers each of them: where the ranks of its host meet, and for several hosts
-where rank 0 listens and a key. Who can read the store can join the world, as with torch's own backends; with
-`HVDLITE_SECRET` on all ranks the key is that one, and does not go through the store.
+Every rank says on which host it is. Rank 0 answers each of them with its place in the world, an id of the world, and for
+several hosts where rank 0 listens.
+
+Whoever can reach the store can write to it, so nothing in it decides who joins:
+
+- With a job's key, all texts are signed with it (`store_texts.py`), and ranks on several hosts prove to each other that they
+  know it.
+- Without one, the ranks of a host meet at a Unix socket in a directory of their user, and check the peer's user id. The
+  store brings a token from which the directory's name is derived, and no path. Ranks on several hosts are refused, unless
+  `HVDLITE_ALLOW_INSECURE_STORE` is set on all of them: then rank 0 sends a key through the store.
 
 A store may be used again by later worlds, as `torchrun` does. So a rank removes what it has said and what it was answered (a
 store that cannot forget serves one world), and the answer's key is a random number that the rank has said.
@@ -14,22 +21,23 @@ import contextlib
 import datetime
 import logging
 import math
-import os
 import secrets
 import socket
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Final, Protocol
 
 import msgspec
 
-from hvdlite.bootstrap.environments import LaunchInfo
+from hvdlite.bootstrap.environments import MAKE_A_KEY, LaunchInfo
+from hvdlite.bootstrap.job_directory import agreed_prefix, host_identity, temporary_directory
 from hvdlite.bootstrap.mpi import route_address, source_address
-from hvdlite.bootstrap.rendezvous import host_identity, is_loopback
+from hvdlite.bootstrap.rendezvous import is_loopback
+from hvdlite.bootstrap.store_texts import SECRET_ON_ALL, Signer, Text, opened, sealed
+from hvdlite.core.config import environment_name
 from hvdlite.core.errors import HvdliteError, LaunchError
 from hvdlite.core.held_port import HeldPort
+from hvdlite.core.texts import printable, shortened
 from hvdlite.core.world import Hosts, World
 from hvdlite.negotiation.agreement import named_ranks
 
@@ -45,7 +53,14 @@ POLL_SHARE: Final = 0.1
 LAST_LOOK: Final = 0.9
 """The share of the store's timeout after which a rank has looked who is there: ranks that fail remove what they said."""
 LATE_SECONDS: Final = 1.0
-"""How long rank 0 waits for the others when it knows that they do not agree on their number, so that all are told."""
+"""How long rank 0 waits for the others when it knows that there will be no world, so that all are told."""
+LATE_LOOKS: Final = 4096
+"""For how many of them it looks at a time."""
+MOST_RANKS: Final = 1 << 20
+"""No world has more: a larger number is noise."""
+LONGEST_PROBLEM: Final = 2000
+"""Characters of rank 0's reason that are shown: without a key, anybody may have written it."""
+INSECURE: Final = environment_name("allow_insecure_store")
 
 
 class Store(Protocol):
@@ -61,13 +76,12 @@ class Store(Protocol):
 class _Member(msgspec.Struct, array_like=True):
     """What a rank says of itself."""
 
-    size: int
+    size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
     host: str
     name: str
-    directory: str
-    has_key: bool
+    directory: str  # for temporary files
+    allows_insecure_store: bool
     can_share: str
-    number: int
 
 
 class _Answer(msgspec.Struct, array_like=True):
@@ -75,17 +89,17 @@ class _Answer(msgspec.Struct, array_like=True):
 
     problem: str = ""
     world: World = World()
-    directory: str = ""
+    token: str = ""
     coordinator: tuple[str, int] | None = None
     key: bytes = b""
     shares: str = ""
-    identity: int = 0
 
 
 def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", *, place: str = "", address: str = "",
-                  can_share: str = "", name: str = "the group", members: Sequence[int] = (),
-                  patience: float = math.inf) -> tuple[LaunchInfo, str, str]:
-    """Return the launch information of one rank of a world, what they share, and an id of the world; all of them call this.
+                  can_share: str = "", name: str = "the group", members: Sequence[int] = (), patience: float = math.inf,
+                  allows_insecure_store: bool = False,
+                  how_to_have_a_key: str = SECRET_ON_ALL) -> tuple[LaunchInfo, str]:
+    """Return the launch information of one rank of a world, and what the ranks share; all of them call this.
 
     Args:
         store: of this world alone, the same for all ranks.
@@ -96,20 +110,24 @@ def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", *, place
         name: of the world, for messages.
         members: for messages: the ranks of a larger world that are this one's, in its order.
         patience: seconds after which it is logged which ranks have not come.
+        allows_insecure_store: whether ranks on several hosts without a key get one through the store.
+        how_to_have_a_key: the end of an error's text, if this process has none.
 
     Raises:
-        LaunchError: on all ranks, when they do not fit together; on one when it waits longer than the store's timeout.
+        LaunchError: on all ranks, when they do not fit together; on one when it waits longer than the store's timeout,
+            finds an answer that is not rank 0's, or has no directory for temporary files.
     """
-    own = _Member(size, f"{host_identity()}:{place}", address or socket.gethostname(), tempfile.gettempdir(), bool(key),
-                  can_share, secrets.randbits(63))
-    others, held = _Others(store, name, rank, members or range(size), patience), None
+    host, number, signer = f"{host_identity()}:{place}", secrets.randbits(63), Signer(key, name, how_to_have_a_key)
+    own = _Member(size, host, address or socket.gethostname(), temporary_directory(), allows_insecure_store, can_share)
+    others, held = _Others(store, rank, members or range(size), patience, signer), None
     try:
-        store.set(_key(rank), msgspec.msgpack.encode(own))
+        store.set(_key(rank), sealed(_key(rank), rank, number, own, signer))
         if rank == 0:
-            answer, held = _answer_all(store, _members(others, size), address)
+            answer, held = _answer_all(store, _collected(others, size), size, address, signer)
         else:
-            answer = msgspec.msgpack.decode(others.get(_answer_key(own.number)), type=_Answer)
-            _forget(store, _answer_key(own.number))
+            text = others.answer(number)
+            _forget(store, _answer_key(number))
+            answer = _checked(text, own, rank, key)
     except HvdliteError:
         raise
     except RuntimeError as error:  # the store's
@@ -118,8 +136,35 @@ def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", *, place
         _forget(store, _key(rank))
     if answer.problem:
         raise LaunchError(answer.problem)
-    return LaunchInfo("store", answer.world, answer.directory, answer.coordinator, key or answer.key, owns_directory=True,
-                      held_port=held), answer.shares, f"{answer.identity:x}"
+    directory = agreed_prefix("store", answer.token, host, name, _where(store))
+    return LaunchInfo("store", answer.world, directory, answer.coordinator, key or answer.key, owns_directory=True,
+                      held_port=held, identity=answer.token), answer.shares
+
+
+def _checked(answer: Text[_Answer], own: _Member, rank: int, key: bytes) -> _Answer:
+    """Return an answer that this rank can follow, whoever has written it.
+
+    Raises:
+        LaunchError: when there is none.
+    """
+    content = answer.content
+    if content is None:
+        raise LaunchError(answer.problem)
+    if content.problem:
+        return _Answer(printable(shortened(content.problem, LONGEST_PROBLEM)))
+    if ((content.world.rank, content.world.size) != (rank, own.size) or content.shares not in ("", own.can_share)
+            or (content.key and content.coordinator is None)):
+        raise LaunchError(f"rank {rank} has found the answer to another rank, or an invalid one, in the store, as rank "
+                          f"{content.world.rank} of {content.world.size}: another program writes to the store")
+    if content.coordinator is not None and not key and not own.allows_insecure_store:
+        raise LaunchError(_without_key(rank))
+    return content
+
+
+def _without_key(rank: int) -> str:
+    return (f"rank {rank} has no key, and the group has ranks on several hosts: whoever can connect to the store could "
+            f"become one of them. Set HVDLITE_SECRET (or HVDLITE_SECRET_FILE) to the same value on all ranks "
+            f"({MAKE_A_KEY}); or, if you trust everybody who can connect to the store, {INSECURE}=1 on all ranks")
 
 
 def _key(rank: int) -> str:
@@ -139,8 +184,8 @@ class _Others:
         patience: seconds from now that are not long.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, members: Sequence[int], patience: float) -> None:
-        self._store, self._name, self._rank, self._members, self._patience = store, name, rank, members, patience
+    def __init__(self, store: Any, rank: int, members: Sequence[int], patience: float, signer: Signer) -> None:
+        self._store, self._rank, self._members, self._patience, self._signer = store, rank, members, patience, signer
         start, timeout = time.monotonic(), getattr(store, "timeout", None)
         seconds = math.inf if timeout is None else timeout.total_seconds()
         self._deadline, self._look_at = start + seconds, start + min(patience, LAST_LOOK * seconds)
@@ -159,14 +204,19 @@ class _Others:
         value: bytes = self._store.get(key)
         return value
 
-    def member(self, rank: int) -> _Member:
+    def member(self, rank: int) -> Text[_Member]:
         """Return what a rank says of itself, once it does; see `get`."""
-        return msgspec.msgpack.decode(self.get(_key(rank)), type=_Member)
+        return opened(self.get(_key(rank)), _key(rank), rank, self._rank, self._signer, _Member)
 
-    def has(self, key: str) -> bool:
-        """Return whether a key is there; False if the store cannot tell."""
+    def answer(self, number: int) -> Text[_Answer]:
+        """Return what rank 0 answers to this rank, which has said this number, once it does; see `get`."""
+        where = _answer_key(number)
+        return opened(self.get(where), where, 0, self._rank, self._signer, _Answer)
+
+    def has_come(self, rank: int) -> bool:
+        """Return whether a rank has said what it is; False if the store cannot tell."""
         try:
-            return bool(self._store.check([key]))
+            return bool(self._store.check([_key(rank)]))
         except (AttributeError, RuntimeError):
             return False
 
@@ -219,7 +269,7 @@ class _Others:
             _log.warning("%s has waited %.0f s for %s to make the group", self._own(), self._patience, self._missing())
 
     def _own(self) -> str:
-        return f"{self._name}: {named_ranks([self._members[self._rank]])}"
+        return f"{self._signer.group}: {named_ranks([self._members[self._rank]])}"
 
     def _missing(self) -> str:
         """Return who has not come; rank 0 only if no other is absent: in torch's `TCPStore` it waits for all."""
@@ -233,60 +283,83 @@ def _pause(waited: float) -> float:
     return min(max(shortest, POLL_SHARE * waited), longest)
 
 
-def _members(others: _Others, size: int) -> list[_Member]:
-    """Return what the ranks say of themselves, in their order; if they say several sizes, without those that do not come."""
-    found: dict[int, _Member] = {}
-    while len(found) < size and all(member.size == size for member in found.values()):
+def _collected(others: _Others, size: int) -> list[Text[_Member]]:
+    """Return what the ranks say of themselves, in their order; if they do not fit together, of those that have come."""
+    found: dict[int, Text[_Member]] = {}
+    while len(found) < size and not _misfit(found.values(), size):
         found[len(found)] = others.member(len(found))
-    start = time.monotonic()
-    while len(found) < (largest := max(member.size for member in found.values())):
-        found |= {rank: others.member(rank) for rank in range(largest) if rank not in found and others.has(_key(rank))}
-        waited = time.monotonic() - start
-        if waited > LATE_SECONDS:
-            break
-        time.sleep(_pause(waited))
-    return list(found.values())
+    if _misfit(found.values(), size):
+        start = time.monotonic()
+        while (waited := time.monotonic() - start) < LATE_SECONDS:
+            absent = [rank for rank in range(max([size, *_sizes(found.values())])) if rank not in found]
+            for rank in absent[:LATE_LOOKS]:
+                if others.has_come(rank):
+                    found[rank] = others.member(rank)
+            if not absent:
+                break
+            time.sleep(_pause(waited))
+    return [found[rank] for rank in sorted(found)]
 
 
-def _answer_all(store: Store, members: list[_Member], address: str) -> tuple[_Answer, HeldPort | None]:
+def _sizes(texts: Iterable[Text[_Member]]) -> list[int]:
+    return sorted({text.content.size for text in texts if text.content is not None})
+
+
+def _misfit(texts: Iterable[Text[_Member]], size: int) -> str:
+    """Return why ranks that say this cannot be a world; "" if they can."""
+    texts = list(texts)
+    sizes = sorted({size, *_sizes(texts)})
+    if len(sizes) > 1:
+        return f"the ranks do not agree on their number: {sizes}"
+    return next((text.problem for text in texts if text.problem), "")
+
+
+def _answer_all(store: Store, texts: list[Text[_Member]], size: int, address: str,
+                signer: Signer) -> tuple[_Answer, HeldPort | None]:
     """Answer the other ranks; return rank 0's own answer, and the port at which it will listen."""
-    (own, *answers), held = _answers(members, address)
+    problem, held = _misfit(texts, size), None
+    answers = [_Answer(problem)] * len(texts)
+    if not problem:
+        answers, held = _answers([text.content for text in texts if text.content is not None], address, signer.key)
     try:
-        for member, answer in zip(members[1:], answers, strict=True):
-            store.set(_answer_key(member.number), msgspec.msgpack.encode(answer))
+        for text, answer in list(zip(texts, answers, strict=True))[1:]:
+            if text.number is not None:
+                where = _answer_key(text.number)
+                store.set(where, sealed(where, 0, text.number, answer, signer))
     except BaseException:
         if held is not None:
             held.close()
         raise
-    return own, held
+    return answers[0], held
 
 
-def _answers(members: list[_Member], address: str) -> tuple[list[_Answer], HeldPort | None]:
+def _answers(members: list[_Member], address: str, key: bytes) -> tuple[list[_Answer], HeldPort | None]:
     """Return what rank 0 says to each rank, and the port at which it will listen."""
-    sizes = sorted({member.size for member in members})
-    if len(sizes) > 1:
-        return [_Answer(f"the ranks do not agree on their number: {sizes}")] * len(members), None
-    hosts = Hosts.of([member.host for member in members])
-    token, shared = secrets.token_hex(8), {member.can_share for member in members}
-    answer = _Answer(shares=shared.pop() if len(shared) == 1 else "", identity=members[0].number)
-    held = None
-    if len(hosts.ranks_by_host) > 1:
-        keyed = [rank for rank, member in enumerate(members) if member.has_key]
-        if keyed and len(keyed) < len(members):
-            lacking = next(rank for rank in range(len(members)) if rank not in keyed)
-            problem = (f"rank {keyed[0]} has the job's key (HVDLITE_SECRET), and rank {lacking} has none: set it on all "
-                       "ranks, or on none")
-            return [_Answer(problem)] * len(members), None
-        address = address or route_address([member.name for member in members])
-        held = HeldPort()
-        answer.coordinator = address, held.port
-        answer.key = b"" if keyed else secrets.token_bytes(KEY_BYTES)
-    answers = [answer] * len(members)
-    for number, ranks in enumerate(hosts.ranks_by_host):
-        directory = str(Path(members[ranks[0]].directory) / f"hvdlite-{os.geteuid()}-{token}-{number}")
-        for rank in ranks:
-            answers[rank] = msgspec.structs.replace(answer, world=hosts.world(rank), directory=directory)
-    return answers, held
+    hosts, held = Hosts.of([member.host for member in members]), None
+    shared = {member.can_share for member in members}
+    answer = _Answer(token=secrets.token_hex(KEY_BYTES // 2), shares=shared.pop() if len(shared) == 1 else "")
+    problem = _different_directories(members, hosts)
+    if not problem and len(hosts.ranks_by_host) > 1:
+        strict = [rank for rank, member in enumerate(members) if not member.allows_insecure_store]
+        if key or not strict:
+            held = HeldPort()
+            answer.coordinator = address or route_address([member.name for member in members]), held.port
+            answer.key = b"" if key else secrets.token_bytes(KEY_BYTES)
+        else:
+            problem = _without_key(strict[0])
+    if problem:
+        return [_Answer(problem)] * len(members), None
+    return [msgspec.structs.replace(answer, world=hosts.world(rank)) for rank in range(len(members))], held
+
+
+def _different_directories(members: list[_Member], hosts: Hosts) -> str:
+    """Return which ranks of a host would not find each other."""
+    for first, *others in hosts.ranks_by_host:
+        for rank in others:
+            if members[rank].directory != members[first].directory:
+                return (f"ranks {first} and {rank} of one host have different directories for temporary files, "
+                        f"{members[first].directory} and {members[rank].directory}: set TMPDIR to the same on both")
+    return ""
 
 
 def own_address(environ: Mapping[str, str], store: Any) -> str:
@@ -294,13 +367,23 @@ def own_address(environ: Mapping[str, str], store: Any) -> str:
 
     That is torch's `MASTER_ADDR`, or where the store is.
     """
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    for host in (environ.get("MASTER_ADDR", ""), getattr(store, "host", "")):
+    for host in (environ.get("MASTER_ADDR", ""), getattr(_underlying(store), "host", "")):
         address = source_address(host) if host else ""
         if address and not is_loopback(address):
             return address
     return ""
+
+
+def _where(store: Any) -> str:
+    """Return what tells a store from others of this host, as each rank knows it itself: a port or a file."""
+    found = _underlying(store)
+    return f"{getattr(found, 'port', '')} {getattr(found, 'path', '')}"
+
+
+def _underlying(store: Any) -> Any:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
 
 
 def _forget(store: Any, key: str) -> None:

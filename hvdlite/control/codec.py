@@ -9,7 +9,7 @@ import msgspec
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
-from hvdlite.core.texts import with_encodable_texts
+from hvdlite.core.texts import encodable, with_texts
 from hvdlite.negotiation.messages import Decision, DirectMessages, HostReport, Message, Report
 
 
@@ -21,6 +21,7 @@ class RankInfo(Message, frozen=True, kw_only=True):
     pid: int
     host: str  # equal for ranks that share a kernel and a process table
     version: str
+    job: str = ""  # equal on all ranks of a job: one that another job has started is no rank of this one
     stack_dump: StackDumpTarget = NO_STACK_DUMP  # where it writes its stacks; see `diagnostics.process_probe`
     settings: tuple[tuple[str, str], ...] = ()  # knobs in which no two ranks may differ, and their values
     unavailable: tuple[tuple[str, str], ...] = ()  # backends that it cannot use, and why
@@ -80,7 +81,7 @@ def encode(message: Message) -> Encoded:
     try:
         return Encoded(_KINDS[type(message)], _encode(message))
     except UnicodeEncodeError:  # the names of files in a stack, for instance
-        return Encoded(_KINDS[type(message)], _encode(with_encodable_texts(message)))
+        return Encoded(_KINDS[type(message)], _encode(with_texts(message, encodable)))
 
 
 def decode(kind: int, body: bytes) -> Message:

@@ -6,6 +6,8 @@ import os
 import threading
 from collections.abc import Sequence
 
+from hvdlite.core.kernel_files import open_eventfd
+
 FORKED_SECONDS = 0.1
 """A ring takes microseconds. In a forked child the lock may stay locked by a thread that does not exist there."""
 
@@ -22,8 +24,8 @@ class Doorbell:
         self.descriptors: tuple[int, ...]
         if descriptors:
             self.descriptors = tuple(descriptors)
-        elif hasattr(os, "eventfd"):
-            self.descriptors = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK),)
+        elif (descriptor := open_eventfd()) >= 0:
+            self.descriptors = (descriptor,)
         else:
             self.descriptors = os.pipe()
             for descriptor in self.descriptors:

@@ -25,6 +25,7 @@ from hvdlite.core.errors import ProtocolError
 
 _MAGIC: Final = b"hvdlite\n"
 _GREETING: Final = struct.Struct("!8sI20s")
+GREETING_BYTES: Final = _GREETING.size
 _NONCE_BYTES: Final = 32
 _PROOF_BYTES: Final = 32
 _NO_GREETING: Final = "the peer does not greet: it is another program, or an older version of hvdlite"
@@ -52,9 +53,10 @@ class Greeting:
             ProtocolError: when it is none.
         """
         magic, rank, version = _GREETING.unpack(content)
-        if magic != _MAGIC:
+        text = version.rstrip(b"\0").decode("ascii", "replace")
+        if magic != _MAGIC or not text.isprintable():  # it is shown to users
             raise ProtocolError(_NO_GREETING)
-        return cls(rank, version.rstrip(b"\0").decode("ascii", "replace"))
+        return cls(rank, text)
 
 
 class ServerHandshake:

@@ -30,3 +30,8 @@ def routes_to(hosts: Iterable[str]) -> list[str]:
         with contextlib.suppress(OSError):
             routes.append(route_to(host))
     return sorted({route for route in routes if route}, key=lambda route: (-routes.count(route), route))
+
+
+def loopback() -> str:
+    """Return the address at which processes of this host reach each other: 127.0.0.1, or ::1; "" when there is none."""
+    return next((host for host in ("127.0.0.1", "::1") if route_to(host)), "")

@@ -65,6 +65,16 @@ def _size(text: str) -> int:
     return int(number) * scale
 
 
+def _size_from(least: int) -> Callable[[str], int]:
+    """Return a parser like `_size`, for a number of bytes below which nothing works."""
+    def parse(text: str) -> int:
+        value = _size(text)
+        if value < least:
+            raise ValueError(f"must be at least {least} bytes")
+        return value
+    return parse
+
+
 def _level(text: str) -> str:
     """Parse Horovod's level names; `trace` is Python's debug, `fatal` is critical."""
     name = {"TRACE": "DEBUG", "FATAL": "CRITICAL", "WARN": "WARNING"}.get(text.upper(), text.upper())
@@ -135,7 +145,7 @@ class Config:
     bucket_size: int = knob(
         25 * MIB, _size, "largest learned bucket of gradients, in bytes; 0 turns learning off", tunable=(MIB, 128 * MIB))
     bucket_edge: int = knob(
-        4 * MIB, _size, "largest size of the first and of the last bucket of a gradient set, in bytes",
+        4 * MIB, _size, "largest size of the first and of the last bucket of a gradient set, in bytes; 0 is one gradient",
         tunable=(64 * KIB, 32 * MIB))
     bucket_layouts: int = knob(
         64, _at_least(1), "number of gradient sets whose buckets are kept; the least recently used one is dropped")
@@ -149,7 +159,8 @@ class Config:
         "DistributedOptimizer(wait_in=)")
     join_divides_by_active: bool = knob(
         False, _flag, "make Average divide by the number of ranks that have not joined, instead of all ranks")
-    eager_limit: int = knob(8 * KIB, _size, "tensors of up to this many bytes travel inside their control message")
+    eager_limit: int = knob(8 * KIB, _size, "tensors of up to this many bytes travel inside their control message; "
+        "0 turns this off")
     mailbox_limit: int = knob(
         64 * KIB, _size, "blocking allreduces of up to this many bytes that repeat go through mailboxes in shared memory; "
         "0 turns mailboxes off")
@@ -160,12 +171,14 @@ class Config:
         80, _at_least(0), "microseconds for which the background thread polls before it sleeps, while the script is "
         "blocked in a wait; 0 turns polling off")
     shm_slot: int = knob(
-        4 * MIB, _size, "size of one staging slot in the shm plane, in bytes; a rank has three", must_match=True)
+        4 * MIB, _size, "size of one staging slot in the shm plane, in bytes, rounded up to a multiple of 64K (0 is one); a "
+        "rank has three", must_match=True)
     shm_chunk: int = knob(
-        512 * KIB, _size, "bytes reduced per NumPy call; each call releases the GIL once",
+        512 * KIB, _size_from(4 * KIB), "bytes reduced per NumPy call; each call releases the GIL once",
         tunable=(64 * KIB, 4 * MIB))
     shm_direct: int = knob(
-        512 * KIB, _size, "tensors of up to this many bytes are reduced by every rank in full, which saves a barrier",
+        512 * KIB, _size, "tensors of up to this many bytes are reduced by every rank in full, which saves a barrier; 0 "
+        "turns this off",
         must_match=True,
         tunable=(16 * KIB, 4 * MIB))
     control: str = knob(
@@ -241,7 +254,13 @@ class Config:
     heartbeat_timeout: float = knob(
         60.0, _seconds, "seconds of silence after which a rank is lost, if others wait for it or it is connected by "
         "TCP; 0 is never")
-    frame_limit: int = knob(64 * MIB, _size, "longest control message that is accepted, in bytes")
+    agent_timeout: float = knob(
+        30.0, _seconds, "seconds of silence after which hvdrun and its agent on another host count each other as lost, and "
+        "the ranks there are ended; 0 is never")
+    allow_insecure_store: bool = knob(
+        False, _flag, "let groups of `torch.distributed` on several hosts without a job's key send one through torch's "
+        "store: whoever can connect to the store can then run code in the ranks")
+    frame_limit: int = knob(64 * MIB, _size_from(64 * KIB), "longest control message that is accepted, in bytes")
     log_level: str = knob("WARNING", _level, "lowest level of messages that are logged", LOG_LEVEL=_same)
     full_tracebacks: bool = knob(
         False, _flag, "print hvdlite's own frames in tracebacks, and the traceback of every rank; hvdrun --verbose sets it")

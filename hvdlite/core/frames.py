@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from hvdlite.core.errors import ProtocolError
-from hvdlite.core.texts import with_encodable_texts
+from hvdlite.core.texts import encodable, with_texts
 
 _LENGTH: Final = struct.Struct("!I")
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -23,7 +23,7 @@ def to_frame(message: msgspec.Struct, limit: int) -> bytes:
     try:
         body = _ENCODER.encode(message)
     except UnicodeEncodeError:
-        body = _ENCODER.encode(with_encodable_texts(message))
+        body = _ENCODER.encode(with_texts(message, encodable))
     if len(body) > limit:
         raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes; the limit is {limit}")
     return _LENGTH.pack(len(body)) + body

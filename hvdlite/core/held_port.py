@@ -21,7 +21,7 @@ class HeldPort:
 
     def __init__(self, port: int = 0, host: str = "") -> None:
         both = not host and socket.has_dualstack_ipv6()
-        self._socket = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
+        self._socket = socket.socket(socket.AF_INET6 if both or ":" in host else socket.AF_INET)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if both:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -95,6 +96,11 @@ CONTRACT_VARIABLES = frozenset(COORDINATES) | {
     JOB_DIRECTORY, SECRET, SECRET_FILE, SECRET_TAKEN, JOINED, COORDINATOR, COORDINATOR_PORT, MEMBER, JOINER, EPOCH, SLOT}
 
 
+def is_private_directory(status: os.stat_result) -> bool:
+    """Return whether only this user can enter a directory, as must be so with a job's; a link is none (`os.lstat`)."""
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
 def write_private_file(path: Path, content: bytes) -> None:
     """Create a file that only this user can read."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -150,5 +156,5 @@ class FailureRecord:
         try:
             fields: Mapping[str, object] = json.loads(cls.path(job_directory, rank).read_text(encoding="utf-8"))
             return cls(**fields)  # type: ignore[arg-type]
-        except (FileNotFoundError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError):
             return None

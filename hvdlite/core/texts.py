@@ -1,7 +1,9 @@
-"""Texts that come from outside: made short and encodable, so that an exception's text of any kind can be sent."""
+"""Texts that come from outside: made short and encodable, so that an exception's text of any kind can be sent and shown."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -15,6 +17,15 @@ LONGEST_TRACEBACK: Final = 1 << 16
 def encodable(text: str) -> str:
     """Return a text with lone surrogates, which no encoding has, as escapes (Python decodes odd bytes of paths to them)."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""All characters that a terminal may obey, but for tabs and the ends of lines."""
+
+
+def printable(text: str) -> str:
+    """Return a text with control characters as escapes: on a terminal, those of another program could do anything."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def shortened(text: str, limit: int) -> str:
@@ -33,14 +44,14 @@ def text_of(error: BaseException) -> str:
         return f"(its text cannot be had: {type(failure).__name__})"
 
 
-def with_encodable_texts(value: Any) -> Any:
-    """Return a message with all its texts encodable."""
+def with_texts(value: Any, changed: Callable[[str], str]) -> Any:
+    """Return a message with all its texts replaced by what `changed` makes of them."""
     if isinstance(value, str):
-        return encodable(value)
+        return changed(value)
     if isinstance(value, msgspec.Struct):
-        return type(value)(**{name: with_encodable_texts(getattr(value, name)) for name in value.__struct_fields__})
+        return type(value)(**{name: with_texts(getattr(value, name), changed) for name in value.__struct_fields__})
     if isinstance(value, dict):
-        return {with_encodable_texts(key): with_encodable_texts(each) for key, each in value.items()}
+        return {with_texts(key, changed): with_texts(each, changed) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(with_encodable_texts, value))
+        return type(value)(with_texts(each, changed) for each in value)
     return value

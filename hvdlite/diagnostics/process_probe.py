@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
+from hvdlite.core.kernel_files import open_memfd
 from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
 
 WRITTEN_SECONDS: Final = 0.3
@@ -89,11 +90,14 @@ class ProcessProbe:
 def enable_stack_dump(number: int) -> StackDumpTarget:
     """Let this process write its stacks upon signal `number`; return where it does.
 
-    When the process handles or ignores that signal already, nothing changes and the target is nowhere.
+    When the process handles or ignores that signal already, or the system has no anonymous files, nothing changes and the
+    target is nowhere.
     """
-    if not number or not hasattr(os, "memfd_create") or signal.getsignal(number) is not signal.SIG_DFL:
+    if not number or signal.getsignal(number) is not signal.SIG_DFL:
         return NO_STACK_DUMP
-    descriptor = os.memfd_create(_FILE_NAME, os.MFD_CLOEXEC)
+    descriptor = open_memfd(_FILE_NAME)
+    if descriptor < 0:
+        return NO_STACK_DUMP
     faulthandler.register(number, file=descriptor, all_threads=True)
     return StackDumpTarget(descriptor, number)
 

@@ -1,12 +1,15 @@
 """The timeline's file, which rank 0 writes in Chrome's trace format, for Perfetto and chrome://tracing.
 
 The file is a JSON array that is complete after every write, because each write replaces the closing bracket by new events
-and a closing bracket: a job that is killed leaves a file that can be read. A process is a rank, a thread is a tensor.
+and a closing bracket: a job that is killed leaves a file that can be read. A write that fails in its middle is taken back,
+and is the last one. A process is a rank, a thread is a tensor.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import time
@@ -113,7 +116,12 @@ class TimelineFile:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(f"the timeline cannot be written to {path}: {error.strerror}") from None
-        self._position = os.write(self._descriptor, b"[\n") - 1  # where the next event goes, with the comma before it
+        try:
+            self._put(b"[" + _END, 0)
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"the timeline cannot be written to {path}: {error.strerror}") from None
+        self._position = 1  # where the next event goes, with the comma before it
         begin = {"ph": "M", "pid": 0, "name": "process_labels", "args": {
             "labels": "hvdlite", "start_time_since_epoch_in_micros": int((time.time() - time.monotonic() + clock()) * 1e6)}}
         ranks = [{"ph": "M", "pid": rank, "name": name, "args": value} for rank in range(size) for name, value in (
@@ -164,10 +172,22 @@ class TimelineFile:
         body = b",\n".join(map(_encode, records))
         content = (b"\n" if self._first else b",\n") + body
         try:
-            os.pwrite(self._descriptor, content + _END, self._position)
+            self._put(content + _END, self._position)
         except OSError as error:
             _log.error("the timeline %s ends here: %s", self.path, error.strerror)
+            self._take_back()
             self.close()
             return
         self._first = False
         self._position += len(content)
+
+    def _put(self, content: bytes, position: int) -> None:
+        """Write all of it, or raise `OSError`."""
+        if os.pwrite(self._descriptor, content, position) < len(content):
+            raise OSError(errno.ENOSPC, "no space left on the disk, or under `ulimit -f`")
+
+    def _take_back(self) -> None:
+        """End the file after the events that were written in full; these bytes have their place on the disk."""
+        with contextlib.suppress(OSError):
+            os.pwrite(self._descriptor, _END, self._position)
+            os.ftruncate(self._descriptor, self._position + len(_END))

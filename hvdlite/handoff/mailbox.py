@@ -27,6 +27,7 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.deferring_lock import DeferringLock
 from hvdlite.handoff.entry import Entry
 from hvdlite.memory.mailbox_area import TEXT, MailboxArea
+from hvdlite.negotiation.mailboxes import OPERATIONS
 from hvdlite.negotiation.messages import Mailbox, MailboxStale, Response
 from hvdlite.planes.arithmetic import Casts, Reduction
 
@@ -260,7 +261,7 @@ class MailboxEnd:
     def _prepare(self, call: MailboxCall) -> bool:
         name, dtype, _, op, prescale, postscale = call.signature
         text = repr(call.signature).encode()
-        if len(text) > TEXT:
+        if op not in OPERATIONS or len(text) > TEXT:  # Adasum is no reduction of single elements
             return False
         kind, nbytes = SUPPORTED_DTYPES[dtype], call.source.nbytes
         response = Response(names=(name,), collective=Collective.ALLREDUCE, dtype=dtype, op=op, prescale=prescale,

@@ -420,7 +420,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             findings = check(Path(path).read_bytes().decode("utf-8-sig"), path)
         except (OSError, SyntaxError, ValueError) as error:  # no Python 3, or no text
             print(f"hvdrun: {path} cannot be read: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
-            return 2
+            code = 2
+            continue
+        except (RecursionError, MemoryError):  # of Python's parser, too
+            print(f"hvdrun: {path} is not checked: its statements or expressions are nested too deeply (each elif is inside "
+                  "the one before it)", file=sys.stderr)
+            code = 2
+            continue
         for finding in findings:
             print(f"{path}:{finding}")
         counts = [f"{sum(each.effect is effect for each in findings)} {effect}" for effect in Effect]

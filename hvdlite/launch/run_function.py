@@ -36,6 +36,7 @@ from hvdlite.core.launch_contract import (
     TASK_FILE,
     write_private_file,
 )
+from hvdlite.core.own_programs import module_command
 
 _DIGEST: Final = hashlib.sha256
 _MAC_BYTES: Final = 32
@@ -118,8 +119,8 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
         task = sign(_pickled(func, args, dict(kwargs or {})), bytes.fromhex(key), "task")
         for name, content in ((KEY_FILE, key.encode()), (TASK_FILE, task)):
             write_for_task(Path(directory) / name, content, "the function and its arguments")
-        command = [sys.executable, "-m", "hvdlite_runner", *arguments, *options, "--task-directory", directory,
-                   executable or sys.executable, "-m", "hvdlite.launch.run_task"]
+        command = [*module_command("hvdlite_runner"), *arguments, *options, "--task-directory", directory,
+                   *module_command("hvdlite.launch.run_task", executable or sys.executable)]
         code, messages = _launch(command, {**os.environ, **(env or {})})
         if code not in (0, OUTPUT_LOST) or (Path(directory) / CAUSE_FILE).exists():  # a rank may end with that code, too
             _raise_root_error(Path(directory), bytes.fromhex(key), code, messages)
@@ -170,8 +171,13 @@ def verified(signed: bytes, key: bytes, purpose: str) -> memoryview:
 
 
 def _pickled(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
-    """Return the pickled call, preceded by the module search path: unpickling may import."""
-    return bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((func, tuple(args), kwargs)))))
+    """Return the pickled call, preceded by the module search path: unpickling may import.
+
+    The path has two parts: what comes before the standard library, like the script's directory, and the rest.
+    """
+    library = os.path.dirname(os.__file__)
+    first = sys.path.index(library) if library in sys.path else 0
+    return bytes(cloudpickle.dumps((sys.path[:first], sys.path[first:], cloudpickle.dumps((func, tuple(args), kwargs)))))
 
 
 def _launch(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str]:

@@ -25,8 +25,9 @@ def main(environ: Mapping[str, str]) -> None:
     """
     directory, key = Path(environ[JOB_DIRECTORY]), bytes.fromhex(environ[SECRET])
     sender = int(environ.get(MEMBER, environ[RANK]))  # ranks of an elastic job change
-    paths, call = cloudpickle.loads(verified((directory / TASK_FILE).read_bytes(), key, "task"))
-    sys.path += [path for path in paths if path not in sys.path]
+    first, last, call = cloudpickle.loads(verified((directory / TASK_FILE).read_bytes(), key, "task"))
+    sys.path[:0] = [path for path in first if path not in sys.path]  # now: our own modules have been imported
+    sys.path += [path for path in last if path not in sys.path]
 
     def write_result(failed: bool, value: object) -> None:
         content = sign(cloudpickle.dumps((failed, value)), key, f"result {sender}")

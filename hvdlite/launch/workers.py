@@ -17,9 +17,10 @@ from typing import Any
 from hvdlite import api
 from hvdlite.core import launch_contract
 from hvdlite.core.errors import PeerLostError
+from hvdlite.core.own_programs import NOT_HERE
 from hvdlite.core.world import Hosts, World
 
-_CLEANUP_PROGRAM = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
+_CLEANUP_PROGRAM = NOT_HERE + "import shutil; sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
 """Removes a directory once its standard input is closed, which happens when the owner exits."""
 
 
@@ -36,9 +37,9 @@ def assign_ranks(nodes: Sequence[str]) -> list[tuple[int, World]]:
 
 
 def rank_variables(world: World, directory: str, coordinator: str, secret: str) -> dict[str, str]:
-    """Return a rank's environment variables; the coordinator and the key are included on several hosts only."""
-    rendezvous = {launch_contract.COORDINATOR: coordinator, launch_contract.SECRET: secret}
-    return {**launch_contract.rank_environment(world, directory), **(rendezvous if world.local_size < world.size else {})}
+    """Return a rank's environment variables; the coordinator is included on several hosts only."""
+    where = {launch_contract.COORDINATOR: coordinator} if world.local_size < world.size else {}
+    return {**launch_contract.rank_environment(world, directory), launch_contract.SECRET: secret, **where}
 
 
 class JobDirectory:

@@ -6,11 +6,15 @@ length; the launcher or its agent on that host is at the other end.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
 from hvdlite.core.frames import FrameReader, to_frame
+
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+"""A count, or an id; the authority computes with them, so a message with another one is no message."""
+Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -28,7 +32,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     has_state: bool = True
-    commits: int = 0
+    commits: Number = 0
     at_rest: bool = False
 
 
@@ -38,8 +42,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 class MemberHello(Message, frozen=True):
     """The first message on a connection."""
 
-    member: int
-    pid: int
+    member: Number
+    pid: Number
 
 
 class MemberReady(Message, frozen=True):
@@ -49,7 +53,7 @@ class MemberReady(Message, frozen=True):
 class MemberIdle(Message, frozen=True):
     """World `epoch` has ended on this member: its background thread has ended, and its planes are closed."""
 
-    epoch: int
+    epoch: Number
     standing: Standing
     reason: str = ""  # why it ended, in a line; "" for a stop at a boundary
 
@@ -62,7 +66,7 @@ class Alive(Message, frozen=True):
             has not noticed.
     """
 
-    epoch: int
+    epoch: Number
     in_user_code: bool
 
 
@@ -72,16 +76,16 @@ class BoundaryTold(Message, frozen=True):
     The count begins at 0 in every world, because joiners have passed none of the earlier ones.
     """
 
-    change: int
-    boundary: int
+    change: Number
+    boundary: Number
 
 
 class Listening(Message, frozen=True):
     """Rank 0 of world `epoch` listens for the others at these addresses of its host (ranks on several hosts only)."""
 
-    epoch: int
+    epoch: Number
     addresses: tuple[str, ...]
-    port: int
+    port: Port
 
 
 class MeetingFailed(Message, frozen=True):
@@ -91,21 +95,21 @@ class MeetingFailed(Message, frozen=True):
         missing: from rank 0: the ranks that have not reached it. Empty from others: they have not reached rank 0.
     """
 
-    epoch: int
+    epoch: Number
     reason: str
-    missing: tuple[int, ...] = ()
+    missing: tuple[Number, ...] = ()
 
 
 class Met(Message, frozen=True):
     """The member has met all others of world `epoch`, and its background thread runs."""
 
-    epoch: int
+    epoch: Number
 
 
 class MemberFinished(Message, frozen=True):
     """The training function has returned; the member waits for all others of world `epoch`, or for another world."""
 
-    epoch: int
+    epoch: Number
 
 
 # --- to a member -------------------------------------------------------------------------------------------------------
@@ -184,7 +188,9 @@ MemberMessage = (MemberHello | MemberReady | MemberIdle | BoundaryTold | Listeni
                  | Alive)
 MemberOrder = StopNow | AskAlive | PrepareStop | StopAt | WorldOrder | CoordinatorAt | AllFinished | Dismissed
 
-_LIMIT: Final = 1 << 24  # bytes
+_ORDER_LIMIT: Final = 1 << 24
+_MESSAGE_LIMIT: Final = 1 << 20
+"""Bytes of a frame to a member, which may name all ranks, and of one from it."""
 _ORDERS, _MESSAGES = msgspec.msgpack.Decoder(MemberOrder), msgspec.msgpack.Decoder(MemberMessage)
 
 
@@ -194,7 +200,7 @@ def frame(message: Message) -> bytes:
     Raises:
         ProtocolError: when it is too long.
     """
-    return to_frame(message, _LIMIT)
+    return to_frame(message, _MESSAGE_LIMIT if isinstance(message, MemberMessage) else _ORDER_LIMIT)
 
 
 class Frames(FrameReader):
@@ -205,4 +211,4 @@ class Frames(FrameReader):
     """
 
     def __init__(self, *, orders: bool) -> None:
-        super().__init__(_ORDERS if orders else _MESSAGES, _LIMIT)
+        super().__init__(_ORDERS if orders else _MESSAGES, _ORDER_LIMIT if orders else _MESSAGE_LIMIT)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import os
 import platform
+import stat
 from typing import Final
+
+from hvdlite.core.kernel_files import open_eventfd
 
 ORDERED_MACHINES: Final = frozenset({"x86_64", "amd64", "i386", "i486", "i586", "i686"})
 """Machines that preserve the order of stores and of loads."""
@@ -24,8 +27,9 @@ def is_needed() -> bool:
 
 def fence_file() -> int:
     """Return the descriptor of the kernel object that the `Fence`s of all ranks of a host share."""
-    if hasattr(os, "eventfd"):
-        return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    descriptor = open_eventfd()
+    if descriptor >= 0:
+        return descriptor
     reader, writer = os.pipe()
     os.close(writer)
     return reader
@@ -41,14 +45,14 @@ class Fence:
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self._descriptor, self._is_pipe = descriptor, stat.S_ISFIFO(os.fstat(descriptor).st_mode)
 
     def __call__(self) -> None:
         """Order the memory accesses of this rank before and after the call; see the top of this file."""
-        if hasattr(os, "eventfd"):
-            os.write(self._descriptor, _ONE)  # never read: 2**64 calls fit
-        else:
+        if self._is_pipe:
             os.read(self._descriptor, 1)  # reading from an empty, closed pipe takes the pipe's lock
+        else:
+            os.write(self._descriptor, _ONE)  # never read: 2**64 calls fit
 
     def duplicate(self) -> Fence:
         """Return another end of the same fence."""

@@ -1,7 +1,8 @@
 """The shared memory file of a host: a segment for each process set, and windows for fusion buffers.
 
 The file has no name. On Linux it is a `memfd`, so that the size of /dev/shm does not limit it and a crash leaves nothing
-behind; elsewhere it is a file that is unlinked before use (macOS: untested). Its descriptor is passed over a Unix socket.
+behind; where the system has none, or refuses it (a sandbox), it is a file that is unlinked before use (macOS: untested). Its
+descriptor is passed over a Unix socket.
 
     segment: one arrival counter per rank, 64 bytes apart | slot (rank 0, region 0) | (0, 1) | (0, 2) | (1, 0) | ...
     window:  rank 0's part | rank 1's part | ...
@@ -22,7 +23,9 @@ Rules (docs/protocol.md#slots, #staging-regions, #allocation, #memory-order)
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import tempfile
@@ -32,12 +35,14 @@ import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.kernel_files import open_memfd
 from hvdlite.memory import group_area, mailbox_area, message_area
 from hvdlite.memory.fence import Fence, fence_file
 from hvdlite.memory.group_area import GroupArea
 from hvdlite.memory.mailbox_area import MailboxArea
 from hvdlite.memory.message_area import MessageArea
 
+_log = logging.getLogger("hvdlite")
 COUNTER_STRIDE = 64
 REGIONS = 3
 """Staging regions of a segment, see `planes/staging.py`."""
@@ -50,12 +55,9 @@ LEAST_SPAN = 1 << 32
 
 def anonymous_file() -> int:
     """Return the descriptor of an empty shared memory object without a name, whose length is fixed."""
-    seals = hasattr(os, "memfd_create")
-    if seals:
-        descriptor = os.memfd_create("hvdlite", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    else:
-        descriptor, path = tempfile.mkstemp(prefix="hvdlite-")
-        os.unlink(path)
+    descriptor = open_memfd("hvdlite", seals=True)
+    if descriptor < 0:
+        descriptor = _unlinked_file()
     span = FILE_SPAN
     while True:
         try:
@@ -67,8 +69,21 @@ def anonymous_file() -> int:
                 raise LaunchError(f"cannot make shared memory of {LEAST_SPAN >> 30} GiB (only used pages take memory): "
                                   f"{error.strerror}; `ulimit -f` must allow as much") from None
             span >>= 1
-    if seals:  # a process that shrank it would end the others with SIGBUS
+    with contextlib.suppress(OSError):  # not all files can be sealed; a process that shrinks one ends the others (SIGBUS)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return descriptor
+
+
+def _unlinked_file() -> int:
+    """Return the descriptor of a temporary file without a name."""
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="hvdlite-")
+    except OSError as error:
+        raise LaunchError("this system has no files in memory (memfd_create), and a temporary file for what ranks "
+                          f"share cannot be made: {error.strerror}; name another place with TMPDIR") from None
+    os.unlink(path)
+    _log.warning("this system has no files in memory (memfd_create): the memory that ranks share is a file in %s; on a disk "
+                 "this is slow, TMPDIR=/dev/shm names memory", os.path.dirname(path))
     return descriptor
 
 

@@ -22,6 +22,8 @@ _HELP_WITH_GRADIENTS = (". Between backward() and step(), call "
          "optimizer.synchronize() on all ranks before collectives and before gradients are read, also on a rank without a "
          "backward(). Let the steps of several optimizers come in the same order everywhere, and all ranks wait for "
          "gradients in the same place (DistributedOptimizer(wait_in=), HVDLITE_WAIT_IN)")
+_HELP_WITH_KERAS = (". With Keras, call fit, evaluate, predict and the other methods of a model of a MirroredStrategy on "
+                    "all ranks, also in callbacks: not on rank 0 alone")
 
 
 def stuck_ranks(needs: Mapping[int, Sequence[Collection[int]]]) -> frozenset[int]:
@@ -87,8 +89,10 @@ class BlockedRanks:
                  for rank in sorted(stuck) for what, missing in self._described(rank)]
         more = [f"  and {len(lines) - 16} more"] if len(lines) > 16 else []
         title = "ranks wait for each other in a circle, so that none can go on:"
-        negotiated = any(self._blocked[rank].waits for rank in stuck)
-        return stuck, "\n".join([title, *lines[:16], *more, _HELP + _HELP_WITH_GRADIENTS * negotiated])
+        waits = [wait for rank in stuck for wait in self._blocked[rank].waits]
+        more_help = (_HELP_WITH_KERAS if any(wait.name.startswith("keras.") for wait in waits) else
+                     _HELP_WITH_GRADIENTS if any(wait.round_id for wait in waits) else "")
+        return stuck, "\n".join([title, *lines[:16], *more, _HELP + more_help])
 
     def _described(self, rank: int) -> Iterator[tuple[str, Collection[int]]]:
         """Iterate over what a rank waits for, with the ranks that it needs."""

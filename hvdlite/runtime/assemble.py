@@ -12,9 +12,8 @@ from typing import Any
 
 from hvdlite.bootstrap.cancellation import Cancellation
 from hvdlite.bootstrap.environments import LaunchInfo
-from hvdlite.bootstrap.job_directory import JobDirectory
+from hvdlite.bootstrap.job_directory import JobDirectory, host_identity
 from hvdlite.bootstrap.member import Member
-from hvdlite.bootstrap.rendezvous import host_identity
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.inproc import InprocControl
 from hvdlite.control.leading import LeaderControl

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from hvdlite.bootstrap.environments import LaunchInfo, job_key, read_launch_info
+from hvdlite.bootstrap.environments import LaunchInfo, how_to_have_a_key, job_key, read_launch_info
 from hvdlite.bootstrap.store import Store, meet_in_store, own_address
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config, timeout_or_inf
@@ -124,10 +124,11 @@ class Groups:
         environment = self._worlds.launch_environment()
         config = Config.from_environment(environment)
         configure_logging(config, lambda: rank)
-        info, shared, identity = meet_in_store(
+        info, shared = meet_in_store(
             store, rank, size, job_key(environment), place=environment.get(launch_contract.JOB_DIRECTORY, ""),
             address=own_address(environment, store), can_share=self._can_share(rank, size, is_world=members is None),
-            name=name, members=members or (), patience=timeout_or_inf(config.stall_check_time_seconds))
+            name=name, members=members or (), patience=timeout_or_inf(config.stall_check_time_seconds),
+            allows_insecure_store=config.allow_insecure_store, how_to_have_a_key=how_to_have_a_key(environment))
         try:
             if shared:
                 self._job.begin(info if shared == MET else None)
@@ -140,7 +141,7 @@ class Groups:
         finally:
             if info.held_port is not None:
                 info.held_port.close()
-        return runtime, identity, release
+        return runtime, info.identity, release
 
     def _can_share(self, rank: int, size: int, *, is_world: bool) -> str:
         """Return what this rank can have in common with the others."""
@@ -169,8 +170,10 @@ class Groups:
         return runtime if members is None or job is None or job is not self._of_world else job
 
     def _started(self, info: LaunchInfo, config: Config) -> Runtime:
-        """Return the runtime of a world of its own."""
+        """Return the runtime of a world of its own. On one host it has no port, whatever the knob says."""
         worlds = self._worlds
+        if not info.on_several_hosts:
+            config = dataclasses.replace(config, control="auto")
         try:
             runtime = assemble(info, config, worlds.casts, worlds.stack_dump(config), worlds.launch_environment())
         except OSError as error:

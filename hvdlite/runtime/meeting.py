@@ -17,12 +17,13 @@ from hvdlite._version import __version__
 from hvdlite.bootstrap.cancellation import Cancellation
 from hvdlite.bootstrap.descriptors import recv_fds, send_fds
 from hvdlite.bootstrap.environments import LaunchInfo
-from hvdlite.bootstrap.job_directory import JobDirectory
+from hvdlite.bootstrap.job_directory import JobDirectory, host_identity
 from hvdlite.bootstrap.member import Member
-from hvdlite.bootstrap.rendezvous import Address, accept_ranks, advertised_address, connect_to_rank_0, host_identity, listen
+from hvdlite.bootstrap.rendezvous import Address, accept_ranks, advertised_address, connect_to_rank_0, listen
 from hvdlite.control.codec import RankInfo, Welcome
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.wire import Connection
+from hvdlite.core.addresses import loopback
 from hvdlite.core.config import Config, matching_knobs, timeout_or_inf
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.stack_dump import StackDumpTarget
@@ -130,8 +131,8 @@ class Meeting:
         lacks = tuple((name, reason) for name, reason in reasons.items() if reason)
         return RankInfo(rank=world.rank, size=world.size, pid=os.getpid(),
                         host=encodable(f"{host_identity()}:{info.job_directory}"),
-                        version=__version__, stack_dump=stack_dump, settings=matching_knobs(self.config), unavailable=lacks,
-                        epoch=world.epoch)
+                        version=__version__, job=info.job, stack_dump=stack_dump, settings=matching_knobs(self.config),
+                        unavailable=lacks, epoch=world.epoch)
 
     @property
     def _over_tcp(self) -> bool:
@@ -188,7 +189,7 @@ def checked_world(info: LaunchInfo, hosts: Hosts) -> World:
 def address_for_others(connections: Mapping[int, Connection], welcome: Welcome) -> str:
     """Return the IP address of this host on the way to rank 0; on rank 0 and beside it, the one by which others come."""
     own = advertised_address(connections.values())
-    return own or welcome.advertised_address or "127.0.0.1"
+    return own or welcome.advertised_address or loopback() or "127.0.0.1"
 
 
 def common_clock(welcome: Welcome) -> Callable[[], float]:

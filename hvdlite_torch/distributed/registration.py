@@ -1,15 +1,20 @@
-"""Makes the backend "hvdlite" known to `torch.distributed`. Importing this module imports nothing of the runtime."""
+"""Makes the backend "hvdlite" known to `torch.distributed`. Importing this module imports nothing of the runtime.
+
+torch imports it at the end of `import torch`, wherever hvdlite is installed, and fails with what it raises. So it raises
+nothing, and needs nothing that a build of torch may lack.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
-from torch.distributed import Backend, is_available
 
 NAME: Final = "hvdlite"
 OLDEST_TORCH: Final = (2, 13)
@@ -19,9 +24,30 @@ TRACE: Final = "TORCH_FR_DUMP_TEMP_FILE"
 
 
 def register() -> None:
-    """Register the backend; torch's entry point for backends calls this at the end of `import torch`."""
-    if is_available() and NAME.upper() not in Backend._plugins:
-        Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    """Register the backend, once; torch's entry point for backends calls this at the end of `import torch`.
+
+    Where torch cannot take it, a warning says why as soon as a script asks for it.
+    """
+    try:
+        if torch.distributed.is_available() and NAME not in torch.distributed.Backend.backend_list:
+            torch.distributed.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            setattr(torch.distributed.Backend, NAME.upper(), _Unavailable(f"{type(error).__name__}: {error}"))
+
+
+class _Unavailable:
+    """Stands for the backend's name in `Backend`, where torch looks it up, and warns at the first look."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __get__(self, instance: object, owner: type) -> str:
+        if self._reason:
+            warnings.warn(f'torch {torch.__version__} does not accept the backend "{NAME}" ({self._reason}): install '
+                          "another version of torch or of hvdlite", stacklevel=2)
+            self._reason = ""
+        return NAME
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:

@@ -15,8 +15,8 @@ LIMIT = 1 << 16
 SETTINGS = (("HVDLITE_SHM_SLOT", "4096"), ("HVDLITE_CPU_OPERATIONS", "auto"))
 
 
-def rank_info(rank: int, size: int = 3, version: str = "1") -> RankInfo:
-    return RankInfo(rank=rank, size=size, pid=1000 + rank, host="host", version=version, settings=SETTINGS)
+def rank_info(rank: int, size: int = 3, version: str = "1", job: str = "job") -> RankInfo:
+    return RankInfo(rank=rank, size=size, pid=1000 + rank, host="host", version=version, job=job, settings=SETTINGS)
 
 
 def meet(address: Address, rank_infos: list[RankInfo], timeout: float = 30.0, stranger: Any = None) -> list[Any]:

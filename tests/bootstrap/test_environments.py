@@ -32,6 +32,18 @@ def test_every_row_of_the_table(environment: object, tmp_path: Path, monkeypatch
     assert read_launch_info(variables, parent=1).job_directory != read_launch_info(variables, parent=2).job_directory
 
 
+def test_jobs_that_differ_meet_in_different_places_and_are_told_apart() -> None:
+    """By the launcher's ids, rank 0's host and the key; a job's ranks on different hosts have one id."""
+    torchrun = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none",
+                "MASTER_ADDR": "a", "MASTER_PORT": "29500", "HVDLITE_SECRET": "ab" * 16}
+    jobs = [read_launch_info({**torchrun, **other}, parent=1) for other in (
+        {}, {"MASTER_ADDR": "b"}, {"MASTER_PORT": "29501"}, {"HVDLITE_SECRET": "cd" * 16})]
+    assert len({info.job_directory for info in jobs}) == 4
+    assert len({info.job for info in jobs}) == 3, "rank 0's host may have several names"
+    assert read_launch_info({**torchrun, "RANK": "2"}, parent=2).job == jobs[0].job
+    assert "ab" * 16 not in jobs[0].job_directory + jobs[0].job
+
+
 @pytest.mark.parametrize(("variables", "told"), [
     ({"HVDLITE_SIZE": "2"}, "HVDLITE_RANK is not set"),
     ({"RANK": "0"}, "WORLD_SIZE is not set"),

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from hvdlite.bootstrap import mpi
 from hvdlite.bootstrap.environments import read_launch_info
 from hvdlite.bootstrap.job_key import JobKey
 from hvdlite.bootstrap.rendezvous import Address
 from hvdlite.bootstrap.x25519 import BASE, x25519
 from hvdlite.core.errors import LaunchError
 from tests.bootstrap.programs import key_in_environment
-from tests.worlds import over_tcp, processes
+from tests.worlds import HANGS_SECONDS, over_tcp, processes
 
 
 def test_the_key_leaves_the_environment_of_ranks_and_of_their_children() -> None:
@@ -34,6 +42,24 @@ def test_the_key_is_kept_for_the_same_job_only() -> None:
     assert "HVDLITE_SECRET" not in key.environment()
 
 
+def test_a_file_with_the_key_stays_where_it_is(tmp_path: Path) -> None:
+    """Unlike a variable: children of a rank read it, too."""
+    file = tmp_path / "key"
+    file.write_text("ab" * 16)
+    file.chmod(0o600)
+    environ = {"HVDLITE_SECRET_FILE": str(file), "HVDLITE_RANK": "0", "HVDLITE_SIZE": "2"}
+    before = dict(environ)
+    JobKey(environ).take()
+    assert environ == before and read_launch_info(environ, 1).key == bytes.fromhex("ab" * 16)
+
+
+def test_each_world_of_an_elastic_job_has_a_key_of_its_own() -> None:
+    worlds = [{"HVDLITE_SECRET": "ab" * 16, "HVDLITE_RANK": "0", "HVDLITE_SIZE": "2", "HVDLITE_MEMBER": "0",
+               "HVDLITE_EPOCH": str(epoch)} for epoch in (1, 1, 2)]
+    first, again, second = (read_launch_info(environ, 1).key for environ in worlds)
+    assert first == again != second and bytes.fromhex("ab" * 16) not in (first, second)
+
+
 @pytest.mark.parametrize("local_size", ["2", "1"])
 def test_a_child_of_a_rank_is_told_who_has_the_key(local_size: str) -> None:
     environ = {"HVDLITE_SECRET": "ab" * 16, "HVDLITE_RANK": "0", "HVDLITE_SIZE": "2", "HVDLITE_LOCAL_SIZE": local_size,
@@ -50,3 +76,55 @@ def test_x25519_against_the_vectors_of_rfc_7748() -> None:
     assert x25519(scalar, point).hex() == "c3da55379de9c6908e94ea4df28d084f32eccf03491c71f754b4075577a28552"
     assert x25519(BASE, BASE).hex() == "422c8e7a6227d7bca1350b3e2bb7279f7897b87bb6854b783c60e80311ae3079", "iterated once"
     assert x25519(scalar, x25519(b"b" * 32, BASE)) == x25519(b"b" * 32, x25519(scalar, BASE))
+
+
+class Communicator:
+    """What one thread has of a communicator of MPI; all bytes that travel are kept."""
+
+    def __init__(self, rank: int, sent: list[Any], heard: list[bytes], barrier: threading.Barrier) -> None:
+        self._rank, self._sent, self._heard, self._barrier = rank, sent, heard, barrier
+
+    def Get_rank(self) -> int:
+        return self._rank
+
+    def Get_size(self) -> int:
+        return len(self._sent)
+
+    def Allreduce(self, _: object, value: Any, operation: Callable[[list[Any]], Any]) -> None:
+        value[...] = operation(self._exchanged(value))
+
+    def Allgather(self, value: Any, out: Any) -> None:
+        out[...] = self._exchanged(value)
+
+    def Scatter(self, values: Any, out: Any, root: int) -> None:
+        out[...] = self._exchanged(values)[root][self._rank]
+
+    def Bcast(self, value: Any, root: int) -> None:
+        value[...] = self._exchanged(value if self._rank == root else None)[root]
+
+    def _exchanged(self, value: Any) -> list[Any]:
+        self._sent[self._rank] = None if value is None else value.copy()
+        self._heard.append(b"" if value is None else value.tobytes())
+        self._barrier.wait(HANGS_SECONDS)
+        sent = list(self._sent)
+        self._barrier.wait(HANGS_SECONDS)
+        return sent
+
+
+@pytest.mark.parametrize("own", [b"", b"k" * 32])
+def test_who_listens_to_mpi_between_hosts_does_not_learn_the_key(own: bytes) -> None:
+    """Three hosts with a rank each, which make a key, or have that of the user."""
+    heard: list[bytes] = []
+    sent, barrier = [None] * 3, threading.Barrier(3)
+    module = SimpleNamespace(IN_PLACE=None, MIN=min)
+
+    def agreed(rank: int) -> bytes:
+        everybody = Communicator(rank, sent, heard, barrier)
+        alone = Communicator(0, [None], [], threading.Barrier(1))
+        return mpi._agreed_key(module, everybody, alone, everybody, own)
+
+    with ThreadPoolExecutor(3) as pool:
+        keys = list(pool.map(agreed, range(3)))
+    assert len(set(keys)) == 1 and len(keys[0]) == 32 and (not own or keys[0] == own)
+    assert heard and not any(keys[0] in text for text in heard)
+    assert not own or {len(text) for text in heard} == {np.int64().nbytes}, "only whether all have one"

@@ -50,6 +50,12 @@ def test_the_parts_of_a_split_are_process_sets(mpi: Mpi) -> None:
 
 
 @pytest.mark.parametrize("mpi", MPIS[:1])
+def test_ranks_of_a_host_with_different_directories_for_temporary_files_are_told(mpi: Mpi) -> None:
+    ended = mpiexec(mpi, 3, [str(PROGRAMS / "mpi_directories.py")])
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("mpi", MPIS[:1])
 @pytest.mark.parametrize("plane", ["hierarchical", pytest.param("gloo", marks=pytest.mark.long)])
 def test_several_hosts(mpi: Mpi, tmp_path: Path, plane: str) -> None:
     """MPICH can make believe that its processes are on two hosts, every other one on each."""

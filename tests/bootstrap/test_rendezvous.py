@@ -43,7 +43,7 @@ def test_a_missing_rank_is_named_on_all_ranks(address: Address) -> None:
 
 
 @pytest.mark.parametrize(("other", "told"), [
-    (RankInfo(rank=1, size=3, pid=1, host="host", version="1", epoch=2), "membership epoch 2"),
+    (msgspec.structs.replace(rank_info(1), epoch=2), "membership epoch 2"),
     (rank_info(1, size=4), "rank 1 of 4"), (rank_info(0), "rank 0 of 3"),
     (msgspec.structs.replace(rank_info(1), settings=(SETTINGS[0], ("HVDLITE_CPU_OPERATIONS", "gloo"))),
      "rank 1 has HVDLITE_CPU_OPERATIONS=gloo, rank 0 auto"),
@@ -56,6 +56,21 @@ def test_a_rank_that_does_not_fit_is_refused_everywhere(address: Address, other:
 def test_two_processes_of_one_rank_are_named(address: Address) -> None:
     results = meet(address, [rank_info(0), rank_info(1), rank_info(1)])
     assert "are rank 1" in str(results[0])
+
+
+def test_a_rank_of_another_job_is_refused_and_the_job_starts(address: Address) -> None:
+    """It hears why; whatever the launcher, and although it has the same rank, size and key."""
+    told: list[str] = []
+
+    def of_another_job(address: Address) -> None:
+        with pytest.raises(LaunchError) as raised:
+            connect_to_rank_0(address, rank_info(1, job="another"), timeout=HANGS_SECONDS, frame_limit=LIMIT)
+        told.append(str(raised.value))
+
+    results = meet(address, [rank_info(rank) for rank in range(3)], stranger=of_another_job)
+    assert all(welcome.pids == (1000, 1001, 1002) for welcome in results)
+    assert told == ["rank 1 (process 1001) has reached rank 0 of another job: their launchers' ids, keys or job directories "
+                    "differ"]
 
 
 def test_strangers_are_refused_and_the_job_starts(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,51 +4,21 @@ from __future__ import annotations
 
 import datetime
 import logging
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from hvdlite.bootstrap import store as store_module
 from hvdlite.bootstrap.environments import LaunchInfo
+from hvdlite.bootstrap.job_directory import host_identity
 from hvdlite.bootstrap.store import meet_in_store, own_address
+from hvdlite.bootstrap.store_texts import sealed
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.held_port import HeldPort
-
-HANGS_SECONDS = 60.0
-
-
-class DictStore:
-    """A store of threads, with as much of torch's as is used."""
-
-    def __init__(self, seconds: float = HANGS_SECONDS) -> None:
-        self.timeout = datetime.timedelta(seconds=seconds)
-        self.values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-
-    def set(self, key: str, value: bytes) -> None:
-        with self._changed:
-            self.values[key] = value
-            self._changed.notify_all()
-
-    def get(self, key: str) -> bytes:
-        self.wait([key], self.timeout)
-        return self.values[key]
-
-    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
-                raise RuntimeError(f"wait timeout\nkeys: {keys}")
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def delete_key(self, key: str) -> bool:
-        return self.values.pop(key, None) is not None
+from tests.bootstrap.stores import HANGS_SECONDS, KEY, DictStore, said, signer
 
 
 class KeepingStore(DictStore):
@@ -56,51 +26,79 @@ class KeepingStore(DictStore):
         raise RuntimeError("not supported by this store")
 
 
-def said(size: int) -> bytes:
-    """Return what a rank says of itself."""
-    return msgspec.msgpack.encode([size, "", "", "", False, "", 7])
-
-
-def meet(store: DictStore, *ranks: dict[str, Any]) -> list[tuple[LaunchInfo, str, str]]:
+def meet(store: DictStore, *ranks: dict[str, Any]) -> list[tuple[LaunchInfo, str]]:
     """Let ranks meet, each with its own arguments; raise the first error."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         calls = [pool.submit(meet_in_store, store, rank, len(ranks), **given)
                  for rank, given in enumerate(ranks)]
         met = [call.result(HANGS_SECONDS) for call in calls]
-    for info, *_ in met:
+    for info, _ in met:
         if info.held_port is not None:
             info.held_port.close()
     return met
 
 
 def test_ranks_of_one_host() -> None:
-    met = [info for info, *_ in meet(DictStore(), {}, {}, {})]
+    met = [info for info, _ in meet(DictStore(), {}, {}, {})]
     assert [(info.world.rank, info.world.size, info.world.local_rank, info.world.local_size) for info in met] == [
         (0, 3, 0, 3), (1, 3, 1, 3), (2, 3, 2, 3)]
     assert len({info.job_directory for info in met}) == 1 and all(info.owns_directory for info in met)
     assert {(info.coordinator, info.key) for info in met} == {(None, b"")}
-    again, = {info.job_directory for info, *_ in meet(DictStore(), {}, {})}
+    assert len({info.job for info in met}) == 1
+    again, = {info.job_directory for info, _ in meet(DictStore(), {}, {})}
     assert again != met[0].job_directory and Path(again).parent == Path(met[0].job_directory).parent
 
 
-def test_ranks_of_several_hosts_get_an_address_and_a_key() -> None:
+def test_ranks_of_several_hosts_without_a_key_are_refused() -> None:
     store = DictStore()
-    met = [info for info, *_ in meet(store, {"place": "a", "address": "192.0.2.7"}, {"place": "b"}, {"place": "a"})]
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(meet_in_store, store, rank, 2, place="ab"[rank], allows_insecure_store=not rank)
+                 for rank in range(2)]
+        errors = [str(call.exception(HANGS_SECONDS)) for call in calls]
+    assert errors[0] == errors[1] and errors[0].startswith("rank 1 has no key, and the group has ranks on several hosts")
+    assert "HVDLITE_SECRET" in errors[0] and "HVDLITE_ALLOW_INSECURE_STORE=1" in errors[0]
+    assert not store.values
+
+
+def test_ranks_of_several_hosts_get_an_address_and_a_key_if_that_is_allowed() -> None:
+    store, allowed = DictStore(), {"allows_insecure_store": True}
+    met = [info for info, _ in meet(store, {"place": "a", "address": "192.0.2.7", **allowed}, {"place": "b", **allowed},
+                                    {"place": "a", **allowed})]
     assert [info.world.local_rank for info in met] == [0, 0, 1]
     assert len({info.job_directory for info in met}) == 2 and met[0].job_directory == met[2].job_directory
     (key,), (coordinator,) = {info.key for info in met}, {info.coordinator for info in met}
     assert len(key) == 32 and coordinator is not None and coordinator[0] == "192.0.2.7" and coordinator[1] > 0
-    assert meet(store, {"place": "a"}, {"place": "b"})[0][0].key != key
+    assert len({info.job for info in met}) == 1
+    assert meet(store, {"place": "a", **allowed}, {"place": "b", **allowed})[0][0].key != key
 
 
 def test_the_jobs_own_key_does_not_go_through_the_store() -> None:
     store = KeepingStore()
     key = bytes(range(32))
-    met = [info for info, *_ in meet(store, {"place": "a", "key": key}, {"place": "b", "key": key})]
+    met = [info for info, _ in meet(store, {"place": "a", "key": key}, {"place": "b", "key": key})]
     assert [info.key for info in met] == [key] * 2
     assert not any(key in value for value in store.values.values())
-    with pytest.raises(LaunchError, match=r"rank 1 has the job's key \(HVDLITE_SECRET\), and rank 0 has none"):
-        meet(DictStore(), {"place": "a"}, {"place": "b", "key": key})
+
+
+@pytest.mark.parametrize("keys", [(b"", b"k" * 32), (b"k" * 32, b""), (b"a" * 32, b"b" * 32)])
+def test_ranks_with_different_keys_all_raise(keys: tuple[bytes, bytes]) -> None:
+    store = DictStore()
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(meet_in_store, store, rank, 2, key) for rank, key in enumerate(keys)]
+        errors = [str(call.exception(HANGS_SECONDS)) for call in calls]
+    for rank, (own, others) in enumerate(zip(keys, keys[::-1], strict=True)):
+        told = (f"rank {rank} has the job's key (HVDLITE_SECRET), and rank {1 - rank} has none" if own and not others else
+                f"what rank {1 - rank} has written to the store is not signed with the key of rank {rank}" if own else
+                f"what rank {1 - rank} has written to the store is not signed as rank {rank} does, which has no key")
+        assert errors[rank].startswith(told)
+    assert not store.values
+
+
+def test_ranks_of_a_host_with_different_directories_for_temporary_files_are_told() -> None:
+    store = DictStore()
+    store.set("hvdlite/1", sealed("hvdlite/1", 1, 7, [2, f"{host_identity()}:", "h", "/other", False, ""], signer()))
+    with pytest.raises(LaunchError, match=r"ranks 0 and 1 of one host .* /other: set TMPDIR"):
+        meet_in_store(store, 0, 2)
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (2, 3, 3), (3, 2, 3), (4, 2, 4, 4), (3, 2)])
@@ -122,7 +120,7 @@ def test_ranks_that_do_not_come_are_named(rank: int, came: tuple[int, ...], miss
                                           caplog: pytest.LogCaptureFixture) -> None:
     store = DictStore(seconds=0.1)
     for each in came:
-        store.set(f"hvdlite/{each}", said(3))
+        store.set(f"hvdlite/{each}", said(each, 3, name="group 5"))
     own = (13, 17, 19)[rank]
     with pytest.raises(LaunchError) as raised, caplog.at_level(logging.WARNING, "hvdlite"):
         meet_in_store(store, rank, 3, name="group 5", members=(13, 17, 19), patience=0.02)
@@ -136,7 +134,7 @@ def test_ranks_that_do_not_come_are_named(rank: int, came: tuple[int, ...], miss
 def test_one_of_several_ranks_that_wait_tells(waiting: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
     store = KeepingStore(seconds=0.05)
     for rank in waiting:
-        store.set(f"hvdlite/{rank}", said(4))
+        store.set(f"hvdlite/{rank}", said(rank, 4))
     with caplog.at_level(logging.WARNING, "hvdlite"):
         for rank in waiting:
             with pytest.raises(LaunchError, match="in vain for rank 3"):
@@ -179,7 +177,7 @@ def test_a_store_whose_wait_is_pure_virtual() -> None:
         with ThreadPoolExecutor(2) as pool:
             late = pool.submit(meet_in_store, store, 1, 2, patience=0.01)
             time.sleep(0.05)  # its patience is over
-            assert meet_in_store(store, 0, 2)[2] == late.result(HANGS_SECONDS)[2]
+            assert meet_in_store(store, 0, 2)[0].identity == late.result(HANGS_SECONDS)[0].identity
 
 
 def test_a_rank_that_fails_leaves_nothing() -> None:
@@ -193,7 +191,7 @@ def test_a_rank_that_fails_leaves_nothing() -> None:
 def test_who_has_come_and_failed_is_not_called_absent() -> None:
     """The ranks' timeouts end one after the other, and each removes what it has said."""
     store = DictStore(seconds=0.2)
-    store.set("hvdlite/1", said(4))
+    store.set("hvdlite/1", said(1, 4))
 
     class Fails(DictStore):
         def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
@@ -221,25 +219,25 @@ def test_a_store_that_fails_leaves_no_port(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(store_module, "HeldPort", Port)
     store = Fails()
-    store.set("hvdlite/1", msgspec.msgpack.encode([2, "another host", "192.0.2.7", "", False, "", 7]))
+    store.set("hvdlite/1", said(1, 2, "another host", KEY))
     with pytest.raises(LaunchError, match="connection reset"):
-        meet_in_store(store, 0, 2, address="192.0.2.8")
+        meet_in_store(store, 0, 2, KEY, address="192.0.2.8")
     (port,) = ports
     assert port._socket.fileno() == -1
 
 
 def test_they_share_what_all_can_share() -> None:
-    assert [shared for _, shared, _ in meet(DictStore(), {"can_share": "x"}, {"can_share": "x"})] == ["x", "x"]
-    assert [shared for _, shared, _ in meet(DictStore(), {"can_share": "x"}, {"can_share": "y"})] == ["", ""]
-    assert [shared for _, shared, _ in meet(DictStore(), {"can_share": "x"}, {})] == ["", ""]
+    assert [shared for _, shared in meet(DictStore(), {"can_share": "x"}, {"can_share": "x"})] == ["x", "x"]
+    assert [shared for _, shared in meet(DictStore(), {"can_share": "x"}, {"can_share": "y"})] == ["", ""]
+    assert [shared for _, shared in meet(DictStore(), {"can_share": "x"}, {})] == ["", ""]
 
 
 def test_a_store_can_be_used_again() -> None:
     store, seen = DictStore(), set()
     for place in ("a", "b", "c"):
         met = meet(store, {"can_share": place}, {"can_share": place}, {"can_share": place})
-        assert {shared for _, shared, _ in met} == {place}, "an answer of an earlier world"
-        (directory,) = {info.job_directory for info, *_ in met}
+        assert {shared for _, shared in met} == {place}, "an answer of an earlier world"
+        (directory,) = {info.job_directory for info, _ in met}
         seen.add(directory)
         assert not store.values, "nothing is left"
     assert len(seen) == 3

@@ -13,12 +13,15 @@ import secrets
 import sys
 import time
 
+from tests.chaos.floods import FLOODS
+from tests.chaos.jobs import JOBS
 from tests.chaos.kills import KILLS
 from tests.chaos.links import LINKS
 from tests.chaos.repeating import troubles
 from tests.chaos.rows import Row, rounds, table
 from tests.chaos.scarcity import SCARCITIES
 from tests.chaos.schedules import SCHEDULES
+from tests.chaos.stores import STORES
 from tests.chaos.strangers import STRANGERS
 
 
@@ -34,7 +37,8 @@ def main() -> int:
     parser.add_argument("--results", help="a file for the table")
     options = parser.parse_args()
     logging.getLogger("hvdlite").setLevel(logging.CRITICAL)  # refusals are counted
-    known = [*STRANGERS, *KILLS, *LINKS, *SCARCITIES, *SCHEDULES, *troubles(max(2.0, options.minutes * 1.5))]
+    known = [*STRANGERS, *STORES, *JOBS, *FLOODS, *KILLS, *LINKS, *SCARCITIES, *SCHEDULES,
+             *troubles(max(2.0, options.minutes * 1.5))]
     chosen = [trouble for trouble in known if options.only in trouble.what]
     total, began = sum(trouble.share for trouble in chosen), time.monotonic()
     until = began + options.minutes * 60

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from tests.chaos.rows import Row, Trouble
+from tests.chaos.rows import Row, Trouble, reason_in
 from tests.elastic.campaign import two_hosts
 from tests.runner.networks import Hosts, unavailable
 from tests.worlds import HANGS_SECONDS, PYTHON_PATH, ROOT
@@ -43,7 +43,7 @@ def _cut(chance: random.Random, hosts: Hosts) -> Iterator[None]:
     hosts.cut("b")
     try:
         if chance.random() < 0.5:
-            time.sleep(chance.uniform(0.1, 3.0))
+            time.sleep(chance.choice([chance.uniform(0.1, 3.0), chance.uniform(3.0, 20.0)]))
             hosts.mend("b")
         yield
     finally:
@@ -71,6 +71,7 @@ def _job(chance: random.Random, row: Row, hurt: Hurt, *, must_succeed: bool) -> 
         assert text.count("reduced") == 2, text
         row.survived += 1
         return
+    reason_in(text)
     reasons = [line for line in text.splitlines() if line.startswith("hvdrun: ") and hosts.address("b") in line]
     assert reasons and not must_succeed, f"exit code {job.returncode}: {text[-2000:]}"
     row.refused += 1

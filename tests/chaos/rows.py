@@ -51,6 +51,33 @@ class Trouble:
     goal: int = 0
 
 
+REASONS = ("hvdrun: ", "Error: ", "Cannot allocate memory", "No space left")
+
+
+def no_traceback_in(told: str) -> None:
+    """Check that hvdrun has not ended, and none of its threads, in a traceback; a script may.
+
+    Raises:
+        AssertionError: when there is one.
+    """
+    for trace in told.split("Traceback (most recent call last)")[1:]:
+        frames = [line for line in trace.splitlines() if line.lstrip().startswith("File ")]
+        assert not any(each in line for line in frames for each in ("hvdlite_runner", "/runner/")), (
+            f"hvdrun ended in a traceback: {told[-2000:]!r}")
+
+
+def reason_in(told: str) -> str:
+    """Return the line that says why a job has ended: hvdrun's if there is one, else the last one.
+
+    Raises:
+        AssertionError: when there is none, or hvdrun ended in a traceback, which never is a reason.
+    """
+    no_traceback_in(told)
+    assert any(reason in told for reason in REASONS), f"no reason: {told[-2000:]!r}"
+    lines = told.splitlines()
+    return next((line for line in lines if line.startswith("hvdrun: ")), lines[-1])
+
+
 def chance_of(seed: int, what: str, number: int) -> random.Random:
     """Return the random numbers of one round, whatever ran before it."""
     return random.Random(f"{seed} {what} {number}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import random
 import shutil
@@ -13,7 +14,8 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from tests.chaos.rows import Row, Trouble
+from tests.chaos.programs import refusing
+from tests.chaos.rows import Row, Trouble, reason_in
 from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, ROOT, clean_environment, shared_memory
 
 MEMORY_CGROUP = Path("/sys/fs/cgroup/memory")
@@ -29,11 +31,13 @@ class Scarcity:
         elastic: whether the job may change its members.
         oom_events: a file of a control group that counts processes which the kernel has killed. hvdrun may be one, and then
             tells nothing.
+        under: the beginning of the command, which runs the rest with fewer rights.
     """
 
     shell: str
     elastic: bool = False
     oom_events: Path | None = None
+    under: tuple[str, ...] = ()
 
 
 def _job(chance: random.Random, row: Row, scarcity: Scarcity) -> None:
@@ -42,7 +46,8 @@ def _job(chance: random.Random, row: Row, scarcity: Scarcity) -> None:
     command = [*HVDRUN, *flags, sys.executable, "-m", "tests.chaos.programs.reducing", str(chance.choice([10, 1_000_000]))]
     shared = shared_memory()
     with tempfile.TemporaryDirectory(prefix="hvdlite-chaos-") as folder:
-        ended = subprocess.run(["unshare", "-m", "sh", "-c", f'{scarcity.shell}\nexec "$@"', "sh", *command],
+        ended = subprocess.run(["unshare", "-m", "sh", "-c", f'{scarcity.shell}\nexec "$@"', "sh",
+                                *scarcity.under, *command],
                                env={**clean_environment(), "PYTHONPATH": PYTHON_PATH, "FOLDER": folder, "TMPDIR": folder,
                                     "OMP_NUM_THREADS": "1", "HVDLITE_START_TIMEOUT": "60"},
                                capture_output=True, cwd=ROOT, timeout=2 * HANGS_SECONDS, check=False)
@@ -56,11 +61,10 @@ def _job(chance: random.Random, row: Row, scarcity: Scarcity) -> None:
         row.remark = "the kernel killed hvdrun itself"
         return
     told = ended.stderr.decode(errors="replace")
-    reasons = ("hvdrun: ", "Error: ", "Cannot allocate memory", "No space left")
-    assert any(reason in told for reason in reasons), f"exit code {ended.returncode} without a reason: {told[-2000:]!r}"
+    reason = reason_in(told)
     assert shared_memory() <= shared
     row.refused += 1
-    row.remark = next((line for line in told.splitlines() if line.startswith("hvdrun: ")), told.splitlines()[-1])[:100]
+    row.remark = reason[:100]
 
 
 def _oom_kills(events: Path) -> int:
@@ -84,6 +88,61 @@ def no_dev_shm(chance: random.Random, row: Row) -> None:
 def few_descriptors(chance: random.Random, row: Row) -> None:
     """Allow every process a few descriptors."""
     _job(chance, row, Scarcity(f"ulimit -n {chance.randrange(8, 80)}"))
+
+
+def few_processes(chance: random.Random, row: Row) -> None:
+    """Allow a user of its own, for whom the kernel counts processes, a few of them."""
+    user = str(chance.randrange(60_000, 64_000))
+    _job(chance, row, Scarcity(f'{_SHOW_PYTHON}chmod 777 "$FOLDER"', chance.random() < 0.3,
+                               under=("prlimit", f"--nproc={chance.randrange(1, 40)}", *_as_user(user))))
+
+
+def _as_user(user: str) -> tuple[str, ...]:
+    """Return the beginning of a command of another user."""
+    return "setpriv", "--reuid", user, "--regid", user, "--clear-groups"
+
+
+def _closed(path: Path) -> Path | None:
+    """Return the outermost directory on the way to a path that other users cannot enter, such as root's home."""
+    return next((each for each in reversed((path, *path.parents)) if not each.stat().st_mode & 0o001), None)
+
+
+def _showing(path: Path) -> str:
+    """Return commands for a mount namespace of its own after which other users can reach a path."""
+    closed = _closed(path)
+    return "" if closed is None else (
+        f"shown=$(mktemp -d) && mount --bind {path} $shown && mount -t tmpfs -o mode=755 none {closed} && "
+        f"mkdir -p {path} && mount --move $shown {path} && rmdir $shown\n")
+
+
+_SHOW_PYTHON = _showing(Path(sys.base_prefix))
+
+
+def no_other_user() -> str:
+    """Return why no other user can run jobs here, "" when one can."""
+    if reason := unavailable():
+        return reason
+    if shutil.which("setpriv") is None:
+        return "needs setpriv (util-linux)"
+    script = "import os, sys, hvdlite, numpy; sys.exit(not os.access(sys.executable, os.X_OK))"
+    tried = subprocess.run(["unshare", "-m", "sh", "-c", f'{_SHOW_PYTHON}exec "$@"', "sh", *_as_user("60000"),
+                            sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=False,
+                           env={**clean_environment(), "PYTHONPATH": PYTHON_PATH})
+    return "other users cannot run this Python" if tried.returncode else ""
+
+
+def missing_calls(chance: random.Random, row: Row) -> None:
+    """Let the kernel refuse to make memfds, eventfds and pidfds."""
+    error = chance.choice([errno.ENOSYS, errno.EPERM])
+    _job(chance, row, Scarcity("", chance.random() < 0.3, under=(sys.executable, refusing.__file__, str(error))))
+
+
+def no_filter() -> str:
+    """Return why system calls cannot be refused here, "" when they can."""
+    if reason := unavailable():
+        return reason
+    tried = subprocess.run([sys.executable, refusing.__file__, "1", "true"], capture_output=True, check=False)
+    return "needs seccomp" if tried.returncode else ""
 
 
 def little_memory(chance: random.Random, row: Row) -> None:
@@ -120,4 +179,6 @@ def unavailable() -> str:
 SCARCITIES = (Trouble("jobs with a full disk", full_disk, 1, unavailable),
               Trouble("jobs without /dev/shm", no_dev_shm, 1, unavailable),
               Trouble("jobs with few descriptors", few_descriptors, 1, unavailable),
+              Trouble("jobs with few processes", few_processes, 1, no_other_user),
+              Trouble("jobs without memfd, eventfd and pidfd", missing_calls, 1, no_filter),
               Trouble("jobs with little memory", little_memory, 1, unavailable))

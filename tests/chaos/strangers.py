@@ -254,7 +254,7 @@ def member_server(chance: random.Random, row: Row) -> None:
                 key.data()
 
     with tempfile.TemporaryDirectory(prefix="hvdlite-chaos-") as folder, selectors.DefaultSelector() as selector, \
-            contextlib.closing(MemberServer(selector, folder, lambda member, _: heard.append(member))), \
+            contextlib.closing(MemberServer(selector, folder, lambda member, *_: heard.append(member))), \
             noises(chance, row, connect), connect() as member:
         member.sendall(frame(MemberHello(number, 1)))
         while number not in heard:

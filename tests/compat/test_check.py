@@ -70,3 +70,9 @@ def test_the_command_reads_scripts_and_does_not_run_them(tmp_path: Path) -> None
     ended = checked(str(broken))
     assert ended.returncode == 2 and f"{broken} cannot be read: " in ended.stderr and "Traceback" not in ended.stderr, ended
     assert checked("train").returncode == 2
+    deep = tmp_path / "deep.py"
+    deep.write_text("if x == 0:\n    y = 0\n" + 3000 * "elif x == 1:\n    y = 1\n")
+    ended = checked(str(deep), str(broken), str(good))
+    assert ended.returncode == 2 and ended.stdout == f"{good}: no difference found\n", ended
+    assert [line.partition(" ")[2].partition(":")[0] for line in ended.stderr.splitlines()] == [
+        f"{deep} is not checked", f"{broken} cannot be read"], ended

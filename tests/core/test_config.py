@@ -57,14 +57,28 @@ def test_knobs_are_read_with_their_aliases_and_precedence() -> None:
     assert Config.from_environment(both, fusion_threshold=9).fusion_threshold == 9
     assert Config.from_environment({"HVDLITE_LOG_LEVEL": "trace"}).log_level == "DEBUG"
     for name, value in (("FUSION_THRESHOLD", "-1"), ("LOG_LEVEL", "loud"), ("CONTROL", "smoke"), ("SHM_SLOT", ""),
-                        ("SHM_CHUNK", "3Q"), ("BUCKET_LAYOUTS", "0")):
+                        ("SHM_CHUNK", "3Q"), ("BUCKET_LAYOUTS", "0"), ("FRAME_LIMIT", "65535"), ("SHM_CHUNK", "4095")):
         with pytest.raises(ConfigError, match=f"HVDLITE_{name}"):
             Config.from_environment({f"HVDLITE_{name}": value})
 
 
+def test_of_every_knob_in_bytes_0_has_a_meaning_or_is_refused() -> None:
+    sizes = [field for field in dataclasses.fields(Config) if "bytes" in field.metadata["help"]]
+    assert len(sizes) == 9
+    for field in sizes:
+        variable = f"HVDLITE_{field.name.upper()}"
+        with pytest.raises(ConfigError, match=f"{variable}='-1' is not valid: must be a number of bytes"):
+            Config.from_environment({variable: "-1"})
+        if re.search(r"\b0 (turns|is)\b", field.metadata["help"]):
+            assert getattr(Config.from_environment({variable: "0"}), field.name) == 0
+        else:
+            with pytest.raises(ConfigError, match=f"{variable}='0' is not valid: must be at least [0-9]+ bytes"):
+                Config.from_environment({variable: "0"})
+
+
 def test_of_every_knob_in_seconds_0_is_never() -> None:
     seconds = [field for field in dataclasses.fields(Config) if isinstance(field.default, float)]
-    assert len(seconds) == 7 and all("; 0 is never" in field.metadata["help"] for field in seconds)
+    assert len(seconds) == 8 and all("; 0 is never" in field.metadata["help"] for field in seconds)
     assert timeout_or_inf(0.0) == math.inf and timeout_or_inf(1.5) == 1.5
     assert socket_timeout(math.inf) is None and socket_timeout(1.5) == 1.5
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,9 @@ from hvdlite.core.launch_contract import DIRECTORY_PREFIX, PROCESSES_FILE, REPOR
 from hvdlite.diagnostics.stall_report import RankState, StallReport, first_difference, location_in_dump
 from hvdlite.negotiation.messages import RankStatus
 from hvdlite.negotiation.stalls import MessageStall, Stall
+from hvdlite_runner.cli import main
 from hvdlite_runner.report import find_job
+from tests.bootstrap.other_user import as_other_user, needs_root, other_user, shared_by_all
 from tests.diagnostics.programs import stall_report as programs
 from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, ROOT, Processes, processes
 
@@ -184,8 +187,8 @@ def test_hvdrun_reports_on_a_running_job(tmp_path: Path) -> None:
 def test_a_job_whose_ranks_have_not_met_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     job, killed = (tmp_path / f"{DIRECTORY_PREFIX}{pid}-x" for pid in (os.getpid(), 1 << 30))
-    job.mkdir()
-    killed.mkdir()
+    job.mkdir(mode=0o700)
+    killed.mkdir(mode=0o700)
     for asked in ("", str(os.getpid())):
         with pytest.raises(LaunchError, match=rf"\. Not all ranks of hvdrun process {os.getpid()} have met$"):
             find_job(asked)
@@ -194,7 +197,59 @@ def test_a_job_whose_ranks_have_not_met_is_told_as_such(tmp_path: Path, monkeypa
         find_job("")
     (job / REPORT_SOCKET).touch()
     for name in "ay":  # of an earlier process with the same id, as in a container that was started again
-        (tmp_path / f"{DIRECTORY_PREFIX}{os.getpid()}-{name}").mkdir()
+        (tmp_path / f"{DIRECTORY_PREFIX}{os.getpid()}-{name}").mkdir(mode=0o700)
     assert find_job("") == find_job(str(os.getpid())) == job
     with pytest.raises(LaunchError, match=rf"running: {os.getpid()}$"):
         find_job("1")
+
+
+@needs_root
+def test_links_and_directories_of_other_users_are_no_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = shared_by_all(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    loop, inside, foreign = (shared / f"{DIRECTORY_PREFIX}{number}-x" for number in (1, 2, 3))
+
+    def spoil() -> None:
+        loop.symlink_to(loop)
+        inside.symlink_to(private / "any")  # which the victim may not enter
+        foreign.mkdir(mode=0o777)
+        (foreign / REPORT_SOCKET).touch()
+
+    as_other_user(spoil)
+    (shared / f"{DIRECTORY_PREFIX}4-x").symlink_to(private)  # even a link to a directory of ours is none
+    (private / REPORT_SOCKET).touch()
+    with pytest.raises(LaunchError, match=r"^no job that you started with hvdrun is running on this host$"):
+        find_job("")
+    with pytest.raises(LaunchError, match=r"with mode 0700 \(owner 65534, mode "):
+        find_job(str(foreign))
+    with other_user(), pytest.raises(LaunchError, match=r"x: Permission denied; name the process id"):
+        find_job(str(inside))
+
+
+@needs_root
+def test_another_user_who_listens_for_rank_0_is_not_believed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "job"
+    directory.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(directory / REPORT_SOCKET))
+        with other_user():
+            listener.listen()  # the kernel tells who has called this
+        assert main(["--report", str(directory)]) == 2
+    assert capfd.readouterr().err == (f"hvdrun: {directory / REPORT_SOCKET} is not served by rank 0 of a job of yours: the "
+                                      "peer belongs to user 65534, not 0\n")
+
+
+@pytest.mark.parametrize("content", [None, "", "{half", "[1]", '{"0": 1}'])
+def test_a_directory_without_a_job_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str],
+                                                          content: str | None) -> None:
+    tmp_path.chmod(0o700)
+    if content is not None:
+        (tmp_path / PROCESSES_FILE).write_text(content)
+    assert main(["--report", str(tmp_path)]) == 2
+    told = capfd.readouterr().err
+    assert told.startswith(f"hvdrun: {tmp_path} is not the directory of a running job whose ranks have met"), told
+    assert told.count("\n") == 1
+    assert main(["--report", str(tmp_path / "none")]) == 2
+    assert capfd.readouterr().err.startswith(f"hvdrun: {tmp_path / 'none'}: No such file or directory; ")

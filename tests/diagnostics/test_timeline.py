@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
 import signal
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,34 @@ def test_every_write_leaves_valid_json(tmp_path: Path) -> None:
     file.close()
     file.add(0, [TraceEvent("B", 1.0, "late", "X")])
     assert 'odd \\"name\\"' in path.read_text() and "late" not in path.read_text()
+
+
+@contextlib.contextmanager
+def longest_file(nbytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_write_for_which_the_disk_has_no_room_is_taken_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "trace.json"
+    for room in range(1000, 1200, 7):  # wherever the last write is cut
+        caplog.clear()
+        with longest_file(room):
+            timeline = TimelineFile(str(path), 2)
+            for number in range(20):
+                timeline.add(0, [TraceEvent("i", 1.0 * number, f"tensor{number}", "event")])
+            timeline.close()
+        records = json.loads(path.read_text())
+        assert len(records) > 5 and path.stat().st_size <= room
+        told = [record.getMessage() for record in caplog.records]
+        assert told in ([f"the timeline {path} ends here: no space left on the disk, or under `ulimit -f`"],
+                        [f"the timeline {path} ends here: File too large"])  # when not one byte fits
+    with longest_file(2), pytest.raises(ConfigError, match=r"trace.json: no space left on the disk"):
+        TimelineFile(str(path), 2)
 
 
 def test_phases_of_every_rank_on_one_clock(tmp_path: Path) -> None:

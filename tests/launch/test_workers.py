@@ -23,8 +23,9 @@ def test_ranks_of_a_node_follow_each_other() -> None:
                                               World(3, 6, 0, 2, 1, 3), World(4, 6, 1, 2, 1, 2), World(5, 6, 0, 1, 2, 3)]
 
 
-def test_a_key_is_given_where_it_is_needed() -> None:
-    assert "HVDLITE_SECRET" not in workers.rank_variables(World(1, 2, 1, 2), "/job", "a:1", "ab")
+def test_all_ranks_get_the_key_and_those_of_several_hosts_the_coordinator() -> None:
+    given = workers.rank_variables(World(1, 2, 1, 2), "/job", "a:1", "ab")
+    assert given["HVDLITE_SECRET"] == "ab" and "HVDLITE_COORDINATOR" not in given
     given = workers.rank_variables(World(1, 2, 0, 1, 1, 2), "/job", "a:1", "ab")
     assert given["HVDLITE_SECRET"] == "ab" and given["HVDLITE_COORDINATOR"] == "a:1"
 

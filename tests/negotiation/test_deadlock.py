@@ -98,6 +98,17 @@ def test_a_circle_of_waits_that_cannot_be_deferred_is_told_with_both_sides() -> 
     assert "synchronize()" in text
 
 
+def test_a_circle_of_keras_tells_what_a_user_of_keras_calls() -> None:
+    sim, _ = world()
+    call(sim, 0, "keras.digest")
+    block(sim, 0, waits_for("keras.digest"))
+    finish_round(sim, 1, "A")
+    block(sim, 1, waits_for("A", 1))
+    sim.settle()
+    text = sim.coordinator.blocked.deadlock()[1]
+    assert "predict" in text and "callbacks" in text and "synchronize()" not in text
+
+
 def test_nobody_is_stuck_behind_a_rank_that_has_another_thread() -> None:
     sim, _ = world()
     for rank, name in enumerate("xy"):

@@ -50,7 +50,9 @@ class Job:
                     os.kill(pid, signal.SIGKILL)
                 raise AssertionError([Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left])
             time.sleep(0.01)
-        self.wait_for_directories(0)  # the reaper removes it last
+        while left_files := list((self.folder / "tmp").glob("hvdlite-*")):  # reapers remove them last
+            assert time.monotonic() < until, left_files
+            time.sleep(0.01)
 
     def wait_for(self, text: str, times: int = 1) -> str:
         """Read lines until `text` has come so many times; return the last one."""
@@ -61,17 +63,6 @@ class Job:
             if not times:
                 return self.lines[-1]
         raise AssertionError(f"{text!r} did not come: {self.text}")
-
-    def wait_for_directories(self, count: int) -> None:
-        """Wait until only so many job directories are left.
-
-        The reaper of a killed agent removes the agent's one. Here, where no real remote shell lies in between, that reaper
-        descends from this hvdrun, and would be killed with it.
-        """
-        until = time.monotonic() + HANGS_SECONDS
-        while len(list((self.folder / "tmp").glob("hvdlite-*"))) > count:
-            assert time.monotonic() < until
-            time.sleep(0.01)
 
     def tell(self, member: int, words: str) -> None:
         """Let a member do something; see `programs/member.py`."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,7 @@ def test_a_rank_that_raises_on_another_host_is_told_with_its_traceback(shell: Pa
 
 
 @pytest.mark.parametrize(("script", "told"), [
+    (r"printf '\033]0;owned\007\n' >&2; exit 3", r"host b cannot be reached by rsh \(exit code 3\): \\x1b\]0;owned\\x07"),
     ("echo oops >&2; exit 3", r"host b cannot be reached by rsh \(exit code 3\): oops"),
     (r"printf '\0hvdlite agent\0\377\377\377\377'; sleep 100", "host b sent something that is no message"),
     ("sleep 100", "host b did not start its agent within 2 s"),
@@ -132,3 +134,83 @@ def test_output_of_every_rank_is_kept_here(shell: Path, tmp_path: Path) -> None:
 def test_only_errors_are_shown_until_a_rank_fails(shell: Path) -> None:
     ended = hvdrun(shell, "--show", "rank0", "-H", "b:2", "sh", "-c", "echo $HVDLITE_RANK; echo why >&2; exit $HVDLITE_RANK")
     assert ended.returncode == 1 and ended.stdout.splitlines() == ["0", "1"] and ended.stderr.count("why\n") == 2
+
+
+@pytest.fixture
+def long_job(shell: Path, tmp_path: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[str], int]]]:
+    """Start a job with a rank on another host, which ends when the file `done` exists; return it and the agent's id."""
+    def begun(timeout: str) -> tuple[subprocess.Popen[str], int]:
+        started = subprocess.Popen(
+            command(shell, "--verbose", "-H", "b:1", "sh", "-c", f"while [ ! -e {tmp_path}/done ]; do sleep 0.1; done"),
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            env={**clean_environment(), "OMP_NUM_THREADS": "1", "HVDLITE_AGENT_TIMEOUT": timeout})
+        jobs.append(started)
+        agent = re.search(r"agent (\d+)", line_with(started, "host b is "))
+        assert agent
+        agents.append(int(agent[1]))
+        line_with(started, "rank 0 is process")
+        return started, agents[-1]
+
+    jobs: list[subprocess.Popen[str]] = []
+    agents: list[int] = []
+    yield begun
+    for pid in (*agents, *(job.pid for job in jobs if job.poll() is None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    for job in jobs:
+        job.kill()
+        job.communicate()
+
+
+def line_with(job: subprocess.Popen[str], text: str) -> str:
+    assert job.stderr is not None
+    lines = []
+    for line in job.stderr:
+        lines.append(line)
+        if text in line:
+            return line
+    raise AssertionError(f"{text!r} did not come: {lines}")
+
+
+def test_a_silence_of_a_host_is_told_and_survived(long_job: Callable[[str], tuple[subprocess.Popen[str], int]],
+                                                  tmp_path: Path) -> None:
+    job, agent = long_job("100")
+    os.kill(agent, signal.SIGSTOP)
+    told = line_with(job, "silent")
+    assert re.fullmatch(r"hvdrun: host b has been silent for \d+ s; it counts as lost after 100 s "
+                        r"\(HVDLITE_AGENT_TIMEOUT\)\n", told), told
+    os.kill(agent, signal.SIGCONT)
+    assert re.fullmatch(r"hvdrun: host b is heard again after \d+ s\n", line_with(job, "again"))
+    (tmp_path / "done").touch()
+    assert job.wait(HANGS_SECONDS) == 0
+
+
+def test_a_silence_of_a_host_ends_the_job_when_the_knob_says_so(
+        long_job: Callable[[str], tuple[subprocess.Popen[str], int]]) -> None:
+    job, agent = long_job("2")
+    os.kill(agent, signal.SIGSTOP)
+    told = line_with(job, "was lost")
+    assert re.match(r"hvdrun: host b was lost: nothing has been heard of it for \d+ s \(HVDLITE_AGENT_TIMEOUT\)", told), told
+    assert job.wait(HANGS_SECONDS) == 1
+
+
+def test_an_agent_ends_its_ranks_when_the_launcher_is_silent(
+        long_job: Callable[[str], tuple[subprocess.Popen[str], int]], tmp_path: Path) -> None:
+    job, agent = long_job("2")
+    mark = f"TEST_JOB={tmp_path}".encode()
+    of_launcher = {job.pid, agent}
+    os.kill(job.pid, signal.SIGSTOP)
+    for _ in range(int(10 * HANGS_SECONDS)):
+        if not any(_is_shell(pid) for pid in marked_processes(mark) if pid not in of_launcher):
+            break
+        signal.sigtimedwait([], 0.1)
+    else:
+        raise AssertionError("the rank still runs")
+    os.kill(job.pid, signal.SIGCONT)
+    assert job.wait(HANGS_SECONDS) == 1
+
+
+def _is_shell(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/comm").read_text() == "sh\n"
+    return False

@@ -127,7 +127,7 @@ def test_a_member_that_sends_nonsense_is_killed(folder: Path) -> None:
         job.wait_for("world 3")
         job.tell(1, "finish")
         assert job.end() == 0
-        assert "rank 0 sent something that is no message, and is killed" in job.text
+        assert "rank 0 on localhost: hvdrun has ended it for what it sent: not a message: " in job.text
 
 
 def test_nothing_is_left_when_hvdrun_is_killed(folder: Path) -> None:
@@ -168,3 +168,13 @@ def test_a_script_that_is_not_elastic_ends_like_any_other(folder: Path) -> None:
         assert job.end() == 0 and job.lines == []
     with Job(folder, "-np", "2", "--min-np", "1", program=["/proc/self/root/tmp/../no-such-program"]) as job:
         assert job.end() == 127
+
+
+def test_texts_of_members_do_not_control_the_terminal(folder: Path) -> None:
+    with Job(folder, "-np", "2", "--min-np", "1") as job:
+        job.wait_for("begun", 2)
+        job.tell(0, "raise \x1b]0;owned\x07")
+        job.wait_for("world 2")
+        job.tell(1, "finish")
+        assert job.end() == 0
+        assert r"rank 0 on localhost: ValueError: \x1b]0;owned\x07 (exit code 1)" in job.text and "\x1b" not in job.text

@@ -62,8 +62,14 @@ def test_a_host_joins_and_is_lost(folder: Path) -> None:
         os.kill(int(agent[1]), signal.SIGKILL)
         assert "host b was lost" in running.wait_for("host b was lost")
         running.wait_for("1 rank,")
-        running.wait_for_directories(1)
         assert finish(running, 0) == 0
+
+
+def test_nothing_is_left_of_hosts_that_are_this_one_when_hvdrun_is_killed(folder: Path) -> None:
+    (folder / "open-b").touch()
+    with job(folder, "-H", "localhost:1,b:1", "-np", "2", "--min-np", "1") as running:
+        running.wait_for("begun", 2)
+        running.process.kill()
 
 
 def test_a_host_that_is_not_used_any_more_is_left(folder: Path) -> None:

@@ -50,6 +50,13 @@ def test_without_records_the_first_exit_wins_but_not_one_we_ended() -> None:
     assert cause is not None and cause.exit.rank == 0
 
 
+def test_a_stalled_rank_that_the_launcher_ends_is_not_the_cause() -> None:
+    cause = root_cause([Exit(0, 1), Exit(1, -15, ended_by_us=True)], {0: record(0, 1, 5.0)})
+    assert cause is not None and cause.exit.rank == 0
+    cause = root_cause([Exit(0, 1), Exit(1, -11, ended_by_us=True)], {0: record(0, 1, 5.0)})  # it crashed meanwhile
+    assert cause is not None and cause.exit.rank == 1
+
+
 def test_nobody_failed() -> None:
     assert root_cause([Exit(0, 0), Exit(1, 0)], {}) is None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdlite_runner.remote_agent import AGENT_TIMEOUT
 from tests.runner.elastic_jobs import HostsFile, Job
 from tests.runner.networks import Hosts, unavailable
 from tests.worlds import HANGS_SECONDS
@@ -44,11 +45,11 @@ def hvdrun(network: Hosts, *arguments: str, on: str = "a") -> subprocess.Complet
 
 
 class Running:
-    """An hvdrun in the background."""
+    """An hvdrun in the background, whose links may be silent for 5 s."""
 
     def __init__(self, network: Hosts, *arguments: str) -> None:
-        self.process = subprocess.Popen(network.hvdrun(*arguments), env=network.environment(), stdout=subprocess.PIPE,
-                                        stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        self.process = subprocess.Popen(network.hvdrun(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                        env={**network.environment(), AGENT_TIMEOUT: "5"}, text=True, cwd=ROOT)
 
     def wait_for(self, text: str, times: int) -> None:
         assert self.process.stdout is not None

@@ -395,3 +395,17 @@ def test_a_list_of_hosts_that_is_not_text_and_a_directory_that_is_deleted(tmp_pa
     assert ended.stdout == "2 2 0\n", ended.stderr
     assert [line.split(":")[1] for line in ended.stderr.splitlines()] == [
         " cannot read the list of hosts ../hosts", " the working directory has been deleted"]
+
+
+def test_rank_0_reads_the_standard_input_of_hvdrun_if_that_is_wanted() -> None:
+    program = [sys.executable, "-c", "import os, sys; print(os.environ['HVDLITE_RANK'], repr(sys.stdin.read()))"]
+
+    def read_by_ranks(*flags: str) -> set[str]:
+        ended = subprocess.run([*HVDRUN, "--no-prefix", "-np", "2", *flags, *program], input="a\nb", capture_output=True,
+                               text=True, timeout=HANGS_SECONDS, env=_environment(), check=True)
+        return set(ended.stdout.splitlines())
+
+    assert read_by_ranks() == {"0 ''", "1 ''"}
+    assert read_by_ranks("--stdin") == {"0 'a\\nb'", "1 ''"}
+    refused = hvdrun("--stdin", "-H", "no.such.host:1,localhost:1", "true")
+    assert refused.returncode == 2 and "rank 0 runs on host no.such.host" in refused.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.core.world import World
-from hvdlite_runner.commands import CommandError, rank_environment, resolve_command
+from hvdlite_runner.commands import CommandError, check_input, rank_environment, resolve_command
 
 PATH = f"/usr/bin:/bin:{Path(sys.executable).parent}"
 
@@ -59,3 +59,15 @@ def test_torch_finds_the_ranks() -> None:
     in_a_rank = {**users, "HVDLITE_RANK": "7", "MASTER_PORT": "2"}
     assert rank_environment(world, "/job", in_a_rank, settings).items() >= {**settings, **coordinates}.items()
     assert not rank_environment(world, "/job", in_a_rank, {}).keys() & coordinates.keys()
+
+
+def test_a_python_that_would_read_its_program_from_standard_input_is_refused(tmp_path: Path) -> None:
+    python = sys.executable
+    for words in ((), ("-",), ("-u", "-"), ("-W", "error", "-X", "dev"), ("-", "--fast")):
+        with pytest.raises(CommandError, match="standard input, and ranks have none") as caught:
+            check_input([python, *words])
+        assert caught.value.code == 126
+    (tmp_path / "train.py").touch()
+    for words in (("-c", "pass"), ("-m", "site"), ("-um", "site"), ("-V",), ("--version",),
+                  (str(tmp_path / "train.py"), "-"), ("-W", "error", str(tmp_path / "train.py"))):
+        check_input([python, *words])

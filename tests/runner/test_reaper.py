@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +53,20 @@ def test_a_process_that_has_got_the_id_of_another_one_is_not_killed(sleeper: sub
     assert sleeper.poll() is None
     kill_job(b"no=mark", {sleeper.pid: now.start})
     assert sleeper.wait(HANGS_SECONDS) == -signal.SIGKILL
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are found in /proc")
+def test_the_reaper_of_a_job_inside_a_job_outlives_it_and_removes_its_directory(tmp_path: Path) -> None:
+    script = ("import os, selectors, signal; from hvdlite_runner.worker_group import WorkerGroup; "
+              "WorkerGroup(selectors.DefaultSelector(), print, os.environ).prepare(); print('ready', flush=True); "
+              "signal.pause()")
+    mark = f"TEST_JOB={tmp_path}"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True,
+                          env={**os.environ, "TMPDIR": str(tmp_path), "TEST_JOB": str(tmp_path)}) as launcher:
+        assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
+        assert len(list(tmp_path.iterdir())) == 1
+        kill_job(mark.encode(), {}, timeout=HANGS_SECONDS)
+    assert launcher.returncode == -signal.SIGKILL and not list(tmp_path.iterdir())
 
 
 def test_the_jobs_limit_marks_what_a_rank_starts_and_nothing_else(tmp_path: Path,

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hvdlite.bootstrap.admission import MissingRanks
+from hvdlite_torch.distributed.errors import as_backend_error
 from hvdlite_torch.distributed.registration import check_torch
 from tests.mpis import MPIS, Mpi, mpiexec
 from tests.torch.distributed.programs import launched
@@ -57,6 +59,47 @@ def test_the_entry_point_is_the_function_that_registers() -> None:
     assert set(ast.literal_eval(modules)) - {"hvdlite"} == {
         "hvdlite_torch", "hvdlite_torch.distributed", "hvdlite_torch.distributed.registration"}
     assert is_registered == "True"
+
+
+BEFORE_TORCH = """
+import sys
+class Changes:
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+{change}
+sys.meta_path.insert(0, Changes())
+import torch
+"""
+
+
+def test_torch_without_distributed_is_imported() -> None:
+    """As on NVIDIA's Jetson boards: `is_available()` asks for these names."""
+    change = """
+            for each in ("_c10d_init", "_rpc_init", "_dist_autograd_init"):
+                delattr(sys.modules["torch._C"], each)"""
+    program = BEFORE_TORCH.format(module="torch.distributed", change=change)
+    assert output([sys.executable, "-c", program + "print(torch.distributed.is_available())"]) == "False\n"
+
+
+def test_a_torch_that_does_not_accept_the_backend_is_imported_and_warns_once_when_it_is_asked_for() -> None:
+    change = """
+            import torch.distributed as d
+            d.Backend.register_backend = None"""
+    program = BEFORE_TORCH.format(module="hvdlite_torch", change=change)
+    ended = subprocess.run([sys.executable, "-c", program + """
+from torch.distributed import Backend
+print("imported", file=sys.stderr)
+print(Backend("gloo"), Backend("hvdlite"), Backend("hvdlite"))
+"""], capture_output=True, text=True, timeout=HANGS_SECONDS)
+    assert ended.stdout == "gloo hvdlite hvdlite\n", ended.stderr
+    before, after = ended.stderr.split("imported\n")
+    assert not before and after.count("does not accept the backend") == 1 and "NoneType" in after
+
+
+def test_the_error_of_ranks_that_do_not_connect_is_one_of_torchs() -> None:
+    error = as_backend_error(MissingRanks("ranks [1] did not connect", [1]))
+    assert isinstance(error, MissingRanks) and isinstance(error, dist.DistBackendError)
+    assert str(error) == "ranks [1] did not connect" and error.ranks == (1,)
 
 
 def test_an_older_torch_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
