@@ -236,9 +236,9 @@ def _gradients(sheet: Sheet, setup: Setup, gpu: Any) -> None:
     import torch
 
     import hvdlite_torch as hvd
-    from hvdlite.training.round_sequence import RoundSequence
+    from hvdlite.training.gradients.reducer import Reducer
     from hvdlite_torch.backward import BackwardHooks
-    from hvdlite_torch.cuda_gradients import CudaGradients
+    from hvdlite_torch.gradients.gpu_places import GpuPlaces
     parameters = [torch.nn.Parameter(torch.randn(shape, device=gpu) * 0.01) for shape in setup.work.shapes()]
     with sharing_alone():
         optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.01), [
@@ -256,10 +256,10 @@ def _gradients(sheet: Sheet, setup: Setup, gpu: Any) -> None:
     for _ in range(4):
         backward()
     assert has_learned(optimizer), "buckets were never learned"
-    buckets = len(optimizer._reducer.sequence.rounds.bucket_views.members)
+    buckets = len(optimizer._reducer.layout.buckets)
     wrapped = [backward() for _ in range(turns)]
-    with _timed(spent, [(BackwardHooks, "_accumulated"), (CudaGradients, "fill_all"), (CudaGradients, "install_views"),
-                        (CudaGradients, "filled"), (RoundSequence, "wait")]):
+    with _timed(spent, [(BackwardHooks, "_accumulated"), (GpuPlaces, "fill"), (GpuPlaces, "results"), (GpuPlaces, "filled"),
+                        (Reducer, "wait")]):
         for _ in range(turns):
             backward()
     for parameter in parameters:

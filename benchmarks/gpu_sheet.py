@@ -151,22 +151,22 @@ class Setup:
 @contextlib.contextmanager
 def sharing_alone() -> Iterator[None]:
     """Let optimizers that are wrapped inside exchange gradients also in a job of one rank."""
-    from hvdlite.training.gradient_reducer import GradientReducer
-    real = GradientReducer.__init__
+    from hvdlite.training.gradients.reducer import Reducer
+    real = Reducer.__init__
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         real(self, *arguments, **options)
         self.is_shared = True
-    GradientReducer.__init__ = init  # type: ignore[method-assign]
+    Reducer.__init__ = init  # type: ignore[method-assign]
     try:
         yield
     finally:
-        GradientReducer.__init__ = real  # type: ignore[method-assign]
+        Reducer.__init__ = real  # type: ignore[method-assign]
 
 
 def has_learned(optimizer: Any) -> bool:
     """Return whether a wrapped optimizer's gradients are reduced in buckets."""
-    return bool(optimizer._reducer.sequence.rounds.by_bucket)
+    return bool(optimizer._reducer.by_bucket)
 
 
 class CommunicatorProxy:

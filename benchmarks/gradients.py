@@ -48,10 +48,10 @@ class Ours:
         for parameter, gradient in zip(reversed(self.parameters), reversed(self.private), strict=True):
             if copied or parameter.grad is None:
                 parameter.grad = gradient
-            reducer.hand_over(parameter)
-        reducer.end_backward()
-        reducer.sequence.wait()
-        reducer.stepped()
+            reducer.ready(parameter)
+        reducer.end_pass()
+        reducer.wait()
+        self.optimizer._hooks.before_step.stepped()
 
 
 class GlooBuckets:

@@ -30,8 +30,8 @@ from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError, UnsupportedError
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.array_gradients import Gradient, Rows
-from hvdlite.training.bucket_round import SMALL
+from hvdlite.training.gradients.arrays import Gradient, Rows
+from hvdlite.training.gradients.framework import SMALL
 from hvdlite.training.objects import allgather_object
 from hvdlite.training.step_reducer import ArrayStepReducer, current_samples
 from hvdlite_tf import gpu

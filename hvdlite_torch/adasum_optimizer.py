@@ -34,8 +34,8 @@ from hvdlite_torch import cuda
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.copying import PlainCopies
 from hvdlite_torch.follows_worlds import FollowsWorlds
-from hvdlite_torch.framework import as_array, as_runtime_array, contiguous, on_host
 from hvdlite_torch.step_hooks import once_a_step
+from hvdlite_torch.tensors import as_array, as_runtime_array, contiguous, on_host
 from hvdlite_torch.uneven_inputs import UnevenInputs
 
 

@@ -11,16 +11,16 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hvdlite.core.errors import HvdliteError
-from hvdlite.training.bucket_round import BucketViews
-from hvdlite.training.framework import Framework
-from hvdlite.training.gradient_reducer import GradientReducer
-from hvdlite.training.order_errors import GradientOrderError
-from hvdlite.training.round import Round
+from hvdlite.training.gradients.before_step import BeforeStep
+from hvdlite.training.gradients.bucket import Layout
+from hvdlite.training.gradients.errors import GradientOrderError
+from hvdlite.training.gradients.reducer import Reducer
+from hvdlite.training.gradients.round import Round
 from hvdlite_torch import cuda
 from hvdlite_torch.autograd_runs import Once, Run, RunEnd, at_end, check_not_compiled, enclosing, graph_task
-from hvdlite_torch.framework import is_elsewhere
+from hvdlite_torch.gradients.torch_gradients import TorchGradients
 from hvdlite_torch.recorder import Recorder
-from hvdlite_torch.shared_parameters import SharedParameters, come_last
+from hvdlite_torch.shared_parameters import SharedParameters, come_last, is_elsewhere
 from hvdlite_torch.unfinal import Guard, get_grad, set_grad
 
 
@@ -43,13 +43,11 @@ class BackwardHooks(SharedParameters):
     Attributes:
         weight: by what gradients are multiplied before they are handed over.
         own_weight: by what gradients are multiplied that the script has set itself.
-        on_moved: returns what handles gradients on GPUs and on the host; called when a parameter is on a GPU for the first
-            time.
         on_begin: called before a backward pass hands over its first gradient; returns whether it is to do so.
     """
 
-    def __init__(self, reducer: GradientReducer[torch.Tensor]) -> None:
-        super().__init__(reducer)
+    def __init__(self, reducer: Reducer[torch.Tensor], before_step: BeforeStep[torch.Tensor]) -> None:
+        super().__init__(reducer, before_step)
         self._task = -1  # the autograd run whose end we already wait for
         self._hooks: dict[int, RemovableHandle] = {}  # by the parameter's identity
         weakref.finalize(self, _remove, self._hooks).atexit = False
@@ -59,18 +57,18 @@ class BackwardHooks(SharedParameters):
         self._once: set[int] = set()  # accumulated into once in a backward pass, by identity
         self._due: set[int] = set()  # those of them that have not been accumulated into in this backward pass
         self._guard: Guard | None = None  # of gradients that are not final
-        self._note = _note_of(reducer.framework)
+        # Is told on which stream each gradient was made, once a parameter has been on a GPU.
+        self._note: Callable[[torch.Tensor], None] | None = None
         self._hook = _hook(weakref.ref(self))
         self._recorder = Recorder(self._hook)
         self._belongs(self._recorder.hook)
-        self._recorded_views: BucketViews[torch.Tensor] | None = None  # which tell what is recorded
+        self._recorded_layout: Layout[torch.Tensor] | None = None  # which tells what is recorded
         self._first: torch.Tensor | None = None  # the first watched parameter
-        self.on_moved: Callable[[], Framework[torch.Tensor]] | None = None
         self.weight = self.own_weight = 1.0
         self.on_begin: Callable[[], bool] | None = None
 
     @property
-    def reducer(self) -> GradientReducer[torch.Tensor]:
+    def reducer(self) -> Reducer[torch.Tensor]:
         """The reducer of the gradients."""
         return self._reducer
 
@@ -80,8 +78,8 @@ class BackwardHooks(SharedParameters):
         Args:
             claims: whether they are reduced here from now on if another optimizer has the parameter too.
         """
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            return  # it can never have one
+        if id(parameter) in self._hooks or not (parameter.is_floating_point() or parameter.is_complex()):
+            return  # it is watched already, or can never have one
         self._first = parameter if self._first is None else self._first
         frozen = not parameter.requires_grad
         if frozen:  # torch takes no hook then, but keeps one when a parameter is frozen
@@ -91,7 +89,7 @@ class BackwardHooks(SharedParameters):
         try:
             with torch._C.DisableTorchFunctionSubclass():  # a lazy parameter refuses it, but keeps the hook
                 self._hooks[id(parameter)] = self._share(parameter, self._hook, claims=claims)
-                self._recorded_views = None
+                self._recorded_layout = None
         finally:
             if frozen:
                 parameter.requires_grad_(False)
@@ -103,7 +101,7 @@ class BackwardHooks(SharedParameters):
 
     def abandon(self) -> None:
         """The runtime has ended, maybe in the middle of a backward pass: end here too, without waiting for anything."""
-        self._reducer.sequence.abandon()
+        self._reducer.abandon()
         self._task = -1
         self._forget_pass()
         self._unguard()
@@ -120,7 +118,7 @@ class BackwardHooks(SharedParameters):
             if self._first is not None:
                 self._notice_move(self._first)
             self._weigh_own()
-            self._reducer.finish_if_due(in_step=in_step)
+            self.before_step.make_final(in_step=in_step)
         finally:
             self._unguard()
 
@@ -128,7 +126,7 @@ class BackwardHooks(SharedParameters):
         """Like the reducer's."""
         try:
             self._hand_over_recorded(all_of_them=True)
-            self._reducer.cleared()
+            self.before_step.cleared()
         finally:
             self._unguard()
             self._forget_pass()
@@ -137,7 +135,7 @@ class BackwardHooks(SharedParameters):
     def stepped(self) -> None:
         """Like the reducer's."""
         self.has_stepped = True
-        self._reducer.stepped()
+        self.before_step.stepped()
         self._unguard()
         self._forget_pass()
         self.claim()
@@ -163,14 +161,15 @@ class BackwardHooks(SharedParameters):
 
     def _record(self) -> None:
         """From here to the end of the backward pass, only record small gradients of learned buckets."""
-        views = self._reducer.bucket_views
-        if (views is None or self.elsewhere or self.weight != 1.0
+        layout = self._reducer.layout
+        if (layout is None or self.elsewhere or self.weight != 1.0
                 or self._note is not None or torch.cuda.is_initialized()):
             return  # gradients on GPUs come from other threads, and count from the moment they are accumulated
-        if views is not self._recorded_views:
-            self._recorded_views = views
-            self._recorder.record_only(frozenset().union(*views.small_keys),
-                                       [id(small[-1][0]) for small in views.small if small], self._hooks)
+        if layout is not self._recorded_layout:
+            self._recorded_layout = layout
+            self._recorder.record_only(
+                frozenset().union(*(bucket.small_keys for bucket in layout.buckets)),
+                [id(bucket.small[-1].parameter) for bucket in layout.buckets if bucket.small], self._hooks)
         self._recorder.start()
 
     def _hand_over_recorded(self, *, all_of_them: bool = False) -> None:
@@ -184,7 +183,7 @@ class BackwardHooks(SharedParameters):
         parameters = self._recorder.take()
         keys = dict.fromkeys(map(id, parameters)).keys()
         if len(keys) == len(parameters) and keys <= self._due and not self.elsewhere:
-            taken = self._reducer.hand_over_small(keys)
+            taken = self._reducer.ready_small(keys)
             self._due -= taken
             parameters = [parameter for parameter in parameters if id(parameter) not in taken]
         if not all_of_them:
@@ -239,15 +238,11 @@ class BackwardHooks(SharedParameters):
         self._due.discard(key)
 
     def _notice_move(self, parameter: torch.Tensor) -> None:
-        """If the model was moved to a GPU after the optimizer was made, let gradients be reduced there from now on."""
-        if self._note is None and self.on_moved is not None and cuda.is_on_gpu(parameter) and not self._reducer.is_under_way:
-            framework = self.on_moved()
-            self._note = _note_of(framework)
-            if self._note is None:
-                self.on_moved = None  # there is no plane for GPUs
-            else:
-                self._reducer.change_framework(framework)
-                self._tell(framework)
+        """If the model is on a GPU, maybe since the optimizer was made, let gradients be reduced there from now on."""
+        if self._note is None and cuda.is_on_gpu(parameter):
+            framework = self._reducer.framework
+            if isinstance(framework, TorchGradients) and framework.use_plane():
+                self._note = framework.note
                 self._note(parameter)
 
     def _await_end(self, task: int) -> None:
@@ -308,18 +303,18 @@ class BackwardHooks(SharedParameters):
                 self._hand_over_recorded(all_of_them=True)
             self._task = -1
             self._forget_pass()
-            self._reducer.fail_backward()
+            self._reducer.fail_pass()
             self.guard()
 
     def hand_over(self, parameter: torch.Tensor) -> None:
         """Hand a gradient over now, times the weight."""
         if self.weight != 1.0 and (gradient := get_grad(parameter)) is not None:
             gradient.mul_(self.weight)
-        self._reducer.hand_over(parameter)
+        self._reducer.ready(parameter)
 
     def _weigh_own(self) -> None:
         if self.own_weight != 1.0:
-            for parameter in self._reducer.unseen():
+            for parameter in (member.parameter for member in self.before_step.unseen()):
                 set_grad(parameter, get_grad(parameter) * self.own_weight)  # the script may use its tensor further
 
     def end_backward(self, run: Run) -> None:
@@ -333,7 +328,7 @@ class BackwardHooks(SharedParameters):
                 raise
             self._hand_over_later()
             self._weigh_own()
-            if self._reducer.end_backward():
+            if self._reducer.end_pass():
                 at_end(Once(self._wait, run))  # behind the other optimizers' ends
                 return
         run.listeners.discard(self)
@@ -341,24 +336,23 @@ class BackwardHooks(SharedParameters):
 
     def _wait(self, run: Run) -> None:
         with run.guarding_all(), torch.profiler.record_function("hvdlite.wait_for_gradients"):
-            self._reducer.sequence.wait_and_make_due(deferrable=True)
+            self._reducer.wait_and_make_due(deferrable=True)
         run.listeners.discard(self)
         self.guard()
 
     def guard(self) -> None:
         """While a round is under way: let whatever reads a gradient end that round first."""
-        current = self._reducer.sequence.current
+        current = self._reducer.round
         if current is None:
             return
-        current.withdraw()
-        owner, sequence = weakref.ref(self), self._reducer.sequence
+        owner, reducer = weakref.ref(self), self._reducer
 
         def finish() -> None:
             hooks = owner()
             if hooks is not None:  # else the optimizer is gone
                 hooks._hand_over_recorded(all_of_them=True)
                 if graph_task() != -1:  # a hook of the user's reads it, in a backward pass that goes on
-                    sequence.notice_late(current)
+                    reducer.notice_late(current)
                 hooks.finish(current)
             guard.lift()
         guard = self._guard = Guard((parameter for parameter in self._reducer.parameters
@@ -372,13 +366,13 @@ class BackwardHooks(SharedParameters):
         """
         with torch.profiler.record_function("hvdlite.wait_for_gradients"):
             try:
-                self._reducer.sequence.finish_current(only)
+                self._reducer.finish(only)
             finally:
                 self._unguard()
 
     def _unguard(self) -> None:
         guard = self._guard
-        if guard is not None and not self._reducer.is_under_way:
+        if guard is not None and self._reducer.round is None:
             guard.lift()
             self._guard = None
 
@@ -390,11 +384,6 @@ def _hook(owner: weakref.ref[BackwardHooks]) -> Callable[[torch.Tensor], None]:
         if hooks is not None:
             hooks._accumulated(parameter)
     return accumulated
-
-
-def _note_of(framework: Framework[torch.Tensor]) -> Callable[[torch.Tensor], None] | None:
-    """Return what is to be told on which stream each gradient was made; None on the host."""
-    return framework.note if framework.needs_notes else None
 
 
 def _remove(hooks: dict[int, Any]) -> None:

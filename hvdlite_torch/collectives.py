@@ -12,8 +12,8 @@ from hvdlite.core.device import AnyArray
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.handle import Handle, Handles
-from hvdlite_torch import cuda, framework
-from hvdlite_torch.framework import as_tensor, contiguous
+from hvdlite_torch import cuda, tensors
+from hvdlite_torch.tensors import as_tensor, contiguous
 
 
 class TorchHandle:
@@ -133,7 +133,7 @@ def to_transportable(tensor: torch.Tensor, name: str, collective: Collective, op
 
 def as_runtime_array(tensor: torch.Tensor, name: str) -> AnyArray:
     """Return the memory of a tensor from `to_transportable` as the runtime's array."""
-    return framework.as_runtime_array(tensor, name, api.runtime().devices)
+    return tensors.as_runtime_array(tensor, name, api.runtime().devices)
 
 
 def contiguous_like(tensor: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:

@@ -13,9 +13,7 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch import cuda
-from hvdlite_torch.bucket_views import Mark
-from hvdlite_torch.framework import as_runtime_array, as_tensor, contiguous
-from hvdlite_torch.unfinal import get_grad, set_grad
+from hvdlite_torch.tensors import as_runtime_array, as_tensor, contiguous
 
 Gradients = Sequence[tuple[str, torch.Tensor]]
 """Names, equal on all ranks, and dense gradients to be overwritten with their averages over all ranks."""
@@ -166,21 +164,18 @@ def check_hook(hook: Any) -> None:
             "comm_hooks.DDPHook(state, function)")
 
 
-def reduce_round(hook: CommHook, exchange: Exchange, members: Sequence[tuple[str, torch.Tensor, bool]],
-                 confirm: Callable[[], object]) -> list[tuple[torch.Tensor, Any]]:
+def reduce_round(hook: CommHook, exchange: Exchange, members: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]],
+                 confirm: Callable[[], object]) -> list[torch.Tensor]:
     """Let a hook average the gradients that some rank has; see `training.hook_round`."""
     reduced = []
     with torch.no_grad():
-        for name, parameter, present in members:
-            if not present:
-                set_grad(parameter, torch.zeros_like(parameter))
-            gradient = get_grad(parameter)
-            assert gradient is not None
-            if gradient.layout is not torch.strided:
+        for name, parameter, gradient in members:
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            elif gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
-                set_grad(parameter, gradient)
             reduced.append((name, parameter, gradient))
         exchange.begin([parameter for _, parameter, _ in reduced], confirm)
         hook.reduce([(name, gradient) for name, _, gradient in reduced], exchange)
         exchange.end()
-    return [(parameter, Mark(gradient)) for _, parameter, gradient in reduced]
+    return [gradient for _, _, gradient in reduced]

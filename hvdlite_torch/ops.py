@@ -34,7 +34,7 @@ from hvdlite_torch.derivatives import (
     apply,
     apply_in_place,
 )
-from hvdlite_torch.framework import as_tensor
+from hvdlite_torch.tensors import as_tensor
 
 Average, Sum, Adasum = api.Average, api.Sum, api.Adasum
 Min, Max, Product = api.Min, api.Max, api.Product

@@ -15,18 +15,19 @@ from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors
-from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.groups import group_ids
+from hvdlite.training.replicas import check_replicas
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
 from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.closures import FinalClosure, closure_of, with_closure
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.copying import PlainCopies
 from hvdlite_torch.follows_worlds import FollowsWorlds
-from hvdlite_torch.framework import on_host
 from hvdlite_torch.hook_exchange import CommHook, check_hook
 from hvdlite_torch.reduction import ReductionSettings, chosen_wait
 from hvdlite_torch.step_hooks import once_a_step
+from hvdlite_torch.tensors import on_host
 from hvdlite_torch.uneven_inputs import UnevenInputs
 
 OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
@@ -148,7 +149,7 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
 
     param_groups: list[dict[str, Any]]
     _hooks: BackwardHooks  # of this world
-    _reducer: GradientReducer[torch.Tensor]
+    _reducer: Reducer[torch.Tensor]
     _loss_reduction: tuple[str, ReduceOp] | None = None  # name and op, where losses steer the optimizer
 
     def _prepare(self, settings: ReductionSettings) -> None:
@@ -198,7 +199,7 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
         if self._check_every and self._steps % self._check_every == 0:
             parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
             named = [(name := self._parameter_names[parameter], on_host(parameter, name)) for parameter in parameters]
-            self._reducer.check_replicas(named)
+            check_replicas(self._runtime, named, f"{self.gradient_label}.check", self._process_set)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Like the base class's; the new parameters are reduced too. Call it on all ranks."""
@@ -214,7 +215,7 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
             self._hooks.cleared()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         if self._active and not (args[0] if args else kwargs.get("set_to_none", True)):
-            self._hooks.reducer.zeroed()
+            self._hooks.before_step.zeroed()
 
     def synchronize(self) -> None:
         """Make gradients final now. Only needed where `backward()` does not already (see `DistributedOptimizer`)."""
@@ -241,7 +242,8 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
         check_passes(passes)
         self._settings.passes = passes
         if self._is_attached:
-            self._reducer.set_passes(passes)
+            self._reducer.passes.per_round = passes
+            self._hooks.before_step.cleared()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Like the base class's; reductions under way are completed and counts start anew."""
@@ -261,17 +263,17 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
     def _begin_later_call(self) -> None:
         """In a step: the closure is called again."""
         for hooks in self._sources():
-            hooks.reducer.begin_later_call()
+            hooks.before_step.begin_later_call()
 
     def _end_later_call(self) -> None:
         """In a step: what a later call of the closure computed is final."""
         for hooks in self._sources():
-            hooks.reducer.end_later_call()
+            hooks.before_step.end_later_call()
 
     def _abandon_later_call(self) -> None:
         """In a step: an exception has ended a later call of the closure."""
         for hooks in self._sources():
-            hooks.reducer.abandon_later_call()
+            hooks.before_step.abandon_later_call()
 
     def _loss_weight(self) -> float:
         """Return by what this rank's gradients are multiplied before they are averaged."""

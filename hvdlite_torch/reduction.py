@@ -12,14 +12,14 @@ from hvdlite import api
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite.training.gradients.before_step import BeforeStep
+from hvdlite.training.gradients.reducer import Reducer
+from hvdlite.training.gradients.round import WaitIn
 from hvdlite.training.hook_round import HookRounds
-from hvdlite.training.waiting import WaitIn
 from hvdlite_torch import cuda
 from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.compression import Compressor
-from hvdlite_torch.cuda_gradients import CudaGradients
-from hvdlite_torch.framework import TorchGradients
+from hvdlite_torch.gradients.torch_gradients import TorchGradients
 from hvdlite_torch.hook_exchange import CommHook, Exchange, reduce_round
 from hvdlite_torch.step_parts import count_training
 
@@ -64,23 +64,18 @@ class ReductionSettings:
         """
         process_set_id = api.set_id(self.process_set)
         count_training(runtime)
-        rounds = None
+        make_bucket = None
         if self.comm_hook is not None:
             self.exchange.attach(runtime, f"{label}.hook", process_set_id)
-            rounds = HookRounds(functools.partial(reduce_round, self.comm_hook, self.exchange),
-                                is_repeatable=getattr(self.comm_hook, "is_repeatable", False))
-        make_framework = functools.partial(framework_for, runtime, self.compression, self.sparse_as_dense, list(self.names),
-                                           self.unseen_sparse_dims)
-        reducer: GradientReducer[torch.Tensor] = GradientReducer(
-            runtime, make_framework(), label, op=self.op, prescale=self.prescale, postscale=self.postscale,
+            make_bucket = HookRounds(functools.partial(reduce_round, self.comm_hook, self.exchange),
+                                     is_repeatable=getattr(self.comm_hook, "is_repeatable", False)).begin
+        framework = gradients_of(runtime, self.compression, self.sparse_as_dense, list(self.names), self.unseen_sparse_dims)
+        reducer: Reducer[torch.Tensor] = Reducer(
+            runtime, framework, label, op=self.op, prescale=self.prescale, postscale=self.postscale,
             passes=self.passes, process_set=process_set_id, wait_in=self.wait_in or WaitIn(runtime.config.wait_in),
-            rounds=rounds)
-        reducer.looks_for_own = True
-        reducer.gradients.is_idempotent = self.op is ReduceOp.AVERAGE and (
-            self.comm_hook is None or getattr(self.comm_hook, "is_idempotent", False))
-        hooks = BackwardHooks(reducer)
-        hooks.on_moved = make_framework
-        return hooks
+            make_bucket=make_bucket, is_idempotent=self.op is ReduceOp.AVERAGE and (
+                self.comm_hook is None or getattr(self.comm_hook, "is_idempotent", False)))
+        return BackwardHooks(reducer, BeforeStep(reducer))
 
     def detach(self) -> None:
         """The world has ended."""
@@ -88,20 +83,18 @@ class ReductionSettings:
             self.exchange.detach()
 
 
-def framework_for(runtime: Runtime, compression: type[Compressor], sparse_as_dense: bool,
-                  parameters: Iterable[torch.Tensor], unseen_sparse_dims: int = 0) -> TorchGradients:
-    """Return the gradients' keeper: that for GPUs where there is a parameter on one, and a plane for it.
+def gradients_of(runtime: Runtime, compression: type[Compressor], sparse_as_dense: bool,
+                 parameters: Iterable[torch.Tensor], unseen_sparse_dims: int = 0) -> TorchGradients:
+    """Return what handles the gradients of parameters, wherever these are.
 
     Args:
         unseen_sparse_dims: see `TorchGradients`.
     """
-    devices, as_view = runtime.devices, runtime.config.gradient_as_bucket_view
-    if devices is None or not any(map(cuda.is_on_gpu, parameters)) or devices.unavailable_reason():
-        framework = TorchGradients(compression, sparse_as_dense, as_view)
-    else:
-        framework = CudaGradients(compression, sparse_as_dense, as_view, devices)
-    framework.unseen_sparse_dims = unseen_sparse_dims
-    return framework
+    gradients = TorchGradients(compression, sparse_as_dense, runtime.config.gradient_as_bucket_view, runtime.devices,
+                               unseen_sparse_dims)
+    if any(map(cuda.is_on_gpu, parameters)):
+        gradients.use_plane()
+    return gradients
 
 
 def chosen_wait(wait_in: str | None) -> WaitIn | None:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hvdlite.training.framework import Framework
-from hvdlite.training.gradient_reducer import GradientReducer
-from hvdlite_torch.framework import TorchGradients
+from hvdlite.training.gradients.before_step import BeforeStep
+from hvdlite.training.gradients.reducer import Reducer
 
+Elsewhere = dict[int, weakref.ref[Any]]
 _OWNER = "hvdlite_owner"
 
 
@@ -31,16 +31,18 @@ class SharedParameters:
     Attributes:
         elsewhere: parameters, by identity, whose gradients another optimizer reduces now, which is referred to.
         has_stepped: whether the optimizer has made a step.
+        before_step: of the reducer.
     """
 
-    def __init__(self, reducer: GradientReducer[torch.Tensor]) -> None:
+    def __init__(self, reducer: Reducer[torch.Tensor], before_step: BeforeStep[torch.Tensor]) -> None:
         self._own: dict[int, torch.Tensor] = {}  # by identity
         self._sharers: weakref.WeakSet[SharedParameters] = weakref.WeakSet()
-        self.elsewhere: dict[int, weakref.ref[Any]] = {}
+        self.elsewhere: Elsewhere = {}
         self._resting: list[torch.Tensor] = []  # own parameters, of which nothing is handed over
         self.has_stepped = False
         self._reducer = reducer
-        self._tell(reducer.framework)
+        self.before_step = before_step
+        reducer.members.elsewhere = self.elsewhere
 
     def claim(self) -> None:
         """Reduce all gradients of the own parameters from now on."""
@@ -50,7 +52,7 @@ class SharedParameters:
             shared = self._own.keys() & other._own.keys()
             for key in shared:
                 other.elsewhere[key] = weakref.ref(self)
-            other._reducer.used_elsewhere(map(self._own.__getitem__, shared))
+            other.before_step.used_elsewhere(map(self._own.__getitem__, shared))
 
     def take_back(self) -> None:
         """Before gradients are used: let those count that the other optimizer has not reduced."""
@@ -59,7 +61,7 @@ class SharedParameters:
                 other.finish()
         for key, reference in list(self.elsewhere.items()):
             other = reference()
-            if other is None or self._reducer.take_over(self._own[key], other._reducer):
+            if other is None or self.before_step.take_over(self._own[key], other._reducer):
                 del self.elsewhere[key]
 
     def retire_others(self) -> None:
@@ -91,11 +93,6 @@ class SharedParameters:
         """End the round that is under way, if there is one."""
         raise NotImplementedError
 
-    def _tell(self, framework: Framework[torch.Tensor]) -> None:
-        """Let a keeper of gradients know which ones it does not have."""
-        if isinstance(framework, TorchGradients):
-            framework.elsewhere = self.elsewhere
-
     def _share(self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None], *, claims: bool) -> RemovableHandle:
         """Register a hook of the own, which hands the parameter's gradients over from now on if it `claims` them."""
         key = id(parameter)
@@ -124,6 +121,12 @@ class SharedParameters:
         self._sharers.clear()
         self.elsewhere.clear()
         self._own.clear()
+
+
+def is_elsewhere(parameter: torch.Tensor, elsewhere: Elsewhere) -> bool:
+    """Return whether another optimizer reduces the parameter's gradients."""
+    reference = elsewhere.get(id(parameter))
+    return reference is not None and reference() is not None
 
 
 def owners(parameter: torch.Tensor) -> Iterator[SharedParameters]:

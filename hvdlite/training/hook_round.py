@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Generic
+from typing import Generic
 
 import numpy as np
 
@@ -14,22 +14,21 @@ from hvdlite.core.errors import HvdliteError, MismatchError
 from hvdlite.core.types import ReduceOp
 from hvdlite.handoff.handle import Handle, WaitDeferred
 from hvdlite.runtime.gradient_sets import Moment
-from hvdlite.training.framework import Parameter
-from hvdlite.training.gradient_set import GradientSet
-from hvdlite.training.members import Member
-from hvdlite.training.round import Round, Rounds
+from hvdlite.training.gradients.bucket import DONE, FILLING, SENT, Bucket, GradientSet
+from hvdlite.training.gradients.framework import Gradient, Parameter
+from hvdlite.training.gradients.members import Member, Members
 
 _DIGEST = 4
 """Bytes of a digest."""
-ReduceRound = Callable[[Sequence[tuple[str, Parameter, bool]], Callable[[], object]], Sequence[tuple[Parameter, Any]]]
-"""Reduce the gradients of (name, parameter, has one here), which some rank has; return the parameters and their marks.
+ReduceRound = Callable[[Sequence[tuple[str, Parameter, Gradient | None]], Callable[[], object]], Sequence[Gradient]]
+"""Reduce the gradients of (name, parameter, gradient; None: none here), which some rank has; return the reduced ones.
 
 Names are those that `add` was given. The function calls the second argument before it waits for another rank. `WaitDeferred`
 can come out of that, and out of the function; then the function is called again.
 """
 
 
-class HookRounds(Rounds[Parameter], Generic[Parameter]):
+class HookRounds(Generic[Parameter]):
     """Everything is reduced when the round is closed, by `reduce_round`.
 
     Ranks tell each other first which gradients they have. That is also where they find out that they have other members or
@@ -50,80 +49,81 @@ class HookRounds(Rounds[Parameter], Generic[Parameter]):
         answer: for each member whether some rank has a gradient in the last round, once all ranks have told.
     """
 
-    by_bucket = False
-    bucket_views = None
-
     def __init__(self, reduce_round: ReduceRound[Parameter], *, is_repeatable: bool = False) -> None:
         self.reduce_round, self.is_repeatable = reduce_round, is_repeatable
         self.answer: Array | None = None
         self._digests: dict[int, bytes] = {}  # of the members' names, by how many they are
+        self._joins = 0
 
-    def begin(self, gradient_set: GradientSet[Parameter]) -> Round[Parameter]:
-        joins, last = gradient_set.joins, self.answer
-        self.answer = None
-        begun = HookRound(gradient_set, self)
-        begun.last = last if joins == gradient_set.joins else None
-        return begun
+    def begin(self, gradient_set: GradientSet[Parameter], members: Members[Parameter]) -> Bucket[Parameter]:
+        """Return the bucket of all members for a new round; the one before is over."""
+        last = self.answer if self._joins == gradient_set.joins else None
+        self.answer, self._joins = None, gradient_set.joins
+        return HookBucket(gradient_set, members, self, last)
 
-    def forget(self) -> None:
-        pass
-
-    def names_digest(self, gradient_set: GradientSet[Parameter]) -> bytes:
+    def names_digest(self, members: Members[Parameter]) -> bytes:
         """Return the digest of the members' names; members are never removed."""
-        count = len(gradient_set.members)
+        count = len(members)
         if count not in self._digests:
-            self._digests = {count: _digest("\n".join(member.name for member in gradient_set.members).encode())}
+            self._digests = {count: _digest("\n".join(member.name for member in members).encode())}
         return self._digests[count]
 
 
-class HookRound(Round[Parameter]):
-    """One of them.
+class HookBucket(Bucket[Parameter]):
+    """All members of one round, which is reduced when the round is closed.
 
-    Attributes:
+    Args:
         last: for each member whether some rank had a gradient in the last round; None: unknown.
     """
 
-    moves_gradients = False
-
-    def __init__(self, gradient_set: GradientSet[Parameter], rounds: HookRounds[Parameter]) -> None:
-        super().__init__(gradient_set)
-        self.last: Array | None = None
+    def __init__(self, gradient_set: GradientSet[Parameter], members: Members[Parameter], rounds: HookRounds[Parameter],
+                 last: Array | None) -> None:
+        self.set = gradient_set
+        self.state = FILLING
+        self.last = last
+        self.alone = []
+        self.reduced, self.gradients, self.rest = [], [], []
+        self.partial, self.errors = [], []
+        self.behind = set()
+        self._members = members
         self._rounds = rounds
-        self._present: dict[int, bool] = {}  # members that were given, by identity: whether they have a gradient
-        self._asked: Handle | None = None  # flags and digests of all ranks, see `close`
+        self._is_given: dict[int, bool] = {}  # members, by identity: whether they have a gradient
+        self._asked: Handle | None = None  # flags and digests of all ranks, see `send`
         self._entered: Handle | None = None  # done when all ranks come to the reduction
         self._is_early = False  # this rank has started, or will start, to reduce the last round's gradients
         self._has_reduced_last = False  # the last round's gradients are reduced
         self._is_confirming = False  # an exception that comes now leaves nothing half done
 
-    def give(self, member: Member[Parameter], present: bool) -> None:
-        if present and self._set.gradients.is_again(member):
-            member.again = self.round_id
-            self.has_again = True
-        self._present[id(member.parameter)] = present
-        member.given = self.round_id
-        if not present:
-            member.missing = self.round_id
+    @property
+    def holding(self) -> Sequence[Member[Parameter]]:
+        return list(self._members)
 
-    def close(self) -> None:
-        owner = self._set
-        present = np.fromiter(map(self._present.__getitem__, owner.members.by_key), np.uint8, len(owner.members))
+    def fill(self, member: Member[Parameter], is_own: bool) -> None:
+        self._is_given[id(member.parameter)] = True
+
+    def leave_out(self, member: Member[Parameter]) -> None:
+        self._is_given[id(member.parameter)] = False
+
+    def send(self) -> None:
+        owner, members = self.set, self._members
+        present = np.fromiter(map(self._is_given.__getitem__, members.by_key), np.uint8, len(members))
         if self.last is not None and len(self.last) != len(present):
             self.last = None  # there are more members now
         has_deferred = owner.runtime.has_deferred
         # Where reductions are idempotent, gradients may change while a wait is deferred.
-        self._is_early = (self._rounds.is_repeatable and not owner.gradients.is_idempotent and not has_deferred
+        self._is_early = (self._rounds.is_repeatable and not members.is_idempotent and not has_deferred
                           and self.last is not None
                           and bool(present.any()) and np.array_equal(present, self.last))
         of_last = _digest(b"" if self.last is None else self.last.tobytes())
-        digests = np.frombuffer(self._rounds.names_digest(owner) + of_last, np.uint8)
+        digests = np.frombuffer(self._rounds.names_digest(members) + of_last, np.uint8)
         self._asked = self._ask("present", np.concatenate(
             [present, np.array([has_deferred, self._is_early], np.uint8), digests, 255 - digests]))
-        super().close()
+        self.state = SENT
 
-    def collect(self, errors: list[HvdliteError], deferrable: bool) -> None:
+    def finish(self, deferrable: bool) -> None:
         """Reduce what the closed round has."""
-        self.reduced = []
+        if self.state is DONE:
+            return
         try:
             if self._is_early:
                 self._reduce_last(deferrable)
@@ -136,21 +136,28 @@ class HookRound(Round[Parameter]):
                 rest = rest & (1 - self.last)
             if rest.any():
                 self._reduce(rest, deferrable)
-            if self.has_again:
-                assert self._asked is not None
-                self._check_again(next(member for member in self._set.members if member.again == self.round_id),
-                                  self._asked.contributors)
+            assert self._asked is not None
+            self.partial = [(member, self._asked.contributors) for member in self._members
+                            if self._is_given[id(member.parameter)]]
         except WaitDeferred:
             raise
         except HvdliteError as error:
-            errors.append(error)
+            self.errors.append(error)
         except BaseException:
             self.is_over = not self._is_confirming  # it cannot be taken up again in the middle
+            if self.is_over:
+                self._end()
             raise
+        self._end()
+
+    def _end(self) -> None:
+        reduced = set(self.reduced)
+        self.rest = [member for member in self._members if member not in reduced]
+        self.state = DONE
 
     def _ask(self, name: str, values: Array) -> Handle:
         """Return the handle of the largest values (0 to 255) over all ranks."""
-        owner = self._set
+        owner = self.set
         return owner.runtime.enqueue_gradient(f"{owner.label}.{name}", values, np.empty_like(values), ReduceOp.MAX,
                                               Moment("", 0, owner.step, owner.in_step), process_set=owner.process_set_id)
 
@@ -163,11 +170,12 @@ class HookRound(Round[Parameter]):
 
     def _reduce(self, wanted: Array, deferrable: bool) -> None:
         """Let the function reduce the gradients of some members."""
-        by_key, prefix = self._set.members.by_key, len(self._set.members.prefix)
-        members = [(member.name[prefix:], member.parameter, self._present[key])
-                   for (key, member), flag in zip(by_key.items(), wanted.tolist(), strict=True) if flag]
-        for parameter, mark in self._rounds.reduce_round(members, functools.partial(self._confirm, deferrable)):
-            self._mark_all([by_key[id(parameter)]], [mark])
+        prefix = len(self._members.prefix)
+        members = [member for member, flag in zip(self._members, wanted.tolist(), strict=True) if flag]
+        gradients = self._rounds.reduce_round(
+            [(member.name[prefix:], member.parameter, member.held if self._is_given[id(member.parameter)] else None)
+             for member in members], functools.partial(self._confirm, deferrable))
+        self.reduced, self.gradients = [*self.reduced, *members], [*self.gradients, *gradients]
 
     def _confirm(self, deferrable: bool) -> bool:
         """Wait until all ranks come to the reduction; return whether some have started it with the last round's gradients.
@@ -178,14 +186,14 @@ class HookRound(Round[Parameter]):
         """
         assert self._asked is not None
         self._is_confirming = True
-        owner, count = self._set, len(self._set.members)
+        owner, count = self.set, len(self._members)
         answer = self._asked.wait(deferrable=deferrable)
         has_deferred, is_early = answer[count:count + 2].tolist()
         if self._rounds.answer is None:
             unlike = answer[count + 2:-2 * _DIGEST] != 255 - answer[-2 * _DIGEST:]  # then some rank has other bytes
             if unlike[:_DIGEST].any():
                 raise MismatchError(f"ranks disagree about the members of '{owner.label}', of which rank "
-                                    f"{owner.rank} has {count}. Give the optimizer the same "
+                                    f"{owner.runtime.world.rank} has {count}. Give the optimizer the same "
                                     "parameters on all ranks (add_param_group and requires_grad too)")
             if is_early and unlike.any():
                 raise MismatchError(f"ranks disagree about the last reduction of '{owner.label}': on some ranks it was "

@@ -29,7 +29,7 @@ class Round:
 
 
 class Reducer:
-    """One rank's half of a gradient set, as `training/gradient_reducer.py` plays it, on a bare controller.
+    """One rank's half of a gradient set, as `training/gradients/reducer.py` plays it, on a bare controller.
 
     Args:
         rounds: what the rank brings.

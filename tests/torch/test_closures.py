@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite.training.order_errors import GradientOrderError  # noqa: E402
+from hvdlite.training.gradients.errors import GradientOrderError  # noqa: E402
 from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
 from tests.torch.models import net  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402

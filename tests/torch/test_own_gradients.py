@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from hvdlite.core.errors import MismatchError, UnsupportedError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite.training.order_errors import GradientOrderError  # noqa: E402
+from hvdlite.training.gradients.errors import GradientOrderError  # noqa: E402
 from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
 from tests.torch.models import net, reducer_of  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
@@ -145,11 +145,30 @@ def test_what_is_changed_in_place_after_the_reduction_is_not_reduced_again() -> 
             optimizer.zero_grad()
             (parameter * (runtime.world.rank + 1)).sum().backward()
             parameter.grad /= 2
-            rounds = reducer_of(optimizer).round_id
+            rounds = reducer_of(optimizer).set.round_id
             optimizer.step()
-            assert reducer_of(optimizer).round_id == rounds
+            assert reducer_of(optimizer).set.round_id == rounds
         return parameter.detach().tolist()
     assert threads(2, step) == [[-7.5] * 3] * 2
+
+
+def moved_between_groups(case: Case) -> None:
+    """One parameter, and later all of them, come into new groups."""
+    optimizer = case.optimizer()
+    for turn in range(9):
+        if turn == 3:
+            optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop(0)], "lr": 0.05})
+        elif turn == 6:
+            optimizer.param_groups.clear()
+            for number, layer in enumerate((case.model[0], case.model[2])):
+                optimizer.add_param_group({"params": layer.parameters(), "lr": 0.1 + 0.1 * number})
+        optimizer.zero_grad()
+        case.loss(turn).backward()
+        optimizer.step()
+
+
+def test_parameters_move_between_groups() -> None:
+    compare([moved_between_groups])
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -161,7 +180,7 @@ def test_unused_parameters_cost_no_round(to_none: bool) -> None:
             optimizer.zero_grad(set_to_none=to_none)
             model[turn > 2](torch.ones(1, 6)).sum().backward()
             optimizer.step()
-            assert reducer_of(optimizer).round_id == turn + 1
+            assert reducer_of(optimizer).set.round_id == turn + 1
     threads(2, step)
 
 

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite.training.order_errors import GradientOrderError  # noqa: E402
+from hvdlite.training.gradients.errors import GradientOrderError  # noqa: E402
 from hvdlite_torch import DistributedOptimizer  # noqa: E402
 from tests.torch.models import by_bucket, net, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402

@@ -14,8 +14,9 @@ torch = pytest.importorskip("torch")
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite.training.order_errors import GradientOrderError  # noqa: E402
+from hvdlite.training.gradients.errors import GradientOrderError  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer, comm_hooks  # noqa: E402
+from tests.torch.models import by_bucket as by_bucket_of  # noqa: E402
 from tests.torch.models import net, reducer_of  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
 from tests.worlds import threads  # noqa: E402
@@ -250,7 +251,7 @@ def test_a_gradient_that_one_rank_alone_clears_between_two_passes_is_an_error(by
     def step(runtime: Runtime) -> None:
         model, optimizer = after_a_pass(runtime, by_bucket=by_bucket)
         first, *_, last = model.parameters()
-        assert reducer_of(optimizer).sequence.rounds.by_bucket == by_bucket
+        assert by_bucket_of(optimizer) == by_bucket
         if runtime.world.rank == 0:
             told = "another rank" if by_bucket else "rank 1"
             with pytest.raises(GradientOrderError, match=rf"{told} took part without the reduced gradient"):
@@ -287,7 +288,7 @@ def test_a_second_pass_is_an_error_when_a_rank_joins_first(begun: bool, by_bucke
     def step(runtime: Runtime) -> None:
         own = {name: make() for name, make in options.items()}
         model, optimizer = after_a_pass(runtime, by_bucket=by_bucket, **own)
-        assert reducer_of(optimizer).sequence.rounds.by_bucket == (by_bucket and not options)
+        assert by_bucket_of(optimizer) == (by_bucket and not options)
         if runtime.world.rank == 0:
             model[0].bias.register_post_accumulate_grad_hook(lambda parameter: has_begun.set())
             with pytest.raises(GradientOrderError, match=r"rank 1 took part without the reduced gradient \(joined"):
@@ -328,34 +329,34 @@ def test_a_guard_ends_only_its_own_round() -> None:
     def step(runtime: Runtime) -> list[float]:
         first, second = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
         optimizer = DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0), _runtime=runtime, wait_in="step")
-        sequence, found = reducer_of(optimizer).sequence, []
+        reducer, found = reducer_of(optimizer), []
 
         def wait_late(_: Any) -> None:
             for current in found:
-                sequence.finish_current(current)
+                reducer.finish(current)
         for parameter in (first, second):
             parameter.register_post_accumulate_grad_hook(wait_late)
         for _ in range(6):
             optimizer.zero_grad()
             (first * 2 + second * (runtime.world.rank + 1)).sum().backward()
-            found = [sequence.current] if runtime.world.rank == 0 else []
+            found = [reducer.round] if runtime.world.rank == 0 else []
             optimizer.step()
         return [first[0].item(), second[0].item()]
     assert threads(2, step) == [[-12.0, -9.0]] * 2
 
 
-def test_a_gradient_that_is_accumulated_into_while_it_is_reduced_is_an_error() -> None:
-    """Which only somebody can do who hands gradients over himself."""
+def test_a_gradient_that_is_accumulated_into_while_it_is_reduced_adds_up() -> None:
+    """Which only somebody can do who hands gradients over himself. Nobody writes to what is being reduced."""
     def step(runtime: Runtime) -> None:
         layer = torch.nn.Linear(3, 3)
         optimizer = DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), _runtime=runtime)
         layer.weight.grad = torch.ones(3, 3)
         reducer = reducer_of(optimizer)
-        reducer.hand_over(layer.weight)
-        reducer.hand_over(layer.weight)
-        with pytest.raises(GradientOrderError, match=rf"was accumulated into on rank {runtime.world.rank} while"):
-            reducer.sequence.finish()
-        optimizer.zero_grad()
-        layer(torch.ones(1, 3)).sum().backward()
+        reducer.ready(layer.weight)
+        assert layer.weight.grad is None
+        layer.weight.grad = torch.full((3, 3), 2.0 * runtime.world.rank)
+        reducer.ready(layer.weight)
+        optimizer.synchronize()
+        assert (layer.weight.grad == 2).all()
         optimizer.step()
     threads(2, step)

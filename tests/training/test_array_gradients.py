@@ -11,7 +11,7 @@ from hvdlite.core.array import ALIGNMENT
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.array_gradients import ArrayReducer, Gradient, Rows
+from hvdlite.training.gradients.arrays import ArrayReducer, Gradient, Rows
 from tests.worlds import threads
 
 SHAPES = [(3,), (40, 5), (6000,)]

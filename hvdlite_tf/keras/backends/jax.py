@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from hvdlite.core.array import Array
-from hvdlite.training.bucket_round import SMALL
+from hvdlite.training.gradients.framework import SMALL
 from hvdlite_tf.keras.backends.common import KerasStepReducer
 from hvdlite_tf.versions import OLDEST_JAX, check_installed
 

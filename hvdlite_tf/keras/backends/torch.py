@@ -14,12 +14,13 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite.training.gradients.before_step import BeforeStep
+from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.step_reducer import StepReducer, current_samples
 from hvdlite_torch import Compression
 from hvdlite_torch.backward import BackwardHooks
-from hvdlite_torch.framework import as_tensor, on_host
-from hvdlite_torch.reduction import framework_for
+from hvdlite_torch.reduction import gradients_of
+from hvdlite_torch.tensors import as_tensor, on_host
 from hvdlite_torch.unfinal import get_grad, set_grad
 
 _watchers: Any = WeakTensorKeyDictionary()
@@ -67,11 +68,11 @@ class TorchStepReducer(StepReducer):
         if not self.is_shared:
             return list(gradients)
         hooks, tensors = self._member(variables), [variable.value for variable in variables]
-        if hooks.reducer.is_under_way:
+        if hooks.reducer.round is not None:
             hooks.finish_if_due()
         is_accumulated = all(gradient is get_grad(tensor) for gradient, tensor in zip(gradients, tensors, strict=True))
         before = [get_grad(tensor) for tensor in tensors]
-        is_reduced = hooks.reducer.has_reduced and any(map(hooks.reducer.is_reduced, tensors))
+        is_reduced = not hooks.reducer.is_due and hooks.reducer.round is None and any(map(hooks.reducer.is_reduced, tensors))
         if not is_accumulated:
             self._check_not_summed(hooks, gradients, tensors)
         try:
@@ -95,13 +96,13 @@ class TorchStepReducer(StepReducer):
         if self._hooks is None:
             compression = {None: Compression.none, "float16": Compression.fp16, "bfloat16": Compression.bf16}
             runtime = self.take_part()
-            framework = framework_for(runtime, compression[self._compression.target], self._sparse_as_dense,
-                                      [variable.value for variable in variables])
-            reducer: GradientReducer[torch.Tensor] = GradientReducer(
+            framework = gradients_of(runtime, compression[self._compression.target], self._sparse_as_dense,
+                                     [variable.value for variable in variables])
+            reducer: Reducer[torch.Tensor] = Reducer(
                 runtime, framework, self.label, op=self._op, prescale=self._prescale, postscale=self._postscale,
                 passes=1, process_set=self.process_set)
-            reducer.sequence.on_reduced = self._divide_by_weights
-            self._hooks = BackwardHooks(reducer)
+            reducer.on_reduced = self._divide_by_weights
+            self._hooks = BackwardHooks(reducer, BeforeStep(reducer, looks_for_replaced=False))
             self._hooks.on_begin = self._begin_backward
             reducer.add(self._count, "count")
         for variable, group_id in new:
@@ -148,7 +149,7 @@ class TorchStepReducer(StepReducer):
         if count is not None:
             self._count.requires_grad_()
             self._count.grad = torch.tensor([self._hooks.weight])
-            self._hooks.reducer.hand_over(self._count)
+            self._hooks.reducer.ready(self._count)
 
     def _divide_by_weights(self, tensors: Sequence[torch.Tensor]) -> None:
         """Divide a round's reduced gradients by the mean of all ranks' weights."""

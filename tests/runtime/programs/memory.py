@@ -12,7 +12,7 @@ import numpy as np
 
 import hvdlite as hvd
 from hvdlite import api
-from hvdlite.training.array_gradients import ArrayReducer
+from hvdlite.training.gradients.arrays import ArrayReducer
 
 BUCKET = 8 << 20
 """Bytes of such a set, on each rank. A rank maps its own part, and what it reduces in the other's."""

@@ -17,7 +17,7 @@ import numpy as np
 import hvdlite as hvd
 from hvdlite import api
 from hvdlite.diagnostics.progress import read
-from hvdlite.training.array_gradients import ArrayReducer
+from hvdlite.training.gradients.arrays import ArrayReducer
 
 
 def collectives(size: int) -> None:

@@ -1,7 +1,7 @@
 """Random training programs: what is trained, and what each rank does in each step. No torch, no ranks.
 
 Every draw has a random stream of its own, named after what is drawn, so a feature that is turned off leaves the other
-draws as they were. What may be drawn is what `DistributedOptimizer` promises to work (training/gradient_reducer.py):
+draws as they were. What may be drawn is what `DistributedOptimizer` promises to work (training/gradients/reducer.py):
 
 - All ranks make the same number of rounds between two steps. Two backward passes over the same gradients are one round only
   with `no_sync` or `backward_passes_per_step`.

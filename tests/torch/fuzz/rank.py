@@ -11,6 +11,7 @@ import torch
 
 import hvdlite_torch as hvd
 from tests.fuzzing import BEGUN, FINE, WrongError
+from tests.torch import invariants
 from tests.torch.fuzz.program import Change, Program, Step, Turn, draw
 from tests.torch.fuzz.replica import Replica, Simulation, differences, plain_optimizer
 
@@ -143,6 +144,7 @@ def run(program: Program, sets: dict[tuple[int, ...], Any]) -> None:
 def main(seeds: Sequence[int], features: Sequence[str]) -> None:
     """Run the programs of some seeds; every rank of a job calls this with the same ones."""
     torch.set_num_threads(1)
+    invariants.watch()
     hvd.init()
     sets: dict[tuple[int, ...], Any] = {}
     for seed in seeds:

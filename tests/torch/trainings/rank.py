@@ -10,6 +10,7 @@ import torch
 
 import hvdlite_torch as hvd
 from tests.fuzzing import BEGUN, FINE, WRONG, WrongError
+from tests.torch import invariants
 from tests.torch.trainings.draws import Training, draw
 from tests.torch.trainings.loop import train
 from tests.torch.trainings.sides import Alone, Outside, Scoped
@@ -19,6 +20,7 @@ def main(seeds: Sequence[int]) -> None:
     """Carry out the trainings of some seeds; both ranks of a job call this with the same ones."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    invariants.watch()
     hvd.init()
     gc.freeze()  # what has been imported; later collections have less to look at
     for seed in seeds:

@@ -6,7 +6,9 @@ import ctypes
 import dataclasses
 import itertools
 import math
+import operator
 import threading
+import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -17,9 +19,11 @@ from hvdlite.core.device import AnyArray, Completion, Event
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
+from hvdlite.handoff.buckets import LearnedBucket
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.framework import Shape, StagedGradient
-from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite.training.gradients.before_step import BeforeStep
+from hvdlite.training.gradients.framework import SMALL, Memory, Places, Shape
+from hvdlite.training.gradients.reducer import Reducer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Slot:
     Attributes:
         shape: of its gradient; None while that is unknown.
         dtype: of the gradient on the wire: the last one's, or the one to expect when there was none yet.
-        group_id: as in `GradientReducer.add`.
+        group_id: as in `Reducer.add`.
         is_expected: whether a round has been about the variable, maybe the one to come.
         gradient: this rank's or the reduced one; None when there is none.
     """
@@ -57,175 +61,132 @@ class Slot:
     gradient: Gradient | None = None
 
 
-class BucketView:
-    """A place in a bucket.
+class ArrayPlaces:
+    """The places of a bucket.
 
-    Attributes:
-        array: over the place.
-        address: of its memory.
+    Results are new arrays, which share a block. That is ten times as fast; the block lasts as long as any of them.
+
+    Args:
+        arrays: over the places.
     """
 
-    __slots__ = ("address", "array")
+    def __init__(self, arrays: Sequence[Array], slots: Sequence[Slot]) -> None:
+        self._arrays = arrays
+        self._slots = slots
+        self.small: Sequence[int] = [place for place, array in enumerate(arrays) if array.nbytes <= SMALL]
+        self._outline = self._outlined(range(len(arrays)))
 
-    def __init__(self, array: Array) -> None:
-        self.array, self.address = array, array.ctypes.data
+    def fill(self, places: Sequence[int], gradients: Sequence[Gradient], is_own: bool) -> bool:
+        arrays = [self._arrays[place] for place in places]
+        for array, given in zip(arrays, gradients, strict=True):
+            if not isinstance(given, np.ndarray) or given.shape != array.shape or given.dtype != array.dtype:
+                return False
+        for array, given in zip(arrays, gradients, strict=True):
+            np.copyto(array, given)  # type: ignore[arg-type]
+        return True
 
+    def vacate(self, place: int, old: Gradient) -> Gradient:
+        return old
 
-class _Batch(list[tuple[Slot, BucketView]]):
-    """Places of a bucket whose values are copied out together, with what every such copy needs."""
+    def blank(self, place: int, value: Any, old: Gradient | None) -> bool:
+        array, slot = self._arrays[place], self._slots[place]
+        if slot.shape != array.shape or slot.dtype != array.dtype:
+            return False
+        array[...] = value
+        return True
 
-    def __init__(self, pairs: Sequence[tuple[Slot, BucketView]]) -> None:
-        super().__init__(pairs)
-        begin = min((view.address for _, view in pairs), default=0)
-        length = max((view.address + view.array.nbytes for _, view in pairs), default=0) - begin
-        self._lead = begin % ALIGNMENT  # keeps the places' alignment
-        self._source = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(begin)) if length else None
-        self._outlines = [(slot, view.array.shape, view.array.dtype, view.address - begin + self._lead)
-                          for slot, view in pairs]
+    def filled(self) -> Event | None:
+        return None
 
-    def copy_out(self) -> None:
-        """Make new arrays with the places' values the gradients of the slots. All of them share one block."""
-        lead, source = self._lead, self._source
-        block = aligned_empty((lead + (0 if source is None else source.size),), np.dtype(np.uint8))
-        if source is not None:
-            np.copyto(block[lead:], source)
-        for slot, shape, dtype, offset in self._outlines:
-            slot.gradient = np.ndarray(shape, dtype, block, offset)
+    def results(self, places: Sequence[int] | None) -> Sequence[Gradient]:
+        lead, source, outlines = self._outline if places is None else self._outlined(places)
+        block = aligned_empty((lead + source.size,), np.dtype(np.uint8))
+        np.copyto(block[lead:], source)
+        return [np.ndarray(shape, dtype, block, offset) for shape, dtype, offset in outlines]
+
+    def from_row_major(self, place: int, values: AnyArray) -> None:
+        assert isinstance(values, np.ndarray)
+        np.copyto(self._arrays[place], values)
+
+    def _outlined(self, places: Sequence[int]) -> tuple[int, Array, list[tuple[tuple[int, ...], np.dtype[Any], int]]]:
+        """Return what every copy of these places needs: bytes in front of it, its source, and where the arrays lie in it."""
+        arrays = [(self._arrays[place], self._arrays[place].ctypes.data) for place in places]
+        begin = min((address for _, address in arrays), default=0)
+        length = max((address + array.nbytes for array, address in arrays), default=0) - begin
+        lead = begin % ALIGNMENT  # keeps the places' alignment
+        source = (np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(begin)) if length
+                  else np.empty(0, np.uint8))
+        return lead, source, [(array.shape, array.dtype, address - begin + lead) for array, address in arrays]
 
 
 class ArrayGradients:
-    """The gradients of slots, for `GradientReducer`. Results are new arrays: what was handed out is not written again.
+    """The gradients of slots, for `Reducer`. Results are new arrays: what was given is not written to.
 
     Args:
         sources: of gradients; the number of ranks.
     """
 
-    needs_notes = False
-
     def __init__(self, sources: int) -> None:
         self._sources = sources
 
-    def note(self, parameter: Slot) -> None:
-        return None
+    get = staticmethod(operator.attrgetter("gradient"))
+    reference = weakref.ref
 
-    def has_gradient(self, parameter: Slot) -> bool:
-        return parameter.gradient is not None
+    def set(self, slot: Slot, gradient: Gradient | None) -> None:
+        slot.gradient = gradient
 
-    def is_trainable(self, parameter: Slot) -> bool:
-        return parameter.is_expected
+    def is_trainable(self, slot: Slot) -> bool:
+        return slot.is_expected
 
-    def shape(self, parameter: Slot) -> Shape:
-        return Shape(dtype_name(parameter.dtype), _shape(parameter))
+    def shape(self, slot: Slot) -> Shape:
+        return Shape(dtype_name(slot.dtype), _shape(slot))
 
-    def stage(self, parameter: Slot) -> StagedGradient[Slot]:
-        staged = self.stage_empty(parameter)
-        assert isinstance(parameter.gradient, np.ndarray)
-        np.copyto(staged.tensor, parameter.gradient)
-        return staged
+    def add(self, gradient: Gradient, more: Gradient) -> Gradient:
+        return gradient + more  # type: ignore[operator]
 
-    def stage_empty(self, parameter: Slot) -> StagedGradient[Slot]:
-        array = aligned_empty(_shape(parameter), parameter.dtype)
-        return StagedGradient(parameter, array, array)
+    def version(self, gradient: Gradient) -> int:
+        return 0
 
-    def unstage(self, staged: StagedGradient[Slot]) -> Any:
-        staged.parameter.gradient = staged.tensor
-        return None
+    def is_zero(self, gradient: Gradient) -> bool:
+        return not np.any(gradient.values if isinstance(gradient, Rows) else gradient)
 
-    def is_sparse(self, parameter: Slot) -> bool:
-        return isinstance(parameter.gradient, Rows)
-
-    def rows(self, parameter: Slot) -> Array:
-        rows = parameter.gradient
-        assert isinstance(rows, Rows)
-        indices = np.ascontiguousarray(rows.indices, np.int64).reshape(-1, 1).view(np.uint8)
-        values = np.ascontiguousarray(rows.values).reshape(len(rows.indices), math.prod(rows.values.shape[1:]))
+    def rows(self, slot: Slot, gradient: Gradient) -> Array | None:
+        if not isinstance(gradient, Rows):
+            return None
+        indices = np.ascontiguousarray(gradient.indices, np.int64).reshape(-1, 1).view(np.uint8)
+        values = np.ascontiguousarray(gradient.values).reshape(len(indices), math.prod(gradient.values.shape[1:]))
         return np.concatenate([indices, values.view(np.uint8)], axis=1)
 
-    def give_rows(self, parameter: Slot, rows: Array, factor: float) -> Any:
-        row = _shape(parameter)[1:]
-        if rows.shape[1] != 8 + parameter.dtype.itemsize * math.prod(row):
+    def from_rows(self, slot: Slot, rows: Array, factor: float) -> Gradient:
+        row = _shape(slot)[1:]
+        if rows.shape[1] != 8 + slot.dtype.itemsize * math.prod(row):
             raise UnsupportedError(f"a sparse gradient with rows of {rows.shape[1]} bytes does not fit a variable of shape "
-                                   f"{list(_shape(parameter))} and dtype {parameter.dtype}")
+                                   f"{list(_shape(slot))} and dtype {slot.dtype}")
         # Flat, because the slice of a single row counts as contiguous whatever its strides, which the views refuse.
         indices = rows[:, :8].reshape(-1).view(np.int64)
-        values = rows[:, 8:].reshape(-1).view(parameter.dtype).reshape(len(rows), *row)
+        values = rows[:, 8:].reshape(-1).view(slot.dtype).reshape(len(rows), *row)
         own, rest = divmod(len(rows), self._sources)
         if own and not rest and (indices.reshape(self._sources, own) == indices[:own]).all():
             # The same rows on all ranks, as of an embedding of positions. Some optimizers (Keras' Adam on TensorFlow) square
             # each row that they get before they add those of the same index, so they get one, as in one process.
             summed = values.reshape(self._sources, own, *row).sum(0, dtype=accumulator_dtype(values.dtype))
             indices, values = indices[:own], summed.astype(values.dtype, copy=False)
-        parameter.gradient = Rows(indices, scaled(values, factor))
-        return None
+        return Rows(indices, scaled(values, factor))
 
-    def bucket_view(self, parameter: Slot, place: AnyArray) -> BucketView:
-        assert isinstance(place, np.ndarray)
-        return BucketView(place)
+    def places(self, bucket: LearnedBucket, slots: Sequence[Slot]) -> Places:
+        arrays = [bucket.logical(index) for index in range(len(slots))]
+        assert all(isinstance(array, np.ndarray) for array in arrays)
+        return ArrayPlaces(arrays, slots)  # type: ignore[arg-type]
 
-    def fill(self, parameter: Slot, view: BucketView) -> bool:
-        return self.fill_all([(parameter, view)])
-
-    def batch(self, pairs: Sequence[tuple[Slot, BucketView]]) -> Sequence[tuple[Slot, BucketView]]:
-        return _Batch(pairs)
-
-    def fill_all(self, pairs: Sequence[tuple[Slot, BucketView]]) -> bool:
-        copies = [(view.array, given) for parameter, view in pairs if isinstance(given := parameter.gradient, np.ndarray)
-                  and given.shape == view.array.shape and given.dtype == view.array.dtype]
-        if len(copies) < len(pairs):
-            return False
-        for array, given in copies:
-            np.copyto(array, given)
-        return True
-
-    def fill_with(self, parameter: Slot, view: BucketView, value: Any) -> bool:
-        if parameter.shape != view.array.shape or parameter.dtype != view.array.dtype:
-            return False
-        view.array[...] = value
-        return True
-
-    def filled(self, memory: AnyArray) -> Event | None:
-        return None
+    def alone(self, slot: Slot, gradient: Gradient | None, is_given: bool) -> Memory:
+        array = aligned_empty(_shape(slot), slot.dtype)
+        if is_given:
+            assert isinstance(gradient, np.ndarray)
+            np.copyto(array, gradient)
+        return Memory(array, lambda: array)
 
     def follow(self, completion: Completion) -> None:
         completion.wait()
-
-    def copy_from_row_major(self, view: BucketView, values: AnyArray) -> None:
-        assert isinstance(values, np.ndarray)
-        np.copyto(view.array, values)
-
-    def detach_view(self, parameter: Slot, view: BucketView) -> Any:
-        return None
-
-    def install_view(self, parameter: Slot, view: BucketView) -> Any:
-        self.install_views([(parameter, view)])
-        return None
-
-    def install_views(self, pairs: Sequence[tuple[Slot, BucketView]]) -> Sequence[Any]:
-        """See `Framework`. All gradients share one new block: ten times as fast; it lasts as long as any of them."""
-        if pairs:
-            (pairs if isinstance(pairs, _Batch) else _Batch(pairs)).copy_out()
-        return [None] * len(pairs)
-
-    def is_marked(self, parameter: Slot, mark: Any) -> bool:
-        return False
-
-    def is_changed(self, parameter: Slot, mark: Any) -> bool:
-        return False
-
-    def is_zeroed(self, parameter: Slot, mark: Any) -> bool:
-        return False
-
-    def renew(self, parameter: Slot, mark: Any) -> None:
-        return None
-
-    def is_staged(self, staged: StagedGradient[Slot]) -> bool:
-        return False  # arrays are not written to
-
-    def take(self, parameter: Slot) -> Any:
-        raise NotImplementedError  # a slot is enqueued once per round
-
-    def accumulate(self, parameter: Slot, gradient: Any) -> None:
-        raise NotImplementedError
 
 
 class ArrayReducer:
@@ -241,9 +202,10 @@ class ArrayReducer:
 
     def __init__(self, runtime: Runtime, label: str, *, op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0,
                  process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
-        self._reducer: GradientReducer[Slot] = GradientReducer(
+        self._reducer: Reducer[Slot] = Reducer(
             runtime, ArrayGradients(len(runtime.members(process_set))), label, op=op, prescale=prescale, postscale=postscale,
             passes=1, process_set=process_set)
+        self._before_step = BeforeStep(self._reducer, looks_for_replaced=False)
         self._slots: list[Slot] = []
         self._names = itertools.count()
         self._lock = threading.Lock()
@@ -259,7 +221,7 @@ class ArrayReducer:
         Args:
             shape: of the gradient; None when it is not known before there is one.
             dtype: of the gradient on the wire, as the runtime names it.
-            group_id: as in `GradientReducer.add`.
+            group_id: as in `Reducer.add`.
         """
         with self._lock:
             self._slots.append(Slot(shape, SUPPORTED_DTYPES[dtype], group_id))
@@ -275,13 +237,13 @@ class ArrayReducer:
                 self._reducer.add(slot, str(next(self._names)), slot.group_id)
             for slot in new:
                 slot.is_expected = True
-            self._reducer.sequence.admit()
+            self._reducer.admit()
 
     def give(self, slot: int, gradient: Gradient) -> None:
         """Enqueue one gradient.
 
         Args:
-            gradient: C-contiguous. One of up to `bucket_round.SMALL` bytes is not to be changed before `finish` returns; a
+            gradient: C-contiguous. One of up to `SMALL` bytes is not to be changed before `finish` returns; a
                 larger one is copied before this returns.
         """
         values = gradient.values if isinstance(gradient, Rows) else gradient
@@ -289,7 +251,7 @@ class ArrayReducer:
         given.dtype, given.gradient = values.dtype, gradient
         if given.shape is None or values is gradient:
             given.shape = values.shape  # of rows only the shape of a row counts
-        self._reducer.hand_over(given)
+        self._reducer.ready(given)
 
     def finish(self) -> dict[int, Gradient]:
         """Return the reduced gradients by slot, without slots that have no gradient on any rank.
@@ -299,12 +261,12 @@ class ArrayReducer:
             UnsupportedError: when a gradient of unknown shape is missing.
         """
         try:
-            if self._reducer.end_backward():
-                self._reducer.sequence.wait()
+            if self._reducer.end_pass():
+                self._reducer.wait()
             return {index: slot.gradient for index, slot in enumerate(self._slots) if slot.gradient is not None}
         finally:
             try:
-                self._reducer.stepped()
+                self._before_step.stepped()
             finally:
                 for slot in self._slots:
                     slot.gradient = None

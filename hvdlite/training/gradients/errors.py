@@ -95,10 +95,3 @@ def changed_alone(name: str, behind: Collection[int]) -> GradientOrderError:
         f"{named_ranks(sorted(behind))} had no backward() in this step and took part in the reduction only in "
         "optimizer.step(), too late to change it: the replicas would differ. Call optimizer.synchronize() on all ranks, "
         "also where there was no backward(), and then change gradients")
-
-
-def overwritten(name: str, rank: int) -> GradientOrderError:
-    """Return the error for a gradient that was accumulated into in the memory in which it was being reduced."""
-    return GradientOrderError(
-        f"'{name}' was accumulated into on rank {rank} while it was being reduced: its gradient is not usable. Call "
-        "optimizer.zero_grad() on all ranks and repeat the step")

@@ -1,0 +1,184 @@
+"""What is asked before gradients are used: is a round due, and can these gradients be used?
+
+Gradients that the script has all cleared itself begin anew as with `zero_grad`; where it has set all of them to zero, a
+round is due. Gradients that no backward pass has given count by their origin (members.py). A rank that takes part from
+within its step cannot have processed the gradients (clipping) as the others did: where another rank has changed them, its
+step raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Generic
+
+import numpy as np
+
+from hvdlite.core.types import ReduceOp
+from hvdlite.training.gradients.errors import accumulated_alone, changed_alone, reduction_told, replaced
+from hvdlite.training.gradients.framework import Parameter
+from hvdlite.training.gradients.members import AGAIN, IDLE, LOCAL, REDUCED, Member, Origin
+from hvdlite.training.gradients.reducer import JOB_CONTINUES, Reducer
+from hvdlite.training.gradients.round import LaterCall
+
+
+class BeforeStep(Generic[Parameter]):
+    """Makes gradients final before they are used, and keeps account of their use.
+
+    Args:
+        looks_for_replaced: whether gradients are reduced with which a script has replaced reduced ones, also outside of the
+            step. Where reducing them again is not exact, that raises.
+    """
+
+    def __init__(self, reducer: Reducer[Parameter], *, looks_for_replaced: bool = True) -> None:
+        self.reducer = reducer
+        self._looks_for_replaced = looks_for_replaced
+
+    def make_final(self, *, in_step: bool = False) -> None:
+        """End a round that is under way, and take part in one if there was none since the last step.
+
+        Args:
+            in_step: whether the step that uses the gradients follows without the script being able to change them.
+
+        Raises:
+            GradientOrderError: when this rank changed gradients in between, and other ranks could not.
+            HorovodInternalError: Like `Reducer.finish`.
+        """
+        reducer = self.reducer
+        reducer.admit()
+        if not reducer.members:
+            return
+        with reducer.lock:  # another thread that reads a gradient meanwhile finds the round over
+            reducer.set.in_step = in_step
+            try:
+                self._make_final(reducer, in_step)
+            finally:
+                reducer.set.in_step = reducer.written_too = False
+
+    def _make_final(self, reducer: Reducer[Parameter], in_step: bool) -> None:
+        if reducer.is_due or reducer.round is not None or self._were_cleared_or_zeroed():
+            try:
+                reducer.make_round()
+            except JOB_CONTINUES:
+                if reducer.round is None:
+                    with suppress(*JOB_CONTINUES):
+                        self._finish_rest()
+                raise
+        if in_step and reducer.behind:
+            self._check_unchanged()
+        self._finish_rest()
+        if not reducer.passes.is_suspended and (in_step or self._looks_for_replaced) and self._has_unreduced():
+            reducer.written_too = True
+            reducer.make_round()
+
+    def cleared(self) -> None:
+        """The gradients were cleared: what was computed so far does not count, so a round is due before the next step."""
+        self.reducer.finish()
+        self.reducer.behind.clear()
+        self.reducer.forget()
+
+    def zeroed(self) -> None:
+        """After `cleared`: the gradients were set to zero, in place, which does not make them the script's own."""
+        self.reducer.members.renew()
+
+    def stepped(self) -> None:
+        """The optimizer has used the gradients; accumulating onto them is the user's business again."""
+        self.reducer.set.step += 1
+        self.reducer.runtime.progress.round()
+        self.cleared()
+
+    def expect_round(self) -> None:
+        """A round is due before gradients are used, whatever this rank computes."""
+        if self.reducer.round is None:
+            self.reducer.is_due = True
+
+    def begin_later_call(self) -> None:
+        """A step's closure is called again, and computes gradients anew or accumulates them."""
+        self.expect_round()
+        if self.reducer.is_idempotent:
+            self.reducer.later_call = LaterCall()
+
+    def end_later_call(self) -> None:
+        """After `make_final`: the closure's gradients are final; all ranks call this, and compare what they did.
+
+        Raises:
+            GradientOrderError: on all ranks, when some accumulated onto gradients that others left out.
+        """
+        call, self.reducer.later_call = self.reducer.later_call, None
+        if call is None:
+            return
+        flags = np.array([call.accumulates, call.leaves_out], np.uint8)
+        self.reducer.runtime.allreduce(f"{self.reducer.label}.closure", flags, flags, ReduceOp.MAX,
+                                       process_set=self.reducer.set.process_set_id).wait()
+        if flags.all():
+            raise accumulated_alone(self.reducer.rank, call.accumulates)
+        if call.incomplete is not None:
+            raise call.incomplete
+
+    def abandon_later_call(self) -> None:
+        """An exception has ended the call: rounds that follow are no part of it, and raise their own errors."""
+        self.reducer.later_call = None
+
+    def used_elsewhere(self, parameters: Iterable[Parameter]) -> None:
+        """Another reducer's step has used these gradients, or they were cleared there: later ones are reduced anew."""
+        members = [member for parameter in parameters if (member := self.reducer.member(parameter)) is not None]
+        self.reducer.members.forget_reduced(members)
+        if members:
+            self.expect_round()
+
+    def take_over(self, parameter: Parameter, other: Reducer[Parameter]) -> bool:
+        """Return whether a gradient that another reducer has not reduced is to be reduced here."""
+        own, theirs = self.reducer.member(parameter), other.member(parameter)
+        if theirs is None:
+            return True
+        origin = other.members.origin(theirs, other.framework.get(parameter))
+        if origin in (Origin.REDUCED, Origin.OLD) or (origin is Origin.REWRITTEN and not other.is_idempotent):
+            return False
+        if own is not None and own.state is IDLE and theirs.state in (LOCAL, AGAIN):
+            own.state, own.passes = LOCAL, 0
+            self.reducer.has_local = True
+        return True
+
+    def unseen(self) -> list[Member[Parameter]]:
+        """Return the members whose gradients the script has set, and that are reduced with the next round."""
+        members = self.reducer.members
+        if self.reducer.passes.is_suspended:
+            return []
+        return [member for member in members if member.state is IDLE
+                and members.needs_round(members.origin(member, members.gradient(member)))]
+
+    def _finish_rest(self) -> None:
+        """Reduce what was computed since the last round, which is less than a round's passes."""
+        reducer = self.reducer
+        if not reducer.passes.is_suspended and (reducer.has_local or reducer.passes.pending):
+            reducer.make_round()
+
+    def _were_cleared_or_zeroed(self) -> bool:
+        """Return whether the script has cleared the gradients of a step that it skipped, and computed none since."""
+        reducer = self.reducer
+        if not reducer.has_reduced:
+            return False
+        if reducer.members.were_cleared():
+            return True
+        return not reducer.has_local and not reducer.behind and reducer.members.were_zeroed()
+
+    def _has_unreduced(self) -> bool:
+        """Return whether a gradient is about to be used that no backward pass has given."""
+        members = self.reducer.members
+        for member in members:
+            gradient = members.gradient(member)  # of each one in every step: ask no more of what was reduced
+            if gradient is None or (member.state is REDUCED and member.reduced() is gradient):
+                continue
+            origin = members.origin(member, gradient)
+            if members.needs_round(origin):
+                return True
+            if origin is Origin.REPLACED and self._looks_for_replaced:
+                if not members.is_idempotent:
+                    raise replaced(member.name, self.reducer.rank, reduction_told(self.reducer.set.op))
+                return True
+        return False
+
+    def _check_unchanged(self) -> None:
+        for member in self.reducer.members:
+            if (member.state is REDUCED or member.state is AGAIN) and self.reducer.members.is_written(member):
+                raise changed_alone(member.name, self.reducer.behind)

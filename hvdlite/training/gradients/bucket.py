@@ -1,0 +1,432 @@
+"""The members that are reduced together in one round: gradients go into their places, the last one sends the bucket.
+
+A bucket is FILLING until its last member is given, then SENT until its results are there, then DONE. What a gradient costs
+here is a copy and a count: no lock, no message. The count is an `itertools.count`, whose `next` is one uninterrupted step,
+so hooks may come from several autograd threads. Small gradients are copied together when their bucket is full: for them a
+call costs more than a copy.
+
+When a gradient does not fit its place any more, the bucket is BROKEN: each of its members goes by itself, as a bucket of
+one, in the memory in which its gradient is, and the layout is learned again on all ranks.
+
+Nothing here refers to the reducer or to the round, so that these are freed when they end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from typing import Generic
+
+from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
+from hvdlite.core.errors import HvdliteError
+from hvdlite.core.types import ReduceOp
+from hvdlite.handoff.buckets import BucketHandle, LearnedBucket, LearnedLayout
+from hvdlite.handoff.handle import Handle
+from hvdlite.negotiation.messages import BucketReady
+from hvdlite.runtime.gradient_sets import Moment
+from hvdlite.runtime.runtime import Runtime
+from hvdlite.training.gradients.errors import sparse
+from hvdlite.training.gradients.framework import Framework, Gradient, Memory, Parameter
+from hvdlite.training.gradients.members import IDLE, READY, Member, set_before, set_held, set_state
+
+
+class BucketState(enum.Enum):
+    """How far a bucket has come in its round."""
+
+    FILLING = enum.auto()
+    BROKEN = enum.auto()
+    SENT = enum.auto()
+    DONE = enum.auto()
+
+
+FILLING, BROKEN, SENT, DONE = BucketState
+
+
+@dataclasses.dataclass(slots=True)
+class GradientSet(Generic[Parameter]):
+    """How the gradients of one wrapped optimizer are reduced, and how far it has come."""
+
+    runtime: Runtime
+    framework: Framework[Parameter]
+    label: str  # makes names unique among the wrapped optimizers of this process; equal on all ranks
+    op: ReduceOp
+    prescale: float
+    postscale: float
+    process_set_id: int  # of the ranks that take part
+    joins: int  # changes when all ranks have joined
+    round_id: int  # of the last round that began; it jumps when all ranks have joined: some had fewer rounds
+    step: int = 0  # how many steps the optimizer has made since then
+    in_step: bool = False  # the optimizer's step takes part in a round now
+    has_new_sparse: bool = False  # a member turned out to be sparse: the layout does not describe it any more
+
+    @property
+    def moment(self) -> Moment:
+        """Where this rank is now."""
+        return Moment(self.label, self.round_id, self.step, self.in_step)
+
+
+class BucketPlan(Generic[Parameter]):
+    """One bucket of a layout: its members and their places; lasts as long as the layout."""
+
+    def __init__(self, index: int, learned: LearnedBucket, members: Sequence[Member[Parameter]],
+                 framework: Framework[Parameter]) -> None:
+        self.learned = learned
+        self.members = members
+        self.parameters = [member.parameter for member in members]
+        self.places = framework.places(learned, self.parameters)
+        self.small = [members[place] for place in self.places.small]
+        self.small_keys = frozenset(id(member.parameter) for member in self.small)
+        for place, member in enumerate(members):
+            member.bucket, member.place, member.is_small = index, place, False
+        for member in self.small:
+            member.is_small = True
+
+
+class Layout(Generic[Parameter]):
+    """The buckets that are learned for a set."""
+
+    def __init__(self, learned: LearnedLayout, members: Mapping[str, Member[Parameter]],
+                 framework: Framework[Parameter]) -> None:
+        self.learned = learned
+        self.buckets = [BucketPlan(index, bucket, [members[each.name] for each in bucket.definition.members], framework)
+                        for index, bucket in enumerate(learned.buckets)]
+
+    @classmethod
+    def of(cls, learned: LearnedLayout, gradient_set: GradientSet[Parameter],
+           members: Iterable[Member[Parameter]]) -> Layout[Parameter] | None:
+        """Return a layout; None when it does not describe these members, or how they are reduced: an earlier world's."""
+        for member in members:
+            member.is_sparse = member.is_sparse or member.name in learned.layout.unbucketed
+            member.bucket = member.place = -1
+        by_name = {member.name: member for member in members if not member.is_sparse}
+        described = {each.name: each for bucket in learned.layout.buckets for each in bucket.members}
+        factors = gradient_set.op, gradient_set.prescale, gradient_set.postscale
+        if described.keys() != by_name.keys() or any(
+                (bucket.response.op, bucket.response.prescale, bucket.response.postscale) != factors
+                for bucket in learned.layout.buckets):
+            return None
+        for name, each in described.items():
+            now = gradient_set.framework.shape(by_name[name].parameter)
+            if (now.dtype, now.shape) != (each.dtype, each.shape) or each.strides not in ((), now.strides):
+                return None
+        return cls(learned, by_name, gradient_set.framework)
+
+
+class Ends:
+    """Tells which bucket of a round is the last one to be sent.
+
+    Args:
+        count: how many buckets there are.
+        closes: whether the round is over when all are sent: no member goes by itself.
+    """
+
+    __slots__ = ("_closes", "_count", "_sent")
+
+    def __init__(self, count: int, closes: bool) -> None:
+        self._count = count
+        self._closes = closes
+        self._sent = itertools.count(1)
+
+    def end_round(self) -> bool:
+        """A bucket is about to be sent; return whether the round is over with it."""
+        return next(self._sent) == self._count and self._closes
+
+
+class Bucket(Generic[Parameter]):
+    """A bucket of the layout in one round.
+
+    Args:
+        layout: is ended on all ranks when the bucket breaks.
+    """
+
+    is_over = False
+    """Whether an exception has left the wait in the middle, so that it cannot be taken up again."""
+
+    def __init__(self, gradient_set: GradientSet[Parameter], plan: BucketPlan[Parameter], layout: LearnedLayout,
+                 ends: Ends) -> None:
+        self.set = gradient_set
+        self.plan = plan
+        self.state = FILLING
+        self.alone: list[BucketOfOne[Parameter]] = []  # of its members, after it broke
+        self.reduced: Sequence[Member[Parameter]] = ()  # after `finish`: members to which some rank contributed
+        self.gradients: Sequence[Gradient] = ()  # their gradients
+        self.rest: Sequence[Member[Parameter]] = ()  # the other members: no rank contributed, or an error
+        # Members that were given, of which ranks may be missing, and the ranks that contributed, if they are known.
+        self.partial: list[tuple[Member[Parameter], Collection[int] | None]] = []
+        self.errors: list[HvdliteError] = []
+        self.behind: set[int] = set()  # ranks that sent it from within their step, while others had not
+        self._layout = layout
+        self._ends = ends
+        self._size = len(plan.members)
+        self._count = itertools.count(1)
+        self._placed: list[int] = []  # places that hold gradients
+        self._later: list[Member[Parameter]] = []  # small members whose gradients are not in their places yet
+        self._unused: list[Member[Parameter]] = []
+        self._has_own = False  # one of those was made by the script
+        self._has_small = False  # a small member was given
+        self._handle: BucketHandle | None = None
+
+    def fill(self, member: Member[Parameter], is_own: bool) -> None:
+        """Take the gradient that a member holds, which has left the parameter; from any thread.
+
+        Args:
+            is_own: whether the script has made it.
+        """
+        if self.state is BROKEN:
+            self.alone.append(BucketOfOne(self.set, member, is_given=True))
+            return
+        if member.is_small:
+            self._later.append(member)
+            self._has_small = True
+            self._has_own = self._has_own or is_own
+        else:
+            gradients = [member.held]
+            member.held = None  # so that nobody else in here uses it
+            if not self.plan.places.fill((member.place,), gradients, is_own):
+                member.held = gradients[0]
+                self._break()
+                self.alone.append(BucketOfOne(self.set, member, is_given=True))
+                return
+            self._placed.append(member.place)
+        if next(self._count) == self._size:
+            self.send()
+
+    def fill_small(self, keys: Set[int]) -> bool:
+        """Like `fill`, for all small members at once, from their parameters. Return False when that cannot be done.
+
+        Args:
+            keys: parameters, by identity, into which a backward pass has accumulated once.
+        """
+        plan = self.plan
+        if not plan.small or self._has_small or self.state is BROKEN or not plan.small_keys <= keys:
+            return False
+        framework = self.set.framework
+        parameters = plan.parameters if len(plan.small) == self._size else [member.parameter for member in plan.small]
+        gradients = list(map(framework.get, parameters))
+        set_all(framework, parameters, itertools.repeat(None))
+        if not plan.places.fill(plan.places.small, gradients, False):
+            set_all(framework, parameters, gradients)
+            return False
+        self._has_small = True
+        set_before(plan.small, itertools.repeat(IDLE))
+        set_state(plan.small, itertools.repeat(READY))
+        self._placed += plan.places.small
+        if next(itertools.islice(self._count, len(plan.small) - 1, None)) == self._size:
+            self.send()
+        return True
+
+    def leave_out(self, member: Member[Parameter]) -> None:
+        """This rank has no gradient of a member that counts; it holds what it has."""
+        if self.state is BROKEN:
+            self.alone.append(BucketOfOne(self.set, member, is_given=False))
+            return
+        self._has_small = self._has_small or member.is_small
+        if member.held is not None:
+            member.held = self.plan.places.vacate(member.place, member.held)
+        self._unused.append(member)
+        if next(self._count) == self._size:
+            self.send()
+
+    def send(self) -> None:
+        """Every member is given."""
+        if not (self._fill_later() and self._blank_unused()):
+            self._break()
+            return
+        definition = self.plan.learned.definition
+        self._handle = self.set.runtime.enqueue_bucket(
+            self.plan.learned,
+            BucketReady(bucket_id=definition.bucket_id, round_id=self.set.round_id,
+                        unused=tuple(sorted(member.place for member in self._unused)), ends_round=self._ends.end_round(),
+                        step=self.set.step, in_step=self.set.in_step),
+            self.plan.places.filled())
+        self.state = SENT
+
+    def finish(self, deferrable: bool) -> None:
+        """Wait for the results. Nothing is given to parameters before all buckets have theirs.
+
+        Raises:
+            WaitDeferred: when that is allowed; may be called again then, and after an interrupt.
+        """
+        for alone in self.alone:
+            alone.finish(deferrable)
+        if self.state is BROKEN or self.state is DONE:
+            return
+        if self._handle is None:  # an exception has kept it from being sent
+            self.rest = self.plan.members
+            return
+        try:
+            self._handle.wait(deferrable=deferrable)
+        except HvdliteError as error:
+            self.errors.append(error)
+            self.rest = self.plan.members
+        else:
+            if self._handle.completion is not None:
+                self.set.framework.follow(self._handle.completion)
+            self.behind.update(self._handle.behind)
+            if self._handle.parts:
+                self._take_parts(self._handle, deferrable)
+            else:
+                self._take_whole(self._handle)
+        self.state = DONE
+
+    @property
+    def holding(self) -> Sequence[Member[Parameter]]:
+        """After `finish`: members that still hold what has left their parameters."""
+        return self._unused
+
+    def _fill_later(self) -> bool:
+        """Copy the small gradients that came one by one; return False when one does not fit."""
+        if not self._later:
+            return True
+        places, small = self.plan.places, self.plan.small
+        members = small if len(self._later) == len(small) else self._later
+        gradients = [member.held for member in members]
+        set_held(members, itertools.repeat(None))
+        indices = places.small if members is small else [member.place for member in members]
+        if not places.fill(indices, gradients, self._has_own):
+            set_held(members, gradients)
+            return False
+        self._placed += indices
+        self._later = []
+        return True
+
+    def _blank_unused(self) -> bool:
+        """Fill the places of members without a gradient; return False when one has another shape or user."""
+        response = self.plan.learned.definition.response
+        for member in self._unused:
+            value = identity(response.op, SUPPORTED_DTYPES[response.dtype])
+            if not self.plan.places.blank(member.place, value, member.held):
+                return False
+        return True
+
+    def _break(self) -> None:
+        """Let all members that were given go by themselves."""
+        self.state = BROKEN
+        self.set.runtime.mark_stale(self._layout.layout)
+        placed, later, unused = self._placed, self._later, self._unused
+        self._placed, self._later, self._unused = [], [], []
+        gradients = self.plan.places.results(placed)
+        placed_members = [self.plan.members[place] for place in placed]
+        set_held(placed_members, gradients)
+        self.alone += [BucketOfOne(self.set, member, is_given=True) for member in (*placed_members, *later)]
+        self.alone += [BucketOfOne(self.set, member, is_given=False) for member in unused]
+
+    def _take_whole(self, handle: BucketHandle) -> None:
+        members, unused = self.plan.members, handle.globally_unused
+        if handle.partly_unused:
+            left_out = set(self._unused)
+            self.partial = [(members[place], None) for place in handle.partly_unused if members[place] not in left_out]
+        places = None if not unused else [place for place in range(self._size) if place not in unused]
+        self.gradients = self.plan.places.results(places)
+        self.reduced = members if places is None else [members[place] for place in places]
+        self.rest = [members[place] for place in sorted(unused)]
+
+    def _take_parts(self, handle: BucketHandle, deferrable: bool) -> None:
+        """Take the results of a bucket whose members were answered one by one."""
+        errors, behind, rest = list[HvdliteError](), set[int](), list[Member[Parameter]]()
+        partial: list[tuple[Member[Parameter], Collection[int] | None]] = []
+        reduced: dict[int, Gradient | None] = {}  # by place; None: it lies there
+        left_out = set(self._unused)
+        for place, (member, part) in enumerate(zip(self.plan.members, handle.parts, strict=True)):
+            try:
+                result = part.wait(deferrable=deferrable)
+                if part.completion is not None:
+                    self.set.framework.follow(part.completion)
+                behind.update(part.behind)
+                if result.dtype.name != self.plan.learned.definition.members[place].dtype:
+                    reduced[place] = gradient_of_rows(self.set, member, result)
+                elif part.contributors:
+                    if not self.plan.learned.is_row_major(place):
+                        self.plan.places.from_row_major(place, result)
+                    reduced[place] = None
+                if member not in left_out:
+                    partial.append((member, part.contributors))
+            except HvdliteError as error:
+                errors.append(error)
+            if place not in reduced:
+                rest.append(member)
+        dense = [place for place, rows in reduced.items() if rows is None]
+        reduced.update(zip(dense, self.plan.places.results(dense), strict=True))
+        self.reduced, self.gradients = [self.plan.members[place] for place in reduced], list(reduced.values())
+        self.rest, self.partial, self.errors = rest, partial, errors
+        self.behind |= behind
+
+
+class BucketOfOne(Bucket[Parameter]):
+    """A member by itself, which is sent at once.
+
+    Args:
+        is_given: whether what it holds counts.
+    """
+
+    def __init__(self, gradient_set: GradientSet[Parameter], member: Member[Parameter], *, is_given: bool) -> None:
+        self.set = gradient_set
+        self.state = FILLING
+        self.alone = []
+        self.reduced = self.gradients = self.rest = ()
+        self.partial, self.errors = [], []
+        self.behind = set()
+        self._member = member
+        self._is_given = is_given
+        self._memory: Memory | None = None  # None: it is sent as rows of a sparse gradient
+        self._one = self._enqueue(member)
+        self.state = SENT
+
+    @property
+    def holding(self) -> Sequence[Member[Parameter]]:
+        return (self._member,)
+
+    def _enqueue(self, member: Member[Parameter]) -> Handle:
+        framework, runtime, owner = self.set.framework, self.set.runtime, self.set
+        rows = framework.rows(member.parameter, member.held) if self._is_given else None
+        if rows is not None:
+            return runtime.enqueue_rows(member.name, rows, owner.moment, process_set=owner.process_set_id)
+        self._memory = memory = framework.alone(member.parameter, member.held, self._is_given)
+        return runtime.enqueue_gradient(
+            member.name, memory.array if self._is_given else None, memory.array, owner.op, owner.moment,
+            prescale=owner.prescale, postscale=owner.postscale, strides=framework.shape(member.parameter).strides,
+            group_id=member.group_id, process_set=owner.process_set_id)
+
+    def finish(self, deferrable: bool) -> None:
+        if self.state is DONE:
+            return
+        self.rest = [self._member]
+        try:
+            result, handle = self._one.wait(deferrable=deferrable), self._one
+            if handle.completion is not None:
+                self.set.framework.follow(handle.completion)
+            self.behind.update(handle.behind)
+            if self._is_given:
+                self.partial = [(self._member, handle.contributors)]
+            if self._memory is None or result is not self._memory.array:
+                self.gradients = [gradient_of_rows(self.set, self._member, result)]
+            elif handle.contributors:
+                self.gradients = [self._memory.result()]
+            if self.gradients:
+                self.reduced, self.rest = [self._member], ()
+        except HvdliteError as error:
+            self.errors.append(error)
+        self.state = DONE
+
+
+def set_all(framework: Framework[Parameter], parameters: Iterable[Parameter], gradients: Iterable[Gradient | None]) -> None:
+    """Set the gradients of many parameters."""
+    deque(map(framework.set, parameters, gradients), maxlen=0)
+
+
+def gradient_of_rows(gradient_set: GradientSet[Parameter], member: Member[Parameter], rows: Array) -> Gradient:
+    """Return the gradient that consists of all ranks' rows.
+
+    Raises:
+        UnsupportedError: for another operation than Average and Sum.
+    """
+    if gradient_set.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise sparse(member.name, gradient_set.op)
+    ranks = len(gradient_set.runtime.members(gradient_set.process_set_id))
+    factor = gradient_set.prescale * gradient_set.postscale / (ranks if gradient_set.op is ReduceOp.AVERAGE else 1)
+    gradient_set.has_new_sparse = gradient_set.has_new_sparse or not member.is_sparse
+    member.is_sparse = True
+    return gradient_set.framework.from_rows(member.parameter, rows, factor)

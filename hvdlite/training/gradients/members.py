@@ -1,0 +1,237 @@
+"""The members of a gradient set and what is known of their gradients: the table of states, and the one of origins.
+
+A member's *state* says what has happened to its gradient since the last step. It changes by these events only; where a row
+says "I", reducing a reduced gradient again has to be exact (`is_idempotent`), as it is for averages: the average of
+(reduced + local) is reduced + the average of the local parts.
+
+| state | event | new state | what else |
+|---|---|---|---|
+| IDLE; REDUCED, but it is another tensor | accumulated | LOCAL | then as LOCAL; see below |
+| REDUCED | accumulated | AGAIN if I, else an error | then as AGAIN |
+| LOCAL, AGAIN | accumulated | the same; READY when that was the last pass of a round | it leaves the parameter |
+| READY, LATE | accumulated | LATE if I, else an error | the backward pass counts as a late one |
+| UNUSED | accumulated | LATE | not I, and another rank had one: an error at the round's end |
+| IDLE, LOCAL, AGAIN, REDUCED | the round is closed | READY or UNUSED | by its origin; it leaves the parameter |
+| LATE | the wait begins | READY or UNUSED again | what came since goes from the parameter to `aside` |
+| READY, UNUSED | a result, to which some rank contributed | REDUCED | it is the parameter's gradient |
+| READY, UNUSED | a result, to which none did; an error | `before` | what was held is the parameter's gradient again |
+| REDUCED, IDLE | then, with something aside | AGAIN, LOCAL | that is added; a round is due |
+| any | step, zero_grad, load_state_dict | IDLE | the round under way is finished before |
+| REDUCED, AGAIN | another optimizer has used the gradient | IDLE, LOCAL | a round is due |
+| any | the world ends | - | the reducer is thrown away; memory lives as long as gradients that lie in it |
+
+A backward pass that finds, with its first gradient, that none of the reduced ones is left: the script has cleared them, and
+all members are IDLE first.
+
+The *origin* of a gradient is computed when somebody asks:
+
+| origin | when | when a round is closed | before the step |
+|---|---|---|---|
+| NONE | there is none, or another optimizer reduces it | UNUSED | all reduced members are NONE: cleared, a round is due |
+| NEW, AGAIN | state LOCAL, AGAIN | READY | a round is due |
+| REDUCED | the tensor that was reduced; state REDUCED | READY if I, else UNUSED | all zeros: a round is due |
+| REPLACED | another tensor; state REDUCED | READY | a round is due if I, else an error |
+| OLD | the tensor that was reduced, not written to since; state IDLE | UNUSED | - |
+| REWRITTEN | it has been written to; state IDLE | READY if I and `written_too` | a round is due if I |
+| OWN | another tensor; state IDLE | READY | a round is due |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic
+
+from hvdlite.training.gradients.framework import Framework, Gradient, Parameter
+
+
+class State(enum.Enum):
+    """What has happened to a member's gradient; see the table."""
+
+    IDLE = enum.auto()
+    LOCAL = enum.auto()
+    AGAIN = enum.auto()
+    REDUCED = enum.auto()
+    READY = enum.auto()
+    UNUSED = enum.auto()
+    LATE = enum.auto()
+
+
+IDLE, LOCAL, AGAIN, REDUCED, READY, UNUSED, LATE = State
+
+
+class Origin(enum.Enum):
+    """Where a gradient comes from; see the table."""
+
+    NONE = enum.auto()
+    NEW = enum.auto()
+    AGAIN = enum.auto()
+    REDUCED = enum.auto()
+    REPLACED = enum.auto()
+    OLD = enum.auto()
+    REWRITTEN = enum.auto()
+    OWN = enum.auto()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Member(Generic[Parameter]):
+    """One parameter of the set."""
+
+    parameter: Parameter
+    name: str  # equal on all ranks
+    group_id: int  # members with the same one, from 1, share a bucket
+    state: State = IDLE
+    before: State = IDLE  # while it is READY or UNUSED: REDUCED when its gradient, or a part of it, was reduced before
+    passes: int = 0  # how often accumulated since it was IDLE or REDUCED; those in no_sync do not count
+    bucket: int = -1  # the index of its bucket in the layout; -1: it goes by itself
+    place: int = -1  # its index in the bucket
+    is_small: bool = False  # it is copied together with others of its bucket
+    is_sparse: bool = False  # some rank had a sparse gradient for it once: it always goes by itself
+    held: Gradient | None = None  # what left the parameter, while that is READY or UNUSED, and not copied
+    aside: Gradient | None = None  # what came after that
+    reduced: Callable[[], Gradient | None] = lambda: None  # gives the gradient that the last round left
+    version: int = -1  # how often that had been written to
+
+
+def set_on_all(field: str) -> Callable[[Iterable[Member[Any]], Iterable[Any]], None]:
+    """Return a function that sets a field of many members, without a statement of Python for each."""
+    set_on = vars(Member)[field].__set__
+
+    def set_all(members: Iterable[Member[Any]], values: Iterable[Any]) -> None:
+        deque(map(set_on, members, values), maxlen=0)
+    return set_all
+
+
+set_state, set_before, set_held = set_on_all("state"), set_on_all("before"), set_on_all("held")
+set_reduced, set_version = set_on_all("reduced"), set_on_all("version")
+
+
+class Members(Generic[Parameter]):
+    """The members of one set, and the parameters that are not trainable yet.
+
+    Args:
+        prefix: begins the members' names.
+        is_idempotent: whether reducing a reduced gradient again leaves it as it is.
+    """
+
+    def __init__(self, framework: Framework[Parameter], prefix: str, is_idempotent: bool) -> None:
+        self.framework = framework
+        self.prefix = prefix
+        self.is_idempotent = is_idempotent
+        self.by_key: dict[int, Member[Parameter]] = {}  # by the parameters' identity: tensors compare elementwise
+        self.waiting: dict[int, Member[Parameter]] = {}  # frozen, or added in the middle of a round
+        # By identity: parameters whose gradients another optimizer reduces, as long as what this gives lives.
+        self.elsewhere: Mapping[int, Callable[[], object]] = {}
+
+    def __iter__(self) -> Iterator[Member[Parameter]]:
+        return iter(self.by_key.values())
+
+    def __len__(self) -> int:
+        return len(self.by_key)
+
+    def admit(self) -> list[Member[Parameter]]:
+        """Make members of the waiting parameters that are trainable now; return them."""
+        admitted = [key for key, member in self.waiting.items() if self.framework.is_trainable(member.parameter)]
+        for key in admitted:
+            self.by_key[key] = self.waiting.pop(key)
+        return [self.by_key[key] for key in admitted]
+
+    def gradient(self, member: Member[Parameter]) -> Gradient | None:
+        """Return the member's gradient; None for one that another optimizer reduces."""
+        if self.elsewhere and self.elsewhere.get(id(member.parameter), _nobody)() is not None:
+            return None
+        return self.framework.get(member.parameter)
+
+    def origin(self, member: Member[Parameter], gradient: Gradient | None) -> Origin:
+        """Return where a gradient comes from that is the member's."""
+        if gradient is None:
+            return Origin.NONE
+        is_same = member.reduced() is gradient
+        if member.state is LOCAL or (member.state is AGAIN and not is_same):
+            return Origin.NEW
+        if member.state is AGAIN:
+            return Origin.AGAIN
+        if member.state is REDUCED:
+            return Origin.REDUCED if is_same else Origin.REPLACED
+        if not is_same:
+            return Origin.OWN
+        return Origin.OLD if self.framework.version(gradient) == member.version else Origin.REWRITTEN
+
+    def is_given(self, origin: Origin, written_too: bool) -> bool:
+        """Return whether a gradient of this origin counts in a round that is closed.
+
+        Args:
+            written_too: whether what was written since an older reduction counts.
+        """
+        if origin is Origin.REDUCED or (origin is Origin.REWRITTEN and written_too):
+            return self.is_idempotent
+        return origin not in (Origin.NONE, Origin.OLD, Origin.REWRITTEN)
+
+    def needs_round(self, origin: Origin) -> bool:
+        """Return whether a gradient of this origin, which no backward pass has handed over, is to be reduced in the step."""
+        return origin is Origin.OWN or (origin is Origin.REWRITTEN and self.is_idempotent)
+
+    def is_reduced(self, member: Member[Parameter]) -> bool:
+        """Return whether the gradient is one that was reduced since the last step (and written to since, perhaps)."""
+        if member.state is not REDUCED and member.state is not AGAIN:
+            return False
+        gradient = self.framework.get(member.parameter)
+        return gradient is not None and member.reduced() is gradient
+
+    def is_written(self, member: Member[Parameter]) -> bool:
+        """Return whether the gradient that was reduced last has been written to since, or is not there."""
+        gradient = self.framework.get(member.parameter)
+        return gradient is None or member.reduced() is not gradient or self.framework.version(gradient) != member.version
+
+    def is_zeroed(self, member: Member[Parameter]) -> bool:
+        """Return whether the gradient that was reduced last has been written to since and is all zeros."""
+        gradient = self.framework.get(member.parameter)
+        return (gradient is not None and member.reduced() is gradient and self.is_written(member)
+                and self.framework.is_zero(gradient))
+
+    def were_cleared(self, accumulated: Member[Parameter] | None = None) -> bool:
+        """Return whether there were reduced gradients since the last step, of which the script has left none.
+
+        Args:
+            accumulated: into which a backward pass has just accumulated: it is another tensor if it was cleared.
+        """
+        found = False
+        for member in self:
+            if member.state is REDUCED or member.state is AGAIN:
+                found = True
+                if self.is_reduced(member) if member is accumulated else self.gradient(member) is not None:
+                    return False
+        return found
+
+    def were_zeroed(self) -> bool:
+        """Return whether there are reduced gradients since the last step, all of which the script has set to zero."""
+        found = False
+        for member in self:
+            if (member.state is REDUCED or member.state is AGAIN) and self.gradient(member) is not None:
+                if not self.is_zeroed(member):
+                    return False
+                found = True
+        return found
+
+    def forget(self) -> None:
+        """The gradients were used or cleared."""
+        set_state(self, itertools.repeat(IDLE))
+
+    def forget_reduced(self, members: Iterable[Member[Parameter]]) -> None:
+        """What was reduced of these members since the last step counts as reduced before it."""
+        for member in members:
+            if member.state is REDUCED or member.state is AGAIN:
+                member.state = IDLE if member.state is REDUCED else LOCAL
+
+    def renew(self) -> None:
+        """What has been written to the reduced gradients so far does not make them new ones."""
+        for member in self:
+            if (gradient := member.reduced()) is not None:
+                member.version = self.framework.version(gradient)
+
+
+def _nobody() -> None:
+    pass

@@ -1,0 +1,128 @@
+"""One round of a gradient set, in which each member's gradient is reduced once; and what decides about rounds.
+
+| round | event | then | what else |
+|---|---|---|---|
+| none | the first gradient; a pass ends with `wait_in="step"`; the step | open | what is trainable now comes in |
+| open | a backward pass fails | open | the next pass belongs to it |
+| open | a pass ends after which a round is due; the step; a gradient is read | closed | the rest is given, by its origin |
+| closed | all buckets are done | none | results, what came late; further rounds while passes are due |
+| closed | the wait is deferred, or left to the caller | closed | gradients are guarded; later waits are in the step |
+| closed | an interrupt | closed | it is taken up again; in the middle of a communication hook: none |
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Generic
+
+from hvdlite.core.errors import HvdliteError
+from hvdlite.training.gradients.bucket import Bucket
+from hvdlite.training.gradients.framework import Parameter
+from hvdlite.training.gradients.members import Member, Members, State
+
+
+class WaitIn(enum.Enum):
+    """Where ranks wait for the reduced gradients."""
+
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+class Round(Generic[Parameter]):
+    """Only data: a new round resets all of it.
+
+    Args:
+        id: greater than that of every round before.
+        buckets: by index, those in which members have places.
+    """
+
+    def __init__(self, id: int, buckets: list[Bucket[Parameter]]) -> None:
+        self.id = id
+        self.buckets = buckets
+        self.alone: list[Bucket[Parameter]] = []  # of one member each
+        self.is_closed = False  # this rank has given every member
+        self.of_failed_pass = False  # the backward pass that began it did not come to its end: another pass ends it
+        self.has_again = False  # a gradient was given of which a part is reduced already
+        self.late: dict[Member[Parameter], State] = {}  # accumulated into after they were given, and the state before that
+        self.behind: set[int] = set()  # ranks that took part from within their step, while others had not
+        self.incomplete: HvdliteError | None = None  # for a member whose reduced part some ranks did not contribute
+
+
+class LaterCall:
+    """A call of a step's closure after the first one, where reduced gradients can be reduced again.
+
+    A rank that computes nothing in it cannot know whether the others clear their gradients first. It leaves its own out, as
+    if it had cleared them. That is wrong where another rank accumulates, so ranks compare what they did.
+    """
+
+    def __init__(self) -> None:
+        self.incomplete: HvdliteError | None = None  # the first error of its rounds, until all ranks have compared
+        self.is_decided = False  # by its first round
+        self.accumulates = False  # onto gradients that were reduced before
+        self.leaves_out = False  # gradients that were neither cleared nor accumulated onto
+
+    def decide(self, members: Members[Any], *, accumulates: bool) -> None:
+        """Before members that were not given yet are given to a round of this call."""
+        if not self.is_decided:
+            self.is_decided, self.accumulates = True, accumulates
+            left = [] if accumulates or not members.is_idempotent else list(filter(members.is_reduced, members))
+            self.leaves_out = any(not members.is_zeroed(member) for member in left)
+            members.forget_reduced(left)
+
+
+class PassCounter:
+    """Counts the backward passes that no round has reduced yet.
+
+    Every `per_round` passes make a round, so ranks that make the same passes make the same number of rounds. A pass that
+    comes while a round is under way has a round that follows; it can join an open one if it computes no gradient again.
+
+    Args:
+        per_round: passes whose gradients are accumulated before each reduction.
+
+    Attributes:
+        is_suspended: whether gradients are accumulated locally, and passes do not count.
+        pending: passes that ended and that no round was closed for.
+    """
+
+    __slots__ = ("_is_late", "_were_late", "is_suspended", "pending", "per_round")
+
+    def __init__(self, per_round: int) -> None:
+        self.per_round = per_round
+        self.is_suspended = self._is_late = self._were_late = False
+        self.pending = 0
+
+    @property
+    def are_due(self) -> bool:
+        """Whether a round is due for the pending passes."""
+        return self.pending >= self.per_round
+
+    def note_late(self) -> None:
+        """The pass that goes on has computed a gradient that cannot count in the round under way."""
+        self._is_late = self._is_late or not self.is_suspended
+
+    def end(self, *, joins_round: bool) -> None:
+        """A backward pass is over.
+
+        Args:
+            joins_round: whether a pass that was not late counts as a part of the open round.
+        """
+        if self._is_late or not joins_round or not self.are_due:
+            self.pending += 1
+        self._were_late = self._were_late or self._is_late
+        self._is_late = False
+
+    def reduce(self, *, of_failed_pass: bool) -> None:
+        """A round is closed.
+
+        Args:
+            of_failed_pass: whether a pass that failed began it. When a pass has computed a gradient of it again since, what
+                that pass has computed is still to be reduced.
+        """
+        if not (of_failed_pass and self._were_late):
+            self.pending = max(0, self.pending - self.per_round)
+        self._were_late = False
+
+    def clear(self) -> None:
+        """What was computed so far does not count."""
+        self._is_late = self._were_late = False
+        self.pending = 0

@@ -1,0 +1,82 @@
+"""Places of learned buckets in a GPU's memory, of which `.grad` are views.
+
+When the last gradient of a bucket is computed, one kernel copies all of them to the bucket, on the stream that computed
+them, so torch's allocator may reuse their memory immediately. The kernel also compresses. Another kernel decompresses a
+whole bucket. Gradients that are already in their bucket (`zero_grad(set_to_none=False)`) are not copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvdlite.core.device import AnyArray, CopySpec, DeviceArray, Event
+from hvdlite.handoff.buckets import LearnedBucket
+from hvdlite_torch import cuda
+from hvdlite_torch.gradients.places import Place, TorchPlaces
+
+
+class GpuPlaces(TorchPlaces):
+    """Like `TorchPlaces`, in the memory of one GPU."""
+
+    def __init__(self, gradients: Any, bucket: LearnedBucket, parameters: Sequence[torch.Tensor]) -> None:
+        assert isinstance(bucket.memory, DeviceArray)
+        self._index = bucket.memory.device
+        self._has_others = False  # other streams have computed gradients of this round
+        super().__init__(gradients, bucket, parameters)
+        self._is_plain, self._batch = False, None
+
+    def fill(self, places: Sequence[int], gradients: Sequence[torch.Tensor], is_own: bool) -> bool:
+        self._has_others = self._join_streams()  # also for gradients that are already in their views
+        return super().fill(places, gradients, is_own)
+
+    def filled(self) -> Event | None:
+        return self.gradients.plane.record_event(cuda.current_stream(self._index))
+
+    def from_row_major(self, place: int, values: AnyArray) -> None:
+        if isinstance(values, DeviceArray):
+            self.places[place].home.copy_(cuda.as_tensor(values))
+        else:
+            super().from_row_major(place, values)
+
+    def _small(self) -> Sequence[int]:
+        return range(len(self.places))  # a GPU copies many gradients as fast as one
+
+    def _tensor(self, place: AnyArray) -> torch.Tensor:
+        assert isinstance(place, DeviceArray)
+        return cuda.as_tensor(place)
+
+    def _belongs(self, place: Place, tensor: torch.Tensor) -> bool:
+        return cuda.is_on_gpu(tensor)
+
+    def _join_streams(self) -> bool:
+        """Make the current stream wait for all streams that computed gradients; return whether there are others."""
+        stream = cuda.current_stream(self._index)
+        others = self.gradients.streams - {stream}
+        for other in others:
+            self.gradients.plane.wait_stream(stream, other)
+        return bool(others)
+
+    def _copy(self, homes: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        """Copy tensors on the current stream, cast to the targets' dtypes."""
+        stream = cuda.current_stream(self._index)
+        alike: dict[tuple[torch.dtype, torch.dtype], list[CopySpec]] = {}
+        rest: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for home, value in zip(homes, values, strict=True):
+            if value.stride() == home.stride() or (value.is_contiguous() and home.is_contiguous()):
+                alike.setdefault((value.dtype, home.dtype), []).append((value.data_ptr(), home.data_ptr(), value.numel()))
+            else:
+                rest[0].append(home)
+                rest[1].append(value)
+        for (of, to), pairs in alike.items():
+            if not self.gradients.plane.batched_copy(pairs, cuda.dtype_name(of), cuda.dtype_name(to), stream):
+                rest = (list(homes), list(values))
+                break
+        if rest[0]:
+            torch._foreach_copy_(rest[0], rest[1])
+
+    def _outlive_copy(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._has_others:  # their memory returns to streams that do not wait for this copy
+            cuda.record_stream(tensors)

@@ -1,0 +1,345 @@
+"""Places of learned buckets in torch: where a gradient is copied, which tensor the result is, and who else uses memory.
+
+| incoming gradient | fill | result |
+|---|---|---|
+| the place's own view (`zero_grad(set_to_none=False)`) | - | the view |
+| any other that fits, and that nobody else uses | copied | the view |
+| it has another user (1), is cast (compression), or views are off (2) | copied, cast | *target*: it is copied back into it |
+| sparse, to be densified | `to_dense`, copied | `to_sparse` |
+| other dtype, shape or memory; or the place has another user (3) | does not fit | the bucket breaks |
+| none | filled with the operation's identity | the old gradient (4); the view, or new memory for a target |
+
+(1) A flat buffer or a list of the script's, or a graph (`create_graph`). (2) By the knob, in an old torch, or because the
+script has kept one over a round. (3) A view that was kept, a slice of it, its NumPy array. (4) One that does not count is
+the target; where it lies in the place, it is cloned before.
+
+A gradient is *fresh* when it has never been written to, or has as many users as one that nobody else uses: references of
+Python's and torch's to the tensor and to its storage. (A share of a `torch.cat` is fresh, but its storage has other users.)
+
+A small gradient costs more in calls than in copying. So where all small members of a bucket have an ordinary gradient, a few
+calls that loop in C handle them together. Any other case goes member by member.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hvdlite.core.device import AnyArray, Event
+from hvdlite.handoff.buckets import LearnedBucket
+from hvdlite.training.gradients.framework import SMALL
+from hvdlite_torch import cuda
+from hvdlite_torch.tensors import contiguous, host_tensor
+
+if TYPE_CHECKING:
+    from hvdlite_torch.gradients.torch_gradients import TorchGradients
+
+_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: 0)
+"""Return how many tensors share a storage."""
+_uses: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 0)
+"""Return how often torch itself refers to a tensor."""
+COUNTS = hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.Tensor, "_use_count")
+"""Whether torch can tell who uses a tensor; else gradients are never views of buckets."""
+_cdata = operator.attrgetter("_cdata")
+_version = operator.attrgetter("_version")
+_view_of = operator.attrgetter("view")
+_home_of = operator.attrgetter("home")
+_target_of = operator.attrgetter("target")
+_kind = operator.attrgetter("dtype", "shape", "layout", "is_cpu", "requires_grad")
+
+
+def _users(tensors: Sequence[torch.Tensor], storages: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return how many refer to each storage and to each tensor, which only the caller's sequence has."""
+    return list(zip(map(_use_count, storages), map(sys.getrefcount, tensors), map(_uses, tensors), strict=True))
+
+
+def _users_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
+    return _users(tensors, list(map(_cdata, map(torch.Tensor.untyped_storage, tensors))))
+
+
+_FRESH = _users_of([torch.empty(1)])[0]
+"""The users of a tensor that nobody else uses."""
+
+
+def have_others(gradients: Sequence[torch.Tensor], is_own: bool) -> list[bool]:
+    """Return for each dense gradient, which only the caller's sequence has, whether somebody else uses it.
+
+    Args:
+        is_own: whether the script has made them.
+    """
+    written = [True] * len(gradients) if is_own else list(map(bool, map(_version, gradients)))
+    if not any(written):  # nearly always
+        return written
+    return [was_written and users != _FRESH for was_written, users in zip(written, _users_of(gradients), strict=True)]
+
+
+class Place:
+    """A place in a bucket.
+
+    `home` never leaves the adapter. Parameters get a view of the same memory as their gradient, so users can do anything to
+    it. While anybody else uses the view, or anything that shares its memory, the place is in use; else the next round's
+    gradient is the same tensor, because making 2,000 of them costs a millisecond and garbage collections.
+    """
+
+    __slots__ = ("_idle", "address", "context", "dtype", "home", "shape", "shows_view", "storage", "target", "view")
+
+    def __init__(self, home: torch.Tensor, context: Any, shows_view: bool) -> None:
+        self.home = home
+        self.context = context  # what the compressor needs to undo its work; None: nothing is compressed
+        self.shows_view = shows_view  # a fresh gradient comes back as the view
+        self.address = home.data_ptr()
+        self.dtype = home.dtype
+        self.shape = home.shape
+        self.storage: int = home.untyped_storage()._cdata  # torch's handle of the memory, which is the place alone
+        self.target: torch.Tensor | None = None  # in this round
+        self._make_view()
+
+    def current_view(self) -> torch.Tensor:
+        """Return the view; another one if somebody gave it other memory."""
+        if self.view.data_ptr() != self.address:
+            self._make_view()
+        return self.view
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor` is the view, unchanged."""
+        return tensor is self.view and tensor.data_ptr() == self.address and tensor.dtype is self.dtype
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether somebody else uses the memory: the view, a slice of it, its NumPy array, an autograd graph.
+
+        Or `home` has other memory now, because the view was moved (`share_memory_()`).
+        """
+        if self.home.data_ptr() != self.address:
+            return True
+        self.current_view()
+        return (_use_count(self.storage), sys.getrefcount(self.view), _uses(self.view)) != self._idle
+
+    def _make_view(self) -> None:
+        self.view = self.home.detach()  # what parameters get
+        self._idle = _use_count(self.storage), sys.getrefcount(self.view), _uses(self.view)
+
+
+_set_target: Callable[[Place, torch.Tensor | None], None] = vars(Place)["target"].__set__
+
+
+class TorchPlaces:
+    """The places of one bucket in host memory; see `training.gradients.framework.Places`."""
+
+    def __init__(self, gradients: TorchGradients, bucket: LearnedBucket, parameters: Sequence[torch.Tensor]) -> None:
+        self.gradients = gradients
+        self.parameters = parameters
+        self.places: list[Place] = []
+        for index, parameter in enumerate(parameters):
+            context = gradients.wire(parameter)[1]
+            shows_view = gradients.shows_view(parameter, context)
+            self.places.append(Place(self._tensor(bucket.logical(index)), context, shows_view))
+        self.small = self._small()
+        self._has_targets = False  # in this round
+        # Results are views of all places, or copies of all; small gradients may be handled in a few calls.
+        self._is_plain = (gradients.casts and not gradients.sparse_as_dense
+                          and len({(place.context is None, place.shows_view) for place in self.places}) == 1
+                          and not any(map(cuda.is_on_gpu, parameters)))
+        small = [self.places[place] for place in self.small]
+        self._batch = _Batch(small) if self._is_plain and len(small) > 1 else None
+
+    def fill(self, places: Sequence[int], gradients: Sequence[torch.Tensor], is_own: bool) -> bool:
+        if any(gradient is None for gradient in gradients):
+            return False
+        if places is self.small and self._batch is not None and self._belongs(self._batch.places[0], gradients[0]):
+            targets = self._batch.fill(gradients, is_own)
+            if targets is not None:
+                self._aim(self._batch.places, targets)
+                return True
+        chosen = [self.places[place] for place in places]
+        others = self._others(gradients, is_own)
+        homes, values, kept, all_fit = [], [], list[torch.Tensor | None](), True
+        for place, parameter, gradient, has_other in zip(
+                chosen, map(self.parameters.__getitem__, places), gradients, others, strict=True):
+            if place.context is None and place.holds(gradient):
+                kept.append(None)
+                continue
+            value = self._fitting(place, parameter, gradient)
+            if value is None:
+                all_fit = False  # go on: all gradients that were kept are to be known at once
+                continue
+            homes.append(place.home)
+            values.append(value)
+            is_target = has_other or not place.shows_view or gradient.requires_grad or gradient.is_cuda != place.home.is_cuda
+            kept.append(gradient if is_target and gradient.layout is torch.strided else None)
+        if not all_fit:
+            return False
+        if homes:
+            with torch.no_grad():
+                self._copy(homes, values)
+                self._outlive_copy(values)
+        self._aim(chosen, kept)
+        return True
+
+    def vacate(self, place: int, old: torch.Tensor) -> torch.Tensor:
+        return old.clone() if self.places[place].holds(old) else old
+
+    def blank(self, place: int, value: Any, old: torch.Tensor | None) -> bool:
+        at, parameter = self.places[place], self.parameters[place]
+        if not (self._is_free(at, parameter) and self._suits(at, parameter)):
+            return False
+        with torch.no_grad():
+            at.home.fill_(value)
+        if parameter.is_cuda != at.home.is_cuda:
+            old = torch.empty_like(parameter.detach())
+        wanted = parameter.dtype, parameter.shape, torch.strided
+        self._aim([at], [None if old is None or (old.dtype, old.shape, old.layout) != wanted else old])
+        return True
+
+    def filled(self) -> Event | None:
+        return None
+
+    @torch.no_grad()
+    def results(self, places: Sequence[int] | None) -> Sequence[torch.Tensor]:
+        chosen = self.places if places is None else [self.places[place] for place in places]
+        if self._is_plain:
+            if not self._has_targets and self.places[0].shows_view:
+                return [place.view if place.view.data_ptr() == place.address else place.current_view() for place in chosen]
+            targets = list(map(_target_of, chosen))
+            if targets and all(map(operator.is_not, targets, itertools.repeat(None))):
+                torch._foreach_copy_(targets, list(map(_home_of, chosen)))
+                self._aim(chosen, [None] * len(chosen))
+                return targets
+        return self._results_one_by_one(range(len(self.places)) if places is None else places)
+
+    def _results_one_by_one(self, places: Sequence[int]) -> Sequence[torch.Tensor]:
+        homes, targets, results = [], [], list[torch.Tensor]()
+        for index in places:
+            place, parameter = self.places[index], self.parameters[index]
+            target, place.target = place.target, None
+            if sparse_dims := self.gradients.restored_dims(parameter):
+                results.append(self.gradients.decompressed(place.home, place.context).to_sparse(sparse_dims))
+            elif target is None and place.shows_view:
+                results.append(place.current_view())
+            else:
+                results.append(torch.empty_like(parameter.detach()) if target is None else target)
+                targets.append(results[-1])
+                homes.append(place.home if self.gradients.casts else self.gradients.decompressed(place.home, place.context))
+        if homes:
+            self._copy(targets, homes)
+            self._outlive_copy(targets)
+        return results
+
+    def from_row_major(self, place: int, values: AnyArray) -> None:
+        assert isinstance(values, np.ndarray)
+        self.places[place].home.copy_(host_tensor(values))
+
+    def _small(self) -> Sequence[int]:
+        return [index for index, place in enumerate(self.places) if place.home.nbytes <= SMALL]
+
+    def _tensor(self, place: AnyArray) -> torch.Tensor:
+        assert isinstance(place, np.ndarray)
+        return host_tensor(place)
+
+    def _aim(self, places: Sequence[Place], targets: Sequence[torch.Tensor | None]) -> None:
+        """The results are to be copied to these tensors, if there are any."""
+        if self._has_targets or any(map(operator.is_not, targets, itertools.repeat(None))):
+            self._has_targets = True
+            deque(map(_set_target, places, targets), maxlen=0)
+
+    def _others(self, gradients: Sequence[torch.Tensor], is_own: bool) -> list[bool]:
+        if any(gradient.layout is not torch.strided for gradient in gradients):
+            return [True] * len(gradients)
+        return have_others(gradients, is_own)
+
+    def _copy(self, homes: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        torch._foreach_copy_(homes, values)
+
+    def _outlive_copy(self, tensors: Sequence[torch.Tensor]) -> None:
+        """On a GPU: keep the memory of tensors until they are copied."""
+
+    def _is_free(self, place: Place, parameter: torch.Tensor) -> bool:
+        """Return whether a place can be written to."""
+        if not place.is_in_use:
+            return True
+        self.gradients.was_kept(parameter)
+        return False
+
+    def _suits(self, place: Place, parameter: torch.Tensor) -> bool:
+        """Return whether a place is right for the parameter as it is now, which has no gradient."""
+        dtype = parameter.dtype
+        if not self.gradients.casts:
+            dtype, place.context = self.gradients.wire(parameter)
+        return (dtype is self._fitting_dtype(place) and parameter.shape == place.shape
+                and self._belongs(place, parameter))
+
+    def _fitting_dtype(self, place: Place) -> torch.dtype:
+        """Return the dtype of what can be copied into a place; where a copy does not cast, of what has been compressed."""
+        return place.context if self.gradients.casts and place.context is not None else place.dtype
+
+    def _fitting(self, place: Place, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return what is to be copied, and cast, into a place; None when it does not fit."""
+        if not (self._is_free(place, parameter) and self._belongs(place, gradient)):
+            return None
+        if gradient.layout is not torch.strided:
+            densified = self.gradients.densified(parameter, gradient)
+            if densified is None:
+                return None
+            gradient = contiguous(densified, "gradient")
+        gradient = gradient.detach() if gradient.requires_grad else gradient
+        if not self.gradients.casts:
+            gradient, place.context = self.gradients.compression.compress(gradient)
+        return gradient if gradient.dtype is self._fitting_dtype(place) and gradient.shape == place.shape else None
+
+    def _belongs(self, place: Place, tensor: torch.Tensor) -> bool:
+        """Return whether a gradient like `tensor` is reduced in this memory: models are moved."""
+        return not self.gradients.has_plane_for(place.dtype) or not cuda.is_on_gpu(tensor)
+
+
+class _Batch:
+    """The small places of a bucket, of which `fill` and `results` handle all at once.
+
+    What is constant is listed once; what has to be looked at in every round is compared as a list.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.places = places
+        self._shows_views = places[0].shows_view
+        self._homes = [place.home for place in places]
+        self._addresses = [place.address for place in places]
+        self._storages = [place.storage for place in places]
+        dtypes = [place.dtype if place.context is None else place.context for place in places]
+        self._kinds = [(dtype, place.shape, torch.strided, True, False) for dtype, place in zip(dtypes, places, strict=True)]
+        self._idle = _users(self._views(), self._storages)
+        self._no_targets: list[torch.Tensor | None] = [None] * len(places)
+
+    def fill(self, gradients: Sequence[torch.Tensor], is_own: bool) -> Sequence[torch.Tensor | None] | None:
+        """Like `TorchPlaces.fill`; return the targets.
+
+        Return None, and change nothing, when a gradient or a place is not an ordinary one.
+        """
+        views = self._views()
+        if list(map(_kind, gradients)) != self._kinds:
+            return None
+        targets: Sequence[torch.Tensor | None] = self._no_targets
+        if not self._shows_views:
+            targets = gradients
+        elif gradients[0] is views[0]:
+            is_there = all(map(operator.is_, gradients, views)) and self._have_addresses(gradients)
+            return targets if is_there else None
+        elif any(others := have_others(gradients, is_own)):
+            targets = [gradient if has_other else None for gradient, has_other in zip(gradients, others, strict=True)]
+        if _users(views, self._storages) != self._idle or not self._have_addresses(views):
+            return None
+        with torch.no_grad():
+            torch._foreach_copy_(self._homes, list(gradients))
+        return targets
+
+    def _views(self) -> list[torch.Tensor]:
+        return list(map(_view_of, self.places))
+
+    def _have_addresses(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether tensors lie in the places."""
+        return list(map(torch.Tensor.data_ptr, tensors)) == self._addresses

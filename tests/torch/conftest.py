@@ -1,0 +1,5 @@
+"""For all tests of the torch frontend."""
+
+from tests.torch import invariants
+
+invariants.watch()
