@@ -12,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from hvdlite.core.errors import HvdliteError
 from hvdlite.training.gradients.before_step import BeforeStep
-from hvdlite.training.gradients.bucket import Layout
 from hvdlite.training.gradients.errors import GradientOrderError
 from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.gradients.round import Round
@@ -62,7 +61,7 @@ class BackwardHooks(SharedParameters):
         self._hook = _hook(weakref.ref(self))
         self._recorder = Recorder(self._hook)
         self._belongs(self._recorder.hook)
-        self._recorded_layout: Layout[torch.Tensor] | None = None  # which tells what is recorded
+        self._recorded_layout: object = None  # which tells what is recorded
         self._first: torch.Tensor | None = None  # the first watched parameter
         self.weight = self.own_weight = 1.0
         self.on_begin: Callable[[], bool] | None = None
@@ -161,15 +160,15 @@ class BackwardHooks(SharedParameters):
 
     def _record(self) -> None:
         """From here to the end of the backward pass, only record small gradients of learned buckets."""
-        layout = self._reducer.layout
+        layout = self._reducer.layout.plans
         if (layout is None or self.elsewhere or self.weight != 1.0
                 or self._note is not None or torch.cuda.is_initialized()):
             return  # gradients on GPUs come from other threads, and count from the moment they are accumulated
         if layout is not self._recorded_layout:
             self._recorded_layout = layout
             self._recorder.record_only(
-                frozenset().union(*(bucket.small_keys for bucket in layout.buckets)),
-                [id(bucket.small[-1].parameter) for bucket in layout.buckets if bucket.small], self._hooks)
+                frozenset().union(*(bucket.small_keys for bucket in layout)),
+                [id(bucket.small[-1].parameter) for bucket in layout if bucket.small], self._hooks)
         self._recorder.start()
 
     def _hand_over_recorded(self, *, all_of_them: bool = False) -> None:
@@ -355,7 +354,7 @@ class BackwardHooks(SharedParameters):
                     reducer.notice_late(current)
                 hooks.finish(current)
             guard.lift()
-        guard = self._guard = Guard((parameter for parameter in self._reducer.parameters
+        guard = self._guard = Guard((parameter for parameter in self._reducer.members.parameters()
                                      if not is_elsewhere(parameter, self.elsewhere)), finish)
 
     def finish(self, only: Round[torch.Tensor] | None = None) -> None:

@@ -14,8 +14,9 @@ from hvdlite.core.errors import HvdliteError, MismatchError
 from hvdlite.core.types import ReduceOp
 from hvdlite.handoff.handle import Handle, WaitDeferred
 from hvdlite.runtime.gradient_sets import Moment
-from hvdlite.training.gradients.bucket import DONE, FILLING, SENT, Bucket, GradientSet
+from hvdlite.training.gradients.bucket import DONE, FILLING, SENT, Bucket
 from hvdlite.training.gradients.framework import Gradient, Parameter
+from hvdlite.training.gradients.gradient_set import GradientSet
 from hvdlite.training.gradients.members import Member, Members
 
 _DIGEST = 4
@@ -81,11 +82,9 @@ class HookBucket(Bucket[Parameter]):
         self.set = gradient_set
         self.state = FILLING
         self.last = last
-        self.alone = []
-        self.reduced, self.gradients, self.rest = [], [], []
-        self.partial, self.errors = [], []
-        self.behind = set()
         self._members = members
+        for member in members:
+            member.bucket = 0
         self._rounds = rounds
         self._is_given: dict[int, bool] = {}  # members, by identity: whether they have a gradient
         self._asked: Handle | None = None  # flags and digests of all ranks, see `send`
@@ -142,7 +141,7 @@ class HookBucket(Bucket[Parameter]):
         except WaitDeferred:
             raise
         except HvdliteError as error:
-            self.errors.append(error)
+            self.errors = [error]
         except BaseException:
             self.is_over = not self._is_confirming  # it cannot be taken up again in the middle
             if self.is_over:
@@ -198,7 +197,7 @@ class HookBucket(Bucket[Parameter]):
             if is_early and unlike.any():
                 raise MismatchError(f"ranks disagree about the last reduction of '{owner.label}': on some ranks it was "
                                     "interrupted by an exception. Make a new optimizer on all ranks")
-            self.behind.update(self._asked.behind)
+            self.behind = self._asked.behind
             self._rounds.answer = answer[:count].copy()
         if has_deferred:
             self._entered = self._entered or self._ask("entered", np.empty(0, np.uint8))

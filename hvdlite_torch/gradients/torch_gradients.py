@@ -17,7 +17,7 @@ from hvdlite.core.device import Completion, DeviceAccess, DeviceArray
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import Collective
 from hvdlite.handoff.buckets import LearnedBucket
-from hvdlite.training.gradients.framework import Memory, Shape
+from hvdlite.training.gradients.framework import Alone, Shape
 from hvdlite_torch import cuda
 from hvdlite_torch.compression import Compressor, wire_dtype
 from hvdlite_torch.gradients.gpu_places import GpuPlaces
@@ -103,7 +103,7 @@ class TorchGradients:
     def places(self, bucket: LearnedBucket, parameters: Sequence[torch.Tensor]) -> TorchPlaces:
         return (GpuPlaces if isinstance(bucket.memory, DeviceArray) else TorchPlaces)(self, bucket, parameters)
 
-    def alone(self, parameter: torch.Tensor, gradient: torch.Tensor | None, is_given: bool) -> Memory:
+    def alone(self, parameter: torch.Tensor, gradient: torch.Tensor | None, is_given: bool) -> Alone:
         if gradient is not None and is_given:
             densified = self.densified(parameter, gradient)
             gradient = gradient if densified is None else densified
@@ -122,7 +122,7 @@ class TorchGradients:
             if gradient.data_ptr() != reduced.data_ptr():
                 gradient.detach().copy_(reduced)
             return gradient
-        return Memory(as_runtime_array(dense, "gradient", self._devices), result)
+        return as_runtime_array(dense, "gradient", self._devices), result
 
     def follow(self, completion: Completion) -> None:
         completion.block_stream(cuda.current_stream(completion.device))

@@ -56,12 +56,12 @@ def reducer_of(optimizer: Any) -> Any:
 
 def by_bucket(optimizer: Any) -> bool:
     """Return whether the last round went by buckets."""
-    return bool(reducer_of(optimizer).by_bucket)
+    return bool(reducer_of(optimizer).layout.is_used)
 
 
 def has_learned(optimizer: Any) -> bool:
     """Return whether the set's buckets have been learned."""
-    return reducer_of(optimizer).layout is not None
+    return reducer_of(optimizer).layout.plans is not None
 
 
 def settle(runtime: Runtime, model: Any, optimizer: Any) -> None:

@@ -104,7 +104,7 @@ def test_a_gradient_that_nobody_else_uses_becomes_a_view_although_it_was_written
                     sum(parameter.sum() for parameter in parameters[passes:]).backward()
             sum(parameter.sum() for parameter in parameters).backward()
             if turn > 2:
-                places = [place for bucket in reducer_of(optimizer).layout.buckets for place in bucket.places.places]
+                places = [place for bucket in reducer_of(optimizer).layout.plans for place in bucket.places.places]
                 assert {id(place.view) for place in places} == {id(parameter.grad) for parameter in parameters}
             optimizer.step()
     threads(2, step)

@@ -22,7 +22,7 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.handoff.buckets import LearnedBucket
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradients.before_step import BeforeStep
-from hvdlite.training.gradients.framework import SMALL, Memory, Places, Shape
+from hvdlite.training.gradients.framework import SMALL, Alone, Places, Shape
 from hvdlite.training.gradients.reducer import Reducer
 
 
@@ -178,12 +178,12 @@ class ArrayGradients:
         assert all(isinstance(array, np.ndarray) for array in arrays)
         return ArrayPlaces(arrays, slots)  # type: ignore[arg-type]
 
-    def alone(self, slot: Slot, gradient: Gradient | None, is_given: bool) -> Memory:
+    def alone(self, slot: Slot, gradient: Gradient | None, is_given: bool) -> Alone:
         array = aligned_empty(_shape(slot), slot.dtype)
         if is_given:
             assert isinstance(gradient, np.ndarray)
             np.copyto(array, gradient)
-        return Memory(array, lambda: array)
+        return array, lambda: array
 
     def follow(self, completion: Completion) -> None:
         completion.wait()

@@ -13,23 +13,20 @@ Nothing here refers to the reducer or to the round, so that these are freed when
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import itertools
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from typing import Generic
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
 from hvdlite.core.errors import HvdliteError
 from hvdlite.core.types import ReduceOp
-from hvdlite.handoff.buckets import BucketHandle, LearnedBucket, LearnedLayout
+from hvdlite.handoff.buckets import BucketHandle, LearnedLayout
 from hvdlite.handoff.handle import Handle
 from hvdlite.negotiation.messages import BucketReady
-from hvdlite.runtime.gradient_sets import Moment
-from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradients.errors import sparse
-from hvdlite.training.gradients.framework import Framework, Gradient, Memory, Parameter
+from hvdlite.training.gradients.framework import Alone, Framework, Gradient, Parameter, set_gradients
+from hvdlite.training.gradients.gradient_set import GradientSet
 from hvdlite.training.gradients.members import IDLE, READY, Member, set_before, set_held, set_state
 
 
@@ -45,121 +42,74 @@ class BucketState(enum.Enum):
 FILLING, BROKEN, SENT, DONE = BucketState
 
 
-@dataclasses.dataclass(slots=True)
-class GradientSet(Generic[Parameter]):
-    """How the gradients of one wrapped optimizer are reduced, and how far it has come."""
-
-    runtime: Runtime
-    framework: Framework[Parameter]
-    label: str  # makes names unique among the wrapped optimizers of this process; equal on all ranks
-    op: ReduceOp
-    prescale: float
-    postscale: float
-    process_set_id: int  # of the ranks that take part
-    joins: int  # changes when all ranks have joined
-    round_id: int  # of the last round that began; it jumps when all ranks have joined: some had fewer rounds
-    step: int = 0  # how many steps the optimizer has made since then
-    in_step: bool = False  # the optimizer's step takes part in a round now
-    has_new_sparse: bool = False  # a member turned out to be sparse: the layout does not describe it any more
-
-    @property
-    def moment(self) -> Moment:
-        """Where this rank is now."""
-        return Moment(self.label, self.round_id, self.step, self.in_step)
-
-
 class BucketPlan(Generic[Parameter]):
-    """One bucket of a layout: its members and their places; lasts as long as the layout."""
-
-    def __init__(self, index: int, learned: LearnedBucket, members: Sequence[Member[Parameter]],
-                 framework: Framework[Parameter]) -> None:
-        self.learned = learned
-        self.members = members
-        self.parameters = [member.parameter for member in members]
-        self.places = framework.places(learned, self.parameters)
-        self.small = [members[place] for place in self.places.small]
-        self.small_keys = frozenset(id(member.parameter) for member in self.small)
-        for place, member in enumerate(members):
-            member.bucket, member.place, member.is_small = index, place, False
-        for member in self.small:
-            member.is_small = True
-
-
-class Layout(Generic[Parameter]):
-    """The buckets that are learned for a set."""
-
-    def __init__(self, learned: LearnedLayout, members: Mapping[str, Member[Parameter]],
-                 framework: Framework[Parameter]) -> None:
-        self.learned = learned
-        self.buckets = [BucketPlan(index, bucket, [members[each.name] for each in bucket.definition.members], framework)
-                        for index, bucket in enumerate(learned.buckets)]
-
-    @classmethod
-    def of(cls, learned: LearnedLayout, gradient_set: GradientSet[Parameter],
-           members: Iterable[Member[Parameter]]) -> Layout[Parameter] | None:
-        """Return a layout; None when it does not describe these members, or how they are reduced: an earlier world's."""
-        for member in members:
-            member.is_sparse = member.is_sparse or member.name in learned.layout.unbucketed
-            member.bucket = member.place = -1
-        by_name = {member.name: member for member in members if not member.is_sparse}
-        described = {each.name: each for bucket in learned.layout.buckets for each in bucket.members}
-        factors = gradient_set.op, gradient_set.prescale, gradient_set.postscale
-        if described.keys() != by_name.keys() or any(
-                (bucket.response.op, bucket.response.prescale, bucket.response.postscale) != factors
-                for bucket in learned.layout.buckets):
-            return None
-        for name, each in described.items():
-            now = gradient_set.framework.shape(by_name[name].parameter)
-            if (now.dtype, now.shape) != (each.dtype, each.shape) or each.strides not in ((), now.strides):
-                return None
-        return cls(learned, by_name, gradient_set.framework)
-
-
-class Ends:
-    """Tells which bucket of a round is the last one to be sent.
+    """One bucket of a layout: its members and their places; lasts as long as the layout.
 
     Args:
-        count: how many buckets there are.
-        closes: whether the round is over when all are sent: no member goes by itself.
+        layout: ends on all ranks when the bucket breaks.
     """
 
-    __slots__ = ("_closes", "_count", "_sent")
+    def __init__(self, layout: LearnedLayout, index: int, members: Sequence[Member[Parameter]],
+                 framework: Framework[Parameter]) -> None:
+        self.layout = layout
+        self.learned = layout.buckets[index]
+        self.members = members
+        self.parameters = [member.parameter for member in members]
+        self.places = framework.places(self.learned, self.parameters)
+        self.small = [members[place] for place in self.places.small]
+        self.small_keys = frozenset(id(member.parameter) for member in self.small)
+        small = set(self.small)
+        for place, member in enumerate(members):
+            member.bucket, member.place, member.is_small = index, place, member in small
 
-    def __init__(self, count: int, closes: bool) -> None:
-        self._count = count
-        self._closes = closes
-        self._sent = itertools.count(1)
 
-    def end_round(self) -> bool:
-        """A bucket is about to be sent; return whether the round is over with it."""
-        return next(self._sent) == self._count and self._closes
+def planned(learned: LearnedLayout, gradient_set: GradientSet[Parameter],
+            members: Iterable[Member[Parameter]]) -> list[BucketPlan[Parameter]] | None:
+    """Return a layout's buckets; None when it does not describe these members, or how they are reduced (in this world)."""
+    for member in members:
+        member.is_sparse = member.is_sparse or member.name in learned.layout.unbucketed
+        member.bucket = -1
+    by_name = {member.name: member for member in members if not member.is_sparse}
+    described = {each.name: each for bucket in learned.layout.buckets for each in bucket.members}
+    factors = gradient_set.op, gradient_set.prescale, gradient_set.postscale
+    if described.keys() != by_name.keys() or any(
+            (bucket.response.op, bucket.response.prescale, bucket.response.postscale) != factors
+            for bucket in learned.layout.buckets):
+        return None
+    for name, each in described.items():
+        now = gradient_set.framework.shape(by_name[name].parameter)
+        if (now.dtype, now.shape) != (each.dtype, each.shape) or each.strides not in ((), now.strides):
+            return None
+    return [BucketPlan(learned, index, [by_name[each.name] for each in bucket.definition.members], gradient_set.framework)
+            for index, bucket in enumerate(learned.buckets)]
 
 
 class Bucket(Generic[Parameter]):
     """A bucket of the layout in one round.
 
     Args:
-        layout: is ended on all ranks when the bucket breaks.
+        sent: counts the buckets of the round that are sent.
+        last: which one of them ends the round; 0: none, because members go by themselves.
     """
 
-    is_over = False
-    """Whether an exception has left the wait in the middle, so that it cannot be taken up again."""
+    # After `finish`:
+    reduced: Sequence[Member[Parameter]] = ()  # members to which some rank contributed
+    gradients: Sequence[Gradient] = ()  # their gradients
+    rest: Sequence[Member[Parameter]] = ()  # the other members: no rank contributed, or an error
+    # Members that were given, of which ranks may be missing, and the ranks that contributed, if they are known.
+    partial: Sequence[tuple[Member[Parameter], Collection[int] | None]] = ()
+    errors: Sequence[HvdliteError] = ()
+    behind: Collection[int] = ()  # ranks that sent it from within their step, while others had not
+    is_over = False  # an exception has left the wait in the middle, so that it cannot be taken up again
+    alone: Sequence[BucketOfOne[Parameter]] = ()  # of its members, after it broke
 
-    def __init__(self, gradient_set: GradientSet[Parameter], plan: BucketPlan[Parameter], layout: LearnedLayout,
-                 ends: Ends) -> None:
+    def __init__(self, gradient_set: GradientSet[Parameter], plan: BucketPlan[Parameter], sent: Iterator[int],
+                 last: int) -> None:
         self.set = gradient_set
         self.plan = plan
         self.state = FILLING
-        self.alone: list[BucketOfOne[Parameter]] = []  # of its members, after it broke
-        self.reduced: Sequence[Member[Parameter]] = ()  # after `finish`: members to which some rank contributed
-        self.gradients: Sequence[Gradient] = ()  # their gradients
-        self.rest: Sequence[Member[Parameter]] = ()  # the other members: no rank contributed, or an error
-        # Members that were given, of which ranks may be missing, and the ranks that contributed, if they are known.
-        self.partial: list[tuple[Member[Parameter], Collection[int] | None]] = []
-        self.errors: list[HvdliteError] = []
-        self.behind: set[int] = set()  # ranks that sent it from within their step, while others had not
-        self._layout = layout
-        self._ends = ends
+        self._sent = sent
+        self._last = last
         self._size = len(plan.members)
         self._count = itertools.count(1)
         self._placed: list[int] = []  # places that hold gradients
@@ -176,7 +126,7 @@ class Bucket(Generic[Parameter]):
             is_own: whether the script has made it.
         """
         if self.state is BROKEN:
-            self.alone.append(BucketOfOne(self.set, member, is_given=True))
+            self._send_alone([member], is_given=True)
             return
         if member.is_small:
             self._later.append(member)
@@ -188,7 +138,7 @@ class Bucket(Generic[Parameter]):
             if not self.plan.places.fill((member.place,), gradients, is_own):
                 member.held = gradients[0]
                 self._break()
-                self.alone.append(BucketOfOne(self.set, member, is_given=True))
+                self._send_alone([member], is_given=True)
                 return
             self._placed.append(member.place)
         if next(self._count) == self._size:
@@ -206,9 +156,9 @@ class Bucket(Generic[Parameter]):
         framework = self.set.framework
         parameters = plan.parameters if len(plan.small) == self._size else [member.parameter for member in plan.small]
         gradients = list(map(framework.get, parameters))
-        set_all(framework, parameters, itertools.repeat(None))
+        set_gradients(framework, parameters, itertools.repeat(None))
         if not plan.places.fill(plan.places.small, gradients, False):
-            set_all(framework, parameters, gradients)
+            set_gradients(framework, parameters, gradients)
             return False
         self._has_small = True
         set_before(plan.small, itertools.repeat(IDLE))
@@ -221,7 +171,7 @@ class Bucket(Generic[Parameter]):
     def leave_out(self, member: Member[Parameter]) -> None:
         """This rank has no gradient of a member that counts; it holds what it has."""
         if self.state is BROKEN:
-            self.alone.append(BucketOfOne(self.set, member, is_given=False))
+            self._send_alone([member], is_given=False)
             return
         self._has_small = self._has_small or member.is_small
         if member.held is not None:
@@ -235,12 +185,11 @@ class Bucket(Generic[Parameter]):
         if not (self._fill_later() and self._blank_unused()):
             self._break()
             return
-        definition = self.plan.learned.definition
+        unused = tuple(sorted(member.place for member in self._unused))
         self._handle = self.set.runtime.enqueue_bucket(
             self.plan.learned,
-            BucketReady(bucket_id=definition.bucket_id, round_id=self.set.round_id,
-                        unused=tuple(sorted(member.place for member in self._unused)), ends_round=self._ends.end_round(),
-                        step=self.set.step, in_step=self.set.in_step),
+            BucketReady(bucket_id=self.plan.learned.definition.bucket_id, round_id=self.set.round_id, unused=unused,
+                        ends_round=next(self._sent) == self._last, step=self.set.step, in_step=self.set.in_step),
             self.plan.places.filled())
         self.state = SENT
 
@@ -260,12 +209,11 @@ class Bucket(Generic[Parameter]):
         try:
             self._handle.wait(deferrable=deferrable)
         except HvdliteError as error:
-            self.errors.append(error)
-            self.rest = self.plan.members
+            self.errors, self.rest = [error], self.plan.members
         else:
             if self._handle.completion is not None:
                 self.set.framework.follow(self._handle.completion)
-            self.behind.update(self._handle.behind)
+            self.behind = self._handle.behind
             if self._handle.parts:
                 self._take_parts(self._handle, deferrable)
             else:
@@ -305,14 +253,15 @@ class Bucket(Generic[Parameter]):
     def _break(self) -> None:
         """Let all members that were given go by themselves."""
         self.state = BROKEN
-        self.set.runtime.mark_stale(self._layout.layout)
-        placed, later, unused = self._placed, self._later, self._unused
+        self.set.runtime.mark_stale(self.plan.layout.layout)
+        placed, later, unused = [self.plan.members[place] for place in self._placed], self._later, self._unused
+        set_held(placed, self.plan.places.results(self._placed))
         self._placed, self._later, self._unused = [], [], []
-        gradients = self.plan.places.results(placed)
-        placed_members = [self.plan.members[place] for place in placed]
-        set_held(placed_members, gradients)
-        self.alone += [BucketOfOne(self.set, member, is_given=True) for member in (*placed_members, *later)]
-        self.alone += [BucketOfOne(self.set, member, is_given=False) for member in unused]
+        self._send_alone([*placed, *later], is_given=True)
+        self._send_alone(unused, is_given=False)
+
+    def _send_alone(self, members: Iterable[Member[Parameter]], *, is_given: bool) -> None:
+        self.alone = [*self.alone, *(BucketOfOne(self.set, member, is_given=is_given) for member in members)]
 
     def _take_whole(self, handle: BucketHandle) -> None:
         members, unused = self.plan.members, handle.globally_unused
@@ -352,7 +301,7 @@ class Bucket(Generic[Parameter]):
         reduced.update(zip(dense, self.plan.places.results(dense), strict=True))
         self.reduced, self.gradients = [self.plan.members[place] for place in reduced], list(reduced.values())
         self.rest, self.partial, self.errors = rest, partial, errors
-        self.behind |= behind
+        self.behind = {*self.behind, *behind}
 
 
 class BucketOfOne(Bucket[Parameter]):
@@ -365,13 +314,9 @@ class BucketOfOne(Bucket[Parameter]):
     def __init__(self, gradient_set: GradientSet[Parameter], member: Member[Parameter], *, is_given: bool) -> None:
         self.set = gradient_set
         self.state = FILLING
-        self.alone = []
-        self.reduced = self.gradients = self.rest = ()
-        self.partial, self.errors = [], []
-        self.behind = set()
         self._member = member
         self._is_given = is_given
-        self._memory: Memory | None = None  # None: it is sent as rows of a sparse gradient
+        self._memory: Alone | None = None  # None: it is sent as rows of a sparse gradient
         self._one = self._enqueue(member)
         self.state = SENT
 
@@ -384,37 +329,31 @@ class BucketOfOne(Bucket[Parameter]):
         rows = framework.rows(member.parameter, member.held) if self._is_given else None
         if rows is not None:
             return runtime.enqueue_rows(member.name, rows, owner.moment, process_set=owner.process_set_id)
-        self._memory = memory = framework.alone(member.parameter, member.held, self._is_given)
+        self._memory = array, _ = framework.alone(member.parameter, member.held, self._is_given)
         return runtime.enqueue_gradient(
-            member.name, memory.array if self._is_given else None, memory.array, owner.op, owner.moment,
+            member.name, array if self._is_given else None, array, owner.op, owner.moment,
             prescale=owner.prescale, postscale=owner.postscale, strides=framework.shape(member.parameter).strides,
             group_id=member.group_id, process_set=owner.process_set_id)
 
     def finish(self, deferrable: bool) -> None:
         if self.state is DONE:
             return
-        self.rest = [self._member]
+        member, handle = self._member, self._one
         try:
-            result, handle = self._one.wait(deferrable=deferrable), self._one
+            result = handle.wait(deferrable=deferrable)
             if handle.completion is not None:
                 self.set.framework.follow(handle.completion)
-            self.behind.update(handle.behind)
+            self.behind = handle.behind
             if self._is_given:
-                self.partial = [(self._member, handle.contributors)]
-            if self._memory is None or result is not self._memory.array:
-                self.gradients = [gradient_of_rows(self.set, self._member, result)]
+                self.partial = [(member, handle.contributors)]
+            if self._memory is None or result is not self._memory[0]:
+                self.gradients = [gradient_of_rows(self.set, member, result)]
             elif handle.contributors:
-                self.gradients = [self._memory.result()]
-            if self.gradients:
-                self.reduced, self.rest = [self._member], ()
+                self.gradients = [self._memory[1]()]
         except HvdliteError as error:
-            self.errors.append(error)
+            self.errors = [error]
+        self.reduced, self.rest = ([member], ()) if self.gradients else ((), [member])
         self.state = DONE
-
-
-def set_all(framework: Framework[Parameter], parameters: Iterable[Parameter], gradients: Iterable[Gradient | None]) -> None:
-    """Set the gradients of many parameters."""
-    deque(map(framework.set, parameters, gradients), maxlen=0)
 
 
 def gradient_of_rows(gradient_set: GradientSet[Parameter], member: Member[Parameter], rows: Array) -> Gradient:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from hvdlite.core.array import Array
 from hvdlite.core.device import AnyArray, Completion, Event
@@ -14,8 +15,12 @@ Parameter = TypeVar("Parameter")
 ParameterIn = TypeVar("ParameterIn", contravariant=True)
 SMALL: Final = 16 << 10
 """Bytes up to which a gradient waits for its bucket's other small ones."""
-Gradient = Any
+Gradient: TypeAlias = Any
 """What the framework has as a parameter's gradient."""
+
+
+Alone: TypeAlias = tuple[AnyArray, Callable[[], Gradient]]
+"""Memory in which one gradient is reduced by itself, and a function that returns what was reduced, as a gradient."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +30,6 @@ class Shape:
     dtype: str  # on the wire, as the runtime names it
     shape: tuple[int, ...]
     strides: tuple[int, ...] = ()  # in elements; () is row-major
-
-
-@dataclasses.dataclass(slots=True)
-class Memory:
-    """Memory in which one gradient is reduced by itself."""
-
-    array: AnyArray  # C-contiguous, with the gradient's values; those of a missing one are never read
-    result: Callable[[], Gradient]  # returns what was reduced, as a gradient: the one that came in, where there was one
 
 
 class Places(Protocol):
@@ -113,12 +110,19 @@ class Framework(Protocol[ParameterIn]):
     def places(self, bucket: LearnedBucket, parameters: Sequence[ParameterIn], /) -> Places:
         """Return the places of a bucket, in which gradients fit that travel as the parameters' do now."""
 
-    def alone(self, parameter: ParameterIn, gradient: Gradient | None, is_given: bool, /) -> Memory:
-        """Return memory to reduce one gradient in: its own where that is possible.
+    def alone(self, parameter: ParameterIn, gradient: Gradient | None, is_given: bool, /) -> Alone:
+        """Return C-contiguous memory to reduce one gradient in, its own where that is possible, and what gives the result.
+
+        That is the gradient that came in, where there was one.
 
         Args:
-            is_given: whether its values count; otherwise it is where the result goes, if there is one.
+            is_given: whether the gradient's values count; otherwise those in memory are never read.
         """
 
     def follow(self, completion: Completion, /) -> None:
         """Let what the framework does from now on come after work on a GPU."""
+
+
+def set_gradients(framework: Framework[Parameter], parameters: Iterable[Parameter], gradients: Iterable[Gradient]) -> None:
+    """Set the gradients of many parameters, without a statement of Python for each."""
+    deque(map(framework.set, parameters, gradients), maxlen=0)

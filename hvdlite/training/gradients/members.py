@@ -41,11 +41,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
+import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic
 
-from hvdlite.training.gradients.framework import Framework, Gradient, Parameter
+from hvdlite.training.gradients.framework import Framework, Gradient, Parameter, set_gradients
 
 
 class State(enum.Enum):
@@ -105,6 +106,7 @@ def set_on_all(field: str) -> Callable[[Iterable[Member[Any]], Iterable[Any]], N
     return set_all
 
 
+_parameter_of = operator.attrgetter("parameter")
 set_state, set_before, set_held = set_on_all("state"), set_on_all("before"), set_on_all("held")
 set_reduced, set_version = set_on_all("reduced"), set_on_all("version")
 
@@ -132,18 +134,141 @@ class Members(Generic[Parameter]):
     def __len__(self) -> int:
         return len(self.by_key)
 
-    def admit(self) -> list[Member[Parameter]]:
-        """Make members of the waiting parameters that are trainable now; return them."""
+    def admit(self) -> bool:
+        """Make members of the waiting parameters that are trainable now; return whether there were any."""
         admitted = [key for key, member in self.waiting.items() if self.framework.is_trainable(member.parameter)]
         for key in admitted:
             self.by_key[key] = self.waiting.pop(key)
-        return [self.by_key[key] for key in admitted]
+        return bool(admitted)
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Return the trainable parameters of all members, and of those that become members after the round."""
+        members = (*self.by_key.values(), *self.waiting.values())
+        return filter(self.framework.is_trainable, map(_parameter_of, members))
 
     def gradient(self, member: Member[Parameter]) -> Gradient | None:
         """Return the member's gradient; None for one that another optimizer reduces."""
         if self.elsewhere and self.elsewhere.get(id(member.parameter), _nobody)() is not None:
             return None
         return self.framework.get(member.parameter)
+
+    # --- the table of states ---------------------------------------------------------------------------------------------
+
+    def accumulated(self, member: Member[Parameter]) -> State:
+        """A backward pass has accumulated into a member that is not given; return its state.
+
+        Nothing is changed where that is an error: then it is REDUCED.
+        """
+        before = member.state
+        is_again = (before is REDUCED or before is AGAIN) and member.reduced() is self.framework.get(member.parameter)
+        if is_again and not self.is_idempotent:
+            return REDUCED
+        member.state = AGAIN if is_again else LOCAL
+        if before is IDLE or before is REDUCED:
+            member.passes = 0
+        return member.state
+
+    def give(self, member: Member[Parameter], *, is_again: bool) -> None:
+        """What a member holds is reduced in the round under way.
+
+        Args:
+            is_again: whether a part of it is reduced already.
+        """
+        member.before = REDUCED if is_again else IDLE
+        member.state = READY
+        self.framework.set(member.parameter, None)
+
+    def leave_out(self, member: Member[Parameter]) -> None:
+        """What a member holds, if anything, does not count in the round under way."""
+        member.before = REDUCED if member.state is REDUCED or member.state is AGAIN else IDLE
+        member.state = UNUSED
+        if member.held is not None:
+            self.framework.set(member.parameter, None)
+
+    def take_back(self, member: Member[Parameter]) -> None:
+        """There is no result for a member."""
+        if member.held is not None:
+            self.framework.set(member.parameter, member.held)
+        member.held, member.state = None, member.before
+
+    def set_aside(self, late: Mapping[Member[Parameter], State]) -> None:
+        """Before results become gradients: keep what was accumulated since their members were given.
+
+        Args:
+            late: such members, and their states before that.
+        """
+        for member, state in late.items():
+            if member.state is LATE:
+                member.state = state
+                gradient = self.gradient(member)
+                if gradient is not None:
+                    self.framework.set(member.parameter, None)
+                    member.aside = gradient if member.aside is None else self.framework.add(member.aside, gradient)
+
+    def come_late(self, member: Member[Parameter], late: dict[Member[Parameter], State]) -> bool:
+        """A backward pass has accumulated into a member that is given. Where that is an error, return False, change nothing.
+
+        Args:
+            late: gets the member and its state before that.
+        """
+        if member.state is READY and not self.is_idempotent:
+            return False
+        if member.state is not LATE:
+            late[member] = member.state
+            member.state = LATE
+        return True
+
+    def finish(self, members: Sequence[Member[Parameter]], gradients: Sequence[Gradient]) -> None:
+        """These results, to which some rank contributed, are the members' gradients."""
+        set_gradients(self.framework, map(_parameter_of, members), gradients)
+        set_reduced(members, map(self.framework.reference, gradients))
+        set_version(members, map(self.framework.version, gradients))
+        set_state(members, itertools.repeat(REDUCED))
+
+    def add_aside(self, late: Iterable[Member[Parameter]]) -> tuple[list[Member[Parameter]], list[Member[Parameter]]]:
+        """After results became gradients: add what was set aside to them.
+
+        Return the members that have got something, and those for which it is dropped: other ranks have had a gradient
+        of theirs, and reducing again is not exact.
+        """
+        added, dropped = [], []
+        for member in late:
+            more, member.aside = member.aside, None
+            if more is None:
+                continue
+            if member.state is REDUCED and not self.is_idempotent:
+                dropped.append(member)
+                continue
+            own = self.framework.get(member.parameter)
+            total = more if own is None else self.framework.add(own, more)
+            self.framework.set(member.parameter, total)
+            if member.state is REDUCED:
+                self.note_last(member, total)  # a part of it is what was reduced
+            member.state, member.passes = (AGAIN if member.state is REDUCED else LOCAL), 0
+            added.append(member)
+        return added, dropped
+
+    def forget(self) -> None:
+        """The gradients were used or cleared."""
+        set_state(self, itertools.repeat(IDLE))
+
+    def forget_reduced(self, members: Iterable[Member[Parameter]]) -> None:
+        """Another optimizer has used what was reduced of these members, or it counts as used."""
+        for member in members:
+            if member.state is REDUCED or member.state is AGAIN:
+                member.state = IDLE if member.state is REDUCED else LOCAL
+
+    def check(self, *, is_under_way: bool, is_closed: bool, has_reduced: bool) -> None:
+        """Check what always holds between two calls; for tests."""
+        for member in (*self, *self.waiting.values()):
+            is_given = member.state in (READY, UNUSED, LATE)
+            assert is_given <= is_under_way and (is_given or not is_closed or id(member.parameter) in self.waiting), member
+            assert is_given or (member.held is None and member.aside is None), member
+            assert has_reduced or member.state not in (REDUCED, AGAIN), member
+            if member.state in (READY, UNUSED):  # else somebody could write to what others read
+                assert self.gradient(member) is None, member
+
+    # --- origins ---------------------------------------------------------------------------------------------------------
 
     def origin(self, member: Member[Parameter], gradient: Gradient | None) -> Origin:
         """Return where a gradient comes from that is the member's."""
@@ -171,26 +296,30 @@ class Members(Generic[Parameter]):
         return origin not in (Origin.NONE, Origin.OLD, Origin.REWRITTEN)
 
     def needs_round(self, origin: Origin) -> bool:
-        """Return whether a gradient of this origin, which no backward pass has handed over, is to be reduced in the step."""
+        """Return whether a gradient of this origin, which no backward pass has given, is to be reduced in the step."""
         return origin is Origin.OWN or (origin is Origin.REWRITTEN and self.is_idempotent)
+
+    def reduced(self) -> Iterator[Member[Parameter]]:
+        """Return the members that were reduced since the last step."""
+        return (member for member in self if member.state is REDUCED or member.state is AGAIN)
+
+    def has_reduced(self, parameter: Parameter) -> bool:
+        """Return whether a parameter's gradient is one that was reduced since the last step."""
+        return id(parameter) in self.by_key and self.is_reduced(self.by_key[id(parameter)])
 
     def is_reduced(self, member: Member[Parameter]) -> bool:
         """Return whether the gradient is one that was reduced since the last step (and written to since, perhaps)."""
-        if member.state is not REDUCED and member.state is not AGAIN:
-            return False
-        gradient = self.framework.get(member.parameter)
-        return gradient is not None and member.reduced() is gradient
+        return (member.state is REDUCED or member.state is AGAIN) and self._last(member) is not None
 
     def is_written(self, member: Member[Parameter]) -> bool:
         """Return whether the gradient that was reduced last has been written to since, or is not there."""
-        gradient = self.framework.get(member.parameter)
-        return gradient is None or member.reduced() is not gradient or self.framework.version(gradient) != member.version
+        gradient = self._last(member)
+        return gradient is None or self.framework.version(gradient) != member.version
 
     def is_zeroed(self, member: Member[Parameter]) -> bool:
         """Return whether the gradient that was reduced last has been written to since and is all zeros."""
-        gradient = self.framework.get(member.parameter)
-        return (gradient is not None and member.reduced() is gradient and self.is_written(member)
-                and self.framework.is_zero(gradient))
+        gradient = self._last(member)
+        return gradient is not None and self.is_written(member) and self.framework.is_zero(gradient)
 
     def were_cleared(self, accumulated: Member[Parameter] | None = None) -> bool:
         """Return whether there were reduced gradients since the last step, of which the script has left none.
@@ -198,39 +327,31 @@ class Members(Generic[Parameter]):
         Args:
             accumulated: into which a backward pass has just accumulated: it is another tensor if it was cleared.
         """
-        found = False
-        for member in self:
-            if member.state is REDUCED or member.state is AGAIN:
-                found = True
-                if self.is_reduced(member) if member is accumulated else self.gradient(member) is not None:
-                    return False
-        return found
+        found = None
+        for found in self.reduced():
+            if self._last(found) is not None if found is accumulated else self.gradient(found) is not None:
+                return False
+        return found is not None
 
     def were_zeroed(self) -> bool:
         """Return whether there are reduced gradients since the last step, all of which the script has set to zero."""
-        found = False
-        for member in self:
-            if (member.state is REDUCED or member.state is AGAIN) and self.gradient(member) is not None:
-                if not self.is_zeroed(member):
-                    return False
-                found = True
-        return found
-
-    def forget(self) -> None:
-        """The gradients were used or cleared."""
-        set_state(self, itertools.repeat(IDLE))
-
-    def forget_reduced(self, members: Iterable[Member[Parameter]]) -> None:
-        """What was reduced of these members since the last step counts as reduced before it."""
-        for member in members:
-            if member.state is REDUCED or member.state is AGAIN:
-                member.state = IDLE if member.state is REDUCED else LOCAL
+        there = [member for member in self.reduced() if self.gradient(member) is not None]
+        return bool(there) and all(map(self.is_zeroed, there))
 
     def renew(self) -> None:
         """What has been written to the reduced gradients so far does not make them new ones."""
         for member in self:
             if (gradient := member.reduced()) is not None:
                 member.version = self.framework.version(gradient)
+
+    def note_last(self, member: Member[Parameter], gradient: Gradient) -> None:
+        """This is the gradient that was reduced last."""
+        member.reduced, member.version = self.framework.reference(gradient), self.framework.version(gradient)
+
+    def _last(self, member: Member[Parameter]) -> Gradient | None:
+        """Return the gradient that was reduced last; None when the parameter has another one, or none."""
+        gradient = self.framework.get(member.parameter)
+        return gradient if member.reduced() is gradient else None
 
 
 def _nobody() -> None:

@@ -9,26 +9,20 @@ tables of `members.py`, what may happen to a round in that of `round.py`; `befor
 are used. docs/journey.md follows one gradient.
 
 Rules (docs/protocol.md#rounds, #final-gradients, #same-step, #reduced-again)
-- A gradient is given by its hook, as soon as it has been accumulated `passes` times: communication overlaps the rest of the
-  backward pass. What is given leaves the parameter until the round is over, so nobody writes to what others read.
+- A gradient is given by its hook, as soon as it has been accumulated `passes` times. It leaves the parameter until the round
+  is over, so nobody writes to what others read.
 - With `WaitIn.BACKWARD` the outermost backward pass closes the round (a member that was not given is *unused*) and waits for
   the results. With `WaitIn.STEP` the optimizer's step does both, or whatever reads a gradient first.
 - The wait in a backward pass can be *deferred*: the coordinator does so when ranks wait for each other in a circle. The
   round is then waited for where a gradient is read. The framework makes sure that nobody reads one earlier.
-- Every rank takes part in every round. A rank that steps without a backward pass takes part with everything unused. All
-  ranks make the same number of rounds between two steps; the coordinator refuses a round in which they differ.
-- A parameter to which nobody contributed keeps what it has (None): momentum and weight decay do not move it.
-- Every backward pass has a round (`PassCounter`); with `WaitIn.STEP`, a pass that computes no gradient again joins the round
-  that is open. A gradient that is computed again while the round that has it is under way is set aside and added to the
-  reduced one; it is reduced in the round of its own pass.
-- A parameter that does not require a gradient is no member. It becomes one in the first round that finds it trainable.
+- Every rank takes part in every round, and all make the same number of them between two steps: each backward pass has one
+  (`PassCounter`), and a rank that steps without one takes part with everything unused.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -39,37 +33,15 @@ from hvdlite.core.errors import HvdliteError, MismatchError, UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
 from hvdlite.handoff.handle import WaitDeferred, WaitLeftToCaller
-from hvdlite.negotiation.layouts import first_round
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.gradients.bucket import FILLING, Bucket, BucketOfOne, Ends, GradientSet, Layout, set_all
-from hvdlite.training.gradients.errors import (
-    GradientOrderError,
-    computed_again_without,
-    computed_late,
-    computed_twice,
-    reduction_told,
-)
+from hvdlite.training.gradients.bucket import FILLING, Bucket, BucketOfOne
+from hvdlite.training.gradients.errors import GradientOrderError, computed_late, computed_twice, reduction_told
 from hvdlite.training.gradients.framework import Framework, Parameter
-from hvdlite.training.gradients.members import (
-    AGAIN,
-    IDLE,
-    LATE,
-    LOCAL,
-    READY,
-    REDUCED,
-    UNUSED,
-    Member,
-    Members,
-    Origin,
-    State,
-    set_reduced,
-    set_state,
-    set_version,
-)
-from hvdlite.training.gradients.round import LaterCall, PassCounter, Round, WaitIn
+from hvdlite.training.gradients.gradient_set import GradientSet
+from hvdlite.training.gradients.members import AGAIN, LATE, READY, REDUCED, UNUSED, Member, Members, Origin, set_held
+from hvdlite.training.gradients.round import LaterCall, Layout, PassCounter, Round, WaitIn
 
 _log = logging.getLogger("hvdlite")
-_parameter_of = operator.attrgetter("parameter")
 JOB_CONTINUES = (GradientOrderError, MismatchError, UnsupportedError)
 """Errors of a round, perhaps on one rank only, after which ranks make further rounds."""
 MakeBucket = Callable[[GradientSet[Parameter], Members[Parameter]], Bucket[Parameter]]
@@ -98,18 +70,17 @@ class Reducer(Generic[Parameter]):
         ranks = runtime.members(process_set)
         self.is_shared = len(ranks) > 1 and runtime.world.rank in ranks  # otherwise this rank trains alone
         self.runtime = runtime
+        self.rank = runtime.world.rank
         self.framework = framework
         self.label = label
-        self.set = GradientSet(runtime, framework, label, op, prescale, postscale, process_set, runtime.joins,
-                               first_round(runtime.joins) - 1)
+        self.set = GradientSet(runtime, framework, label, op, prescale, postscale, process_set)
         self.members: Members[Parameter] = Members(framework, f"gradient.{label}.", is_idempotent)
         self.is_idempotent = is_idempotent
         self.passes = PassCounter(passes)
         self.closes_in_backward = wait_in is WaitIn.BACKWARD  # the end of a backward pass closes the round
         self.waits_in_backward = self.closes_in_backward  # and waits for the results; not after a wait was deferred
         self.round: Round[Parameter] | None = None  # the one under way
-        self.layout: Layout[Parameter] | None = None  # that was learned last, if it describes the set; kept while suspended
-        self.by_bucket = False  # the last round that began goes by the layout
+        self.layout: Layout[Parameter] = Layout()
         self.is_due = True  # a round is due before gradients are used
         self.has_local = False  # some member was accumulated into since the last round
         self.has_reduced = False  # some members may be REDUCED or AGAIN
@@ -123,26 +94,13 @@ class Reducer(Generic[Parameter]):
         if self.is_shared:
             weakref.finalize(self, runtime.retire, label, process_set).atexit = False
 
-    @property
-    def rank(self) -> int:
-        """This rank's number in the job."""
-        return self.runtime.world.rank
-
-    @property
-    def parameters(self) -> Iterator[Parameter]:
-        """The parameters of all members, and of those that become members after the round."""
-        members = itertools.chain(self.members, self.members.waiting.values())
-        return filter(self.framework.is_trainable, map(_parameter_of, members))
-
     def add(self, parameter: Parameter, name: str, group_id: int = 0) -> None:
         """Take a parameter into the set, from the next round on in which it is trainable; the same ones on all ranks.
-
-        Nothing happens when it is there already: scripts move parameters between groups.
 
         Args:
             group_id: parameters with the same one, from 1, are reduced together.
         """
-        if id(parameter) not in self.members.by_key:
+        if id(parameter) not in self.members.by_key:  # scripts move parameters between groups
             self.members.waiting.setdefault(id(parameter), Member(parameter, self.members.prefix + name, group_id))
         self.admit()
 
@@ -151,11 +109,6 @@ class Reducer(Generic[Parameter]):
         with self._begin_lock:
             if self.round is None:
                 self._admit()
-
-    def is_reduced(self, parameter: Parameter) -> bool:
-        """Return whether the parameter's gradient is one that was reduced since the last step (and changed, perhaps)."""
-        member = self.member(parameter)
-        return member is not None and self.members.is_reduced(member)
 
     def member(self, parameter: Parameter) -> Member[Parameter] | None:
         """Return the member that a parameter is; None when it is none, or not before the round is over."""
@@ -178,16 +131,17 @@ class Reducer(Generic[Parameter]):
             passes.note_late()  # its gradient counts in the next round
             return
         current, state = self.round, member.state
-        if state is not IDLE and state is not LOCAL:
-            if state is READY or state is UNUSED or state is LATE:
-                self._come_late(member)
-                return
-            state = self._accumulated_onto_reduced(member)
-        elif current is None and self.has_reduced and self.members.were_cleared(member):
+        if state is READY or state is UNUSED or state is LATE:
+            assert current is not None
+            if not self.members.come_late(member, current.late):
+                raise self._computed_twice(member)
+            passes.note_late()
+            return
+        if current is None and self.has_reduced and self.members.were_cleared(member):
             self.forget()
-        if state is IDLE:
-            state = member.state = LOCAL
-            member.passes = 0
+        state = self.members.accumulated(member)
+        if state is REDUCED:
+            raise self._computed_twice(member)
         self.has_local = True
         if passes.is_suspended:
             return
@@ -199,7 +153,7 @@ class Reducer(Generic[Parameter]):
             if member.held is None:
                 self._leave_out(current, member, Origin.NONE)
             else:
-                self._give(current, member, state is AGAIN, False)
+                self._give(current, member, is_again=state is AGAIN)
 
     def ready_small(self, keys: Set[int]) -> Set[int]:
         """Like `ready`, for all small members of buckets at once; return the parameters that are given.
@@ -211,7 +165,7 @@ class Reducer(Generic[Parameter]):
         if passes.is_suspended or passes.per_round > 1 or self.has_reduced:
             return taken
         current = self.begin()
-        for bucket in current.buckets if self.by_bucket else ():
+        for bucket in current.buckets if self.layout.is_used else ():
             if bucket.fill_small(keys):
                 taken |= bucket.plan.small_keys
                 self.has_local = True
@@ -255,7 +209,10 @@ class Reducer(Generic[Parameter]):
         with self._begin_lock:
             if self.round is None:
                 self._admit()
-                self.round = self._next_round()
+                self.set.begin_round()
+                make = self._make_bucket
+                buckets = self.layout.buckets(self.set, self.members) if make is None else [make(self.set, self.members)]
+                self.round = Round(self.set.round_id, buckets)
             return self.round
 
     def close(self) -> None:
@@ -290,7 +247,7 @@ class Reducer(Generic[Parameter]):
             current = self.round
             if current is None:
                 return True
-            self._set_aside(current)
+            self.members.set_aside(current.late)
             buckets = [*current.buckets, *current.alone]
             try:
                 for bucket in buckets:
@@ -298,7 +255,10 @@ class Reducer(Generic[Parameter]):
             except WaitLeftToCaller:
                 return False
             except WaitDeferred:
-                self._defer()
+                if self.waits_in_backward:
+                    _log.warning("rank %d: waiting for gradients in backward() made ranks wait for each other in a circle; "
+                                 "'%s' waits in step() from now on, as with wait_in=\"step\"", self.rank, self.label)
+                self.waits_in_backward = False
                 return False
             except BaseException:
                 if any(bucket.is_over for bucket in buckets):
@@ -353,12 +313,13 @@ class Reducer(Generic[Parameter]):
             if self.round is current and self.is_idempotent:
                 for member in self.members:
                     if (member.state is READY or member.state is UNUSED) and self.members.gradient(member) is not None:
-                        current.late[member] = member.state
-                        member.state = LATE
+                        self.members.come_late(member, current.late)
 
     def abandon(self) -> None:
         """The runtime has ended: the round under way is over without results, and learned buckets are let go of."""
-        self.round = self.layout = self.later_call = None
+        self.round = self.later_call = None
+        self.members.forget()
+        self.layout.forget()
 
     def forget(self) -> None:
         """The gradients were used or cleared: what was computed so far does not count, and a round is due."""
@@ -370,208 +331,81 @@ class Reducer(Generic[Parameter]):
 
     def check_invariants(self) -> None:
         """Between any two calls; for tests."""
-        current, states = self.round, [member.state for member in self.members]
-        given = [member for member in self.members if member.state in (READY, UNUSED, LATE)]
-        assert current is not None or not given, "a member is given and no round is under way"
-        assert current is None or not current.is_closed or len(given) == len(states), "closed, and not all are given"
-        assert self.has_reduced or not {REDUCED, AGAIN} & set(states)
-        assert not any(waiting.state is not IDLE for waiting in self.members.waiting.values())
-        for member in self.members:
-            assert member.state in (READY, UNUSED, LATE) or (member.held is None and member.aside is None), member
-            if member.state is READY or member.state is UNUSED:
-                assert self.members.gradient(member) is None, "somebody could write to what others read"
+        current = self.round
+        self.members.check(is_under_way=current is not None, is_closed=current is not None and current.is_closed,
+                           has_reduced=self.has_reduced)
         if current is not None and current.is_closed:
             assert not any(bucket.state is FILLING for bucket in (*current.buckets, *current.alone))
 
     # --- details -------------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        admitted = self.members.admit()
-        if admitted:
-            self.layout = None  # one that was learned before does not describe the set any more
-            if self._make_bucket is not None:
-                for member in admitted:
-                    member.bucket = 0
-
-    def _next_round(self) -> Round[Parameter]:
-        own = self.set
-        if own.joins != self.runtime.joins:
-            own.joins = self.runtime.joins
-            own.round_id = first_round(own.joins) - 1
-            own.step = 0
-        own.round_id += 1
-        if self._make_bucket is not None:
-            return Round(own.round_id, [self._make_bucket(own, self.members)])
-        layout = self._layout(own.round_id)
-        self.by_bucket = layout is not None
-        if layout is None:
-            return Round(own.round_id, [])
-        ends = Ends(len(layout.buckets), closes=sum(len(bucket.members) for bucket in layout.buckets) == len(self.members))
-        return Round(own.round_id, [Bucket(own, plan, layout.learned, ends) for plan in layout.buckets])
-
-    def _layout(self, round_id: int) -> Layout[Parameter] | None:
-        """Return the layout of a new round; None when its members go by themselves."""
-        if self.set.has_new_sparse:
-            self.set.has_new_sparse, self.layout = False, None
-        learned = self.runtime.layout(self.label, round_id)
-        if learned is None:
-            if not self.runtime.is_suspended(self.label):  # else gradients may lie in places that are used again
-                self.layout = None
-            return None
-        if self.layout is None or self.layout.learned is not learned:
-            self.layout = Layout.of(learned, self.set, self.members)
-        if self.layout is None:
-            self.runtime.mark_stale(learned.layout)
-        return self.layout
-
-    def _accumulated_onto_reduced(self, member: Member[Parameter]) -> State:
-        """A backward pass has accumulated into a member that is REDUCED or AGAIN; return its state."""
-        if self.round is None and self.members.were_cleared(member):
-            self.forget()
-        elif self.members.is_reduced(member):
-            if not self.is_idempotent:
-                raise self._computed_twice(member)
-            if member.state is REDUCED:
-                member.state, member.passes = AGAIN, 0
-        elif member.state is REDUCED:
-            member.state = IDLE
-        else:
-            member.state = LOCAL
-        return member.state
-
-    def _come_late(self, member: Member[Parameter]) -> None:
-        """A backward pass has accumulated into a member that was given, or of which this rank has told that it is unused."""
-        assert self.round is not None
-        if member.state is not LATE:
-            if member.state is READY and not self.is_idempotent:
-                raise self._computed_twice(member)
-            self.round.late[member] = member.state
-            member.state = LATE
-        self.passes.note_late()
+        if self.members.admit():
+            self.layout.forget()  # it does not describe the set any more
 
     def _computed_twice(self, member: Member[Parameter]) -> GradientOrderError:
         return computed_twice(member.name, self.rank, self.passes.per_round, reduction_told(self.set.op))
 
     def _give_rest(self, current: Round[Parameter], member: Member[Parameter]) -> None:
-        """Give a member that no backward pass has given, by its gradient's origin."""
+        """Give a member that no backward pass has given, or leave it out, by its gradient's origin."""
         member.held = self.members.gradient(member)
         origin = self.members.origin(member, member.held)
         if self.members.is_given(origin, self.written_too):
             is_again = origin is Origin.AGAIN or origin is Origin.REDUCED
-            self._give(current, member, is_again, origin is not Origin.NEW and not is_again)
+            self._give(current, member, is_again=is_again, is_own=origin is not Origin.NEW and not is_again)
         else:
             self._leave_out(current, member, origin)
 
-    def _give(self, current: Round[Parameter], member: Member[Parameter], is_again: bool, is_own: bool) -> None:
+    def _give(self, current: Round[Parameter], member: Member[Parameter], *, is_again: bool, is_own: bool = False) -> None:
         """Let a member's gradient, which it holds, be reduced."""
-        member.before = IDLE
-        if is_again:
-            member.before = REDUCED
-            current.has_again = True
-        member.state = READY
-        self.framework.set(member.parameter, None)
+        current.has_again = current.has_again or is_again
+        self.members.give(member, is_again=is_again)
         if member.bucket >= 0 and current.buckets:
             current.buckets[member.bucket].fill(member, is_own)
         else:
             self._send_alone(current, member, is_given=True)
 
     def _leave_out(self, current: Round[Parameter], member: Member[Parameter], origin: Origin) -> None:
-        """Report a member as unused; the gradient that it has, if any, does not count."""
-        member.before = REDUCED if member.state is REDUCED or member.state is AGAIN else IDLE
-        member.state = UNUSED
+        """Report a member as unused; the gradient that it holds, if any, does not count."""
         old = member.held
-        if old is not None:
-            self.framework.set(member.parameter, None)
+        self.members.leave_out(member)
         if member.bucket >= 0 and current.buckets:
             current.buckets[member.bucket].leave_out(member)
         else:
             self._send_alone(current, member, is_given=False)
         if member.held is not old and not self.members.needs_round(origin):  # it is another tensor, and still no new one
-            member.reduced = self.framework.reference(member.held)
-            member.version = self.framework.version(member.held)
+            self.members.note_last(member, member.held)
 
     def _send_alone(self, current: Round[Parameter], member: Member[Parameter], *, is_given: bool) -> None:
         try:
             current.alone.append(BucketOfOne(self.set, member, is_given=is_given))
         except BaseException:  # it is not sent, and so not given
-            self.framework.set(member.parameter, member.held)
-            member.held, member.state = None, member.before
+            self.members.take_back(member)
             raise
-
-    def _set_aside(self, current: Round[Parameter]) -> None:
-        """Before results become gradients: keep what was accumulated since their members were given."""
-        for member, state in current.late.items():
-            if member.state is LATE:
-                member.state = state
-                gradient = self.members.gradient(member)
-                if gradient is not None:
-                    self.framework.set(member.parameter, None)
-                    member.aside = gradient if member.aside is None else self.framework.add(member.aside, gradient)
-
-    def _defer(self) -> None:
-        """A wait was deferred: leave later ones for the step."""
-        if self.waits_in_backward:
-            self.waits_in_backward = False
-            _log.warning("rank %d: waiting for gradients in backward() made ranks wait for each other in a circle; "
-                         "'%s' waits in step() from now on, as with wait_in=\"step\"", self.rank, self.label)
 
     def _end(self, current: Round[Parameter], buckets: Sequence[Bucket[Parameter]]) -> list[HvdliteError]:
         """The round is over: give parameters their gradients. Return the errors."""
-        reduced: list[Parameter] = []
-        errors: list[HvdliteError] = []
+        members, errors = self.members, list[HvdliteError]()
         for bucket in buckets:
-            self._give_back(current, bucket)
-            reduced += map(_parameter_of, bucket.reduced)
             errors += bucket.errors
-            current.behind |= bucket.behind
+            current.behind.update(bucket.behind)
+            current.check_contributors(bucket, self.runtime.members(self.set.process_set_id))
+            if bucket.reduced:
+                self.has_reduced = True
+                members.finish(bucket.reduced, bucket.gradients)
+            for member in bucket.rest:
+                members.take_back(member)
+            set_held(bucket.holding, itertools.repeat(None))
         if not self.set.in_step:  # else nothing can be changed before this rank steps either
             self.behind |= current.behind
         self.round = None
-        errors += self._add_aside(current)
-        if current.incomplete is not None:
-            if self.later_call is not None:
-                self.later_call.incomplete = self.later_call.incomplete or current.incomplete
-            else:
-                errors.append(current.incomplete)
+        added, dropped = members.add_aside(current.late)
+        self.has_local = self.has_local or bool(added)
+        errors += [computed_late(member.name, self.rank, reduction_told(self.set.op)) for member in dropped]
+        if self.later_call is not None:
+            self.later_call.incomplete = self.later_call.incomplete or current.incomplete
+        elif current.incomplete is not None:
+            errors.append(current.incomplete)
         if self.on_reduced is not None and not errors:
-            self.on_reduced(reduced)
-        return errors
-
-    def _give_back(self, current: Round[Parameter], bucket: Bucket[Parameter]) -> None:
-        """Make a bucket's results the gradients of its members, and what is held that of the others."""
-        framework = self.framework
-        for member, contributors in bucket.partial:
-            if member.before is REDUCED:
-                ranks = self.runtime.members(self.set.process_set_id)
-                others = () if contributors is None else set(ranks).difference(contributors)
-                if others or contributors is None:
-                    current.incomplete = computed_again_without(member.name, others)
-        members, gradients = bucket.reduced, bucket.gradients
-        if members:
-            self.has_reduced = True
-            set_all(framework, map(_parameter_of, members), gradients)
-            set_reduced(members, map(framework.reference, gradients))
-            set_version(members, map(framework.version, gradients))
-            set_state(members, itertools.repeat(REDUCED))
-        for member in bucket.rest:
-            if member.held is not None:
-                framework.set(member.parameter, member.held)
-            member.state = member.before
-        for member in bucket.holding:
-            member.held = None
-
-    def _add_aside(self, current: Round[Parameter]) -> list[HvdliteError]:
-        """Add what was set aside to the gradients; return the errors for what cannot be reduced any more."""
-        errors: list[HvdliteError] = []
-        for member in current.late:
-            more, member.aside = member.aside, None
-            if more is None:
-                continue
-            if not self.is_idempotent and member.state is REDUCED:  # other ranks have had a gradient
-                errors.append(computed_late(member.name, self.rank, reduction_told(self.set.op)))
-                continue
-            own = self.framework.get(member.parameter)
-            self.framework.set(member.parameter, more if own is None else self.framework.add(own, more))
-            member.state, member.passes = (AGAIN if member.state is REDUCED else LOCAL), 0
-            self.has_local = True
+            self.on_reduced([member.parameter for bucket in buckets for member in bucket.reduced])
         return errors

@@ -13,12 +13,17 @@
 from __future__ import annotations
 
 import enum
+import itertools
+from collections.abc import Collection
 from typing import Any, Generic
 
 from hvdlite.core.errors import HvdliteError
-from hvdlite.training.gradients.bucket import Bucket
+from hvdlite.handoff.buckets import LearnedLayout
+from hvdlite.training.gradients.bucket import Bucket, BucketPlan, planned
+from hvdlite.training.gradients.errors import computed_again_without
 from hvdlite.training.gradients.framework import Parameter
-from hvdlite.training.gradients.members import Member, Members, State
+from hvdlite.training.gradients.gradient_set import GradientSet
+from hvdlite.training.gradients.members import REDUCED, Member, Members, State
 
 
 class WaitIn(enum.Enum):
@@ -46,6 +51,47 @@ class Round(Generic[Parameter]):
         self.late: dict[Member[Parameter], State] = {}  # accumulated into after they were given, and the state before that
         self.behind: set[int] = set()  # ranks that took part from within their step, while others had not
         self.incomplete: HvdliteError | None = None  # for a member whose reduced part some ranks did not contribute
+
+
+    def check_contributors(self, bucket: Bucket[Parameter], ranks: Collection[int]) -> None:
+        """Without the reduced gradients of some of these ranks, an average of reduced gradients is too small."""
+        for member, contributors in bucket.partial:
+            if member.before is REDUCED:
+                others = set() if contributors is None else set(ranks).difference(contributors)
+                if others or contributors is None:
+                    self.incomplete = computed_again_without(member.name, others)
+
+
+class Layout(Generic[Parameter]):
+    """The buckets that are learned for a set; none until that is so."""
+
+    def __init__(self) -> None:
+        self.plans: list[BucketPlan[Parameter]] | None = None  # if they describe the set; kept while they are suspended
+        self.is_used = False  # by the last round that began
+        self._learned: LearnedLayout | None = None  # whose plans these are
+
+    def forget(self) -> None:
+        """It does not describe the set any more, or the runtime has ended."""
+        self.plans = self._learned = None
+
+    def buckets(self, gradient_set: GradientSet[Parameter], members: Members[Parameter]) -> list[Bucket[Parameter]]:
+        """Return the buckets of a new round; none when its members go by themselves."""
+        runtime = gradient_set.runtime
+        learned = runtime.layout(gradient_set.label, gradient_set.round_id)
+        if gradient_set.has_new_sparse or (learned is None and not runtime.is_suspended(gradient_set.label)):
+            gradient_set.has_new_sparse = False
+            self.forget()  # while it is suspended, gradients may lie in places that are used again
+        if learned is not None and self._learned is not learned:
+            self.plans, self._learned = planned(learned, gradient_set, members), learned
+        self.is_used = learned is not None and self.plans is not None
+        if learned is None or self.plans is None:
+            if learned is not None:
+                self.forget()
+                runtime.mark_stale(learned.layout)
+            return []
+        last = len(self.plans) if sum(len(plan.members) for plan in self.plans) == len(members) else 0
+        sent = itertools.count(1)
+        return [Bucket(gradient_set, plan, sent, last) for plan in self.plans]
 
 
 class LaterCall:

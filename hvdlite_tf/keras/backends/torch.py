@@ -72,7 +72,8 @@ class TorchStepReducer(StepReducer):
             hooks.finish_if_due()
         is_accumulated = all(gradient is get_grad(tensor) for gradient, tensor in zip(gradients, tensors, strict=True))
         before = [get_grad(tensor) for tensor in tensors]
-        is_reduced = not hooks.reducer.is_due and hooks.reducer.round is None and any(map(hooks.reducer.is_reduced, tensors))
+        is_reduced = not hooks.reducer.is_due and hooks.reducer.round is None and any(
+            map(hooks.reducer.members.has_reduced, tensors))
         if not is_accumulated:
             self._check_not_summed(hooks, gradients, tensors)
         try:
@@ -163,7 +164,7 @@ class TorchStepReducer(StepReducer):
 
     def _hand_over(self, hooks: BackwardHooks, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Enqueue a gradient that was not computed by a backward pass with hooks."""
-        if gradient is get_grad(tensor) and hooks.reducer.is_reduced(tensor):
+        if gradient is get_grad(tensor) and hooks.reducer.members.has_reduced(tensor):
             return
         if gradient is not None and gradient is not get_grad(tensor):
             gradient = gradient.to(tensor.dtype, copy=True)  # it belongs to the caller, and may be reduced in place
@@ -178,7 +179,7 @@ class TorchStepReducer(StepReducer):
             UnsupportedError: with op=Sum, when a variable has a reduced gradient and another one is enqueued for it.
         """
         if self._op is ReduceOp.SUM and any(
-                gradient is not None and gradient is not get_grad(tensor) and hooks.reducer.is_reduced(tensor)
+                gradient is not None and gradient is not get_grad(tensor) and hooks.reducer.members.has_reduced(tensor)
                 for gradient, tensor in zip(gradients, tensors, strict=True)):
             raise UnsupportedError(
                 f"rank {api.rank()}: with op=Sum, apply() was given other gradients than those in .grad, "

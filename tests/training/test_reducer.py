@@ -1,0 +1,487 @@
+"""The reducer by itself: each row of its tables, and random events beside a small model. There are no other ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdlite.core.errors import MismatchError
+from hvdlite.core.types import ReduceOp
+from hvdlite.training.gradients.arrays import Slot
+from hvdlite.training.gradients.before_step import BeforeStep
+from hvdlite.training.gradients.errors import GradientOrderError
+from hvdlite.training.gradients.members import (
+    AGAIN,
+    IDLE,
+    LATE,
+    LOCAL,
+    READY,
+    REDUCED,
+    UNUSED,
+    Origin,
+    State,
+)
+from hvdlite.training.gradients.reducer import Reducer
+from hvdlite.training.gradients.round import WaitIn
+from tests.training.fake_runtime import LABEL, FakeRuntime, Written
+
+SIZES = [2, 3, 5000, 4, 6000]
+"""Of five gradients: small ones, and two that are copied as soon as they come."""
+
+
+class Set:
+    """One reducer of five slots, and what a script and autograd do with it."""
+
+    def __init__(self, *, by_bucket: bool = False, op: ReduceOp = ReduceOp.AVERAGE, passes: int = 1,
+                 wait_in: WaitIn = WaitIn.BACKWARD) -> None:
+        self.runtime = FakeRuntime()
+        self.slots = [Slot((size,), np.dtype(np.float32), is_expected=True) for size in SIZES]
+        self.reducer: Reducer[Slot] = Reducer(
+            self.runtime, Written(2), LABEL, op=op, prescale=1.0, postscale=1.0, passes=passes,  # type: ignore[arg-type]
+            wait_in=wait_in, is_idempotent=op is ReduceOp.AVERAGE)
+        self.before_step = BeforeStep(self.reducer)
+        for number, slot in enumerate(self.slots):
+            self.reducer.add(slot, str(number))
+        if by_bucket:
+            self.runtime.learn(self.slots, [member.name for member in self.reducer.members], op)
+
+    def accumulate(self, number: int, value: float = 1.0) -> None:
+        """As autograd does, before it calls the hook."""
+        slot = self.slots[number]
+        if slot.gradient is None:
+            slot.gradient = np.zeros(SIZES[number], np.float32)
+        slot.gradient += np.float32(value)  # type: ignore[operator]
+        self.reducer.ready(slot)
+
+    def backward(self, *numbers: int, value: float = 1.0) -> None:
+        """A whole backward pass."""
+        for number in numbers:
+            self.accumulate(number, value)
+        if self.reducer.end_pass():
+            self.reducer.wait_and_make_due(deferrable=True)
+        self.reducer.check_invariants()
+
+    def step(self) -> None:
+        """The optimizer's."""
+        self.before_step.make_final(in_step=True)
+        self.reducer.check_invariants()
+        self.before_step.stepped()
+        self.reducer.check_invariants()
+
+    def clear(self) -> None:
+        """By the script itself."""
+        for slot in self.slots:
+            slot.gradient = None
+
+    def state(self, number: int) -> State:
+        return list(self.reducer.members)[number].state
+
+    def origin(self, number: int) -> Origin:
+        members = self.reducer.members
+        member = list(members)[number]
+        return members.origin(member, members.gradient(member))
+
+    def value(self, number: int) -> float | None:
+        gradient: Any = self.slots[number].gradient
+        if gradient is None:
+            return None
+        assert (gradient == gradient[0]).all()
+        return float(gradient[0])
+
+
+BY_BUCKET = pytest.mark.parametrize("by_bucket", [False, True], ids=["alone", "bucket"])
+
+
+# --- the table of states ------------------------------------------------------------------------------------------------
+
+
+@BY_BUCKET
+def test_from_the_first_accumulation_to_the_step(by_bucket: bool) -> None:
+    own = Set(by_bucket=by_bucket)
+    own.runtime.other = lambda number, mine: np.full(SIZES[number], 3.0) if number < 2 else mine
+    assert own.state(0) is IDLE
+    own.accumulate(0)
+    assert own.state(0) is READY and own.value(0) is None, "it has left the parameter"
+    assert not own.reducer.end_pass() or own.state(1) is UNUSED
+    own.reducer.wait_and_make_due(deferrable=False)
+    assert [own.state(number) for number in range(3)] == [REDUCED, REDUCED, IDLE]
+    assert [own.value(number) for number in range(3)] == [2.0, 1.5, None]
+    own.step()
+    assert {own.state(number) for number in range(5)} == {IDLE} and own.origin(0) is Origin.OLD
+
+
+@BY_BUCKET
+def test_passes_are_counted_until_a_round_is_due(by_bucket: bool) -> None:
+    own = Set(by_bucket=by_bucket, passes=2)
+    own.backward(0, 1)
+    assert own.state(0) is LOCAL and own.value(0) == 1.0
+    with own.reducer.suspended():
+        own.backward(0)
+    assert own.state(0) is LOCAL and own.value(0) == 2.0, "in no_sync they do not count"
+    own.accumulate(0)
+    assert own.state(0) is READY
+    own.accumulate(2)
+    assert own.state(2) is LOCAL
+    assert own.reducer.end_pass()
+    assert own.state(1) is READY and own.state(2) is READY, "what is left is given when the round is closed"
+
+
+@BY_BUCKET
+def test_accumulated_onto_a_reduced_gradient(by_bucket: bool) -> None:
+    own = Set(by_bucket=by_bucket)
+    own.backward(0, 1)
+    with own.reducer.suspended():
+        own.backward(0)
+    assert own.state(0) is AGAIN and own.origin(0) is Origin.AGAIN
+    own.slots[0].gradient = own.slots[0].gradient.copy()  # type: ignore[union-attr]
+    assert own.origin(0) is Origin.NEW, "the script has replaced it since"
+    own.backward(1)
+    assert own.state(1) is REDUCED and (own.value(0), own.value(1)) == (2.0, 2.0)
+
+
+def test_accumulated_onto_a_reduced_gradient_where_that_is_not_exact() -> None:
+    own = Set(op=ReduceOp.SUM)
+    own.backward(0)
+    with pytest.raises(GradientOrderError, match="more than backward_passes_per_step=1 times"):
+        own.accumulate(0)
+    assert own.state(0) is REDUCED
+    own.slots[1].gradient = np.ones(3, np.float32)
+    own.accumulate(1)  # the first in this step
+    assert own.state(1) is READY
+    with pytest.raises(GradientOrderError, match="more than backward_passes_per_step=1 times"):
+        own.accumulate(1)
+
+
+@BY_BUCKET
+def test_reduced_gradients_that_the_script_has_cleared(by_bucket: bool) -> None:
+    own = Set(by_bucket=by_bucket)
+    own.backward(0, 1)
+    own.clear()
+    own.accumulate(0)
+    assert own.state(1) is IDLE, "all begin anew"
+    own.reducer.end_pass()
+    own.reducer.wait_and_make_due(deferrable=False)
+    assert (own.value(0), own.value(1)) == (1.0, None)
+    own.slots[0].gradient = None
+    own.backward(1)
+    own.slots[1].gradient, own.slots[2].gradient = None, np.ones(5000, np.float32)
+    own.accumulate(2)
+    assert own.state(2) is READY
+
+
+@BY_BUCKET
+def test_what_comes_late_is_set_aside_and_added(by_bucket: bool) -> None:
+    own = Set(by_bucket=by_bucket)
+    own.runtime.defers = True
+    own.backward(0, 1)
+    assert own.state(0) is READY and own.state(2) is UNUSED and not own.reducer.waits_in_backward
+    own.accumulate(0, 10.0)
+    own.accumulate(2, 10.0)
+    assert own.state(0) is LATE and own.state(2) is LATE and own.value(0) == 10.0
+    assert not own.reducer.end_pass()
+    own.accumulate(0, 100.0)
+    own.runtime.defers = False
+    assert own.reducer.wait()
+    assert own.state(0) is AGAIN and own.value(0) == 111.0
+    assert own.state(2) is LOCAL and own.value(2) == 10.0
+    own.step()
+    assert (own.value(0), own.value(1), own.value(2)) == (111.0, 1.0, 10.0)
+
+
+def test_what_comes_late_where_reducing_again_is_not_exact() -> None:
+    own = Set(op=ReduceOp.SUM)
+    own.runtime.defers = True
+    own.runtime.other = lambda number, mine: np.ones(SIZES[number]) if number < 2 else None
+    own.backward(0)
+    own.accumulate(1)
+    own.accumulate(2, 5.0)
+    assert own.state(1) is LATE
+    own.runtime.defers = False
+    with pytest.raises(GradientOrderError, match="only after the round of an earlier"):
+        own.reducer.wait()
+    assert own.state(1) is REDUCED and own.value(1) == 1.0, "dropped: the other rank had one"
+    assert own.state(2) is LOCAL and own.value(2) == 5.0, "added: nobody had one"
+
+
+@BY_BUCKET
+def test_what_is_computed_in_a_pass_that_goes_on_while_a_gradient_is_read(by_bucket: bool) -> None:
+    own = Set(by_bucket=by_bucket, wait_in=WaitIn.STEP)
+    own.backward(0, 1)
+    current = own.reducer.round
+    assert current is not None and not current.is_closed
+    own.slots[0].gradient = np.full(2, 10.0, np.float32)  # accumulated, and its hook is not called yet
+    own.reducer.notice_late(current)
+    assert own.state(0) is LATE and own.state(1) is READY
+    own.reducer.finish(current)
+    assert own.state(0) is AGAIN and own.value(0) == 11.0
+    own.reducer.finish(current)
+    assert own.reducer.round is None, "a guard ends its own round only"
+
+
+@BY_BUCKET
+def test_a_round_without_results(by_bucket: bool) -> None:
+    own = Set(by_bucket=by_bucket)
+    own.slots[3].gradient = np.full(4, 7.0, np.float32)
+    own.backward(0)
+    assert own.state(3) is REDUCED and own.value(3) == 7.0, "the script's own counts"
+    own.step()
+    own.clear()
+    own.runtime.error = MismatchError("refused")
+    with pytest.raises(MismatchError):
+        own.backward(0)
+    assert own.state(0) is IDLE and own.reducer.round is None
+    own.runtime.error = None
+    own.clear()
+    own.step()
+
+
+def test_members_come_in_when_they_are_trainable() -> None:
+    own = Set()
+    late = Slot((3,), np.dtype(np.float32), gradient=np.ones(3, np.float32))
+    own.reducer.add(late, "5")
+    own.reducer.ready(late)
+    assert own.reducer.member(late) is None and len(own.reducer.members) == 5
+    late.is_expected = True
+    own.accumulate(0)
+    assert own.reducer.member(late) is not None
+    newest = Slot((3,), np.dtype(np.float32), is_expected=True)
+    own.reducer.add(newest, "6")
+    own.reducer.add(newest, "6")
+    assert own.reducer.member(newest) is None, "not in the middle of a round"
+    own.reducer.finish()
+    own.backward(0)
+    assert own.reducer.member(newest) is not None and len(own.reducer.members) == 7
+
+
+# --- origins ------------------------------------------------------------------------------------------------------------
+
+
+@BY_BUCKET
+def test_origins_of_gradients_and_what_they_are_before_the_step(by_bucket: bool) -> None:
+    def rounds() -> int:
+        return own.reducer.set.round_id
+    own = Set(by_bucket=by_bucket)
+    own.runtime.other = lambda number, mine: None if mine is None else 3 * mine
+    assert own.origin(0) is Origin.NONE
+    own.slots[0].gradient = np.ones(2, np.float32)
+    assert own.origin(0) is Origin.OWN
+    own.step()
+    assert own.value(0) == 2.0 and own.origin(0) is Origin.OLD
+    before = rounds()
+    own.backward(1)
+    assert own.value(0) == 2.0 and rounds() == before + 1, "OLD does not count"
+    own.slots[1].gradient *= 2  # type: ignore[operator]
+    assert own.origin(1) is Origin.REDUCED
+    own.step()
+    assert own.value(1) == 4.0 and rounds() == before + 1, "what is written after the reduction stays"
+    own.slots[1].gradient *= 2  # type: ignore[operator]
+    assert own.origin(1) is Origin.REWRITTEN
+    own.backward(0)
+    assert own.value(1) == 8.0, "does not count in a backward pass"
+    own.step()
+    assert own.value(1) == 16.0, "but in the step"
+    own.slots[1].gradient *= 2  # type: ignore[operator]
+    own.before_step.zeroed()
+    assert own.origin(1) is Origin.OLD
+    own.backward(2)
+    own.slots[2].gradient = np.ones(5000, np.float32)
+    assert own.origin(2) is Origin.REPLACED
+    own.step()
+    assert own.value(2) == 2.0
+
+
+def test_a_replaced_gradient_where_reducing_again_is_not_exact() -> None:
+    own = Set(op=ReduceOp.SUM)
+    own.backward(0)
+    own.slots[0].gradient = np.ones(2, np.float32)
+    with pytest.raises(GradientOrderError, match="another gradient"):
+        own.step()
+
+
+@BY_BUCKET
+def test_gradients_that_were_all_cleared_or_zeroed_make_a_round_due(by_bucket: bool) -> None:
+    own = Set(by_bucket=by_bucket)
+    own.backward(0, 1)
+    own.clear()
+    before = own.reducer.set.round_id
+    own.before_step.make_final(in_step=True)
+    assert own.reducer.set.round_id == before + 1
+    own.before_step.stepped()
+    own.backward(0, 1)
+    for number in (0, 1):
+        own.slots[number].gradient *= 0  # type: ignore[operator]
+    before = own.reducer.set.round_id
+    own.before_step.make_final(in_step=True)
+    assert own.reducer.set.round_id == before + 1 and own.value(0) == 0.0
+
+
+def test_what_another_rank_could_not_change_is_an_error() -> None:
+    own = Set()
+    own.runtime.behind = (1,)
+    own.backward(0)
+    own.slots[0].gradient *= 2  # type: ignore[operator]
+    with pytest.raises(GradientOrderError, match="written to on this rank"):
+        own.step()
+
+
+@BY_BUCKET
+def test_a_part_that_another_rank_did_not_contribute_is_an_error(by_bucket: bool) -> None:
+    own = Set(by_bucket=by_bucket)
+    own.backward(0)
+    own.runtime.other = lambda number, mine: None
+    with pytest.raises(GradientOrderError, match="took part without the reduced gradient"):
+        own.backward(0)
+
+
+def test_gradients_that_another_optimizer_has_used() -> None:
+    own, other = Set(), Set()
+    other.slots = own.slots
+    for number, slot in enumerate(own.slots):
+        other.reducer.add(slot, f"again.{number}")
+    own.backward(0, 1)
+    with own.reducer.suspended():
+        own.backward(1)
+    assert not other.before_step.take_over(own.slots[0], own.reducer), "reduced there"
+    assert other.before_step.take_over(own.slots[1], own.reducer), "and accumulated onto since"
+    own.before_step.used_elsewhere(own.slots[:2])
+    assert own.state(0) is IDLE and own.state(1) is LOCAL and own.reducer.is_due
+
+
+# --- rounds -------------------------------------------------------------------------------------------------------------
+
+
+@BY_BUCKET
+def test_rounds_open_and_close(by_bucket: bool) -> None:
+    own = Set(by_bucket=by_bucket, wait_in=WaitIn.STEP)
+    assert own.reducer.round is None
+    own.reducer.end_pass()
+    current = own.reducer.round
+    assert current is not None and not current.is_closed, "where nothing was given, gradients are not final either"
+    own.accumulate(0)
+    own.reducer.end_pass()
+    assert own.reducer.round is current and own.runtime.closed == []
+    own.step()
+    assert current.is_closed and own.reducer.round is None and own.runtime.closed == [current.id]
+    own.runtime.joins += 1
+    own.backward(0)
+    assert own.reducer.round is not None and own.reducer.round.id > current.id + 1, "it jumps after a join"
+
+
+def test_a_failed_pass_belongs_to_the_next_one() -> None:
+    own = Set()
+    own.accumulate(0)
+    own.reducer.fail_pass()
+    current = own.reducer.round
+    assert current is not None and current.of_failed_pass
+    own.backward(1)
+    assert current.is_closed and (own.value(0), own.value(1)) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["small", "large"])
+def test_a_bucket_that_breaks_sends_its_members_by_themselves(number: int) -> None:
+    own = Set(by_bucket=True)
+    own.backward(*range(5))
+    own.clear()
+    own.step()
+    own.slots[number].dtype = np.dtype(np.float64)
+    for each in (0, 1, 2, 3):
+        if each == number:
+            own.slots[each].gradient = np.full(SIZES[each], 1.0, np.float64)
+            own.reducer.ready(own.slots[each])
+        else:
+            own.accumulate(each)
+    own.reducer.end_pass()
+    own.reducer.wait_and_make_due(deferrable=False)
+    assert [own.value(each) for each in range(5)] == [1.0, 1.0, 1.0, 1.0, None] and own.runtime.stale
+    own.reducer.check_invariants()
+
+
+def test_small_members_are_given_together() -> None:
+    own = Set(by_bucket=True)
+    own.backward(*range(5))
+    own.clear()
+    own.step()
+    for number in (0, 1, 3):
+        own.slots[number].gradient = np.full(SIZES[number], 2.0, np.float32)
+    assert own.reducer.ready_small({id(slot) for slot in own.slots[:3]}) == {id(slot) for slot in own.slots[:2]}
+    assert own.state(0) is own.state(1) is READY and own.state(3) is IDLE and own.value(0) is None
+    own.backward(3)
+    assert [own.value(each) for each in range(5)] == [2.0, 2.0, None, 3.0, None]
+
+
+# --- random events ------------------------------------------------------------------------------------------------------
+
+
+class Model:
+    """What gradients have to be: of each slot the sum of all ranks' averages since it was cleared.
+
+    The other rank computes three times as much as this one whenever this one computes something. An average of
+    (reduced + local) is reduced + the average of the local parts, however rounds and passes come.
+    """
+
+    def __init__(self, own: Set) -> None:
+        self.own = own
+        self.totals: dict[int, float] = {}
+
+    def backward(self, numbers: list[int], value: float, suspended: bool) -> None:
+        for number in numbers:
+            self.totals[number] = self.totals.get(number, 0.0) + 2 * value
+        if suspended:
+            with self.own.reducer.suspended():
+                self.own.backward(*numbers, value=value)
+        else:
+            self.own.backward(*numbers, value=value)
+
+    def other(self, number: int, mine: Any) -> Any:
+        """The model knows what the sum is to be, where this rank has something that is not reduced yet."""
+        return None if mine is None else 2 * np.float32(self.reduced_with(number, mine)) - mine
+
+    def reduced_with(self, number: int, mine: Any) -> Any:
+        member = list(self.own.reducer.members)[number]
+        base = self.bases.get(number, 0.0) if member.before is REDUCED else 0.0
+        self.bases[number] = base + 2 * (mine[0] - base)
+        return np.full_like(mine, self.bases[number])
+
+    bases: dict[int, float]
+    """What was reduced last of each slot."""
+
+
+EVENTS = st.lists(st.one_of(
+    st.tuples(st.just("backward"), st.sets(st.integers(0, 4)), st.integers(1, 3), st.booleans()),
+    st.just(("defer",)), st.just(("step", True)), st.just(("step", False)), st.just(("clear",)), st.just(("learn",)),
+    st.just(("zero",))), max_size=25)
+
+
+@settings(deadline=None, max_examples=150)
+@given(EVENTS, st.sampled_from(WaitIn), st.integers(1, 2))
+def test_random_events(events: list[Any], wait_in: WaitIn, passes: int) -> None:
+    own = Set(wait_in=wait_in, passes=passes)
+    model = Model(own)
+    model.bases = {}
+    own.runtime.other = model.other
+    for event, *arguments in [*events, ("step", True)]:
+        if event == "backward":
+            numbers, value, suspended = arguments
+            model.backward(sorted(numbers), float(value), suspended)
+        elif event == "defer":
+            own.runtime.defers = True
+        elif event == "learn":
+            own.runtime.learn(own.slots, [member.name for member in own.reducer.members], ReduceOp.AVERAGE)
+        else:
+            own.runtime.defers = False
+            own.before_step.make_final(in_step=event == "step")
+            assert [own.value(number) for number in range(5)] == [model.totals.get(number) for number in range(5)]
+            own.reducer.check_invariants()
+            if event == "step" and arguments[0]:
+                own.before_step.stepped()
+                own.clear()
+            elif event == "clear":
+                own.clear()
+            else:
+                own.before_step.cleared()
+                own.clear()
+            model.totals, model.bases = {}, {}
