@@ -65,7 +65,6 @@ class Cast:
             torch._foreach_copy_(parts, wide)
             exchange.average("casts", [casts])
             torch._foreach_copy_(wide, parts)
-        exchange.confirm()
         exchange.average("exact", [gradient for gradient in reals if gradient.element_size() <= self._dtype.itemsize])
 
 
@@ -79,8 +78,6 @@ class ErrorFeedback:
         loss_scale: returns the current factor of losses, such as `scaler.get_scale` of a `GradScaler`. Errors are scaled
             when it changes. Needed with loss scaling only.
     """
-
-    is_repeatable = True
 
     def __init__(self, loss_scale: Callable[[], float] | None = None) -> None:
         if loss_scale is not None and not callable(loss_scale):

@@ -67,8 +67,7 @@ class ReductionSettings:
         rounds = None
         if self.comm_hook is not None:
             self.exchange.attach(runtime, f"{label}.hook", process_set_id)
-            rounds = HookRounds(functools.partial(reduce_round, self.comm_hook, self.exchange),
-                                is_repeatable=getattr(self.comm_hook, "is_repeatable", False))
+            rounds = HookRounds(functools.partial(reduce_round, self.comm_hook, self.exchange))
         make_framework = functools.partial(framework_for, runtime, self.compression, self.sparse_as_dense, list(self.names),
                                            self.unseen_sparse_dims)
         reducer: GradientReducer[torch.Tensor] = GradientReducer(
