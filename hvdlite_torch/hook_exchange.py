@@ -36,6 +36,7 @@ class Exchange:
     Attributes:
         size: how many ranks these are.
         rank: this rank's number in the job.
+        active: how many of them take part in this round; the others have joined.
         joins: changes when all ranks have joined, and when a world of an elastic job begins. Until then, ranks that joined
             early or were not there missed calls of `reduce`.
         parameters: of the gradients that are being reduced, in their order.
@@ -44,6 +45,7 @@ class Exchange:
     _runtime: Runtime  # of this world
     size: int
     rank: int
+    active: int
 
     def __init__(self) -> None:
         self.parameters: Sequence[torch.Tensor] = ()
@@ -119,7 +121,7 @@ def check_hook(hook: Any) -> None:
 
 
 def reduce_round(hook: CommHook, exchange: Exchange,
-                 members: Sequence[tuple[str, torch.Tensor, bool]]) -> list[tuple[torch.Tensor, Any]]:
+                 members: Sequence[tuple[str, torch.Tensor, bool]], active: int) -> list[tuple[torch.Tensor, Any]]:
     """Let a hook average the gradients that some rank has; see `training.hook_round`."""
     reduced = []
     with torch.no_grad():
@@ -132,7 +134,7 @@ def reduce_round(hook: CommHook, exchange: Exchange,
                 gradient = gradient.to_dense()
                 set_grad(parameter, gradient)
             reduced.append((name, parameter, gradient))
-        exchange.parameters = [parameter for _, parameter, _ in reduced]
+        exchange.parameters, exchange.active = [parameter for _, parameter, _ in reduced], active
         hook.reduce([(name, gradient) for name, _, gradient in reduced], exchange)
         exchange.parameters = ()
     return [(parameter, Mark(gradient)) for _, parameter, gradient in reduced]

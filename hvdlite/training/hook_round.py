@@ -20,10 +20,10 @@ from hvdlite.training.round import Round, Rounds
 
 _DIGEST = 4
 """Bytes of a digest."""
-ReduceRound = Callable[[Sequence[tuple[str, Parameter, bool]]], Sequence[tuple[Parameter, Any]]]
+ReduceRound = Callable[[Sequence[tuple[str, Parameter, bool]], int], Sequence[tuple[Parameter, Any]]]
 """Reduce the gradients of (name, parameter, has one here), which some rank has; return the parameters and their marks.
 
-Names are those that `add` was given.
+Names are those that `add` was given. The second argument says how many ranks take part: those that have not joined.
 """
 
 
@@ -137,7 +137,7 @@ class HookRound(Round[Parameter]):
         by_key, prefix = self._set.members.by_key, len(self._set.members.prefix)
         members = [(member.name[prefix:], member.parameter, self._present[key])
                    for (key, member), flag in zip(by_key.items(), wanted.tolist(), strict=True) if flag]
-        for parameter, mark in self._rounds.reduce_round(members):
+        for parameter, mark in self._rounds.reduce_round(members, len(self._asked.contributors)):
             self._mark_all([by_key[id(parameter)]], [mark])
         if self.has_again:
             again = next(member for member in self._set.members if member.again == self.round_id)
