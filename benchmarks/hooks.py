@@ -25,9 +25,7 @@ STEPS = 5
 OURS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
     "compression fp16": lambda: {"compression": hvd.Compression.fp16},
-    "cast fp16": lambda: {"comm_hook": comm_hooks.Cast(torch.float16)},
     "powersgd 1": lambda: {"comm_hook": comm_hooks.PowerSGD(1, start_iter=0)},
-    "top-k 1%": lambda: {"comm_hook": comm_hooks.TopK(0.01)},
 }
 DDP: dict[str, Callable[[], tuple[Any, Callable[..., Any]] | None]] = {
     "ddp, plain": lambda: None,

@@ -1,17 +1,12 @@
-"""Communication hooks: casts, PowerSGD and top-k instead of an allreduce, for `DistributedOptimizer(comm_hook=)`.
+"""Communication hooks: PowerSGD, or torch's own hooks, instead of an allreduce, for `DistributedOptimizer(comm_hook=)`.
 
-A hook gets all gradients of a step after backward and averages them in place, with the methods of `Exchange`. It keeps its
-errors and adds them to the next step's gradients (error feedback: Karimireddy et al., "Error Feedback Fixes SignSGD",
-ICML 2019). Hooks trade accuracy and overlap for bytes: they pay off on slow networks only.
-
-Gradients that are not finite on some rank have averages that are not finite on all ranks, so `GradScaler` skips the step
-everywhere. The hook then keeps the state that it had before.
+A hook gets all gradients of a step after backward and averages them in place, with the methods of `Exchange`. Hooks trade
+accuracy and overlap for bytes: they pay off on slow networks only.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import weakref
 import zlib
@@ -23,7 +18,7 @@ import torch
 from hvdlite_torch.ddp_hook import DDPHook
 from hvdlite_torch.hook_exchange import CommHook, Exchange, Gradients
 
-__all__ = ["AllReduce", "Cast", "CommHook", "DDPHook", "ErrorFeedback", "Exchange", "Gradients", "PowerSGD", "TopK"]
+__all__ = ["AllReduce", "CommHook", "DDPHook", "Exchange", "Gradients", "PowerSGD"]
 
 
 _SMALL = 16 << 10
@@ -40,125 +35,57 @@ class AllReduce:
         exchange.average("gradients", [gradient for _, gradient in gradients])
 
 
-class Cast:
-    """Averaging in another dtype.
-
-    Args:
-        dtype: torch.float16 or torch.bfloat16; sums are accumulated in float32. Gradients with 16-bit elements are
-            sent unchanged; complex elements are cast part by part.
-    """
-
-    is_idempotent = True
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        if dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, not {dtype}")
-        self._dtype = dtype
-
-    def reduce(self, gradients: Gradients, exchange: Exchange) -> None:
-        """Average casts of the gradients."""
-        reals = [_real(gradient) for _, gradient in gradients]
-        wide = [gradient for gradient in reals if gradient.element_size() > self._dtype.itemsize]
-        if wide:
-            casts = wide[0].new_empty(sum(gradient.numel() for gradient in wide), dtype=self._dtype)
-            parts = _parts(casts, wide)
-            torch._foreach_copy_(parts, wide)
-            exchange.average("casts", [casts])
-            torch._foreach_copy_(wide, parts)
-        exchange.confirm()
-        exchange.average("exact", [gradient for gradient in reals if gradient.element_size() <= self._dtype.itemsize])
-
-
-class ErrorFeedback:
-    """A hook that keeps the errors of a step's averages, and adds them to the next step's gradients.
-
-    Save `state_dict()` in a checkpoint on every rank, because each rank has its own errors. A rank that loads the state of
-    another rank uses only the part that is equal on all ranks.
-
-    Args:
-        loss_scale: returns the current factor of losses, such as `scaler.get_scale` of a `GradScaler`. Errors are scaled
-            when it changes. Needed with loss scaling only.
-    """
-
-    is_repeatable = True
-
-    def __init__(self, loss_scale: Callable[[], float] | None = None) -> None:
-        if loss_scale is not None and not callable(loss_scale):
-            raise ValueError(f"loss_scale must be a function that returns the factor, such as scaler.get_scale, not "
-                             f"{loss_scale!r}")
-        self._loss_scale = loss_scale
-        self._errors: dict[str, torch.Tensor] = {}  # by name; multiplied by `_scale`
-        self._scale = 1.0
-        self._user: Callable[[], object] = _nobody
-        self._rank: int | None = None  # of this process, once it is known
-        self._writer: int | None = None  # the rank that saved the errors that were loaded
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to go on from here."""
-        return {"errors": _copies(self._errors), "scale": self._scale, "rank": self._rank}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there. Call it on all ranks, before backward."""
-        self._errors = {name: error.clone() for name, error in state_dict["errors"].items()}
-        self._scale = state_dict["scale"]
-        self._writer = state_dict["rank"]
-
-    def _begin(self, exchange: Exchange) -> float:
-        """Return the factor for the stored errors, without changing them."""
-        user = self._user()
-        if user is None:
-            self._user = weakref.ref(exchange)
-        elif user is not exchange:
-            raise ValueError(f"this {type(self).__name__} belongs to another optimizer already, whose errors it keeps; give "
-                             "each optimizer a hook of its own")
-        self._rank = exchange.rank
-        if self._writer not in (None, exchange.rank):
-            self._errors.clear()
-        self._writer = None
-        return 1.0 if self._loss_scale is None else self._loss_scale() / self._scale
-
-    def _keep(self, errors: Mapping[str, torch.Tensor], factor: float) -> None:
-        """Store new errors; the errors of missing gradients are only scaled."""
-        if factor != 1:
-            for name in self._errors.keys() - errors.keys():
-                self._errors[name].mul_(factor)
-            self._scale *= factor
-        self._errors.update(errors)
-
-
-class PowerSGD(ErrorFeedback):
+class PowerSGD:
     """Averaging of low-rank approximations (Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 1), with error feedback.
 
     A gradient of shape (n, ...) is seen as a matrix n x m; r (n + m) elements are sent instead of n m. Vectors, and matrices
     for which that saves too little, are averaged exactly. It computes in float32 or wider; the averages are those of torch's
-    `powerSGD_hook`, up to rounding, if both begin with the same factors.
+    `powerSGD_hook`, up to rounding, if both begin with the same factors. Beyond torch's it needs no process group, and works
+    in elastic jobs, with `join()`, and with gradients that are missing, zeros or not finite in a step.
+
+    It keeps the errors of a step's averages, and adds them to the next step's gradients (Karimireddy et al., "Error Feedback
+    Fixes SignSGD", ICML 2019). Save `state_dict()` in a checkpoint on every rank, because each rank has its own errors. A
+    rank that loads the state of another rank uses only the part that is equal on all ranks.
+
+    Gradients that are not finite on some rank have averages that are not finite on all ranks, so `GradScaler` skips the step
+    everywhere. The hook then keeps the state that it had before.
 
     Args:
         matrix_approximation_rank: r.
         start_iter: steps at the beginning that are averaged exactly.
         min_compression_rate: compress only if this many times fewer elements are sent.
-        loss_scale: like `ErrorFeedback`'s.
+        loss_scale: returns the current factor of losses, such as `scaler.get_scale` of a `GradScaler`. Errors are scaled
+            when it changes. Needed with loss scaling only.
     """
 
     def __init__(self, matrix_approximation_rank: int = 1, start_iter: int = 10, min_compression_rate: float = 2.0,
                  loss_scale: Callable[[], float] | None = None) -> None:
         if matrix_approximation_rank < 1:
             raise ValueError(f"matrix_approximation_rank must be at least 1, not {matrix_approximation_rank}")
-        super().__init__(loss_scale)
+        if loss_scale is not None and not callable(loss_scale):
+            raise ValueError(f"loss_scale must be a function that returns the factor, such as scaler.get_scale, not "
+                             f"{loss_scale!r}")
         self._most, self._start, self._rate = matrix_approximation_rank, start_iter, min_compression_rate
+        self._loss_scale = loss_scale
+        self._errors: dict[str, torch.Tensor] = {}  # by name; multiplied by `_scale`
+        self._scale = 1.0
+        self._factors: dict[str, torch.Tensor] = {}  # by name: m x r, the state of the power iteration; equal on all ranks
         self._steps = 0
         self._joins = -1  # the number of completed joins when the ranks agreed about `_steps`
-        self._factors: dict[str, torch.Tensor] = {}  # by name: m x r, the state of the power iteration; equal on all ranks
+        self._user: Callable[[], object] = _nobody
+        self._rank: int | None = None  # of this process, once it is known
+        self._writer: int | None = None  # the rank that saved the errors that were loaded
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on from here."""
-        return {**super().state_dict(), "steps": self._steps, "factors": _copies(self._factors)}
+        return {"errors": _copies(self._errors), "scale": self._scale, "rank": self._rank, "steps": self._steps,
+                "factors": _copies(self._factors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from there. Call it on all ranks, before backward."""
-        super().load_state_dict(state_dict)
+        self._errors, self._factors = _copies(state_dict["errors"]), _copies(state_dict["factors"])
+        self._scale, self._writer = state_dict["scale"], state_dict["rank"]
         self._steps, self._joins = state_dict["steps"], -1
-        self._factors = {name: factor.clone() for name, factor in state_dict["factors"].items()}
 
     def reduce(self, gradients: Gradients, exchange: Exchange) -> None:
         """Average the gradients, most of them approximately."""
@@ -193,6 +120,28 @@ class PowerSGD(ErrorFeedback):
                     self._factors.pop(name)
             self._keep(dict(zip(names, (matrix for batch in batches for matrix in _listed(batch.matrices)), strict=True)),
                        scale)
+
+    def _begin(self, exchange: Exchange) -> float:
+        """Return the factor for the stored errors, without changing them."""
+        user = self._user()
+        if user is None:
+            self._user = weakref.ref(exchange)
+        elif user is not exchange:
+            raise ValueError("this PowerSGD belongs to another optimizer already, whose errors it keeps; give each "
+                             "optimizer a hook of its own")
+        self._rank = exchange.rank
+        if self._writer not in (None, exchange.rank):
+            self._errors.clear()
+        self._writer = None
+        return 1.0 if self._loss_scale is None else self._loss_scale() / self._scale
+
+    def _keep(self, errors: Mapping[str, torch.Tensor], factor: float) -> None:
+        """Store new errors; the errors of missing gradients are only scaled."""
+        if factor != 1:
+            for name in self._errors.keys() - errors.keys():
+                self._errors[name].mul_(factor)
+            self._scale *= factor
+        self._errors.update(errors)
 
     def _averaged(self, name: str, factors: Sequence[torch.Tensor], exchange: Exchange) -> list[torch.Tensor]:
         """Return the averages of factors, which are sent as one tensor."""
@@ -286,48 +235,6 @@ def _listed(matrices: torch.Tensor) -> Sequence[torch.Tensor]:
     return [matrices] if matrices.dim() == 2 else matrices.unbind()
 
 
-class TopK(ErrorFeedback):
-    """Sends only the largest elements (Stich et al., "Sparsified SGD with Memory", NeurIPS 2018), with error feedback.
-
-    Args:
-        ratio: the share of all elements that each rank sends, above 0 and at most 1.
-        loss_scale: like `ErrorFeedback`'s.
-    """
-
-    def __init__(self, ratio: float = 0.01, loss_scale: Callable[[], float] | None = None) -> None:
-        if not 0 < ratio <= 1:
-            raise ValueError(f"ratio must be above 0 and at most 1, not {ratio}")
-        super().__init__(loss_scale)
-        self._ratio = ratio
-
-    def reduce(self, gradients: Gradients, exchange: Exchange) -> None:
-        """Average the elements that the ranks send; keep the rest for the next step."""
-        scale = self._begin(exchange)
-        names = [name for name, _ in gradients]
-        reals = [_real(gradient) for _, gradient in gradients]
-        dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in reals}, torch.float32)
-        flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in reals]) if reals else torch.zeros(0)
-        parts = _parts(flat, reals)
-        kept = [(part, error) for part, error in zip(parts, map(self._errors.get, names), strict=True)
-                if error is not None and error.shape == part.shape]
-        if kept:
-            torch._foreach_add_([part for part, _ in kept], [error.to(flat) for _, error in kept], alpha=scale)
-        count = max(1, round(self._ratio * flat.numel())) if flat.numel() else 0
-        chosen = flat.abs().topk(count, sorted=False).indices
-        indices = exchange.gather("indices", chosen)
-        values = exchange.gather("values", flat[chosen])
-        total = torch.zeros_like(flat).index_add_(0, indices, values).div_(exchange.size)
-        averages = _parts(total, reals)
-        if reals:
-            torch._foreach_copy_(reals, averages)
-        if _are_finite([values]):
-            flat.index_fill_(0, chosen, 0.0)
-            for gradient, average, part in zip(reals, averages, parts, strict=True):
-                if gradient.dtype is not dtype:  # the average was rounded, equally on all ranks
-                    part.add_(average).sub_(gradient)
-            self._keep(dict(zip(names, parts, strict=True)), scale)
-
-
 def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors with their own memory, because saving a view saves its whole base."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
@@ -335,11 +242,6 @@ def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _nobody() -> None:
     pass
-
-
-def _real(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient, of a complex one its real and imaginary parts, in the same memory."""
-    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def _parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -102,13 +102,17 @@ class DDPHook:
         """Call the hook, which averages the gradients.
 
         Raises:
-            UnsupportedError: in an elastic job with a process group of torch.distributed.
+            UnsupportedError: in an elastic job with a process group of torch.distributed, and when ranks have joined.
         """
         if api.is_elastic() and dist.is_available() and dist.is_initialized():
             raise UnsupportedError("comm_hooks.DDPHook does not work in an elastic job: the process group of "
                                    "torch.distributed, which its hook uses, keeps the ranks with which it was made. Use "
-                                   "another hook, such as comm_hooks.PowerSGD or Cast, or start the job without --min-np "
-                                   "and --host-discovery-script")
+                                   "comm_hooks.PowerSGD or compression=, or start the job without --min-np and "
+                                   "--host-discovery-script")
+        if exchange.active < exchange.size:
+            raise UnsupportedError(f"comm_hooks.DDPHook does not work with join(): {exchange.size - exchange.active} of "
+                                   f"{exchange.size} ranks have joined, and take no part in the collectives of its hook. "
+                                   "Use comm_hooks.PowerSGD or compression=")
         new = [(name, parameter, gradient) for (name, gradient), parameter in
                zip(gradients, exchange.parameters, strict=True) if name not in self._names]
         if new:

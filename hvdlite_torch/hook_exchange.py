@@ -7,10 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from hvdlite.core.errors import HvdliteError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch import cuda
 from hvdlite_torch.tensors import as_runtime_array, as_tensor, contiguous
@@ -22,13 +20,8 @@ Gradients = Sequence[tuple[str, torch.Tensor]]
 class CommHook(Protocol):
     """The interface of `comm_hook`.
 
-    A hook can have one of two attributes:
-    - `is_idempotent`: averaging averages again leaves them as they are, so parameters can have several backward passes
-      before a step. A second one raises with other hooks.
-    - `is_repeatable`: `reduce` may be called a second time with the same gradients because an exception left its first
-      collective call. Until that call returns, `reduce` changes neither state nor gradients, and the tensors that it passes
-      to that call are its own and new. The collectives of such a hook start without waiting until all ranks have said which
-      gradients they have.
+    A hook can have an attribute `is_idempotent`: averaging averages again leaves them as they are, so parameters can have
+    several backward passes before a step. A second one raises with other hooks.
     """
 
     def reduce(self, gradients: Gradients, exchange: Exchange) -> None:
@@ -41,6 +34,7 @@ class Exchange:
     Attributes:
         size: how many ranks these are.
         rank: this rank's number in the job.
+        active: how many of them take part in this round; the others have joined.
         joins: changes when all ranks have joined, and when a world of an elastic job begins. Until then, ranks that joined
             early or were not there missed calls of `reduce`.
         parameters: of the gradients that are being reduced, in their order.
@@ -49,15 +43,12 @@ class Exchange:
     _runtime: Runtime  # of this world
     size: int
     rank: int
+    active: int
 
     def __init__(self) -> None:
         self.parameters: Sequence[torch.Tensor] = ()
         self._joins_before = 0  # this world
         self._label, self._process_set = "", GLOBAL_PROCESS_SET_ID
-        self._confirm: Callable[[], object] = _nothing
-        self._is_confirming = False
-        # By name: collectives that were started and not waited for, and the tensors that they write to.
-        self._started: dict[str, tuple[Handle | Handles, Sequence[torch.Tensor]]] = {}
 
     def attach(self, runtime: Runtime, label: str, process_set: int) -> None:
         """Use the collectives of a runtime from now on."""
@@ -68,9 +59,7 @@ class Exchange:
         """The runtime has ended, maybe in the middle of a round."""
         self._joins_before = self.joins + 1
         del self._runtime
-        self.end()
-        self._is_confirming = False
-        self._started.clear()
+        self.parameters = ()
 
     @property
     def joins(self) -> int:
@@ -81,10 +70,7 @@ class Exchange:
         self.start_average(name, tensors)()
 
     def start_average(self, name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """Start to average tensors in place, as one group; return a function that waits until they are averaged.
-
-        In an `is_repeatable` hook, wait for the first collective before you start another.
-        """
+        """Start to average tensors in place, as one group; return a function that waits until they are averaged."""
         return self._start_reduction(name, tensors, ReduceOp.AVERAGE)
 
     def largest(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -95,53 +81,21 @@ class Exchange:
 
     def gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return all ranks' tensors, concatenated along the first dimension."""
-        if name not in self._started:
-            devices = self._runtime.devices
-            source = cuda.to_transportable(contiguous(tensor, name), devices, Collective.ALLGATHER)
-            self._started[name] = self._runtime.allgather(f"{self._label}.{name}", as_runtime_array(source, name, devices),
-                                                          process_set=self._process_set), ()
-        self.confirm()
-        handle, _ = self._started.pop(name)
+        devices = self._runtime.devices
+        source = cuda.to_transportable(contiguous(tensor, name), devices, Collective.ALLGATHER)
+        handle = self._runtime.allgather(f"{self._label}.{name}", as_runtime_array(source, name, devices),
+                                         process_set=self._process_set)
         return as_tensor(cuda.wait(handle)).to(tensor.device)
 
-    def confirm(self) -> None:
-        """Wait until all ranks are known to take part with these gradients; the first collective waits for it too."""
-        self._is_confirming = True
-        try:
-            self._confirm()
-        except HvdliteError:  # the round is over
-            self._is_confirming = False
-            raise
-        self._is_confirming = False
-
-    def begin(self, parameters: Sequence[torch.Tensor], confirm: Callable[[], object]) -> None:
-        """A hook is about to be called; `confirm` is called before anything is waited for.
-
-        A hook that is called again, because an exception left `confirm`, finds the collective that it had started.
-        """
-        if not self._is_confirming:
-            self._started.clear()
-        self.parameters, self._confirm = parameters, confirm
-
-    def end(self) -> None:
-        """The hook has returned."""
-        self.parameters, self._confirm = (), _nothing
-
     def _start_reduction(self, name: str, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Callable[[], None]:
-        if tensors and name not in self._started:
-            devices = self._runtime.devices
-            dense = [cuda.to_transportable(contiguous(tensor, name), devices, Collective.ALLREDUCE,
-                                           op) for tensor in tensors]
-            arrays = [as_runtime_array(tensor, name, devices) for tensor in dense]
-            handle = self._runtime.grouped_allreduce(f"{self._label}.{name}", arrays, arrays, op,
-                                                     process_set=self._process_set)
-            self._started[name] = handle, dense
+        if not tensors:
+            return _nothing
+        devices = self._runtime.devices
+        dense = [cuda.to_transportable(contiguous(tensor, name), devices, Collective.ALLREDUCE, op) for tensor in tensors]
+        arrays = [as_runtime_array(tensor, name, devices) for tensor in dense]
+        handle = self._runtime.grouped_allreduce(f"{self._label}.{name}", arrays, arrays, op, process_set=self._process_set)
 
         def wait() -> None:
-            self.confirm()
-            if not tensors:
-                return
-            handle, dense = self._started.pop(name)
             cuda.wait(handle)
             for tensor, result in zip(tensors, dense, strict=True):
                 if tensor.data_ptr() != result.data_ptr():
@@ -165,7 +119,7 @@ def check_hook(hook: Any) -> None:
 
 
 def reduce_round(hook: CommHook, exchange: Exchange, members: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]],
-                 confirm: Callable[[], object]) -> list[torch.Tensor]:
+                 active: int) -> list[torch.Tensor]:
     """Let a hook average the gradients that some rank has; see `training.hook_round`."""
     reduced = []
     with torch.no_grad():
@@ -175,7 +129,7 @@ def reduce_round(hook: CommHook, exchange: Exchange, members: Sequence[tuple[str
             elif gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
             reduced.append((name, parameter, gradient))
-        exchange.begin([parameter for _, parameter, _ in reduced], confirm)
+        exchange.parameters, exchange.active = [parameter for _, parameter, _ in reduced], active
         hook.reduce([(name, gradient) for name, _, gradient in reduced], exchange)
-        exchange.end()
+        exchange.parameters = ()
     return [gradient for _, _, gradient in reduced]

@@ -67,8 +67,7 @@ class ReductionSettings:
         make_bucket = None
         if self.comm_hook is not None:
             self.exchange.attach(runtime, f"{label}.hook", process_set_id)
-            make_bucket = HookRounds(functools.partial(reduce_round, self.comm_hook, self.exchange),
-                                     is_repeatable=getattr(self.comm_hook, "is_repeatable", False)).begin
+            make_bucket = HookRounds(functools.partial(reduce_round, self.comm_hook, self.exchange)).begin
         framework = gradients_of(runtime, self.compression, self.sparse_as_dense, list(self.names), self.unseen_sparse_dims)
         reducer: Reducer[torch.Tensor] = Reducer(
             runtime, framework, label, op=self.op, prescale=self.prescale, postscale=self.postscale,

@@ -65,7 +65,22 @@ def test_an_elastic_job_has_no_process_group(monkeypatch: pytest.MonkeyPatch) ->
         a = torch.nn.Parameter(torch.ones(1))
         optimizer = DistributedOptimizer(torch.optim.SGD([a], lr=0.1), _runtime=runtime,
                                          comm_hook=comm_hooks.DDPHook(None, lambda state, bucket: None))
-        with pytest.raises(UnsupportedError, match=r"DDPHook does not work in an elastic job.*Use another hook"):
+        with pytest.raises(UnsupportedError, match=r"DDPHook does not work in an elastic job.*Use comm_hooks.PowerSGD"):
             a.sum().backward()
         assert optimizer
+    threads(2, step)
+
+
+def test_a_rank_that_has_joined_has_no_part_in_a_hooks_collectives() -> None:
+    def step(runtime: Runtime) -> None:
+        a = torch.nn.Parameter(torch.ones(1))
+        optimizer = DistributedOptimizer(torch.optim.SGD([a], lr=0.1), _runtime=runtime,
+                                         comm_hook=comm_hooks.DDPHook(None, lambda state, bucket: bucket.buffer()))
+        with optimizer.join():
+            a.sum().backward()
+            optimizer.step()
+            if runtime.world.rank:
+                optimizer.zero_grad()
+                with pytest.raises(UnsupportedError, match=r"does not work with join.*1 of 2 ranks have joined.*PowerSGD"):
+                    a.sum().backward()
     threads(2, step)

@@ -21,7 +21,7 @@ from tests.torch.programs import waiting as programs  # noqa: E402
 from tests.worlds import TORCH, processes, threads  # noqa: E402
 
 BOTH = pytest.mark.parametrize("wait_in", ["backward", "step"])
-HOOKS = {"with a communication hook": comm_hooks.AllReduce, "with one that starts early": lambda: comm_hooks.TopK(1.0)}
+HOOKS = {"with a communication hook": comm_hooks.AllReduce, "with one that reduces once": comm_hooks.PowerSGD}
 ALL = pytest.mark.parametrize("wait_in", ["backward", "step", *(f"backward, {hook}" for hook in HOOKS)])
 
 

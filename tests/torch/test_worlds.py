@@ -127,7 +127,7 @@ KINDS = {
     "thawing": Kind(thawing),
     "Adasum": Kind(options=lambda model: {"op": ReduceOp.ADASUM}, buckets=False),
     "AllReduce": Kind(options=lambda model: {"comm_hook": comm_hooks.AllReduce()}, buckets=False),
-    "TopK": Kind(options=lambda model: {"comm_hook": comm_hooks.TopK(1.0)}, buckets=False),
+    "PowerSGD": Kind(options=lambda model: {"comm_hook": comm_hooks.PowerSGD()}, buckets=False),
 }
 
 

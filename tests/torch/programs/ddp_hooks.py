@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersg
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdlite_torch as hvd
-from hvdlite_torch.comm_hooks import Cast, DDPHook, PowerSGD
+from hvdlite_torch.comm_hooks import DDPHook, PowerSGD
 from tests.raising import raises
 
 
@@ -39,10 +39,10 @@ def hooks_train_like_ddps_own(directory: str) -> None:
             found.append(loss.item())
         return found
 
-    def ours(hook: Any, steps: int = 12) -> Any:
+    def ours(hook: Any, steps: int = 12, compression: Any = hvd.Compression.none) -> Any:
         net = model()
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
-                                             net.named_parameters(), comm_hook=hook)
+                                             net.named_parameters(), compression, comm_hook=hook)
         return losses(net, optimizer, steps), [parameter.detach() for parameter in net.parameters()]
 
     def theirs(state: Any, hook: Any, steps: int = 12) -> Any:
@@ -76,8 +76,8 @@ def hooks_train_like_ddps_own(directory: str) -> None:
     equal(ours(DDPHook(state(), wrapper)), theirs(state(), wrapper))
 
     # The same algorithms. torch's casts are divided and summed in 16 bits, ours in 32.
-    equal(ours(Cast(torch.float16)), half, rtol=1e-2, atol=1e-3)
-    equal(ours(Cast(torch.bfloat16)), exact, rtol=1e-1, atol=1e-2)  # DDP has its bf16 hook for GPUs only
+    equal(ours(None, compression=hvd.Compression.fp16), half, rtol=1e-2, atol=1e-3)
+    equal(ours(None, compression=hvd.Compression.bf16), exact, rtol=1e-1, atol=1e-2)  # DDP has its bf16 hook for GPUs only
 
     def factors(rank: int) -> dict[str, Any]:
         """Return what torch begins with: drawn for the last layer first, because DDP's bucket begins with it."""

@@ -137,7 +137,7 @@ def after_an_interrupted_wait_gradients_are_still_final_when_read() -> None:
 def an_interrupted_wait_can_be_taken_up_again() -> None:
     hvd.init()
     hooks = hvd.comm_hooks
-    for interrupt, hook in (True, None), (False, None), (True, hooks.AllReduce()), (True, hooks.TopK(1.0)):
+    for interrupt, hook in (True, None), (False, None), (True, hooks.AllReduce()), (True, hooks.PowerSGD(1, 1, 1.0)):
         model = torch.nn.Linear(4, 4)
         hvd.broadcast_parameters(model.state_dict(), 0)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), comm_hook=hook)
