@@ -131,8 +131,8 @@ class HookBucket(Bucket[Parameter]):
         answer: Array = self._asked.wait(deferrable=deferrable)
         if (answer[-2 * _DIGEST:-_DIGEST] != 255 - answer[-_DIGEST:]).any():  # some rank has other bytes
             raise MismatchError(f"ranks disagree about the members of '{owner.label}', of which rank "
-                                f"{owner.runtime.world.rank} has {count}. Give the optimizer the same parameters on all ranks "
-                                "(add_param_group and requires_grad too)")
+                                f"{owner.runtime.world.rank} has {count}. Give the optimizer the same parameters on "
+                                "all ranks (add_param_group and requires_grad too)")
         self.behind = self._asked.behind
         if answer[count]:
             self._entered = self._entered or self._ask("entered", np.empty(0, np.uint8))
