@@ -237,8 +237,8 @@ def _gradients(sheet: Sheet, setup: Setup, gpu: Any) -> None:
 
     import hvdlite_torch as hvd
     from hvdlite.training.round_sequence import RoundSequence
-    from hvdlite_torch.backward import BackwardHooks
     from hvdlite_torch.cuda_gradients import CudaGradients
+    from hvdlite_torch.gradients.hooks import Hooks
     parameters = [torch.nn.Parameter(torch.randn(shape, device=gpu) * 0.01) for shape in setup.work.shapes()]
     with sharing_alone():
         optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.01), [
@@ -258,7 +258,7 @@ def _gradients(sheet: Sheet, setup: Setup, gpu: Any) -> None:
     assert has_learned(optimizer), "buckets were never learned"
     buckets = len(optimizer._reducer.sequence.rounds.bucket_views.members)
     wrapped = [backward() for _ in range(turns)]
-    with _timed(spent, [(BackwardHooks, "_accumulated"), (CudaGradients, "fill_all"), (CudaGradients, "install_views"),
+    with _timed(spent, [(Hooks, "_accumulated"), (CudaGradients, "fill_all"), (CudaGradients, "install_views"),
                         (CudaGradients, "filled"), (RoundSequence, "wait")]):
         for _ in range(turns):
             backward()

@@ -18,12 +18,12 @@ from hvdlite.training.arguments import WRAPPED, check_compression, check_passes,
 from hvdlite.training.gradient_reducer import GradientReducer
 from hvdlite.training.groups import group_ids
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
-from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.closures import FinalClosure, closure_of, with_closure
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.copying import PlainCopies
 from hvdlite_torch.follows_worlds import FollowsWorlds
 from hvdlite_torch.framework import on_host
+from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.hook_exchange import CommHook, check_hook
 from hvdlite_torch.reduction import ReductionSettings, chosen_wait
 from hvdlite_torch.step_hooks import once_a_step
@@ -147,7 +147,7 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
     """Mixed into the user's optimizer class. Only translates between torch's events and the reducer."""
 
     param_groups: list[dict[str, Any]]
-    _hooks: BackwardHooks  # of this world
+    _hooks: Hooks  # of this world
     _reducer: GradientReducer[torch.Tensor]
     _loss_reduction: tuple[str, ReduceOp] | None = None  # name and op, where losses steer the optimizer
 
@@ -249,7 +249,7 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
             self._hooks.cleared()
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
-    def _sources(self) -> Sequence[BackwardHooks]:
+    def _sources(self) -> Sequence[Hooks]:
         """Return who reduces this optimizer's gradients."""
         return [self._hooks] if self._active else []
 

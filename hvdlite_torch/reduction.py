@@ -16,10 +16,10 @@ from hvdlite.training.gradient_reducer import GradientReducer
 from hvdlite.training.hook_round import HookRounds
 from hvdlite.training.waiting import WaitIn
 from hvdlite_torch import cuda
-from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.cuda_gradients import CudaGradients
 from hvdlite_torch.framework import TorchGradients
+from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.hook_exchange import CommHook, Exchange, reduce_round
 from hvdlite_torch.step_parts import count_training
 
@@ -53,7 +53,7 @@ class ReductionSettings:
     unseen_sparse_dims: int
     exchange: Exchange = dataclasses.field(default_factory=Exchange)
 
-    def make_hooks(self, runtime: Runtime, label: str) -> BackwardHooks:
+    def make_hooks(self, runtime: Runtime, label: str) -> Hooks:
         """Return the hooks and the reducer of one world, without parameters.
 
         Args:
@@ -78,7 +78,7 @@ class ReductionSettings:
         reducer.looks_for_own = True
         reducer.gradients.is_idempotent = self.op is ReduceOp.AVERAGE and (
             self.comm_hook is None or getattr(self.comm_hook, "is_idempotent", False))
-        hooks = BackwardHooks(reducer)
+        hooks = Hooks(reducer)
         hooks.on_moved = make_framework
         return hooks
 

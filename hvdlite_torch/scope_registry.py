@@ -17,11 +17,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.training.mirroring import MirrorSchedule, TensorKind, agreed_names, matching_tensors
 from hvdlite.training.scopes import LivingObjects
-from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.copying import ModuleHook
 from hvdlite_torch.foreign_optimizers import refuse_foreign_optimizers
 from hvdlite_torch.gradient_weights import GradientWeight
+from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.optimizer import DistributedOptimizer, is_distributed
 from hvdlite_torch.replica_group import TorchReplicaGroup
 from hvdlite_torch.scoped_optimizer import ScopedOptimizer, after_step, before_step, load_from_replica_0
@@ -105,7 +105,7 @@ class ScopeRegistry:
                 if "lr" in group and id(group) not in scaled:
                     group["lr"] = group["lr"] * self.learning_rate_factor
 
-    def owner(self, parameter: torch.Tensor) -> BackwardHooks | None:
+    def owner(self, parameter: torch.Tensor) -> Hooks | None:
         """Return the hooks that hand a parameter's gradient over; None before an optimizer has it."""
         reference = self._owners.get(parameter)
         return None if reference is None else reference()
@@ -121,7 +121,7 @@ class ScopeRegistry:
                         paths.setdefault(id(parameter), f"{prefix}.{attribute}")
         return paths
 
-    def own(self, parameter: torch.Tensor, hooks: BackwardHooks) -> None:
+    def own(self, parameter: torch.Tensor, hooks: Hooks) -> None:
         """Set the hooks that hand a parameter's gradient over."""
         self._owners[parameter] = weakref.ref(hooks)
 

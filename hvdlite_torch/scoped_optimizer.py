@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvdlite_torch.backward import BackwardHooks
+from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.optimizer import Distributed
 from hvdlite_torch.state import load_exactly
 
@@ -25,9 +25,9 @@ class ScopedOptimizer:
     """Mixed into an optimizer that is made in a scope, before what `DistributedOptimizer` mixes in."""
 
     _scope: ScopeRegistry
-    _shared_reducers: list[BackwardHooks]  # of other optimizers, which reduce gradients for this one
+    _shared_reducers: list[Hooks]  # of other optimizers, which reduce gradients for this one
     _optimizer_id: int  # in order of construction in the scope
-    _hooks: BackwardHooks
+    _hooks: Hooks
     _active: bool
 
     def _watch(self, parameter: torch.Tensor) -> None:
@@ -54,7 +54,7 @@ class ScopedOptimizer:
             hooks.cleared()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
-    def _sources(self) -> Sequence[BackwardHooks]:
+    def _sources(self) -> Sequence[Hooks]:
         return [*super()._sources(), *self._shared_reducers]  # type: ignore[misc]
 
     def _loss_weight(self) -> float:
@@ -111,7 +111,7 @@ class _Asking:
         return True
 
 
-def _ask_in_backward(optimizer: ScopedOptimizer, hooks: BackwardHooks) -> None:
+def _ask_in_backward(optimizer: ScopedOptimizer, hooks: Hooks) -> None:
     if not isinstance(hooks.on_begin, _Asking):
         hooks.on_begin = _Asking(weakref.WeakSet())
     hooks.on_begin.optimizers.add(optimizer)

@@ -17,8 +17,8 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradient_reducer import GradientReducer
 from hvdlite.training.step_reducer import StepReducer, current_samples
 from hvdlite_torch import Compression
-from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.framework import as_tensor, on_host
+from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.reduction import framework_for
 from hvdlite_torch.unfinal import get_grad, set_grad
 
@@ -37,7 +37,7 @@ class TorchStepReducer(StepReducer):
 
     def __init__(self, **arguments: Any) -> None:
         self._tensors: dict[int, torch.Tensor] = {}  # by identity: the values of variables that take part
-        self._hooks: BackwardHooks | None = None  # of this world, made for the first variables
+        self._hooks: Hooks | None = None  # of this world, made for the first variables
         super().__init__("keras", **arguments)
 
     def world_ended(self) -> None:
@@ -88,7 +88,7 @@ class TorchStepReducer(StepReducer):
                     set_grad(tensor, gradient)
         return results
 
-    def _member(self, variables: Sequence[Any]) -> BackwardHooks:
+    def _member(self, variables: Sequence[Any]) -> Hooks:
         """Add variables to the reduction; return the hooks."""
         new = [(variable, group_id) for variable, group_id in zip(variables, self._group_ids_of(variables), strict=True)
                if id(variable.value) not in self._tensors]
@@ -101,7 +101,7 @@ class TorchStepReducer(StepReducer):
                 runtime, framework, self.label, op=self._op, prescale=self._prescale, postscale=self._postscale,
                 passes=1, process_set=self.process_set)
             reducer.sequence.on_reduced = self._divide_by_weights
-            self._hooks = BackwardHooks(reducer)
+            self._hooks = Hooks(reducer)
             self._hooks.on_begin = self._begin_backward
             reducer.add(self._count, "count")
         for variable, group_id in new:
@@ -112,7 +112,7 @@ class TorchStepReducer(StepReducer):
                 self._hook(self._hooks, tensor)
         return self._hooks
 
-    def _hook(self, hooks: BackwardHooks, tensor: torch.Tensor) -> None:
+    def _hook(self, hooks: Hooks, tensor: torch.Tensor) -> None:
         """Install the hook of a tensor, and remove any other step reducer's."""
         if not tensor.is_leaf:
             return
@@ -160,7 +160,7 @@ class TorchStepReducer(StepReducer):
                 if tensor is not self._count and (gradient := get_grad(tensor)) is not None:
                     gradient.data.mul_(factor)  # part of the reduction, not a change by the script
 
-    def _hand_over(self, hooks: BackwardHooks, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    def _hand_over(self, hooks: Hooks, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Enqueue a gradient that was not computed by a backward pass with hooks."""
         if gradient is get_grad(tensor) and hooks.reducer.is_reduced(tensor):
             return
@@ -170,7 +170,7 @@ class TorchStepReducer(StepReducer):
         if gradient is not None:
             hooks.hand_over(tensor)
 
-    def _check_not_summed(self, hooks: BackwardHooks, gradients: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+    def _check_not_summed(self, hooks: Hooks, gradients: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
         """Raise an error for gradients that may have been computed from summed ones.
 
         Raises:
