@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -18,13 +18,13 @@ from hvdlite.training.order_errors import GradientOrderError
 from hvdlite.training.round import Round
 from hvdlite_torch import cuda
 from hvdlite_torch.framework import is_elsewhere
+from hvdlite_torch.gradients.owners import Owner
 from hvdlite_torch.gradients.recorder import Recorder
 from hvdlite_torch.gradients.runs import Run, graph_task, outermost
-from hvdlite_torch.shared_parameters import SharedParameters, come_last
 from hvdlite_torch.unfinal import Guard, get_grad, set_grad
 
 
-class Hooks(SharedParameters):
+class Hooks(Owner):
     """Hands gradients over as they are accumulated, and waits for the round before `backward()` returns.
 
     Where the wait is left for later, by choice or because it was deferred, gradients are guarded until the round is over:
@@ -48,11 +48,9 @@ class Hooks(SharedParameters):
     """
 
     def __init__(self, reducer: GradientReducer[torch.Tensor]) -> None:
-        super().__init__(reducer)
+        super().__init__(reducer, _hook(weakref.ref(self)))
         self.run: Run | None = None
         self._task = -1  # autograd's number for the last run that was entered, the outermost one or one nested in it
-        self._hooks: dict[int, RemovableHandle] = {}  # by the parameter's identity
-        weakref.finalize(self, _remove, self._hooks).atexit = False
         self._registered = -1  # torch's count of hooks when ours were last known to be called last
         self._later: dict[int, torch.Tensor] = {}  # to be handed over at the end, by identity
         self._several: set[int] = set()  # those of them that were accumulated into more than once in this pass
@@ -61,11 +59,8 @@ class Hooks(SharedParameters):
         self._is_open = False  # whether the end of the run is awaited, so that gradients are handed over at once
         self._guard: Guard | None = None  # of gradients that are not final
         self._note = _note_of(reducer.framework)
-        self._hook = _hook(weakref.ref(self))
         self._recorder = Recorder(self._hook)
-        self._belongs(self._recorder.hook)
         self._recorded_views: BucketViews[torch.Tensor] | None = None  # which tell what is recorded
-        self._first: torch.Tensor | None = None  # the first watched parameter
         self.on_moved: Callable[[], Framework[torch.Tensor]] | None = None
         self.weight = self.own_weight = 1.0
         self.on_begin: Callable[[], bool] | None = None
@@ -76,31 +71,9 @@ class Hooks(SharedParameters):
         return self._reducer
 
     def watch(self, parameter: torch.Tensor, *, claims: bool = True) -> None:
-        """Hand this parameter's gradients over from now on, whenever it is trainable; the reducer knows it already.
-
-        Args:
-            claims: whether they are reduced here from now on if another optimizer has the parameter too.
-        """
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            return  # it can never have one
-        self._first = parameter if self._first is None else self._first
-        frozen = not parameter.requires_grad
-        if frozen:  # torch takes no hook then, but keeps one when a parameter is frozen
-            if parameter.is_inference():
-                return
-            parameter.requires_grad_(True)
-        try:
-            with torch._C.DisableTorchFunctionSubclass():  # a lazy parameter refuses it, but keeps the hook
-                self._hooks[id(parameter)] = self._share(parameter, self._hook, claims=claims)
-                self._recorded_views = None
-        finally:
-            if frozen:
-                parameter.requires_grad_(False)
-
-    def unwatch(self) -> None:
-        """Hand nothing over any more."""
-        _remove(self._hooks)
-        self._unshare()
+        """Hand this parameter's gradients over from now on."""
+        super().watch(parameter, claims=claims)
+        self._recorded_views = None
 
     def abandon(self) -> None:
         """The runtime has ended, maybe in the middle of a backward pass: end here too, without waiting for anything."""
@@ -117,8 +90,8 @@ class Hooks(SharedParameters):
             self.take_back()
         try:
             self._hand_over_recorded(all_of_them=True)
-            if self._first is not None:
-                self._notice_move(self._first)
+            for parameter in itertools.islice(self._own.values(), 1):
+                self._notice_move(parameter)
             self._weigh_own()
             self._reducer.finish_if_due(in_step=in_step)
         finally:
@@ -251,7 +224,7 @@ class Hooks(SharedParameters):
         if self._registered == RemovableHandle.next_id:
             return False
         self._registered = RemovableHandle.next_id
-        return come_last(self._hooks.values(), running)
+        return self._come_last(running)
 
     def run_is_awaited(self) -> None:
         """Its end will be reported: from here on, hand over what is accumulated into once, also what was left for this."""
@@ -361,8 +334,3 @@ def _hook(owner: weakref.ref[Hooks]) -> Callable[[torch.Tensor], None]:
 def _note_of(framework: Framework[torch.Tensor]) -> Callable[[torch.Tensor], None] | None:
     """Return what is to be told on which stream each gradient was made; None on the host."""
     return framework.note if framework.needs_notes else None
-
-
-def _remove(hooks: dict[int, Any]) -> None:
-    while hooks:
-        hooks.popitem()[1].remove()

@@ -142,38 +142,21 @@ def outermost(task: int, known: Run | None) -> Run:
     return run.await_end(task)  # of a nested run that a hook has begun, the end is as good as that of the outer one
 
 
-class RunEnd:
-    """What autograd calls at the end of a run. When the run fails, this is deleted without having been called.
-
-    Autograd may call this on a thread of its own, and deletes it on the thread that called `backward()`. That must run no
-    Python code then, or a pending KeyboardInterrupt is raised in it, where it is ignored. So this lets go of all that it has
-    when it is called.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._uncalled: _Uncalled | None = _Uncalled(run)
-
-    def __call__(self) -> None:
-        uncalled, self._uncalled = self._uncalled, None
-        assert uncalled is not None
-        uncalled.was_called = True
-        uncalled.run.end()
-
-
-class _Uncalled:
-    """Tells a run that it has failed, when this is deleted."""
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.was_called = run, False
-
-    def __del__(self) -> None:
-        if not self.was_called:
-            self.run.fail()
-
-
 def _at_end(run: Run) -> None:
-    """Let autograd tell of the end of the run that goes on on this thread, after what was queued before."""
-    torch.autograd.Variable._execution_engine.queue_callback(RunEnd(run))
+    """Let autograd tell of the end of the run that goes on on this thread, after what was queued before.
+
+    Autograd may call `ended` on a thread of its own, and deletes it on the thread that called `backward()`; when the run
+    fails, without having called it. If it has, deletion must run no Python code, or a pending KeyboardInterrupt is raised in
+    that, where it is ignored. So `ended` lets go of all that it has when it is called.
+    """
+    owned: list[Run] = [run]
+
+    def ended() -> None:
+        failed.detach()
+        owned.pop().end()
+    failed = weakref.finalize(ended, run.fail)
+    failed.atexit = False
+    torch.autograd.Variable._execution_engine.queue_callback(ended)
 
 
 def _enclosing() -> tuple[bool, Any]:

@@ -211,7 +211,7 @@ def test_one_optimizer_that_fails_guards_another_whose_gradients_come_on_another
     thread.join()
     assert one.run is other.run and asked == [one.run], "one run, whose end is asked for once"
     with pytest.raises(ValueError, match="failed"):
-        runs.RunEnd(one.run)()
+        asked[0].end()
     assert {*guarded} == {one, other}
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdlite import api
 from hvdlite.core.array import Array
@@ -21,9 +19,6 @@ from hvdlite_torch.framework import as_tensor, on_host
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.reduction import framework_for
 from hvdlite_torch.unfinal import get_grad, set_grad
-
-_watchers: Any = WeakTensorKeyDictionary()
-"""By tensor: a weak reference to the step reducer whose hooks it has. A gradient can be reduced only once."""
 
 
 class TorchStepReducer(StepReducer):
@@ -58,10 +53,14 @@ class TorchStepReducer(StepReducer):
         if api.attached_runtime() is None or not self.is_shared:
             return
         hooks = self._member(variables)
-        if not self._is_watching:
-            for tensor in self._tensors.values():
-                self._hook(hooks, tensor)
+        if hooks.wake() or not self._is_watching:
+            if not self._is_watching:
+                for tensor in self._tensors.values():
+                    self._watch(hooks, tensor)
             self._is_watching = True
+            hooks.take_back()
+            hooks.claim()
+            hooks.retire_others(TorchStepReducer)
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         if not self.is_shared:
@@ -102,39 +101,25 @@ class TorchStepReducer(StepReducer):
                 passes=1, process_set=self.process_set)
             reducer.sequence.on_reduced = self._divide_by_weights
             self._hooks = Hooks(reducer)
-            self._hooks.on_begin = self._begin_backward
+            self._hooks.scope, self._hooks.on_begin = TorchStepReducer, self._begin_backward
             reducer.add(self._count, "count")
         for variable, group_id in new:
             tensor = variable.value
             self._hooks.reducer.add(tensor, str(len(self._tensors)), group_id)
             self._tensors[id(tensor)] = tensor
             if self._is_watching:
-                self._hook(self._hooks, tensor)
+                self._watch(self._hooks, tensor)
         return self._hooks
 
-    def _hook(self, hooks: Hooks, tensor: torch.Tensor) -> None:
-        """Install the hook of a tensor, and remove any other step reducer's."""
-        if not tensor.is_leaf:
-            return
-        other = _watchers.get(tensor, lambda: None)()
-        if other is not None and other is not self:
-            other._release()
-        _watchers[tensor] = weakref.ref(self)
-        hooks.watch(tensor)
-
-    def _release(self) -> None:
-        """Remove all hooks until gradients are applied again: another optimizer uses some of the variables now."""
-        if self._hooks is None:
-            return
-        self._is_watching = False
-        self._hooks.unwatch()
-        if self.is_current:
-            self._hooks.cleared()
+    def _watch(self, hooks: Hooks, tensor: torch.Tensor) -> None:
+        if tensor.is_leaf:
+            hooks.watch(tensor, claims=False)
 
     def _begin_backward(self) -> bool:
         """Begin a round with a backward pass's first gradient; return whether to reduce it."""
         if not self.is_current:  # of a job that has ended; the optimizer's next step takes part in another one
-            self._release()
+            assert self._hooks is not None
+            self._hooks.unwatch()
             return False
         self._begin_round()
         return True
