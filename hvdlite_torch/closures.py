@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,17 +26,9 @@ class FinalClosure:
     def __call__(self) -> Any:
         """Call the closure."""
         is_later, self._was_called = self._was_called, True
-        if is_later:
-            self._optimizer._begin_later_call()
-        try:
+        with self._optimizer._later_call() if is_later else nullcontext():
             loss = self._closure()
-            self._optimizer._make_final()
-            if is_later:
-                self._optimizer._end_later_call()
-        except BaseException:
-            if is_later:
-                self._optimizer._abandon_later_call()
-            raise
+            self._optimizer._make_final(in_step=True)
         return self._optimizer._reduce_loss(loss)
 
 

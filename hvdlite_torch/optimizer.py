@@ -217,8 +217,7 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
     def synchronize(self) -> None:
         """Make gradients final now. Only needed where `backward()` does not already (see `DistributedOptimizer`)."""
         self._take_part()
-        for hooks in self._sources:
-            hooks.finish_if_due()
+        self._make_final(in_step=False)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -254,25 +253,29 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
         for hooks in self._sources:
             hooks.cleared()
 
-    def _make_final(self) -> None:
-        """In a step: make gradients final, without the script being able to change them before they are used."""
-        for hooks in self._sources:
-            hooks.finish_if_due(in_step=True)
+    def _make_final(self, *, in_step: bool) -> None:
+        """Make gradients final.
 
-    def _begin_later_call(self) -> None:
-        """In a step: the closure is called again; before its first call, the script may have computed gradients itself."""
+        Args:
+            in_step: whether the script cannot change them before they are used.
+        """
         for hooks in self._sources:
-            hooks.reducer.begin_later_call()
+            hooks.finish_if_due(in_step=in_step)
 
-    def _end_later_call(self) -> None:
-        """In a step: what a later call of the closure computed is final."""
-        for hooks in self._sources:
-            hooks.reducer.end_later_call()
-
-    def _abandon_later_call(self) -> None:
-        """In a step: an exception has ended a later call of the closure."""
-        for hooks in self._sources:
-            hooks.reducer.abandon_later_call()
+    @contextmanager
+    def _later_call(self) -> Iterator[None]:
+        """In a step: a call of the closure after the first one. Before that one the script may have computed gradients."""
+        reducers = [hooks.reducer for hooks in self._sources]
+        for reducer in reducers:
+            reducer.begin_later_call()
+        try:
+            yield
+            for reducer in reducers:
+                reducer.end_later_call()
+        except BaseException:
+            for reducer in reducers:
+                reducer.abandon_later_call()
+            raise
 
     def _loss_weight(self) -> float:
         """Return by what this rank's gradients are multiplied before they are averaged."""
@@ -297,7 +300,7 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
         if self._synchronizes and closure is not None:
             return with_closure(args, kwargs, FinalClosure(closure, self))
         if self._synchronizes:
-            self._make_final()
+            self._make_final(in_step=True)
         return None
 
     def _end_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from hvdlite.core.errors import HvdliteError
 from hvdlite.training.bucket_round import BucketViews
@@ -51,7 +50,6 @@ class Hooks(Owner):
         super().__init__(reducer, _hook(weakref.ref(self)))
         self.run: Run | None = None
         self._task = -1  # autograd's number for the last run that was entered, the outermost one or one nested in it
-        self._registered = -1  # torch's count of hooks when ours were last known to be called last
         self._later: dict[int, torch.Tensor] = {}  # to be handed over at the end, by identity
         self._several: set[int] = set()  # those of them that were accumulated into more than once in this pass
         self._once: set[int] = set()  # accumulated into once in a backward pass, by identity
@@ -218,13 +216,6 @@ class Hooks(Owner):
                 self._reducer.change_framework(framework)
                 self._tell(framework)
                 self._note(parameter)
-
-    def _comes_early(self, running: torch.Tensor) -> bool:
-        """Return whether hooks of `running`, which torch is calling, come after ours; only in this backward pass."""
-        if self._registered == RemovableHandle.next_id:
-            return False
-        self._registered = RemovableHandle.next_id
-        return self._come_last(running)
 
     def run_is_awaited(self) -> None:
         """Its end will be reported: from here on, hand over what is accumulated into once, also what was left for this."""

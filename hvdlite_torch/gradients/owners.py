@@ -50,6 +50,7 @@ class Owner:
         self._own: dict[int, torch.Tensor] = {}  # parameters with a hook, by identity
         self._hooks: dict[int, RemovableHandle] = {}  # by the parameter's identity
         weakref.finalize(self, _remove, self._hooks).atexit = False
+        self._registered = -1  # torch's count of hooks when ours were last known to be called last
         self._resting: list[torch.Tensor] = []  # parameters that get a hook when the optimizer is used again
         self._sharers: weakref.WeakSet[Owner] = weakref.WeakSet()  # that have hooks on some of these parameters too
         self._tell(reducer.framework)
@@ -69,11 +70,11 @@ class Owner:
             parameter.requires_grad_(True)
         try:
             with torch._C.DisableTorchFunctionSubclass():  # a lazy parameter refuses it, but keeps the hook
-                self._share(parameter, claims)
                 self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._hook)
         finally:
             if frozen:
                 parameter.requires_grad_(False)
+        self._share(parameter, claims)
 
     def unwatch(self) -> None:
         """Hand nothing over any more."""
@@ -112,8 +113,7 @@ class Owner:
             scope: let others of this scope do so instead, whether they have stepped or not.
         """
         for other in list(self._sharers):
-            rests = other.has_stepped if scope is None else other.scope is scope
-            if rests:
+            if (scope is None and other.has_stepped) or (scope is not None and other.scope is scope):
                 other._resting = list(other._own.values())
                 other.unwatch()
 
@@ -124,14 +124,11 @@ class Owner:
             self.watch(parameter, claims=False)
         return bool(resting)
 
-    def finish(self) -> None:
-        """End the round that is under way, if there is one."""
-        raise NotImplementedError
-
     def _share(self, parameter: torch.Tensor, claims: bool) -> None:
-        key = id(parameter)
-        for other in owners(parameter):
-            if other is not self:
+        """Be one of those that have a parameter."""
+        key, living = id(parameter), _owners_of(parameter)
+        for other in living:
+            if other is not self and key in other._own:
                 self._sharers.add(other)
                 other._sharers.add(self)
                 if claims:
@@ -139,25 +136,27 @@ class Owner:
                 elif key not in other.elsewhere:
                     self.elsewhere[key] = weakref.ref(other)
         self._own[key] = parameter
-        if self not in _owners_of(parameter):
-            _having.setdefault(parameter, []).append(weakref.ref(self))
+        if self not in living:
+            _having[parameter] = [*map(weakref.ref, living), weakref.ref(self)]
 
     def _tell(self, framework: Framework[torch.Tensor]) -> None:
         """Let a keeper of gradients know which ones it does not have."""
         if isinstance(framework, TorchGradients):
             framework.elsewhere = self.elsewhere
 
-    def _come_last(self, running: torch.Tensor) -> bool:
-        """Move the hooks behind those that were registered since.
+    def _comes_early(self, running: torch.Tensor) -> bool:
+        """Move the hooks behind those that were registered since the last call.
 
         Return whether one of them was on `running`, whose hooks torch is calling, so that others of it are still to come.
         """
         is_early = False
-        for handle in self._hooks.values():
-            hooks = handle.hooks_dict_ref()
-            if hooks and handle.id in hooks and next(reversed(hooks)) != handle.id:
-                hooks[handle.id] = hooks.pop(handle.id)
-                is_early = is_early or hooks is running._post_accumulate_grad_hooks
+        if self._registered != RemovableHandle.next_id:
+            self._registered = RemovableHandle.next_id
+            for handle in self._hooks.values():
+                hooks = handle.hooks_dict_ref()
+                if hooks and handle.id in hooks and next(reversed(hooks)) != handle.id:
+                    hooks[handle.id] = hooks.pop(handle.id)
+                    is_early = is_early or hooks is running._post_accumulate_grad_hooks
         return is_early
 
 

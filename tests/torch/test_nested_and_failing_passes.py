@@ -183,6 +183,29 @@ def test_all_optimizers_of_a_backward_pass_that_fails_are_guarded(wait_in: str) 
     assert torch.equal(first, torch.full((3, 3), (4.0 + 7.0) / 2))
 
 
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+def test_gradients_are_guarded_when_what_another_library_does_at_the_end_of_the_pass_fails(wait_in: str) -> None:
+    """Between the end of the pass and the wait for it."""
+    def fail_at_the_end() -> None:
+        raise ValueError("of another library")
+
+    def step(runtime: Runtime) -> Any:
+        layer = torch.nn.Linear(3, 1)
+        optimizer = DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.0), _runtime=runtime, wait_in=wait_in)
+        engine = torch.autograd.Variable._execution_engine
+        for _ in range(TURNS):
+            optimizer.zero_grad()
+            hooks = [parameter.register_post_accumulate_grad_hook(lambda _: engine.queue_callback(fail_at_the_end))
+                     for parameter in layer.parameters()]
+            with pytest.raises(ValueError, match="of another library"):
+                layer(torch.full((1, 3), 1.0 + runtime.world.rank)).sum().backward()
+            assert torch.equal(layer.weight.grad, torch.full((1, 3), 1.5))
+            for hook in hooks:
+                hook.remove()
+            optimizer.step()
+    threads(2, step)
+
+
 def test_one_optimizer_that_fails_guards_another_whose_gradients_come_on_another_thread(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """As with gradients on a GPU."""
