@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -20,17 +20,12 @@ from hvdlite.training.groups import group_ids
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
 from hvdlite_torch.closures import FinalClosure, closure_of, with_closure
 from hvdlite_torch.compression import Compression, Compressor
-from hvdlite_torch.copying import PlainCopies
-from hvdlite_torch.follows_worlds import FollowsWorlds
-from hvdlite_torch.framework import on_host
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.hook_exchange import CommHook, check_hook
 from hvdlite_torch.reduction import ReductionSettings, chosen_wait
-from hvdlite_torch.step_hooks import once_a_step
-from hvdlite_torch.uneven_inputs import UnevenInputs
+from hvdlite_torch.stages import Stage, StagedSteps
 
 OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
-Stage = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def DistributedOptimizer(
@@ -140,17 +135,12 @@ def DistributedOptimizer(
 
 def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `DistributedOptimizer` has been called with an optimizer."""
-    return isinstance(optimizer, (Distributed, DistributedAdasum))
+    return isinstance(optimizer, StagedSteps)
 
 
-class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
-    """Mixed into the user's optimizer class. Only translates between torch's events and the reducer.
+class Distributed(StagedSteps):
+    """Mixed into the user's optimizer class. Only translates between torch's events and the reducer."""
 
-    A step is a sequence of stages: some come before the step of the user's class, and some after it. A stage gets the
-    arguments of `step`, and may return others before it.
-    """
-
-    param_groups: list[dict[str, Any]]
     _hooks: Hooks  # of this world
     _reducer: GradientReducer[torch.Tensor]
     _sources: list[Hooks]  # that reduce this optimizer's gradients: the own ones first; none while it trains alone
@@ -162,9 +152,7 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
         self._parameter_names = settings.names
         self._synchronizes = True
         self._sources = []
-        for register, hook in ((self.register_step_pre_hook, _before_step),  # type: ignore[attr-defined]
-                               (self.register_step_post_hook, _after_step)):  # type: ignore[attr-defined]
-            register(once_a_step(hook))
+        self._stage_steps(first=False)
 
     def _attach(self, runtime: Runtime, label: str | None = None) -> None:
         """Take part in a runtime's world; ranks attach their optimizers in the same order.
@@ -175,13 +163,12 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
         settings = self._settings
         self._process_set = api.set_id(settings.process_set)
         label = runtime.label("torch", self._process_set) if label is None else label
-        self.gradient_label = label
+        self.gradient_label, self._check_name = label, f"{label}.check"
         self._hooks = settings.make_hooks(runtime, label)
         self._reducer = self._hooks.reducer
         self._runtime, self._active = runtime, self._reducer.is_shared
         self._sources = [self._hooks] if self._active else []
         self._loss_reduction = (f"{label}.loss", settings.op) if isinstance(self, torch.optim.LBFGS) else None
-        self._check_every = runtime.config.replica_check_steps
         self._steps = 0
         for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
             self._watch(parameter)
@@ -292,9 +279,6 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
 
     # --- stages of a step ----------------------------------------------------------------------------------------------
 
-    def _join_world(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._take_part()
-
     def _finish_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = closure_of(args, kwargs)
         if self._synchronizes and closure is not None:
@@ -307,28 +291,8 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
         for hooks in self._sources:
             hooks.stepped()
 
-    def _check_replicas(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._steps += 1
-        if self._active and self._check_every and self._steps % self._check_every == 0:
-            parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-            named = [(name := self._parameter_names[parameter], on_host(parameter, name)) for parameter in parameters]
-            self._reducer.check_replicas(named)
-
-    _stages_before: tuple[Stage, ...] = (_join_world, _finish_gradients)
-    _stages_after: tuple[Stage, ...] = (_end_step, _check_replicas)
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    assert isinstance(optimizer, Distributed)
-    for stage in optimizer._stages_before:
-        args, kwargs = stage(optimizer, args, kwargs) or (args, kwargs)
-    return args, kwargs
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    assert isinstance(optimizer, Distributed)
-    for stage in optimizer._stages_after:
-        stage(optimizer, args, kwargs)
+    _stages_before: tuple[Stage, ...] = (StagedSteps._join_world, _finish_gradients)
+    _stages_after = (_end_step, StagedSteps._check_replicas)
 
 
 def _number(group: int, index: int) -> str:
