@@ -64,11 +64,11 @@ class Run:
                 if self._computing[0].end_pass():
                     self._waiting.append(self._computing[0])
                 del self._computing[0]
+            if self._waiting:
+                _at_end(self)
         except BaseException:
             self.fail()
             raise
-        if self._waiting:
-            _at_end(self)
 
     def fail(self) -> None:
         """It did not come to its end: an interrupt, or an error, perhaps of one optimizer. Autograd calls nobody else."""
