@@ -61,8 +61,8 @@ class Owner:
         Args:
             claims: whether they are reduced here from now on if another optimizer has the parameter too.
         """
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            return  # it can never have one
+        if id(parameter) in self._hooks or not (parameter.is_floating_point() or parameter.is_complex()):
+            return  # it is watched already, or can never have one
         frozen = not parameter.requires_grad
         if frozen:  # torch takes no hook then, but keeps one when a parameter is frozen
             if parameter.is_inference():
