@@ -237,8 +237,8 @@ def _gradients(sheet: Sheet, setup: Setup, gpu: Any) -> None:
 
     import hvdlite_torch as hvd
     from hvdlite.training.gradients.reducer import Reducer
-    from hvdlite_torch.backward import BackwardHooks
     from hvdlite_torch.gradients.gpu_places import GpuPlaces
+    from hvdlite_torch.gradients.hooks import Hooks
     parameters = [torch.nn.Parameter(torch.randn(shape, device=gpu) * 0.01) for shape in setup.work.shapes()]
     with sharing_alone():
         optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.01), [
@@ -258,7 +258,7 @@ def _gradients(sheet: Sheet, setup: Setup, gpu: Any) -> None:
     assert has_learned(optimizer), "buckets were never learned"
     buckets = len(optimizer._reducer.layout.plans)
     wrapped = [backward() for _ in range(turns)]
-    with _timed(spent, [(BackwardHooks, "_accumulated"), (GpuPlaces, "fill"), (GpuPlaces, "results"), (GpuPlaces, "filled"),
+    with _timed(spent, [(Hooks, "_accumulated"), (GpuPlaces, "fill"), (GpuPlaces, "results"), (GpuPlaces, "filled"),
                         (Reducer, "wait")]):
         for _ in range(turns):
             backward()

@@ -4,8 +4,7 @@ The adaptive sum combines the optimizer's changes of the parameters, not the gra
 rates. Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, section 4.
 
 Rules
-- Hooks around the base class's `step` do the work, so any way to call `step` works (schedulers replace it on the instance).
-  They are the first after the step: other hooks see the combined parameters.
+- The stages of a step do the work. They are the first after the step: other hooks see the combined parameters.
 - Every rank takes part in every step. A rank without gradients contributes no change.
 - Gradients stay local, and so does loss scaling: a rank whose gradients overflowed skips the update and contributes no
   change, and its GradScaler lowers its own scale. For that, GradScaler has to call `step()` on all ranks; it does so for
@@ -16,7 +15,6 @@ Rules
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,20 +27,15 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import check_passes
-from hvdlite.training.replicas import check_replicas
 from hvdlite_torch import cuda
 from hvdlite_torch.compression import Compressor
-from hvdlite_torch.copying import PlainCopies
-from hvdlite_torch.follows_worlds import FollowsWorlds
-from hvdlite_torch.step_hooks import once_a_step
-from hvdlite_torch.tensors import as_array, as_runtime_array, contiguous, on_host
-from hvdlite_torch.uneven_inputs import UnevenInputs
+from hvdlite_torch.stages import StagedSteps
+from hvdlite_torch.tensors import as_array, as_runtime_array, contiguous
 
 
-class DistributedAdasum(FollowsWorlds, PlainCopies, UnevenInputs):
+class DistributedAdasum(StagedSteps):
     """Mixed into the user's optimizer class."""
 
-    param_groups: list[dict[str, Any]]
     _process_set = GLOBAL_PROCESS_SET_ID
 
     def _prepare(self, names: dict[torch.Tensor, str], process_set: ProcessSet, compression: type[Compressor]) -> None:
@@ -52,12 +45,7 @@ class DistributedAdasum(FollowsWorlds, PlainCopies, UnevenInputs):
         self._changes: _Changes | None = None
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients that the step is not to see
         self._base_unscales = getattr(self, "_step_supports_amp_scaling", False)  # fused optimizers
-        assert isinstance(self, torch.optim.Optimizer)
-        for hooks, register, hook in (
-                (self._optimizer_step_pre_hooks, self.register_step_pre_hook, _before_step),
-                (self._optimizer_step_post_hooks, self.register_step_post_hook, _after_step)):
-            handle = register(once_a_step(hook))
-            hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]
+        self._stage_steps(first=True)
 
     def _attach(self, runtime: Runtime, label: str | None = None) -> None:
         """Take part in a runtime's world; ranks attach their optimizers in the same order.
@@ -70,7 +58,7 @@ class DistributedAdasum(FollowsWorlds, PlainCopies, UnevenInputs):
         self._name = f"adasum.{runtime.label('torch') if label is None else label}"
         self._runtime, self._active = runtime, runtime.world.size > 1
         self._step_supports_amp_scaling = self._active or self._base_unscales
-        self._steps, self._check_every = 0, runtime.config.replica_check_steps
+        self._steps, self._check_name = 0, f"{self._name}.check"
 
     def _detach(self) -> None:
         self._changes, self._hidden = None, []
@@ -93,8 +81,10 @@ class DistributedAdasum(FollowsWorlds, PlainCopies, UnevenInputs):
         """Nothing to do: gradients accumulate until `step()` is called."""
         check_passes(passes)
 
-    def _begin(self) -> None:
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Save the parameters before the step."""
+        if not self._active:
+            return
         self._show_gradients()  # if the last step failed
         if not self._base_unscales:
             self._unscale()
@@ -104,12 +94,14 @@ class DistributedAdasum(FollowsWorlds, PlainCopies, UnevenInputs):
         with torch.no_grad():
             torch._foreach_copy_(self._changes.starts, trained)
 
-    def _combine(self) -> None:
+    def _combine(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the adaptive sum of all ranks' changes the parameters' change.
 
         Raises:
             HorovodInternalError: when the reduction failed; parameters are as they were before the step.
         """
+        if not self._active:
+            return
         self._show_gradients()
         changes = self._changes
         assert changes is not None
@@ -123,7 +115,9 @@ class DistributedAdasum(FollowsWorlds, PlainCopies, UnevenInputs):
                 finally:
                     torch._foreach_copy_(changes.parameters, changes.starts)
         self._runtime.progress.round()
-        self._check_replicas()
+
+    _stages_before = (StagedSteps._join_world, _begin)
+    _stages_after = (_combine, StagedSteps._check_replicas)
 
     def _reduce(self, changes: _Changes) -> None:
         """Make deltas their adaptive sum over all ranks."""
@@ -186,14 +180,6 @@ class DistributedAdasum(FollowsWorlds, PlainCopies, UnevenInputs):
             parameter.grad = gradient
         self._hidden = []
 
-    def _check_replicas(self) -> None:
-        self._steps += 1
-        if self._check_every and self._steps % self._check_every == 0:
-            names = self._parameter_names
-            named = [(name := names.get(parameter, f"noname.{index}"), on_host(parameter, name)) for index, parameter in
-                     enumerate(itertools.chain.from_iterable(group["params"] for group in self.param_groups))]
-            check_replicas(self._runtime, named, f"{self._name}.check", self._process_set)
-
 
 class _Changes:
     """Memory for the changes of a step, reused by later steps.
@@ -219,19 +205,6 @@ class _Changes:
             known is parameter and start.shape == parameter.shape and start.dtype is parameter.dtype
             and start.device == parameter.device
             for known, start, parameter in zip(self.parameters, self.starts, parameters, strict=True))
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    assert isinstance(optimizer, DistributedAdasum)
-    optimizer._take_part()
-    if optimizer._active:
-        optimizer._begin()
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    assert isinstance(optimizer, DistributedAdasum)
-    if optimizer._active:
-        optimizer._combine()
 
 
 def check_whole_job(process_set: ProcessSet) -> None:

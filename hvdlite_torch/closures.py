@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvdlite_torch.optimizer import Distributed
 
 Closure = Callable[[], Any]
-
-
-class Closing(Protocol):
-    """An optimizer whose closures are made final."""
-
-    def _begin_later_call(self) -> None:
-        """Before each call but the first one, before which the script may have computed gradients itself."""
-
-    def _make_final(self) -> None:
-        """After each call."""
-
-    def _end_later_call(self) -> None:
-        """After that, in each call but the first one."""
-
-    def _abandon_later_call(self) -> None:
-        """An exception ends the call."""
-
-    def _reduce_loss(self, loss: Any) -> Any:
-        """Return what the closure returned, the same on all ranks, where it decides how the optimizer goes on."""
 
 
 class FinalClosure:
@@ -34,24 +19,16 @@ class FinalClosure:
     times in a step; each call computes gradients anew, or accumulates onto those of the call before.
     """
 
-    def __init__(self, closure: Closure, optimizer: Closing) -> None:
+    def __init__(self, closure: Closure, optimizer: Distributed) -> None:
         self._closure, self._optimizer = closure, optimizer
         self._was_called = False
 
     def __call__(self) -> Any:
         """Call the closure."""
         is_later, self._was_called = self._was_called, True
-        if is_later:
-            self._optimizer._begin_later_call()
-        try:
+        with self._optimizer._later_call() if is_later else nullcontext():
             loss = self._closure()
-            self._optimizer._make_final()
-            if is_later:
-                self._optimizer._end_later_call()
-        except BaseException:
-            if is_later:
-                self._optimizer._abandon_later_call()
-            raise
+            self._optimizer._make_final(in_step=True)
         return self._optimizer._reduce_loss(loss)
 
 

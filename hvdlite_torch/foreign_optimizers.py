@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hvdlite_torch.gradients.owners import owners
 from hvdlite_torch.optimizer import is_distributed
-from hvdlite_torch.shared_parameters import owners
 
 if TYPE_CHECKING:
     from hvdlite_torch.scope_registry import ScopeRegistry
@@ -50,14 +50,14 @@ class _Guard:
             for parameter in group["params"]:
                 if id(parameter) not in paths or not (parameter.is_floating_point() or parameter.is_complex()):
                     continue  # one of integers has no gradient
-                owner = next(owners(parameter), None)
-                if owner is None:
+                reduced_by = owners(parameter)
+                if not reduced_by:
                     raise RuntimeError(
                         f"{type(optimizer).__name__}, which was made outside of the strategy's scope, trains "
                         f"'{paths[id(parameter)]}', which was made inside it: its gradients are not averaged, so the "
                         "replicas would differ. Make the optimizer inside `with strategy.scope():` too, or wrap it with "
                         "hvd.DistributedOptimizer")
-                reducing.add(weakref.ref(owner))
+                reducing.add(weakref.ref(reduced_by[0]))
         self._seen[optimizer] = _Seen(count, tuple(reducing))
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,18 +17,13 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors
 from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.groups import group_ids
-from hvdlite.training.replicas import check_replicas
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
-from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.closures import FinalClosure, closure_of, with_closure
 from hvdlite_torch.compression import Compression, Compressor
-from hvdlite_torch.copying import PlainCopies
-from hvdlite_torch.follows_worlds import FollowsWorlds
+from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.hook_exchange import CommHook, check_hook
 from hvdlite_torch.reduction import ReductionSettings, chosen_wait
-from hvdlite_torch.step_hooks import once_a_step
-from hvdlite_torch.tensors import on_host
-from hvdlite_torch.uneven_inputs import UnevenInputs
+from hvdlite_torch.stages import Stage, StagedSteps
 
 OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
 
@@ -48,7 +43,7 @@ def DistributedOptimizer(
     wait_in: str | None = None,
     _runtime: Runtime | None = None,
     _label: str | None = None,
-    _mixin: type | None = None,
+    _kind: type[Distributed] | None = None,
 ) -> OptimizerType:
     """Make `optimizer` average its gradients over all ranks; returns the same object.
 
@@ -125,8 +120,7 @@ def DistributedOptimizer(
         assert isinstance(optimizer, DistributedAdasum)
         optimizer._prepare(names, process_set, compression)
     else:
-        bases = (Distributed, base) if _mixin is None else (_mixin, Distributed, base)
-        optimizer.__class__ = type(base.__name__, bases, {"__module__": base.__module__})
+        optimizer.__class__ = type(base.__name__, (_kind or Distributed, base), {"__module__": base.__module__})
         assert isinstance(optimizer, Distributed)
         optimizer._prepare(ReductionSettings(
             names, ids, op, prescale, postscale, compression, backward_passes_per_step, sparse_as_dense, process_set,
@@ -141,15 +135,15 @@ def DistributedOptimizer(
 
 def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `DistributedOptimizer` has been called with an optimizer."""
-    return isinstance(optimizer, (Distributed, DistributedAdasum))
+    return isinstance(optimizer, StagedSteps)
 
 
-class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
+class Distributed(StagedSteps):
     """Mixed into the user's optimizer class. Only translates between torch's events and the reducer."""
 
-    param_groups: list[dict[str, Any]]
-    _hooks: BackwardHooks  # of this world
+    _hooks: Hooks  # of this world
     _reducer: Reducer[torch.Tensor]
+    _sources: list[Hooks]  # that reduce this optimizer's gradients: the own ones first; none while it trains alone
     _loss_reduction: tuple[str, ReduceOp] | None = None  # name and op, where losses steer the optimizer
 
     def _prepare(self, settings: ReductionSettings) -> None:
@@ -157,10 +151,8 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
         self._settings, self._process_set_given = settings, settings.process_set
         self._parameter_names = settings.names
         self._synchronizes = True
-        self._steps = 0
-        for register, hook in ((self.register_step_pre_hook, _before_step),  # type: ignore[attr-defined]
-                               (self.register_step_post_hook, _after_step)):  # type: ignore[attr-defined]
-            register(once_a_step(hook))
+        self._sources = []
+        self._stage_steps(first=False)
 
     def _attach(self, runtime: Runtime, label: str | None = None) -> None:
         """Take part in a runtime's world; ranks attach their optimizers in the same order.
@@ -171,12 +163,12 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
         settings = self._settings
         self._process_set = api.set_id(settings.process_set)
         label = runtime.label("torch", self._process_set) if label is None else label
-        self.gradient_label = label
+        self.gradient_label, self._check_name = label, f"{label}.check"
         self._hooks = settings.make_hooks(runtime, label)
         self._reducer = self._hooks.reducer
         self._runtime, self._active = runtime, self._reducer.is_shared
+        self._sources = [self._hooks] if self._active else []
         self._loss_reduction = (f"{label}.loss", settings.op) if isinstance(self, torch.optim.LBFGS) else None
-        self._check_every = runtime.config.replica_check_steps
         self._steps = 0
         for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
             self._watch(parameter)
@@ -186,20 +178,13 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
         self._hooks.abandon()
         self._settings.detach()
         del self._hooks, self._reducer
-        self._loss_reduction = None
+        self._sources, self._loss_reduction = [], None
 
     def _watch(self, parameter: torch.Tensor) -> None:
         if self._active:
             self._reducer.add(parameter, self._parameter_names[parameter],
                               self._settings.group_ids.get(id(parameter), 0))
             self._hooks.watch(parameter)
-
-    def _check_replicas(self) -> None:
-        self._steps += 1
-        if self._check_every and self._steps % self._check_every == 0:
-            parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-            named = [(name := self._parameter_names[parameter], on_host(parameter, name)) for parameter in parameters]
-            check_replicas(self._runtime, named, f"{self.gradient_label}.check", self._process_set)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Like the base class's; the new parameters are reduced too. Call it on all ranks."""
@@ -211,8 +196,7 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Like the base class's, whose arguments it takes; reductions under way are completed first."""
-        if self._active:
-            self._hooks.cleared()
+        self._clear()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         if self._active and not (args[0] if args else kwargs.get("set_to_none", True)):
             self._hooks.before_step.zeroed()
@@ -220,8 +204,7 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
     def synchronize(self) -> None:
         """Make gradients final now. Only needed where `backward()` does not already (see `DistributedOptimizer`)."""
         self._take_part()
-        if self._active:
-            self._hooks.finish_if_due()
+        self._make_final(in_step=False)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -232,10 +215,14 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
         finally:
             self._synchronizes = before
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally; the first backward pass after it reduces the sums."""
         self._take_part()
-        return self._reducer.suspended()
+        with ExitStack() as stack:
+            for hooks in self._sources:
+                stack.enter_context(hooks.reducer.suspended())
+            yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes are accumulated before each reduction."""
@@ -247,33 +234,36 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Like the base class's; reductions under way are completed and counts start anew."""
-        if self._active:
-            self._hooks.cleared()
+        self._clear()
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
-    def _sources(self) -> Sequence[BackwardHooks]:
-        """Return who reduces this optimizer's gradients."""
-        return [self._hooks] if self._active else []
+    def _clear(self) -> None:
+        for hooks in self._sources:
+            hooks.cleared()
 
-    def _make_final(self) -> None:
-        """In a step: make gradients final, without the script being able to change them before they are used."""
-        for hooks in self._sources():
-            hooks.finish_if_due(in_step=True)
+    def _make_final(self, *, in_step: bool) -> None:
+        """Make gradients final.
 
-    def _begin_later_call(self) -> None:
-        """In a step: the closure is called again."""
-        for hooks in self._sources():
-            hooks.before_step.begin_later_call()
+        Args:
+            in_step: whether the script cannot change them before they are used.
+        """
+        for hooks in self._sources:
+            hooks.finish_if_due(in_step=in_step)
 
-    def _end_later_call(self) -> None:
-        """In a step: what a later call of the closure computed is final."""
-        for hooks in self._sources():
-            hooks.before_step.end_later_call()
-
-    def _abandon_later_call(self) -> None:
-        """In a step: an exception has ended a later call of the closure."""
-        for hooks in self._sources():
-            hooks.before_step.abandon_later_call()
+    @contextmanager
+    def _later_call(self) -> Iterator[None]:
+        """In a step: a call of the closure after the first one. Before that one the script may have computed gradients."""
+        steps = [hooks.before_step for hooks in self._sources]
+        for step in steps:
+            step.begin_later_call()
+        try:
+            yield
+            for step in steps:
+                step.end_later_call()
+        except BaseException:
+            for step in steps:
+                step.abandon_later_call()
+            raise
 
     def _loss_weight(self) -> float:
         """Return by what this rank's gradients are multiplied before they are averaged."""
@@ -288,24 +278,22 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
         self._runtime.allreduce(name, value, value, op, process_set=self._process_set, blocking=True).wait()
         return torch.full_like(loss, float(value), requires_grad=False) if isinstance(loss, torch.Tensor) else float(value)
 
+    # --- stages of a step ----------------------------------------------------------------------------------------------
 
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    assert isinstance(optimizer, Distributed)
-    optimizer._take_part()
-    if not optimizer._synchronizes:
+    def _finish_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = closure_of(args, kwargs)
+        if self._synchronizes and closure is not None:
+            return with_closure(args, kwargs, FinalClosure(closure, self))
+        if self._synchronizes:
+            self._make_final(in_step=True)
         return None
-    closure = closure_of(args, kwargs)
-    if closure is None:
-        optimizer._make_final()
-        return None
-    return with_closure(args, kwargs, FinalClosure(closure, optimizer))
 
+    def _end_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for hooks in self._sources:
+            hooks.stepped()
 
-def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    assert isinstance(optimizer, Distributed)
-    if optimizer._active:
-        optimizer._hooks.stepped()
-        optimizer._check_replicas()
+    _stages_before: tuple[Stage, ...] = (StagedSteps._join_world, _finish_gradients)
+    _stages_after = (_end_step, StagedSteps._check_replicas)
 
 
 def _number(group: int, index: int) -> str:

@@ -17,8 +17,8 @@ from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.gradients.round import WaitIn
 from hvdlite.training.hook_round import HookRounds
 from hvdlite_torch import cuda
-from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.compression import Compressor
+from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.gradients.torch_gradients import TorchGradients
 from hvdlite_torch.hook_exchange import CommHook, Exchange, reduce_round
 from hvdlite_torch.step_parts import count_training
@@ -53,7 +53,7 @@ class ReductionSettings:
     unseen_sparse_dims: int
     exchange: Exchange = dataclasses.field(default_factory=Exchange)
 
-    def make_hooks(self, runtime: Runtime, label: str) -> BackwardHooks:
+    def make_hooks(self, runtime: Runtime, label: str) -> Hooks:
         """Return the hooks and the reducer of one world, without parameters.
 
         Args:
@@ -74,7 +74,7 @@ class ReductionSettings:
             passes=self.passes, process_set=process_set_id, wait_in=self.wait_in or WaitIn(runtime.config.wait_in),
             make_bucket=make_bucket, is_idempotent=self.op is ReduceOp.AVERAGE and (
                 self.comm_hook is None or getattr(self.comm_hook, "is_idempotent", False)))
-        return BackwardHooks(reducer, BeforeStep(reducer))
+        return Hooks(reducer, BeforeStep(reducer))
 
     def detach(self) -> None:
         """The world has ended."""

@@ -12,20 +12,17 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.training.mirroring import MirrorSchedule, TensorKind, agreed_names, matching_tensors
 from hvdlite.training.scopes import LivingObjects
-from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.copying import ModuleHook
 from hvdlite_torch.foreign_optimizers import refuse_foreign_optimizers
 from hvdlite_torch.gradient_weights import GradientWeight
 from hvdlite_torch.optimizer import DistributedOptimizer, is_distributed
 from hvdlite_torch.replica_group import TorchReplicaGroup
-from hvdlite_torch.scoped_optimizer import ScopedOptimizer, after_step, before_step, load_from_replica_0
-from hvdlite_torch.step_hooks import once_a_step
+from hvdlite_torch.scoped_optimizer import ScopedOptimizer, load_from_replica_0
 from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 
 
@@ -52,7 +49,6 @@ class ScopeRegistry:
         self._modules: LivingObjects[torch.nn.Module] = LivingObjects()
         self._counts: collections.Counter[str] = collections.Counter()
         self._optimizers: LivingObjects[Any] = LivingObjects()
-        self._owners = WeakTensorKeyDictionary()  # by parameter: a weak reference to the hooks that hand its gradient over
         self.weight = GradientWeight(replicas.runtime)
         self._awaiting: list[Any] = []  # hooks on modules with lazy parameters, while there is a weight
         if replicas.size > 1:
@@ -84,14 +80,11 @@ class ScopeRegistry:
         if not any(other.defaults is optimizer.defaults for _, other in self._optimizers):
             self.scale([optimizer.defaults])
         optimizer_id = self._optimizers.count
-        optimizer._scope, optimizer._shared_reducers = self, []  # type: ignore[attr-defined]
-        optimizer._optimizer_id = optimizer_id  # type: ignore[attr-defined]
+        optimizer._scope, optimizer._optimizer_id = self, optimizer_id  # type: ignore[attr-defined]
         DistributedOptimizer(optimizer, list(zip(names, parameters, strict=True)), compression=self._compression,
                              backward_passes_per_step=self._passes, process_set=self._process_set,
                              _runtime=self._replicas.runtime, _label=f"{self._replicas.label}.{optimizer_id}",
-                             _mixin=ScopedOptimizer)
-        optimizer.register_step_pre_hook(once_a_step(before_step))
-        optimizer.register_step_post_hook(once_a_step(after_step))
+                             _kind=ScopedOptimizer)
         self._optimizers.add(f"optimizer{optimizer_id}", optimizer)
         self._replicas.broadcast_tensors([each.detach() for each in parameters if not is_lazy(each)], "parameters")
         self.schedule.due = True
@@ -105,11 +98,6 @@ class ScopeRegistry:
                 if "lr" in group and id(group) not in scaled:
                     group["lr"] = group["lr"] * self.learning_rate_factor
 
-    def owner(self, parameter: torch.Tensor) -> BackwardHooks | None:
-        """Return the hooks that hand a parameter's gradient over; None before an optimizer has it."""
-        reference = self._owners.get(parameter)
-        return None if reference is None else reference()
-
     def paths(self) -> dict[int, str]:
         """Return the paths of the parameters of the scope's modules, by the parameters' identity."""
         paths: dict[int, str] = {}
@@ -120,10 +108,6 @@ class ScopeRegistry:
                     if parameter is not None:
                         paths.setdefault(id(parameter), f"{prefix}.{attribute}")
         return paths
-
-    def own(self, parameter: torch.Tensor, hooks: BackwardHooks) -> None:
-        """Set the hooks that hand a parameter's gradient over."""
-        self._owners[parameter] = weakref.ref(hooks)
 
     def _names(self, parameters: Sequence[torch.Tensor]) -> list[str]:
         """Return unique names for parameters: their paths in their models, with a prefix where needed."""

@@ -216,3 +216,17 @@ def test_several_optimizers_with_the_same_parameters_reduce_once() -> None:
         expected = function(None)
         for ours in threads(2, function):
             assert_close(ours, expected)
+
+
+def test_an_optimizer_synchronizes_gradients_that_another_one_reduces_for_it() -> None:
+    def step(runtime: Runtime) -> None:
+        with MirroredStrategy(_runtime=runtime).scope():
+            model = Net()
+            first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+        for optimizer in (second, first):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, float(runtime.world.rank))
+            optimizer.synchronize()
+            assert all(torch.equal(parameter.grad, torch.full_like(parameter, 0.5)) for parameter in model.parameters())
+            optimizer.zero_grad()
+    threads(2, step)

@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import DistributedOptimizer, autograd_runs  # noqa: E402
+from hvdlite_torch import DistributedOptimizer  # noqa: E402
+from hvdlite_torch.gradients import runs  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -89,7 +90,8 @@ def a_backward_pass_in_a_hook(case: Case) -> None:
 @pytest.mark.parametrize("wait_in", ["backward", "step"])
 def test_reentrant_checkpoints(wait_in: str) -> None:
     compare([all_parameters_in_reentrant_checkpoints, layers_in_several_reentrant_checkpoints,
-             a_layer_in_a_reentrant_checkpoint_and_outside_of_it, a_backward_pass_in_a_hook],
+             a_layer_in_a_reentrant_checkpoint_and_outside_of_it, a_backward_pass_in_a_hook,
+             two_optimizers_by_different_checkpoints_of_one_pass],
             lambda rank: {"wait_in": wait_in})
 
 
@@ -181,27 +183,82 @@ def test_all_optimizers_of_a_backward_pass_that_fails_are_guarded(wait_in: str) 
     assert torch.equal(first, torch.full((3, 3), (4.0 + 7.0) / 2))
 
 
-def test_one_optimizer_that_fails_guards_another_whose_gradients_come_on_another_thread() -> None:
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+def test_gradients_are_guarded_when_what_another_library_does_at_the_end_of_the_pass_fails(wait_in: str) -> None:
+    """Between the end of the pass and the wait for it."""
+    def fail_at_the_end() -> None:
+        raise ValueError("of another library")
+
+    def step(runtime: Runtime) -> Any:
+        layer = torch.nn.Linear(3, 1)
+        optimizer = DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.0), _runtime=runtime, wait_in=wait_in)
+        engine = torch.autograd.Variable._execution_engine
+        for _ in range(TURNS):
+            optimizer.zero_grad()
+            hooks = [parameter.register_post_accumulate_grad_hook(lambda _: engine.queue_callback(fail_at_the_end))
+                     for parameter in layer.parameters()]
+            with pytest.raises(ValueError, match="of another library"):
+                layer(torch.full((1, 3), 1.0 + runtime.world.rank)).sum().backward()
+            assert torch.equal(layer.weight.grad, torch.full((1, 3), 1.5))
+            for hook in hooks:
+                hook.remove()
+            optimizer.step()
+    threads(2, step)
+
+
+def test_one_optimizer_that_fails_guards_another_whose_gradients_come_on_another_thread(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     """As with gradients on a GPU."""
-    guarded = []
+    number, asked, guarded = 1 << 40, [], []
+    monkeypatch.setattr(runs, "_at_end", asked.append)
 
     class Hooks:
+        run: Any = None
+
+        def run_is_awaited(self) -> None:
+            assert self.run.is_awaited
+
+        def end_pass(self) -> bool:
+            raise ValueError("failed")
+
         def guard(self) -> None:
             guarded.append(self)
-
-        def end_backward(self, run: Any) -> None:
-            with run.guarding_all():
-                raise ValueError("failed")
-
-        def fail_backward(self, task: int) -> None: ...
+        fail_pass = guard
     one, other = Hooks(), Hooks()
-    ends: list[Any] = [autograd_runs.RunEnd(one, -5)]
-    thread = threading.Thread(target=lambda: ends.append(autograd_runs.RunEnd(other, -5)))
+
+    def take_part(hooks: Hooks) -> None:
+        runs.outermost(number, hooks.run).add(hooks)
+    take_part(one)
+    thread = threading.Thread(target=take_part, args=(other,))
     thread.start()
     thread.join()
+    assert one.run is other.run and asked == [one.run], "one run, whose end is asked for once"
     with pytest.raises(ValueError, match="failed"):
-        ends[0]()
+        asked[0].end()
     assert {*guarded} == {one, other}
+
+
+def two_optimizers_by_different_checkpoints_of_one_pass(case: Case) -> None:
+    """In one after the other, in changing order; the second layer is also used outside of them."""
+    layers = [torch.nn.Linear(6, 6) for _ in range(2)]
+    for layer in layers:
+        torch.nn.init.constant_(layer.weight, 0.1)
+        torch.nn.init.zeros_(layer.bias)
+    modules = layers[0], torch.nn.Sequential(layers[1], case.model)
+    optimizers = [case.optimizer(torch.optim.SGD(module.parameters(), lr=0.1)) for module in modules]
+    for turn in range(3 * TURNS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        first, second = (layers[0], layers[1]) if turn % 2 else (layers[1], layers[0])
+
+        def forward(x: Any, first: Any = first, second: Any = second, turn: int = turn) -> Any:
+            inputs = x.requires_grad_().clone(), x.clone()  # autograd comes to both checkpoints before it comes to these
+            parts = reentrant(first, inputs[0]) + reentrant(second, inputs[1]) + layers[1](x)
+            return reentrant(case.model, parts) if turn % 3 else case.model(parts)
+        case.loss(turn, forward).backward()
+        torch.nn.utils.clip_grad_norm_([*layers[0].parameters(), *layers[1].parameters()], 0.1)
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 @pytest.mark.parametrize("wait_in", ["backward", "step"])

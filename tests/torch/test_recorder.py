@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer  # noqa: E402
-from hvdlite_torch.recorder import Recorder  # noqa: E402
+from hvdlite_torch.gradients.recorder import Recorder  # noqa: E402
 from tests.torch.models import net, reducer_of, settle, train, wrapped  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
 from tests.worlds import threads  # noqa: E402

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdlite import api
 from hvdlite.core.array import Array
@@ -18,13 +16,10 @@ from hvdlite.training.gradients.before_step import BeforeStep
 from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.step_reducer import StepReducer, current_samples
 from hvdlite_torch import Compression
-from hvdlite_torch.backward import BackwardHooks
+from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.reduction import gradients_of
 from hvdlite_torch.tensors import as_tensor, on_host
 from hvdlite_torch.unfinal import get_grad, set_grad
-
-_watchers: Any = WeakTensorKeyDictionary()
-"""By tensor: a weak reference to the step reducer whose hooks it has. A gradient can be reduced only once."""
 
 
 class TorchStepReducer(StepReducer):
@@ -38,7 +33,7 @@ class TorchStepReducer(StepReducer):
 
     def __init__(self, **arguments: Any) -> None:
         self._tensors: dict[int, torch.Tensor] = {}  # by identity: the values of variables that take part
-        self._hooks: BackwardHooks | None = None  # of this world, made for the first variables
+        self._hooks: Hooks | None = None  # of this world, made for the first variables
         super().__init__("keras", **arguments)
 
     def world_ended(self) -> None:
@@ -59,10 +54,14 @@ class TorchStepReducer(StepReducer):
         if api.attached_runtime() is None or not self.is_shared:
             return
         hooks = self._member(variables)
-        if not self._is_watching:
-            for tensor in self._tensors.values():
-                self._hook(hooks, tensor)
+        if hooks.wake() or not self._is_watching:
+            if not self._is_watching:
+                for tensor in self._tensors.values():
+                    self._watch(hooks, tensor)
             self._is_watching = True
+            hooks.take_back()
+            hooks.claim()
+            hooks.retire_others(TorchStepReducer)
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         if not self.is_shared:
@@ -90,7 +89,7 @@ class TorchStepReducer(StepReducer):
                     set_grad(tensor, gradient)
         return results
 
-    def _member(self, variables: Sequence[Any]) -> BackwardHooks:
+    def _member(self, variables: Sequence[Any]) -> Hooks:
         """Add variables to the reduction; return the hooks."""
         new = [(variable, group_id) for variable, group_id in zip(variables, self._group_ids_of(variables), strict=True)
                if id(variable.value) not in self._tensors]
@@ -103,40 +102,26 @@ class TorchStepReducer(StepReducer):
                 runtime, framework, self.label, op=self._op, prescale=self._prescale, postscale=self._postscale,
                 passes=1, process_set=self.process_set)
             reducer.on_reduced = self._divide_by_weights
-            self._hooks = BackwardHooks(reducer, BeforeStep(reducer, looks_for_replaced=False))
-            self._hooks.on_begin = self._begin_backward
+            self._hooks = Hooks(reducer, BeforeStep(reducer, looks_for_replaced=False))
+            self._hooks.scope, self._hooks.on_begin = TorchStepReducer, self._begin_backward
             reducer.add(self._count, "count")
         for variable, group_id in new:
             tensor = variable.value
             self._hooks.reducer.add(tensor, str(len(self._tensors)), group_id)
             self._tensors[id(tensor)] = tensor
             if self._is_watching:
-                self._hook(self._hooks, tensor)
+                self._watch(self._hooks, tensor)
         return self._hooks
 
-    def _hook(self, hooks: BackwardHooks, tensor: torch.Tensor) -> None:
-        """Install the hook of a tensor, and remove any other step reducer's."""
-        if not tensor.is_leaf:
-            return
-        other = _watchers.get(tensor, lambda: None)()
-        if other is not None and other is not self:
-            other._release()
-        _watchers[tensor] = weakref.ref(self)
-        hooks.watch(tensor)
-
-    def _release(self) -> None:
-        """Remove all hooks until gradients are applied again: another optimizer uses some of the variables now."""
-        if self._hooks is None:
-            return
-        self._is_watching = False
-        self._hooks.unwatch()
-        if self.is_current:
-            self._hooks.cleared()
+    def _watch(self, hooks: Hooks, tensor: torch.Tensor) -> None:
+        if tensor.is_leaf:
+            hooks.watch(tensor, claims=False)
 
     def _begin_backward(self) -> bool:
         """Begin a round with a backward pass's first gradient; return whether to reduce it."""
         if not self.is_current:  # of a job that has ended; the optimizer's next step takes part in another one
-            self._release()
+            assert self._hooks is not None
+            self._hooks.unwatch()
             return False
         self._begin_round()
         return True
@@ -162,7 +147,7 @@ class TorchStepReducer(StepReducer):
                 if tensor is not self._count and (gradient := get_grad(tensor)) is not None:
                     gradient.data.mul_(factor)  # part of the reduction, not a change by the script
 
-    def _hand_over(self, hooks: BackwardHooks, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    def _hand_over(self, hooks: Hooks, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Enqueue a gradient that was not computed by a backward pass with hooks."""
         if gradient is get_grad(tensor) and hooks.reducer.members.has_reduced(tensor):
             return
@@ -172,7 +157,7 @@ class TorchStepReducer(StepReducer):
         if gradient is not None:
             hooks.hand_over(tensor)
 
-    def _check_not_summed(self, hooks: BackwardHooks, gradients: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+    def _check_not_summed(self, hooks: Hooks, gradients: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
         """Raise an error for gradients that may have been computed from summed ones.
 
         Raises:

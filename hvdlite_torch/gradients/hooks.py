@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from hvdlite.core.errors import HvdliteError
 from hvdlite.training.gradients.before_step import BeforeStep
@@ -16,53 +15,48 @@ from hvdlite.training.gradients.errors import GradientOrderError
 from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.gradients.round import Round
 from hvdlite_torch import cuda
-from hvdlite_torch.autograd_runs import Once, Run, RunEnd, at_end, check_not_compiled, enclosing, graph_task
+from hvdlite_torch.gradients.owners import Owner, is_elsewhere
+from hvdlite_torch.gradients.recorder import Recorder
+from hvdlite_torch.gradients.runs import Run, graph_task, outermost
 from hvdlite_torch.gradients.torch_gradients import TorchGradients
-from hvdlite_torch.recorder import Recorder
-from hvdlite_torch.shared_parameters import SharedParameters, come_last, is_elsewhere
 from hvdlite_torch.unfinal import Guard, get_grad, set_grad
 
 
-class BackwardHooks(SharedParameters):
+class Hooks(Owner):
     """Hands gradients over as they are accumulated, and waits for the round before `backward()` returns.
 
     Where the wait is left for later, by choice or because it was deferred, gradients are guarded until the round is over:
     reading one ends it. Hooks do not keep this object alive, and end with it.
 
-    `torch.utils.checkpoint(..., use_reentrant=True)` nests an autograd run in the outer one, and nothing tells the nested
-    run when the outer one ends. So when a gradient comes from a nested run, the nodes that follow the checkpoint in the
-    outer run get a hook, which asks to be told of its end. A layer in several such checkpoints, or in one and outside of it
-    too, is accumulated into several times in one backward pass. Hence gradients are handed over when the outer pass ends,
-    until a pass has shown which come only once; those are handed over at once from then on, as soon as the end of the outer
-    run is awaited: a pass that fails is noticed by that.
+    A layer in several reentrant checkpoints, or in one and outside of it too, is accumulated into several times in one
+    backward pass. Hence gradients are handed over when the pass ends, until a pass has shown which come only once; those are
+    handed over at once from then on, as soon as the end of the outermost run is awaited: a pass that fails is noticed by
+    that.
 
     A parameter's other hooks are called first, whenever they were registered, as under DDP: they see this rank's gradient,
     and what they write to it is reduced.
 
     Attributes:
+        run: the outermost autograd run that computes gradients, while one goes on.
         weight: by what gradients are multiplied before they are handed over.
         own_weight: by what gradients are multiplied that the script has set itself.
         on_begin: called before a backward pass hands over its first gradient; returns whether it is to do so.
     """
 
     def __init__(self, reducer: Reducer[torch.Tensor], before_step: BeforeStep[torch.Tensor]) -> None:
-        super().__init__(reducer, before_step)
-        self._task = -1  # the autograd run whose end we already wait for
-        self._hooks: dict[int, RemovableHandle] = {}  # by the parameter's identity
-        weakref.finalize(self, _remove, self._hooks).atexit = False
-        self._registered = -1  # torch's count of hooks when ours were last known to be called last
-        self._nested = -1  # the last nested run that was entered
-        self._later: dict[int, tuple[torch.Tensor, int]] = {}  # to be handed over at the end; how often accumulated
+        super().__init__(reducer, before_step, _hook(weakref.ref(self)))
+        self.run: Run | None = None
+        self._task = -1  # autograd's number for the last run that was entered, the outermost one or one nested in it
+        self._later: dict[int, torch.Tensor] = {}  # to be handed over at the end, by identity
+        self._several: set[int] = set()  # those of them that were accumulated into more than once in this pass
         self._once: set[int] = set()  # accumulated into once in a backward pass, by identity
-        self._due: set[int] = set()  # those of them that have not been accumulated into in this backward pass
+        self._due: set[int] = set()  # those of them that are still to come in this pass; none until it is open
+        self._is_open = False  # whether the end of the run is awaited, so that gradients are handed over at once
         self._guard: Guard | None = None  # of gradients that are not final
         # Is told on which stream each gradient was made, once a parameter has been on a GPU.
         self._note: Callable[[torch.Tensor], None] | None = None
-        self._hook = _hook(weakref.ref(self))
         self._recorder = Recorder(self._hook)
-        self._belongs(self._recorder.hook)
         self._recorded_layout: object = None  # which tells what is recorded
-        self._first: torch.Tensor | None = None  # the first watched parameter
         self.weight = self.own_weight = 1.0
         self.on_begin: Callable[[], bool] | None = None
 
@@ -72,37 +66,14 @@ class BackwardHooks(SharedParameters):
         return self._reducer
 
     def watch(self, parameter: torch.Tensor, *, claims: bool = True) -> None:
-        """Hand this parameter's gradients over from now on, whenever it is trainable; the reducer knows it already.
-
-        Args:
-            claims: whether they are reduced here from now on if another optimizer has the parameter too.
-        """
-        if id(parameter) in self._hooks or not (parameter.is_floating_point() or parameter.is_complex()):
-            return  # it is watched already, or can never have one
-        self._first = parameter if self._first is None else self._first
-        frozen = not parameter.requires_grad
-        if frozen:  # torch takes no hook then, but keeps one when a parameter is frozen
-            if parameter.is_inference():
-                return
-            parameter.requires_grad_(True)
-        try:
-            with torch._C.DisableTorchFunctionSubclass():  # a lazy parameter refuses it, but keeps the hook
-                self._hooks[id(parameter)] = self._share(parameter, self._hook, claims=claims)
-                self._recorded_layout = None
-        finally:
-            if frozen:
-                parameter.requires_grad_(False)
-
-    def unwatch(self) -> None:
-        """Hand nothing over any more."""
-        _remove(self._hooks)
-        self._unshare()
+        """Hand this parameter's gradients over from now on."""
+        super().watch(parameter, claims=claims)
+        self._recorded_layout = None
 
     def abandon(self) -> None:
         """The runtime has ended, maybe in the middle of a backward pass: end here too, without waiting for anything."""
         self._reducer.abandon()
-        self._task = -1
-        self._forget_pass()
+        self._leave_run()
         self._unguard()
         self._resting = []
         self.unwatch()
@@ -114,8 +85,8 @@ class BackwardHooks(SharedParameters):
             self.take_back()
         try:
             self._hand_over_recorded(all_of_them=True)
-            if self._first is not None:
-                self._notice_move(self._first)
+            for parameter in itertools.islice(self._own.values(), 1):
+                self._notice_move(parameter)
             self._weigh_own()
             self.before_step.make_final(in_step=in_step)
         finally:
@@ -152,7 +123,7 @@ class BackwardHooks(SharedParameters):
             self._recorder.parameters.append(parameter)
             if key in self._recorder.ending:
                 self._hand_over_recorded()
-        elif key not in self._due or self._task == -1:
+        elif key not in self._due:
             self._postpone(parameter, key)
         else:
             self._due.discard(key)
@@ -199,22 +170,16 @@ class BackwardHooks(SharedParameters):
                 self._postpone(parameter, key)
 
     def _enter(self, task: int, parameter: torch.Tensor) -> bool:
-        """Enter an autograd run whose end we do not wait for, by a gradient; return whether that is to be handed over."""
-        if task == self._nested:
-            return True
-        check_not_compiled()
+        """Enter an autograd run, by a gradient; return whether that is to be handed over now."""
         self._notice_move(parameter)
-        is_nested, node = enclosing()
-        if not is_nested and (self._task != -1 or task < self._nested):
-            self.fail_backward(self._task)  # an earlier run, which never came to its end
-        if self._task == self._nested == -1 and self.on_begin is not None and not self.on_begin():
-            return False
-        if is_nested and (node is not None or self._task != -1):
-            self._nested = task
-            if self._task == -1:
-                self._await_next(node)
-        else:  # of a nested run that a hook has begun, the end is as good as that of the outer one
-            self._await_end(task)
+        run = outermost(task, self.run)
+        if run is not self.run:
+            if self.run is not None:
+                self.run.fail()  # an earlier one, which never came to its end
+            if self.on_begin is not None and not self.on_begin():
+                return False
+            run.add(self)
+        self._task = task
         if self._comes_early(parameter):
             self._postpone(parameter, id(parameter))
             return False
@@ -226,14 +191,16 @@ class BackwardHooks(SharedParameters):
         Raises:
             GradientOrderError: when it was handed over in this pass.
         """
-        if key in self._once and key not in self._later and key not in self._due:
+        if self._is_open and key in self._once and key not in self._later and key not in self._due:
             self._once.clear()
             raise GradientOrderError(
                 f"a parameter of shape {list(parameter.shape)} is in several torch.utils.checkpoint(..., "
                 "use_reentrant=True) of one backward pass, or in one and outside of it, and was used once only before: its "
                 "gradient was handed over when the first part was computed. Use use_reentrant=False, or clear gradients "
                 "and repeat the step")
-        self._later[key] = parameter, 1 + self._later.get(key, (parameter, 0))[1]
+        if key in self._later:
+            self._several.add(key)
+        self._later[key] = parameter
         self._due.discard(key)
 
     def _notice_move(self, parameter: torch.Tensor) -> None:
@@ -244,66 +211,23 @@ class BackwardHooks(SharedParameters):
                 self._note = framework.note
                 self._note(parameter)
 
-    def _await_end(self, task: int) -> None:
-        self._task = task
-        at_end(RunEnd(self, task))
+    def run_is_awaited(self) -> None:
+        """Its end will be reported: from here on, hand over what is accumulated into once, also what was left for this."""
         self._record()
+        self._due = self._once.difference(self._later)
+        self._is_open = True
+        for key in [key for key in self._later if key in self._once and key not in self._several]:
+            self.hand_over(self._later.pop(key))
 
-    def _await_next(self, node: Any) -> None:
-        """Wait for the end of the run to which a node belongs, which is being carried out, as soon as another one is."""
-        owner = weakref.ref(self)
-        handles: list[Any] = []
-
-        def reached(*_: Any) -> None:
-            while handles:
-                handles.pop().remove()
-            hooks, task = owner(), graph_task()
-            if hooks is not None and hooks._task != task and hooks._nested != -1:
-                hooks._await_end(task)
-                hooks._hand_over_due()
-        handles += [following.register_prehook(reached) for following, _ in node.next_functions if following is not None]
-
-    def _comes_early(self, running: torch.Tensor) -> bool:
-        """Return whether hooks of `running`, which torch is calling, come after ours; only in this backward pass."""
-        if self._registered == RemovableHandle.next_id:
-            return False
-        self._registered = RemovableHandle.next_id
-        return come_last(self._hooks.values(), running)
-
-    def _hand_over_due(self) -> None:
-        """The end of the outer run is awaited from now on: hand over what is accumulated into once and was left for this."""
-        for key, (parameter, times) in list(self._later.items()):
-            if times == 1 and key in self._once:
-                del self._later[key]
-                self.hand_over(parameter)
-
-    def _hand_over_later(self) -> None:
-        """The outer backward pass is over: hand over what was left for then."""
-        later = list(self._later.values())
-        for parameter, times in later:
-            if times == 1:
-                self._once.add(id(parameter))
-            else:
-                self._once.discard(id(parameter))
+    def _leave_run(self) -> None:
+        self.run, self._task, self._is_open = None, -1, False
         self._forget_pass()
-        for parameter, _ in later:
-            self.hand_over(parameter)
 
     def _forget_pass(self) -> None:
-        self._nested = -1
         self._recorder.stop()
         self._later.clear()
-        self._due = self._once.copy()
-
-    def fail_backward(self, task: int) -> None:
-        """A backward pass did not come to its end: guard what it has handed over."""
-        if task == self._task:
-            with suppress(HvdliteError):  # the pass has failed anyway
-                self._hand_over_recorded(all_of_them=True)
-            self._task = -1
-            self._forget_pass()
-            self._reducer.fail_pass()
-            self.guard()
+        self._several.clear()
+        self._due = self._once.copy() if self._is_open else set()
 
     def hand_over(self, parameter: torch.Tensor) -> None:
         """Hand a gradient over now, times the weight."""
@@ -316,27 +240,33 @@ class BackwardHooks(SharedParameters):
             for parameter in (member.parameter for member in self.before_step.unseen()):
                 set_grad(parameter, get_grad(parameter) * self.own_weight)  # the script may use its tensor further
 
-    def end_backward(self, run: Run) -> None:
-        """The outermost backward pass is over."""
-        self._task = -1
-        with run.guarding_all():
-            try:
-                self._hand_over_recorded(all_of_them=True)
-            except BaseException:
-                self._forget_pass()
-                raise
-            self._hand_over_later()
-            self._weigh_own()
-            if self._reducer.end_pass():
-                at_end(Once(self._wait, run))  # behind the other optimizers' ends
-                return
-        run.listeners.discard(self)
+    def end_pass(self) -> bool:
+        """The outermost backward pass is over: hand over what was left for then; return whether to wait for results now."""
+        self._hand_over_recorded(all_of_them=True)
+        later = list(self._later.values())
+        self._once.update(self._later)
+        self._once -= self._several
+        self._leave_run()
+        for parameter in later:
+            self.hand_over(parameter)
+        self._weigh_own()
+        waits = self._reducer.end_pass()
+        if not waits:
+            self.guard()
+        return waits
+
+    def wait(self) -> None:
+        """Wait for the results of the rounds that the pass has closed."""
+        with torch.profiler.record_function("hvdlite.wait_for_gradients"):
+            self._reducer.wait_and_make_due(deferrable=True)
         self.guard()
 
-    def _wait(self, run: Run) -> None:
-        with run.guarding_all(), torch.profiler.record_function("hvdlite.wait_for_gradients"):
-            self._reducer.wait_and_make_due(deferrable=True)
-        run.listeners.discard(self)
+    def fail_pass(self) -> None:
+        """A backward pass did not come to its end: guard what it has handed over."""
+        with suppress(HvdliteError):  # the pass has failed anyway
+            self._hand_over_recorded(all_of_them=True)
+        self._leave_run()
+        self._reducer.fail_pass()
         self.guard()
 
     def guard(self) -> None:
@@ -376,15 +306,10 @@ class BackwardHooks(SharedParameters):
             self._guard = None
 
 
-def _hook(owner: weakref.ref[BackwardHooks]) -> Callable[[torch.Tensor], None]:
+def _hook(owner: weakref.ref[Hooks]) -> Callable[[torch.Tensor], None]:
     """Return a hook that does not keep its owner alive: torch does not let Python see the cycle that would make."""
     def accumulated(parameter: torch.Tensor) -> None:
         hooks = owner()
         if hooks is not None:
             hooks._accumulated(parameter)
     return accumulated
-
-
-def _remove(hooks: dict[int, Any]) -> None:
-    while hooks:
-        hooks.popitem()[1].remove()
