@@ -31,6 +31,7 @@ import numpy as np
 from hvdlite.core.array import Array
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import reserve_descriptors
+from hvdlite.core.process_limit import explained
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import OobTexts, WaitUntil
@@ -131,7 +132,8 @@ def _imported(module: str, wake: Callable[[], None], wait_until: WaitUntil) -> A
         except BaseException as error:
             imported.set_exception(error)
         wake()
-    threading.Thread(target=load, name=f"hvdlite-import-{module}", daemon=True).start()
+    with explained(f"the thread that imports {module}"):
+        threading.Thread(target=load, name=f"hvdlite-import-{module}", daemon=True).start()
     wait_until(imported.done)
     return imported.result()
 
