@@ -62,6 +62,8 @@ def losses_of_single_outputs() -> None:
     mine, theirs = (model.evaluate(*rows(slice(80)), batch_size=16, return_dict=True, verbose=0) for model in (one, other))
     assert mine.keys() == theirs.keys() and {"a_loss", "b_loss", "b_accuracy"} < mine.keys()
     np.testing.assert_allclose(list(mine.values()), list(theirs.values()), rtol=1e-4)
+    for count in (65, 81):  # the last batch has one sample
+        alike((model.evaluate(*rows(slice(count)), batch_size=16, verbose=0) for model in (one, other)), rtol=1e-4)
     if BACKEND == "tensorflow":
         with strategy.scope():
             counting = build()
@@ -97,6 +99,28 @@ class Own(keras.Model):
             return {"own": loss}
 
 
+class Steps(keras.Model):
+    """Has steps of its own, which take inputs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.add_weight(name="scale", initializer="ones")
+        self.seen: Any = None
+
+    def call(self, x: Any) -> Any:
+        return x * self.scale
+
+    def train_step(self, data: Any) -> Any:
+        self.seen = data
+        return {"own": keras.ops.mean(data if not isinstance(data, tuple) else data[0])}
+
+    def test_step(self, data: Any) -> Any:
+        return {"own": keras.ops.mean(data)}
+
+    def predict_step(self, data: Any) -> Any:
+        return (data["x"] if isinstance(data, dict) else data) * 2
+
+
 def floats_are_cast() -> None:
     strategy, _ = begin()
 
@@ -113,6 +137,19 @@ def floats_are_cast() -> None:
         assert {keras.backend.standardize_dtype(leaf.dtype) for leaf in keras.tree.flatten(one.seen)} == {"float32"}
         same(one, other)
     raises(ValueError, "validation_split", lambda: one.fit(iter([(X, Y)]), validation_split=0.1, verbose=0))
+
+    def steps() -> Any:
+        model = Steps()
+        model.compile(sgd(), "mse")
+        return model
+    one, other = pair(strategy, steps)
+    for data in (X[:32], {"x": X[:32]}):
+        alike((model.predict(data, batch_size=10, verbose=0) for model in (one, other)), rtol=1e-5)
+    if BACKEND == "tensorflow":
+        for model in (one, other):
+            model.fit(X[:32], validation_data=X[:20], batch_size=10, verbose=0)
+        one.train_step((X[:8], Y[:8]))
+        assert len(one.seen) == 2, "after fit, a step that the script calls gets what it is given"
 
 
 class Autoencoder(keras.Model):
