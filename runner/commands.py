@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -91,11 +92,14 @@ def check_input(command: Sequence[str]) -> None:
 
 def _reads_standard_input(command: Sequence[str]) -> bool:
     """Return whether this is Python without a program (`python`, `python -`, `python -u -`): it would succeed at once."""
+    if Path(command[0]).name == "env":
+        rest = list(itertools.dropwhile(lambda word: "=" in word, command[1:]))
+        return bool(rest) and _reads_standard_input(rest)
     if not re.fullmatch(r"python[0-9.]*", Path(command[0]).name):
         return False
     words = iter(command[1:])
     for word in words:
-        if word == "-":
+        if word in ("-", "/dev/stdin"):
             return True
         if not word.startswith("-") or word in ("--help", "--version") or set("cmhV?") & set(word.lstrip("-")):
             return False

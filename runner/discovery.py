@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Final, Protocol
 
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.process_limit import explained
 from hvdlite_runner.placement import parse_host
-from hvdlite_runner.process_limit import explained
 
 SECONDS_BETWEEN: Final = 1.0
 """Seconds from one start of the program to the next."""

@@ -169,7 +169,7 @@ def _is_reaper(pid: int) -> bool:
             words = file.read().split(b"\0")
     except OSError:
         return False
-    return words[1:3] == [b"-S", b"-E"] and words[3].endswith(b"/reaper.py")
+    return words[1:3] == [b"-S", b"-E"] and words[3:] != [] and words[3].endswith(b"/reaper.py")
 
 
 def _kill(pid: int, pidfd: int) -> None:

@@ -20,6 +20,7 @@ from typing import Final
 from hvdlite._version import __version__
 from hvdlite.core.config import environment_name
 from hvdlite.core.errors import ProtocolError
+from hvdlite.core.process_limit import explained
 from hvdlite_runner.messages import (
     PING_SECONDS,
     QUIET,
@@ -32,7 +33,6 @@ from hvdlite_runner.messages import (
     frame,
 )
 from hvdlite_runner.placement import Host
-from hvdlite_runner.process_limit import explained
 from hvdlite_runner.shells import Shell, explain, forwarded
 
 AGENT_TIMEOUT: Final = environment_name("agent_timeout")

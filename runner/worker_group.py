@@ -21,6 +21,7 @@ from typing import Final
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS, reserve_descriptors
 from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FILE, FailureRecord
+from hvdlite.core.process_limit import explained
 from hvdlite.core.world import World
 from hvdlite.diagnostics import metrics
 from hvdlite_runner import commands, monitor
@@ -41,7 +42,6 @@ from hvdlite_runner.messages import (
     ToMember,
 )
 from hvdlite_runner.placement import cores_for
-from hvdlite_runner.process_limit import explained
 from hvdlite_runner.processes import RankProcess, Reaper, kill, kill_descendants
 from hvdlite_runner.task_files import append_private_file, pieces_of
 

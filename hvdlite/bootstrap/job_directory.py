@@ -40,6 +40,11 @@ def host_identity() -> str:
                      _read(lambda: os.readlink("/proc/self/ns/pid"))))
 
 
+def network_identity() -> str:
+    """Return a text that two processes of a host share exactly when they have the same network."""
+    return _read(lambda: os.readlink("/proc/self/ns/net"))
+
+
 def agreed_prefix(*ids: str) -> str:
     """Return what the path of a job's directory on this host begins with.
 
@@ -48,7 +53,7 @@ def agreed_prefix(*ids: str) -> str:
     Args:
         ids: equal on the job's ranks of this host, and different from other jobs'.
     """
-    where = (host_identity(), _read(lambda: os.readlink("/proc/self/ns/net")))
+    where = (host_identity(), network_identity())
     digest = hashlib.sha256("|".join([*ids, *where]).encode("utf-8", "surrogateescape")).hexdigest()
     return os.path.join(temporary_directory(), f"hvdlite-{os.geteuid()}-{digest[:32]}")
 

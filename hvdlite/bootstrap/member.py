@@ -20,6 +20,7 @@ from typing import Any, Final
 from hvdlite.core.addresses import routes_to
 from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostError, ProtocolError
 from hvdlite.core.launch_contract import MEMBER_SOCKET
+from hvdlite.core.process_limit import explained
 from hvdlite.core.socket_paths import check_same_user, short_socket_path
 from hvdlite.membership.messages import (
     Alive,
@@ -83,7 +84,8 @@ class Member:
         self._socket = _connected(directory)
         self._send_lock = threading.Lock()
         self._send(MemberHello(number, self._pid))
-        threading.Thread(target=self._listen, name="hvdlite-member", daemon=True).start()
+        with explained("the thread that listens to hvdrun"):
+            threading.Thread(target=self._listen, name="hvdlite-member", daemon=True).start()
 
     @property
     def in_child(self) -> bool:

@@ -142,7 +142,7 @@ def route_address(names: list[str]) -> str:
     for name in dict.fromkeys(name for name in names if name != socket.gethostname()):
         try:
             address = socket.gethostbyname(name)
-        except (OSError, UnicodeError):  # a label of 64 characters, say
+        except (OSError, ValueError, TypeError):  # a label of 64 characters, or a null character, say
             continue
         if (own := source_address(address)) and not own.startswith("127."):
             return own

@@ -30,7 +30,7 @@ from typing import Annotated, Any, Final, Protocol
 import msgspec
 
 from hvdlite.bootstrap.environments import MAKE_A_KEY, LaunchInfo
-from hvdlite.bootstrap.job_directory import agreed_prefix, host_identity, temporary_directory
+from hvdlite.bootstrap.job_directory import agreed_prefix, host_identity, network_identity, temporary_directory
 from hvdlite.bootstrap.mpi import route_address, source_address
 from hvdlite.bootstrap.rendezvous import is_loopback
 from hvdlite.bootstrap.store_texts import SECRET_ON_ALL, Signer, Text, opened, sealed
@@ -54,6 +54,8 @@ LAST_LOOK: Final = 0.9
 """The share of the store's timeout after which a rank has looked who is there: ranks that fail remove what they said."""
 LATE_SECONDS: Final = 1.0
 """How long rank 0 waits for the others when it knows that there will be no world, so that all are told."""
+OWN_SECONDS: Final = 2.0
+"""After so long, a rank that waits looks whether the store still has what it has said."""
 LATE_LOOKS: Final = 4096
 """For how many of them it looks at a time."""
 MOST_RANKS: Final = 1 << 20
@@ -117,25 +119,27 @@ def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", *, place
         LaunchError: on all ranks, when they do not fit together; on one when it waits longer than the store's timeout,
             finds an answer that is not rank 0's, or has no directory for temporary files.
     """
-    host, number, signer = f"{host_identity()}:{place}", secrets.randbits(63), Signer(key, name, how_to_have_a_key)
+    host, number = f"{host_identity()}:{network_identity()}:{place}", secrets.randbits(63)
+    signer = Signer(key, name, how_to_have_a_key)
     own = _Member(size, host, address or socket.gethostname(), temporary_directory(), allows_insecure_store, can_share)
-    others, held = _Others(store, rank, members or range(size), patience, signer), None
+    text = sealed(_key(rank), rank, number, own, signer)
+    others, held = _Others(store, rank, members or range(size), patience, signer, text), None
     try:
-        store.set(_key(rank), sealed(_key(rank), rank, number, own, signer))
+        store.set(_key(rank), text)
         if rank == 0:
             answer, held = _answer_all(store, _collected(others, size), size, address, signer)
         else:
-            text = others.answer(number)
+            found = others.answer(number)
             _forget(store, _answer_key(number))
-            answer = _checked(text, own, rank, key)
+            answer = _checked(found, own, rank, key)
     except HvdliteError:
         raise
     except RuntimeError as error:  # the store's
         raise LaunchError(others.in_vain(error)) from error
     finally:
         _forget(store, _key(rank))
-    if answer.problem:
-        raise LaunchError(answer.problem)
+    if answer.problem:  # it may be about what anybody has written
+        raise LaunchError(printable(shortened(answer.problem, LONGEST_PROBLEM)))
     directory = agreed_prefix("store", answer.token, host, name, _where(store))
     return LaunchInfo("store", answer.world, directory, answer.coordinator, key or answer.key, owns_directory=True,
                       held_port=held, identity=answer.token), answer.shares
@@ -151,11 +155,12 @@ def _checked(answer: Text[_Answer], own: _Member, rank: int, key: bytes) -> _Ans
     if content is None:
         raise LaunchError(answer.problem)
     if content.problem:
-        return _Answer(printable(shortened(content.problem, LONGEST_PROBLEM)))
-    if ((content.world.rank, content.world.size) != (rank, own.size) or content.shares not in ("", own.can_share)
-            or (content.key and content.coordinator is None)):
+        return content
+    world, is_on_several_hosts = content.world, content.world.local_size < content.world.size
+    if ((world.rank, world.size, world.epoch) != (rank, own.size, 0) or content.shares not in ("", own.can_share)
+            or is_on_several_hosts != (content.coordinator is not None) or (content.key and not is_on_several_hosts)):
         raise LaunchError(f"rank {rank} has found the answer to another rank, or an invalid one, in the store, as rank "
-                          f"{content.world.rank} of {content.world.size}: another program writes to the store")
+                          f"{world.rank} of {world.size}: another program writes to the store")
     if content.coordinator is not None and not key and not own.allows_insecure_store:
         raise LaunchError(_without_key(rank))
     return content
@@ -182,10 +187,12 @@ class _Others:
 
     Args:
         patience: seconds from now that are not long.
+        own: what this rank says of itself.
     """
 
-    def __init__(self, store: Any, rank: int, members: Sequence[int], patience: float, signer: Signer) -> None:
+    def __init__(self, store: Any, rank: int, members: Sequence[int], patience: float, signer: Signer, own: bytes) -> None:
         self._store, self._rank, self._members, self._patience, self._signer = store, rank, members, patience, signer
+        self._own_text = own
         start, timeout = time.monotonic(), getattr(store, "timeout", None)
         seconds = math.inf if timeout is None else timeout.total_seconds()
         self._deadline, self._look_at = start + seconds, start + min(patience, LAST_LOOK * seconds)
@@ -234,15 +241,30 @@ class _Others:
                 if self._store.check([key]):
                     return True
                 now = time.monotonic()
+                if now - start >= OWN_SECONDS:
+                    self._check_own()
                 if now >= self._look_at:
                     self._is_to_look = False
                     self._look()
                     self._tell()
                 else:
                     time.sleep(min(_pause(now - start), self._look_at - now))
+        except HvdliteError:
+            raise
         except (AttributeError, RuntimeError):  # the store cannot tell
             self._is_to_look = False
         return False
+
+    def _check_own(self) -> None:
+        """Check that the store still has what this rank has said: without it, nobody answers.
+
+        Raises:
+            LaunchError: when another program has changed or removed it.
+        """
+        own = _key(self._rank)
+        if not self._store.check([own]) or self._store.get(own) != self._own_text:
+            raise LaunchError(f"{self._own()} does not find in the store what it has written there ({own}): another program "
+                              "writes to the store, too")
 
     def _wait(self, key: str) -> None:
         """Wait for a key, if the store can, for what is left of its timeout."""

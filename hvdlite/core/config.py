@@ -39,6 +39,14 @@ def _seconds(text: str) -> float:
     return value if value < MOST_SECONDS else 0.0
 
 
+def _silence(text: str) -> float:
+    """Parse the seconds after which a link that is pinged every second counts as cut; 0 is never."""
+    value = _seconds(text)
+    if 0 < value < 3:
+        raise ValueError("must be at least 3 seconds, or 0")
+    return value
+
+
 def _one_of(*words: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text.lower() not in words:
@@ -255,8 +263,8 @@ class Config:
         60.0, _seconds, "seconds of silence after which a rank is lost, if others wait for it or it is connected by "
         "TCP; 0 is never")
     agent_timeout: float = knob(
-        30.0, _seconds, "seconds of silence after which hvdrun and its agent on another host count each other as lost, and "
-        "the ranks there are ended; 0 is never")
+        30.0, _silence, "seconds of silence after which hvdrun and its agent on another host count each other as lost, and "
+        "the ranks there are ended, from 3; 0 is never")
     allow_insecure_store: bool = knob(
         False, _flag, "let groups of `torch.distributed` on several hosts without a job's key send one through torch's "
         "store: whoever can connect to the store can then run code in the ranks")

@@ -14,6 +14,7 @@ from typing import Final
 
 from hvdlite.core.errors import HvdliteError
 from hvdlite.core.launch_contract import REPORT_SOCKET
+from hvdlite.core.process_limit import explained
 from hvdlite.core.refused_connections import RefusedConnections
 from hvdlite.core.socket_paths import check_same_user, short_socket_path
 from hvdlite.diagnostics.stall_inspector import ANSWER_SECONDS, Receiver
@@ -42,7 +43,8 @@ class ReportServer:
                 os.unlink(path)  # of the rank 0 of an earlier world, which was killed
             self._listener.bind(path)
         self._listener.listen(8)
-        threading.Thread(target=self._serve, name="hvdlite-reports", daemon=True).start()
+        with explained("the thread that answers hvdrun --report"):
+            threading.Thread(target=self._serve, name="hvdlite-reports", daemon=True).start()
 
     def close(self) -> None:
         """Stop answering."""

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from hvdlite.control.base import DecisionReceived, DirectMessageReceived, Event
 from hvdlite.core.errors import HorovodInternalError, MismatchError
+from hvdlite.core.process_limit import explained
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.diagnostics.call_history import CallHistory
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
@@ -94,7 +95,8 @@ class Engine:
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        with explained(f"the background thread of rank {self._rank}"):
+            self._thread.start()
 
     def join(self, timeout: float | None) -> None:
         """Wait until the thread has ended, at most `timeout` seconds; without one as long as it takes."""

@@ -20,8 +20,10 @@ import itertools
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +31,7 @@ import numpy as np
 from hvdlite.core.array import Array
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import reserve_descriptors
+from hvdlite.core.process_limit import explained
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import OobTexts, WaitUntil
@@ -84,7 +87,7 @@ def gloo_plane(rank: int, oob: OobTexts, wake: Callable[[], None], address: str,
 def _connect(rank: int, oob: OobTexts, wake: Callable[[], None], address: str, timeout: float,
              warn: Callable[[str], object], process_set_id: int, ranks: tuple[int, ...],
              wait_until: WaitUntil) -> GlooProcessGroup:
-    distributed = importlib.import_module("torch.distributed")
+    distributed = _imported("torch.distributed", wake, wait_until)
     if not distributed.is_available() or not distributed.is_gloo_available():
         raise LaunchError("this build of torch comes without Gloo: install one from pypi.org or download.pytorch.org")
     gloo = distributed.ProcessGroupGloo
@@ -117,6 +120,22 @@ def _connect(rank: int, oob: OobTexts, wake: Callable[[], None], address: str, t
             warn("Gloo's port on this rank stays open to strangers, because its socket was not found or the kernel refused "
                  "a filter: programs that reach it can take descriptors of this rank (docs/security.md, What remains)")
     return made
+
+
+def _imported(module: str, wake: Callable[[], None], wait_until: WaitUntil) -> Any:
+    """Import a module in a thread of its own: torch takes minutes on a busy machine, and this rank still answers others."""
+    imported: Future[Any] = Future()
+
+    def load() -> None:
+        try:
+            imported.set_result(importlib.import_module(module))
+        except BaseException as error:
+            imported.set_exception(error)
+        wake()
+    with explained(f"the thread that imports {module}"):
+        threading.Thread(target=load, name=f"hvdlite-import-{module}", daemon=True).start()
+    wait_until(imported.done)
+    return imported.result()
 
 
 def _device(gloo: Any, address: Mapping[str, str]) -> Any:

@@ -31,8 +31,9 @@ WRITERS = tuple(getattr(keras.callbacks, name) for name in (
     "ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "BackupAndRestore", "ProgbarLogger", "OrbaxCheckpoint")
                 if hasattr(keras.callbacks, name))
 """Callbacks that only rank 0 runs."""
-METHODS = ("fit", "evaluate", "predict", "train_step", "test_step", "train_on_batch", "test_on_batch", "make_train_function",
-           "make_test_function", "make_predict_function", "_symbolic_build", "_get_metrics_result_or_logs")
+METHODS = ("fit", "evaluate", "predict", "train_step", "test_step", "predict_step", "train_on_batch", "test_on_batch",
+           "make_train_function", "make_test_function", "make_predict_function", "_symbolic_build",
+           "_get_metrics_result_or_logs")
 """Methods of a model that `DistributedModel` replaces by methods of the same names."""
 _DEFAULT_BATCH = 32
 _HELD_OUT = (np.zeros((1, 1), "float32"),)
@@ -85,7 +86,7 @@ class DistributedModel:
             kept, held_out = train_validation_split(tuple(given[name] for name in data), given["validation_split"])
             given.update(zip(data, kept, strict=True))
         x, arrays = self._data(given, "x", "y", "sample_weight")
-        self._is_bare = shards.is_bare(arrays)
+        is_bare_before, self._is_bare = self._is_bare, shards.is_bare(arrays)
         batch = given["batch_size"] or _DEFAULT_BATCH
         sync_random_state()
         self._fits += 1
@@ -105,7 +106,7 @@ class DistributedModel:
                 return self.original["fit"](**{**given, **local, "callbacks": self._callbacks(given["callbacks"]),
                                                "verbose": self._verbose(given["verbose"])})
         finally:
-            self._fitting, self._held_out = False, before
+            self._fitting, self._held_out, self._is_bare = False, before, is_bare_before
 
     def evaluate(self, *arguments: Any, **named: Any) -> Any:
         """Evaluate like the model's method; each rank computes its part, and all ranks return the same results."""
@@ -153,6 +154,11 @@ class DistributedModel:
                 self._weighted():
             is_bare = self._applied is not None and self._applied.is_bare
             return self.original["test_step"](*_given(arguments, is_bare), **named)
+
+    def predict_step(self, *arguments: Any, **named: Any) -> Any:
+        """Run the model's method, with the data in the form in which Keras gives it without a strategy."""
+        is_bare = self._applied is not None and self._applied.is_bare
+        return self.original["predict_step"](*_given(arguments, is_bare), **named)
 
     def _weighted(self) -> AbstractContextManager[None]:
         return self._strategy.weighted_step(current_samples(), lambda: self._model.trainable_variables)
@@ -219,7 +225,7 @@ class DistributedModel:
         x, y, weights = (*shards.select_rows(arrays, rows), None, None)[:3]
         self._distribute_optimizers()
         self._fitting = self._applying_shares = True
-        self._is_bare = False
+        is_bare_before, self._is_bare = self._is_bare, False
         try:
             with self._prepared() if name == "test_on_batch" or not self._continues else nullcontext():
                 logs = self.original[name](**{**given, "x": x, "y": y, "sample_weight": weights, "return_dict": True})
@@ -227,6 +233,7 @@ class DistributedModel:
             logs = _as_numbers(self._get_metrics_result_or_logs(logs))
         finally:
             self._fitting = self._applying_shares = False
+            self._is_bare = is_bare_before
         return logs if given["return_dict"] else self._model._flatten_metrics_in_order(logs)
 
     def _forget_metrics(self) -> None:
@@ -318,7 +325,8 @@ class DistributedModel:
         return x, shards.as_arrays(*(given[name] for name in names)) if shards.is_arrays(x) else None
 
     def _applied_to(self, held_out: Any, batch_size: int, steps: int | None) -> EvaluationData:
-        arrays = shards.as_arrays(*held_out) if isinstance(held_out, (tuple, list)) else None
+        parts = held_out if isinstance(held_out, (tuple, list)) else (held_out,) if shards.is_arrays(held_out) else None
+        arrays = None if parts is None else shards.as_arrays(*parts)
         x = None if arrays is not None else shards.global_dataset(held_out)
         return EvaluationData(x, arrays, batch_size, steps, self._strategy, step.needs_whole_batches(self._model))
 

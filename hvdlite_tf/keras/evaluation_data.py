@@ -56,7 +56,7 @@ class EvaluationData:
 
     Attributes:
         is_whole: whether ranks take whole batches.
-        is_bare: see `shards.is_bare`.
+        is_bare: see `shards.is_bare`; also of a DataLoader, when it has given a batch.
 
     Raises:
         ValueError: for data that cannot be divided among ranks.
@@ -147,6 +147,7 @@ class EvaluationData:
 
     def _loaded(self) -> Iterator[tuple[Any, int]]:
         for rows, batch in itertools.islice(self._begin_loader(), self._steps):
+            self.is_bare = not isinstance(batch, (tuple, list))
             if rows >= self._size:
                 yield batch, shards.rows_of(batch)
             else:  # every rank has the whole batch

@@ -193,14 +193,20 @@ def penalizing(model: Any) -> Iterator[None]:
 def needs_whole_batches(model: Any) -> bool:
     """Return whether a loss or metric could have another divisor than samples, which a part of a batch cannot know.
 
-    A metric that is a function may return one number for a batch, which Keras averages over batches.
+    A metric that is a function may return one number for a batch, which Keras averages over batches. So it does with the
+    losses of single outputs on TensorFlow.
     """
-    metrics = keras.tree.flatten(getattr(getattr(model, "_compile_metrics", None), "_user_metrics", None))
+    compiled = getattr(model, "_compile_metrics", None)
+    metrics = [metric for given in ("_user_metrics", "_user_weighted_metrics")
+               for metric in keras.tree.flatten(getattr(compiled, given, None))]
     if any(callable(metric) and not isinstance(metric, keras.Metric) and not _is_keras(metric) for metric in metrics):
         return True
     if _summing_layers(model):
         return True
     losses = keras.tree.flatten(getattr(getattr(model, "_compile_loss", None), "_user_loss", None))
+    outputs = getattr(model, "outputs", None) or ()
+    if keras.backend.backend() == "tensorflow" and max(len(losses), len(outputs)) > 1:
+        return True
     if any(getattr(loss, "reduction", None) in ("sum", "mean_with_sample_weight") for loss in losses):
         return True
     return any(isinstance(layer, keras.layers.Masking) or getattr(layer, "mask_zero", False)

@@ -10,6 +10,8 @@ import msgspec
 import pytest
 
 from hvdlite.bootstrap import store as store_module
+from hvdlite.bootstrap.job_directory import host_identity, network_identity
+from hvdlite.bootstrap.mpi import route_address
 from hvdlite.bootstrap.store import meet_in_store
 from hvdlite.bootstrap.store_texts import opened, sealed
 from hvdlite.core.errors import LaunchError
@@ -53,6 +55,22 @@ def test_noise_in_the_place_of_every_rank_is_an_error(monkeypatch: pytest.Monkey
         meet_in_store(Noise(), 0, 2)
 
 
+@pytest.mark.parametrize("written", [b"noise", None])
+def test_a_rank_whose_text_is_overwritten_or_removed_says_so(written: bytes | None,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 cannot answer it: nothing tells where."""
+    class Overwritten(DictStore):
+        def set(self, key: str, value: bytes) -> None:
+            if key != "hvdlite/1" or written is not None:
+                super().set(key, value if key != "hvdlite/1" or written is None else written)
+
+    monkeypatch.setattr(store_module, "LATE_SECONDS", 0.02)
+    monkeypatch.setattr(store_module, "OWN_SECONDS", 0.05)
+    store = Overwritten()
+    with pytest.raises(LaunchError, match=r"rank 1 does not find in the store what it has written .*another program"):
+        meet_in_store(store, 1, 2, KEY)
+
+
 def test_a_version_that_differs_is_named_on_both_sides() -> None:
     class Translates(DictStore):
         """Between versions that differ by their name only."""
@@ -77,6 +95,8 @@ def test_a_forged_answer_leads_nowhere(key: bytes) -> None:
         "another size": [World(1, 3, 1, 3), "t", None, b"", ""],
         "what this rank cannot share": [World(1, 2, 1, 2), "t", None, b"", "the runtime"],
         "a key alone": [World(1, 2, 1, 2), "t", None, b"x" * 32, ""],
+        "a world of an elastic job": [World(1, 2, 1, 2, epoch=5), "t", None, b"", ""],
+        "no address of another host": [World(1, 2, 0, 1, 1, 2), "t", None, b"", ""],
         "a path": [World(1, 2, 1, 2), "../../home/.ssh", None, b"", ""],
     }
     for name, answer in answers.items():
@@ -147,6 +167,19 @@ def test_an_unsigned_reason_is_shown_without_control_characters() -> None:
     with pytest.raises(LaunchError) as raised:
         meet_in_store(store, 1, 2)
     assert "\x1b" not in str(raised.value) and len(str(raised.value)) < 3000
+
+
+def test_what_a_stranger_says_reaches_rank_0s_terminal_without_control_characters() -> None:
+    store = DictStore()
+    host = f"{host_identity()}:{network_identity()}:"
+    store.set("hvdlite/1", sealed("hvdlite/1", 1, 7, [2, host, "h", "\x1b]0;owned\x07", False, ""], signer()))
+    with pytest.raises(LaunchError, match="different directories") as raised:
+        meet_in_store(store, 0, 2)
+    assert "\x1b" not in str(raised.value) and "\\x1b" in str(raised.value)
+
+
+def test_a_name_that_no_host_has_is_no_address() -> None:
+    assert route_address(["a\0b", "x" * 64 + ".invalid"]) == route_address([])
 
 
 def test_a_rank_without_a_place_for_temporary_files_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from hvdlite.bootstrap import store as store_module
 from hvdlite.bootstrap.environments import LaunchInfo
-from hvdlite.bootstrap.job_directory import host_identity
+from hvdlite.bootstrap.job_directory import host_identity, network_identity
 from hvdlite.bootstrap.store import meet_in_store, own_address
 from hvdlite.bootstrap.store_texts import sealed
 from hvdlite.core.errors import LaunchError
@@ -96,7 +96,8 @@ def test_ranks_with_different_keys_all_raise(keys: tuple[bytes, bytes]) -> None:
 
 def test_ranks_of_a_host_with_different_directories_for_temporary_files_are_told() -> None:
     store = DictStore()
-    store.set("hvdlite/1", sealed("hvdlite/1", 1, 7, [2, f"{host_identity()}:", "h", "/other", False, ""], signer()))
+    host = f"{host_identity()}:{network_identity()}:"
+    store.set("hvdlite/1", sealed("hvdlite/1", 1, 7, [2, host, "h", "/other", False, ""], signer()))
     with pytest.raises(LaunchError, match=r"ranks 0 and 1 of one host .* /other: set TMPDIR"):
         meet_in_store(store, 0, 2)
 

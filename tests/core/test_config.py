@@ -57,7 +57,8 @@ def test_knobs_are_read_with_their_aliases_and_precedence() -> None:
     assert Config.from_environment(both, fusion_threshold=9).fusion_threshold == 9
     assert Config.from_environment({"HVDLITE_LOG_LEVEL": "trace"}).log_level == "DEBUG"
     for name, value in (("FUSION_THRESHOLD", "-1"), ("LOG_LEVEL", "loud"), ("CONTROL", "smoke"), ("SHM_SLOT", ""),
-                        ("SHM_CHUNK", "3Q"), ("BUCKET_LAYOUTS", "0"), ("FRAME_LIMIT", "65535"), ("SHM_CHUNK", "4095")):
+                        ("SHM_CHUNK", "3Q"), ("BUCKET_LAYOUTS", "0"), ("FRAME_LIMIT", "65535"), ("SHM_CHUNK", "4095"),
+                        ("AGENT_TIMEOUT", "2.9"), ("AGENT_TIMEOUT", "-1")):
         with pytest.raises(ConfigError, match=f"HVDLITE_{name}"):
             Config.from_environment({f"HVDLITE_{name}": value})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import socket
 import sys
 import threading
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from hvdlite.core.array import SUPPORTED_DTYPES
-from hvdlite.core.types import Collective
+from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes import gloo_listener
 from hvdlite.planes.base import Plan, Plane
@@ -65,6 +66,30 @@ def test_a_small_allgather_connects_the_hosts_first_ranks_only(monkeypatch: pyte
     (board,) = boards
     first_ranks = {makers.HOSTS[size].index(host) for host in makers.HOSTS[size]}
     assert {rank for pair in board.fetched for rank in pair} <= first_ranks < set(range(size))
+
+
+def test_a_rank_answers_others_while_it_imports_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine that takes minutes; in the background thread itself it would look like a death."""
+    waits, real = threading.Event(), importlib.import_module
+
+    class Bell(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.set()
+            return super().wait(timeout)
+
+    def slow(module: str) -> object:
+        assert module != "torch.distributed" or waits.wait(30), "nothing is heard while torch is imported"
+        return real(module)
+
+    monkeypatch.setattr(importlib, "import_module", slow)
+    bells = [Bell() for _ in range(2)]
+    planes = makers.gloo(2, lambda rank: bells[rank].set())
+    outputs = [np.empty(1, np.float32) for _ in range(2)]
+    response = Response(names=("x",), collective=Collective.ALLREDUCE, dtype="float32", op=ReduceOp.SUM, contributors=(0, 1))
+    run_a_plan(planes, bells, [Plan(1, (0, 1), response, [np.ones(1, np.float32)], [outputs[rank]]) for rank in range(2)])
+    assert outputs == [[2], [2]]
+    for plane in planes:
+        plane.close()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="socket filters are Linux's")

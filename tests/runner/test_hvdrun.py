@@ -409,3 +409,16 @@ def test_rank_0_reads_the_standard_input_of_hvdrun_if_that_is_wanted() -> None:
     assert read_by_ranks("--stdin") == {"0 'a\\nb'", "1 ''"}
     refused = hvdrun("--stdin", "-H", "no.such.host:1,localhost:1", "true")
     assert refused.returncode == 2 and "rank 0 runs on host no.such.host" in refused.stderr
+
+
+def test_ranks_of_one_host_have_a_key_of_their_job() -> None:
+    """Groups of torch.distributed sign with it what they write to torch's store."""
+    keys = [hvdrun("-np", "2", PYTHON, "-c", "import os; print(os.environ['HVDLITE_SECRET'])").stdout.splitlines()
+            for _ in range(2)]
+    (first, other), (second, _) = ([line.rpartition(" ")[2].rpartition(":")[2] for line in lines] for lines in keys)
+    assert first == other != second and len(bytes.fromhex(first)) >= 16
+
+
+def test_a_discovery_script_cannot_write_to_the_terminal() -> None:
+    ended = hvdrun("--min-np", "1", "--host-discovery-script", r"printf '\033]0;owned\007\n'; exit 3", PYTHON, "-c", "")
+    assert ended.returncode and "owned" in ended.stderr and "\x1b" not in ended.stderr + ended.stdout

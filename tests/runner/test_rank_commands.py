@@ -63,11 +63,14 @@ def test_torch_finds_the_ranks() -> None:
 
 def test_a_python_that_would_read_its_program_from_standard_input_is_refused(tmp_path: Path) -> None:
     python = sys.executable
-    for words in ((), ("-",), ("-u", "-"), ("-W", "error", "-X", "dev"), ("-", "--fast")):
-        with pytest.raises(CommandError, match="standard input, and ranks have none") as caught:
-            check_input([python, *words])
-        assert caught.value.code == 126
+    for words in ((), ("-",), ("-u", "-"), ("-W", "error", "-X", "dev"), ("-", "--fast"), ("/dev/stdin",)):
+        for before in ((), ("env", "A=1"), ("/usr/bin/env",)):
+            with pytest.raises(CommandError, match="standard input, and ranks have none") as caught:
+                check_input([*before, python, *words])
+            assert caught.value.code == 126
     (tmp_path / "train.py").touch()
     for words in (("-c", "pass"), ("-m", "site"), ("-um", "site"), ("-V",), ("--version",),
                   (str(tmp_path / "train.py"), "-"), ("-W", "error", str(tmp_path / "train.py"))):
         check_input([python, *words])
+        check_input(["env", "A=1", python, *words])
+    check_input(["env"])

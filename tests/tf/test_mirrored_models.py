@@ -22,9 +22,13 @@ def test_models_that_keras_cannot_build_before_the_first_step() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_sparse_and_ragged_data(backend: str) -> None:
+def test_sparse_data(backend: str) -> None:
     pytest.importorskip("scipy")
-    run(2, "mirrored_models:sparse_and_ragged_data", KERAS_BACKEND=backend)
+    run(2, "mirrored_models:sparse_data", timeout=400.0, KERAS_BACKEND=backend)  # TensorFlow compiles long on a busy machine
+
+
+def test_ragged_data() -> None:
+    run(2, "mirrored_models:ragged_data")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

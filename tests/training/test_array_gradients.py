@@ -119,11 +119,12 @@ def test_rows_of_a_sparse_gradient_also_where_a_rank_has_none() -> None:
 
 
 def test_the_same_rows_on_all_ranks_are_added() -> None:
-    """Those of an embedding of positions; others remain as they are, repeated ones too."""
+    """Those of an embedding of positions; others remain as they are, also if a rank has several of the same index."""
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
         reducer = reducer_of(runtime, *SHAPES)
-        for own, indices, values in (([3, 1, 3], [3, 1, 3], [1.5, 1.5, 1.5]),
+        for own, indices, values in (([3, 1, 0], [3, 1, 0], [1.5, 1.5, 1.5]),
+                                     ([3, 1, 3], [3, 1, 3, 3, 1, 3], [0.5, 0.5, 0.5, 1, 1, 1]),
                                      ([0, 1 + rank], [0, 1, 0, 2], [0.5, 0.5, 1, 1]),
                                      ([4] * (1 + 2 * rank), [4, 4], [1.5, 2])):
             reducer.expect([1])

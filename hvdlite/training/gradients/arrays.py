@@ -166,9 +166,11 @@ class ArrayGradients:
         indices = rows[:, :8].reshape(-1).view(np.int64)
         values = rows[:, 8:].reshape(-1).view(slot.dtype).reshape(len(rows), *row)
         own, rest = divmod(len(rows), self._sources)
-        if own and not rest and (indices.reshape(self._sources, own) == indices[:own]).all():
-            # The same rows on all ranks, as of an embedding of positions. Some optimizers (Keras' Adam on TensorFlow) square
-            # each row that they get before they add those of the same index, so they get one, as in one process.
+        if (own and not rest and (indices.reshape(self._sources, own) == indices[:own]).all()
+                and np.unique(indices[:own]).size == own):
+            # The same rows on all ranks, each once, as of an embedding of positions that all samples share. Some optimizers
+            # (Keras' Adam on TensorFlow) square each row that they get before they add those of the same index, so they get
+            # one, as in one process. Where each sample has rows of its own, one process has several of the same index, too.
             summed = values.reshape(self._sources, own, *row).sum(0, dtype=accumulator_dtype(values.dtype))
             indices, values = indices[:own], summed.astype(values.dtype, copy=False)
         return Rows(indices, scaled(values, factor))

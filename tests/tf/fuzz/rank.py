@@ -103,13 +103,12 @@ def train(training: Training, hvd: Any, alone: bool) -> dict[str, Any]:
             return found
         found["predictions"] = np.concatenate([np.ravel(each) for each in keras.tree.flatten(
             model.predict(x, batch_size=training.batch, verbose=0))])
-        compared = None if is_exact_by_output(training) else 1
-        found["evaluation"] = np.ravel(model.evaluate(x, y, batch_size=training.batch, verbose=0))[:compared]
+        found["evaluation"] = np.ravel(model.evaluate(x, y, batch_size=training.batch, verbose=0))
     return found
 
 
 def is_exact_by_output(training: Training) -> bool:
-    """Return whether losses of single outputs are one process's: on TensorFlow Keras averages them without weights."""
+    """Return whether `fit` logs one process's losses of outputs: on TensorFlow Keras averages them without weights."""
     return training.backend != "tensorflow" or training.has_equal_shards
 
 
@@ -117,7 +116,7 @@ def monitored(training: Training) -> str:
     """Return the name of the loss by which a callback decides."""
     if training.model in ("own train_step", "no call"):
         return "own"
-    by_output = training.model == "two outputs" and is_exact_by_output(training)
+    by_output = training.model == "two outputs" and (training.validated or is_exact_by_output(training))
     return "val_" * training.validated + "first_" * by_output + "loss"
 
 
