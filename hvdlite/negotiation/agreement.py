@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from hvdlite.core.types import Collective
+from hvdlite.negotiation.gathering import first_of, grouped
 from hvdlite.negotiation.messages import Request
-from hvdlite.negotiation.requests import first_of, grouped
 
 Aspect = tuple[str, Callable[[Request], object]]
 STEPS = "number of optimizer steps before the reduction"

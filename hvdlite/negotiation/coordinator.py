@@ -19,6 +19,7 @@ from hvdlite.core.errors import ProtocolError
 from hvdlite.negotiation.call_waits import CallWaits
 from hvdlite.negotiation.deadlock import BlockedRanks
 from hvdlite.negotiation.fusion import fuse
+from hvdlite.negotiation.gathering import Ranks
 from hvdlite.negotiation.layouts import BucketSizes
 from hvdlite.negotiation.messages import (
     Blocked,
@@ -40,7 +41,6 @@ from hvdlite.negotiation.messages import (
     RoundDone,
 )
 from hvdlite.negotiation.negotiator import Negotiator, Policy, ReduceEagerly
-from hvdlite.negotiation.requests import Ranks
 from hvdlite.negotiation.stalls import Stall, bucket_stall, tensor_stall
 
 
@@ -195,24 +195,20 @@ class Coordinator:
     def is_anything_pending(self) -> bool:
         """Whether a tensor or a bucket waits for some ranks."""
         negotiator = self.negotiator
-        return bool(negotiator.table.pending or negotiator.gradient_sets.pending or negotiator.mailboxes.is_ending
+        return bool(negotiator.reports.requests or negotiator.gradient_sets.pending or negotiator.mailboxes.is_ending
                     or self._call_waits)
 
     def pending(self, now: float) -> list[Stall]:
         """Return every tensor and bucket that waits for some ranks, however short."""
-        table, gradient_sets = self.negotiator.table, self.negotiator.gradient_sets
-        return [tensor_stall(table, key, now) for key in table.pending] + [
+        requests, gradient_sets = self.negotiator.reports.requests, self.negotiator.gradient_sets
+        return [tensor_stall(requests, tensor, now) for tensor in requests.values()] + [
             bucket_stall(bucket, now) for bucket in gradient_sets.pending.values()
         ] + self.negotiator.mailboxes.stalls(now) + self._call_waits.pending(now)
 
     def new_stalls(self, now: float, after: float) -> list[Stall]:
         """Return what has waited at least `after` seconds and was not returned before."""
-        found = []
-        table = self.negotiator.table
-        for key, tensor in table.pending.items():
-            if now - tensor.since >= after and not tensor.warned:
-                tensor.warned = True
-                found.append(tensor_stall(table, key, now))
+        requests = self.negotiator.reports.requests
+        found = [tensor_stall(requests, tensor, now) for tensor in requests.newly_overdue(now, after)]
         for bucket in self.negotiator.gradient_sets.pending.values():
             if now - bucket.since >= after and not bucket.warned:
                 bucket.warned = True

@@ -7,8 +7,10 @@ gathered is a request for a tensor, a full bucket, the end of a round, or the en
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
+
+from hvdlite.negotiation.messages import Request
 
 Ranks = tuple[int, ...]
 """The source of an item: one rank, or several ranks of a host whose leader has merged what they reported."""
@@ -85,6 +87,13 @@ class Gathering(dict[Key, Gathered[Item]], Generic[Key, Item]):
         """Return the ranks that have yet to report something, ascending."""
         return [rank for rank in self._among(gathered.first, self._scope) if rank not in gathered.ranks]
 
+    def newly_overdue(self, now: float, after: float) -> list[Gathered[Item]]:
+        """Return what has waited at least `after` seconds and was not returned before."""
+        overdue = [gathered for gathered in self.values() if now - gathered.since >= after and not gathered.warned]
+        for gathered in overdue:
+            gathered.warned = True
+        return overdue
+
     def take_if(self, condition: Callable[[Item], bool]) -> list[Gathered[Item]]:
         """Remove and return the things that meet a condition, which must be equal for all their items."""
         return [self.pop(key) for key in [key for key, gathered in self.items() if condition(gathered.first)]]
@@ -102,3 +111,42 @@ class Gathering(dict[Key, Gathered[Item]], Generic[Key, Item]):
             assert gathered.ranks == {rank for ranks, _ in gathered.parts for rank in ranks}, key
             assert gathered.ranks.issubset(self._scope), key
             assert gathered.missing == len(self.missing_ranks(gathered)) > 0, key
+
+
+class Requests(Mapping[int, Request]):
+    """All ranks' requests for one tensor, by rank. The table of all ranks is built when a request is looked up first.
+
+    Attributes:
+        groups: the requests with the ranks that made them together, in order of arrival.
+    """
+
+    def __init__(self, gathered: Gathered[Request]) -> None:
+        self.groups = gathered.parts
+        self._ranks = gathered.ranks
+        self._by_rank: dict[int, Request] = {}
+
+    def __getitem__(self, rank: int) -> Request:
+        if not self._by_rank:
+            self._by_rank = {each: request for ranks, request in self.groups for each in ranks}
+        return self._by_rank[rank]
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._ranks
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ranks)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+
+def grouped(requests: Mapping[int, Request]) -> Sequence[tuple[Ranks, Request]]:
+    """Return each request with the ranks that made it; with leaders, these are fewer than ranks."""
+    if isinstance(requests, Requests):
+        return requests.groups
+    return [((rank,), request) for rank, request in requests.items()]
+
+
+def first_of(requests: Mapping[int, Request]) -> Request:
+    """Return the request that came first."""
+    return requests.groups[0][1] if isinstance(requests, Requests) else next(iter(requests.values()))

@@ -40,11 +40,11 @@ from hvdlite.core.device import CPU
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective
+from hvdlite.negotiation.gathering import Ranks, first_of
 from hvdlite.negotiation.layouts import BucketSizes, carried_over, first_round, plan_buckets, requests_of
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request, Response, Retired, RoundDone
 from hvdlite.negotiation.pending_buckets import PendingBuckets
 from hvdlite.negotiation.process_sets import ProcessSetTable
-from hvdlite.negotiation.requests import Ranks, first_of
 
 MAX_BACKOFF_ROUNDS = 64
 """Rounds; also how long a layout must be in use so that its end does not count."""

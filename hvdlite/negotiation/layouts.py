@@ -10,8 +10,8 @@ import msgspec
 from hvdlite.core.array import ALIGNMENT, GPU_ALIGNMENT, SUPPORTED_DTYPES
 from hvdlite.core.device import CPU
 from hvdlite.negotiation.fusion import fusion_key, payload_bytes, response_to
+from hvdlite.negotiation.gathering import Ranks, first_of, grouped
 from hvdlite.negotiation.messages import Bucket, BucketReady, Layout, Request
-from hvdlite.negotiation.requests import Ranks, first_of, grouped
 
 
 @dataclasses.dataclass(frozen=True)

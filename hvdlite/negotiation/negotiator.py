@@ -24,8 +24,8 @@ from hvdlite.core.types import ROOTED, Collective
 from hvdlite.negotiation import refusals
 from hvdlite.negotiation.agreement import disagreement, reconciled
 from hvdlite.negotiation.fusion import payload_bytes, receive_splits, response_to
+from hvdlite.negotiation.gathering import Gathered, Ranks, Requests, first_of, grouped
 from hvdlite.negotiation.gradient_sets import GradientSetTable
-from hvdlite.negotiation.joins import Joins
 from hvdlite.negotiation.layouts import BucketSizes
 from hvdlite.negotiation.locks import Locks
 from hvdlite.negotiation.mailboxes import MailboxTable
@@ -42,9 +42,7 @@ from hvdlite.negotiation.messages import (
     RoundDone,
     Wait,
 )
-from hvdlite.negotiation.process_sets import ProcessSetTable
-from hvdlite.negotiation.readiness import ReadinessTable
-from hvdlite.negotiation.requests import Ranks, first_of, grouped
+from hvdlite.negotiation.readiness import Aggregator
 
 ReduceEagerly = Callable[[Response, Sequence[bytes], int], bytes]
 """Carry out an allreduce on the contributors' bytes, in ascending rank order, in a process set of that many ranks."""
@@ -91,7 +89,7 @@ class Negotiator:
         joins: which ranks have joined.
         left: the ranks that have left.
         gradient_sets: rounds and layouts.
-        table: the tensors that some ranks have reported.
+        reports: what some ranks have reported, and others have not.
         mailboxes: through which small allreduces go without requests.
         locks: which gradient set is reduced without reports.
         rounds: rounds of gradient sets that are over on all ranks.
@@ -103,10 +101,10 @@ class Negotiator:
 
     def __init__(self, size: int, policy: Policy, reduce_eagerly: ReduceEagerly | None) -> None:
         self.policy = policy
-        self.joins = Joins()
+        self.reports = Aggregator(tuple(range(size)), size)
+        self.joins = self.reports.joins
         self.left: set[int] = set()
-        self._process_sets = ProcessSetTable(size)
-        self.table = ReadinessTable(self._process_sets, self.joins.ranks)
+        self._process_sets = self.reports.process_sets
         self.gradient_sets = GradientSetTable(self._process_sets, self.joins.ranks, policy.bucket_sizes,
                                               policy.layout_capacity)
         self.mailboxes = MailboxTable(policy.mailbox_limit)
@@ -151,15 +149,15 @@ class Negotiator:
             self.gradient_sets.record_order(request)
         if self._process_sets.among(request.process_set_id, ranks) != ranks:
             raise ProtocolError(f"reported '{request.name}' in process set {request.process_set_id}, which it is not in")
-        requests = self.table.add(ranks, request, now)
+        gathered = self._add(ranks, request, now)
         if request.collective is Collective.JOIN:
             self.mailboxes.freeze_of(ranks, now)
             for rank in ranks:
                 self._join(rank, now)
         elif request.collective is Collective.REMOVE_PROCESS_SET:
             self.mailboxes.freeze_in(request.members[0], now)
-        if requests is not None:
-            self._complete(requests, now)
+        if not gathered.missing:
+            self._complete(Requests(gathered), now)
         elif self.left and not self.left.isdisjoint(members):
             self._refuse_pending(now)
 
@@ -192,8 +190,8 @@ class Negotiator:
             self.evict(layout_id, now, back_off=False)
         if not self.gradient_sets.retire(rank, retired):
             return
-        for requests in self.table.take_if(lambda request: request.label == retired.label):
-            self._refuse_not_shared(requests)
+        for gathered in self.reports.requests.take_if(lambda request: request.label == retired.label):
+            self._refuse_not_shared(gathered)
         self.gradient_sets.drop(retired.label)
 
     def receive_frozen(self, rank: int, frozen: MailboxFrozen) -> None:
@@ -230,20 +228,26 @@ class Negotiator:
             done = self.gradient_sets.ranks_done_with(wait.name, wait.round_id)
             members = frozenset(self._process_sets[wait.process_set_id])
             return members.difference(done, self.joins.ranks) if rank in done else None
-        key = (wait.process_set_id, wait.name, wait.round_id)
-        tensor = self.table.pending.get(key)
-        if tensor is None or rank not in tensor.requests:
+        tensor = self.reports.requests.get((wait.process_set_id, wait.name, wait.round_id))
+        if tensor is None or rank not in tensor.ranks:
             return None
-        return frozenset(self.table.missing(key))
+        return frozenset(self.reports.requests.missing_ranks(tensor))
 
     def check_invariants(self) -> None:
         """Fail when the state contradicts the rules at the top of this file."""
-        self.table.check_invariants()
+        self.reports.check_invariants()
         self.gradient_sets.check_invariants()
-        for process_set_id, name, _ in self.table.pending:
+        for process_set_id, name, _ in self.reports.requests:
             assert not self.left & set(self._process_sets[process_set_id]), f"'{name}' waits for a rank that left"
         for pending in self.gradient_sets.pending.values():
             assert not self.left & set(pending.bucket.response.contributors), "a bucket waits for a rank that left"
+
+    def _add(self, ranks: Ranks, request: Request, now: float) -> Gathered[Request]:
+        """Record a request of some ranks; return all ranks' requests when nothing is missing any more."""
+        gathered = self.reports.requests.add(ranks, request.key, request, now)
+        if gathered.is_repeated:
+            raise ProtocolError(f"reported '{request.name}' twice before it was answered")
+        return gathered
 
     def _complete(self, requests: Mapping[int, Request], now: float) -> None:
         """Answer a tensor that every rank that takes part has reported."""
@@ -317,9 +321,9 @@ class Negotiator:
     def _end_round(self, done: RoundDone) -> None:
         """Every rank that has not joined has finished a round: refuse what only some have, and learn a layout."""
         self.rounds += 1
-        for requests in self.table.take_if(lambda request: request.label == done.label
-                                           and request.round_id <= done.round_id):
-            self._refuse_not_shared(requests)
+        for gathered in self.reports.requests.take_if(lambda request: request.label == done.label
+                                                      and request.round_id <= done.round_id):
+            self._refuse_not_shared(gathered)
         layout, evicted = self.gradient_sets.learn(done.label, done.round_id)
         for layout_id in evicted:
             self._end_layout(layout_id, back_off=False)
@@ -329,12 +333,11 @@ class Negotiator:
 
     def _join(self, rank: int, now: float) -> None:
         """Do not wait for a rank any more."""
-        self.joins.ranks[rank] = None
-        complete = self.table.join(rank)
+        complete = self.reports.join(rank)
         for layout_id in self.gradient_sets.layouts_of([rank]):
             self._suspend(layout_id, now)
-        for requests in complete:
-            self._complete(requests, now)
+        for gathered in complete:
+            self._complete(Requests(gathered), now)
         for done in self.gradient_sets.join(rank):
             self._end_round(done)
 
@@ -348,8 +351,7 @@ class Negotiator:
 
     def _abort_join(self) -> None:
         """A join has failed because a rank left: the ranks that had joined take part again."""
-        self.joins.ranks.clear()
-        self.table.recount()
+        self.reports.abort_join()
         self.gradient_sets.abort_join()
         for layout_id in self.gradient_sets.suspended:  # ranks have made different numbers of rounds
             self._end_layout(layout_id)
@@ -359,9 +361,9 @@ class Negotiator:
         self.mailboxes.freeze_in(process_set_id, now)
         for layout_id in self.gradient_sets.layouts_in(process_set_id):
             self.evict(layout_id, now)
-        for requests in self.table.take_if(lambda request: request.process_set_id == process_set_id):
-            request = first_of(requests)
-            self._refuse(request, refusals.set_removed_under_way(request, requests))
+        for gathered in self.reports.requests.take_if(lambda request: request.process_set_id == process_set_id):
+            request = gathered.first
+            self._refuse(request, refusals.set_removed_under_way(request, gathered.ranks))
         self.gradient_sets.remove(process_set_id)
         self._process_sets.remove(process_set_id)
 
@@ -372,23 +374,20 @@ class Negotiator:
         if request.label and request.process_set_id in self._process_sets:
             self.gradient_sets.invalidate(request)
 
-    def _refuse_not_shared(self, requests: Mapping[int, Request]) -> None:
+    def _refuse_not_shared(self, gathered: Gathered[Request]) -> None:
         """Refuse a member of a gradient set that some ranks do not have."""
-        request = first_of(requests)
-        missing = [rank for rank in self._process_sets[request.process_set_id]
-                   if rank not in requests and rank not in self.joins.ranks]
-        self._refuse(request, refusals.not_shared(request, requests, missing))
+        missing = self.reports.requests.missing_ranks(gathered)
+        self._refuse(gathered.first, refusals.not_shared(gathered.first, gathered.ranks, missing))
 
     def _refuse_pending(self, now: float) -> None:
         """Refuse what waits for a rank that left; ranks that report it later get the same answer."""
         for layout_id in self.gradient_sets.layouts_of(self.left):
             for ranks, request in self._end_layout(layout_id):
-                requests = self.table.add(ranks, request, now)
-                if requests is not None:
+                if not self._add(ranks, request, now).missing:
                     self._refuse_left(request)
-        for requests in self.table.take_if(
+        for gathered in self.reports.requests.take_if(
                 lambda request: not self.left.isdisjoint(self._process_sets[request.process_set_id])):
-            self._refuse_left(first_of(requests))
+            self._refuse_left(gathered.first)
 
     def _refuse_left(self, request: Request) -> None:
         members = self._process_sets[request.process_set_id]

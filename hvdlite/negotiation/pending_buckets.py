@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.negotiation.fusion import ranks_in_step
+from hvdlite.negotiation.gathering import Ranks
 from hvdlite.negotiation.layouts import requests_of
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request
-from hvdlite.negotiation.requests import Ranks
 
 
 def unused_members(reports: Sequence[BucketReady]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,104 +1,86 @@
-"""The readiness table: which ranks have reported which tensor, and which tensors are ready on all ranks. Pure."""
+"""What the ranks of a scope report, until all of them have. Pure.
+
+Rank 0 has an `Aggregator` for all ranks of the job.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
-from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
+from hvdlite.negotiation.gathering import Gathered, Gathering, Ranks
 from hvdlite.negotiation.messages import Key, Request
 from hvdlite.negotiation.process_sets import ProcessSetTable
-from hvdlite.negotiation.requests import Ranks, Requests, first_of
 
 
-@dataclasses.dataclass
-class PendingTensor:
-    """One tensor that some ranks have reported."""
+class Joins:
+    """The ranks that have joined: they have no more data and wait until all ranks have called `join()`.
 
-    since: float  # when the first rank reported it; the caller's clock, seconds
-    requests: Requests
-    missing_count: int  # how many ranks have yet to report it; never 0 (a complete one leaves the table at once)
-    warned: bool = False
-
-
-class ReadinessTable:
-    """Collects requests by key until every rank of their process set has made its own, except ranks that have joined.
-
-    Args:
-        process_sets: who belongs to which process set.
-        joined: the ranks that have joined; the caller's, who calls `join` after each that it adds. Only a join itself waits
-            for them.
+    The last rank to join is told to all. When nothing was reduced without a joined rank since the join before, that join's
+    last rank is named again: its parameters are as new as any other rank's, and nested joins (of several optimizers) name
+    the same rank.
 
     Attributes:
-        pending: the incomplete tensors, oldest first; for reading and for marking as warned.
+        ranks: those that have joined, in order.
+        count: how often all ranks have joined.
+        was_missed: something was carried out without a rank that has joined.
     """
 
-    def __init__(self, process_sets: ProcessSetTable, joined: Collection[int]) -> None:
-        self._process_sets, self._joined = process_sets, joined
-        self.pending: dict[Key, PendingTensor] = {}
+    def __init__(self) -> None:
+        self.ranks: dict[int, None] = {}
+        self.count = 0
+        self.was_missed = False
+        self._last: int | None = None
 
-    def add(self, ranks: Ranks, request: Request, now: float) -> Requests | None:
-        """Record a request of some ranks; return the requests of all ranks when these were the last.
+    def name_last(self) -> int:
+        """Return the last rank of the join that is complete now."""
+        if self.was_missed or self._last is None:
+            self._last = next(reversed(self.ranks))
+        return self._last
 
-        Raises:
-            ProtocolError: when one of `ranks` reports a name again before it was answered.
-        """
-        key = request.key
-        pending = self.pending.get(key)
-        if pending is None:
-            pending = self.pending[key] = PendingTensor(now, Requests(), len(self._expected(request)))
-        if not pending.requests.add(ranks, request):
-            raise ProtocolError(f"reported '{request.name}' twice before it was answered")
-        if not self._joined or request.collective is Collective.JOIN:
-            pending.missing_count -= len(ranks)
-        else:
-            pending.missing_count -= sum(rank not in self._joined for rank in ranks)
-        if pending.missing_count:
-            return None
-        return self.pending.pop(key).requests
+    def complete(self) -> None:
+        """All ranks have joined; they all take part again."""
+        self.ranks.clear()
+        self.was_missed = False
+        self.count += 1
 
-    def join(self, rank: int) -> list[Requests]:
-        """Stop waiting for a rank that has joined; remove and return the tensors that are complete by that."""
-        complete = []
-        for key, pending in list(self.pending.items()):
-            first = first_of(pending.requests)
-            if (first.collective is not Collective.JOIN and rank not in pending.requests
-                    and self._process_sets.includes(key[0], rank)):
-                pending.missing_count -= 1
-                if not pending.missing_count:
-                    complete.append(self.take(key))
+
+class Aggregator:
+    """What some ranks of a scope have reported, and others have not.
+
+    Attributes:
+        scope: the ranks whose reports come here.
+        process_sets: who belongs to which process set.
+        joins: which ranks have joined. Only a join itself waits for them.
+        requests: the tensors.
+    """
+
+    def __init__(self, scope: Ranks, size: int) -> None:
+        self.scope = scope
+        self.process_sets = ProcessSetTable(size)
+        self.joins = Joins()
+        self.requests: Gathering[Key, Request] = Gathering(self._waited_for, scope, self.joins.ranks)
+
+    def join(self, rank: int) -> list[Gathered[Request]]:
+        """Stop waiting for a rank, which has joined; remove and return the tensors that are complete by that."""
+        complete = self.requests.join(rank)
+        self.joins.ranks[rank] = None
         return complete
 
-    def recount(self) -> None:
-        """Wait for all ranks again: none has joined any more."""
-        for key, pending in self.pending.items():
-            pending.missing_count = len(self.missing(key))
-
-    def missing(self, key: Key) -> list[int]:
-        """Return the ranks that have not reported an incomplete tensor, ascending."""
-        requests = self.pending[key].requests
-        return [rank for rank in self._expected(first_of(requests)) if rank not in requests]
-
-    def take(self, key: Key) -> Requests:
-        """Remove an incomplete tensor; return its requests."""
-        return self.pending.pop(key).requests
-
-    def take_if(self, condition: Callable[[Request], bool]) -> list[Requests]:
-        """Remove the tensors that meet a condition, which must be equal for all ranks' requests; return their requests."""
-        keys = [key for key, pending in self.pending.items() if condition(first_of(pending.requests))]
-        return [self.take(key) for key in keys]
+    def abort_join(self) -> None:
+        """A join has failed: the ranks that had joined take part again."""
+        self.joins.ranks.clear()
+        self.requests.recount()
 
     def check_invariants(self) -> None:
-        """Fail when the table holds an empty or a complete entry, or one under a wrong key."""
-        for key, pending in self.pending.items():
-            assert pending.requests, key
-            assert all(request.key == key for request in pending.requests.values()), key
-            assert pending.missing_count == len(self.missing(key)) > 0, key
+        """Fail when something is complete, or is not what its key says."""
+        self.requests.check_invariants()
+        for key, gathered in self.requests.items():
+            assert all(request.key == key for _, request in gathered.parts), key
 
-    def _expected(self, request: Request) -> Collection[int]:
-        """Return the ranks that a tensor needs."""
-        members = self._process_sets[request.process_set_id]
-        if not self._joined or request.collective is Collective.JOIN:
-            return members
-        return [rank for rank in members if rank not in self._joined]
+    def _waited_for(self, item: Request, ranks: Ranks) -> Collection[int]:
+        """Return those of `ranks` that belong to the process set of an item and are waited for."""
+        ranks = self.process_sets.among(item.process_set_id, ranks)
+        if not self.joins.ranks or item.collective is Collective.JOIN:
+            return ranks
+        return [rank for rank in ranks if rank not in self.joins.ranks]

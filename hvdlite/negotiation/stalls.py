@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 
 from hvdlite.negotiation.agreement import named_ranks
 from hvdlite.negotiation.deadlock import stuck_ranks
-from hvdlite.negotiation.messages import GpuProgress, Key, OverdueWork
+from hvdlite.negotiation.gathering import Gathered, Gathering
+from hvdlite.negotiation.messages import GpuProgress, Key, OverdueWork, Request
 from hvdlite.negotiation.pending_buckets import PendingBucket
-from hvdlite.negotiation.readiness import ReadinessTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +104,9 @@ def gpu_stall(work: OverdueWork) -> GpuStall:
     return GpuStall(work.name, work.seconds, (), work.ranks, work.process_set_id, work.sequence)
 
 
-def tensor_stall(table: ReadinessTable, key: Key, now: float) -> Stall:
+def tensor_stall(requests: Gathering[Key, Request], tensor: Gathered[Request], now: float) -> Stall:
     """Describe an incomplete tensor."""
-    tensor = table.pending[key]
-    return Stall(key[1], now - tensor.since, tuple(sorted(tensor.requests)), tuple(table.missing(key)))
+    return Stall(tensor.first.name, now - tensor.since, tuple(sorted(tensor.ranks)), tuple(requests.missing_ranks(tensor)))
 
 
 def bucket_stall(pending: PendingBucket, now: float) -> Stall:
