@@ -202,17 +202,17 @@ class Coordinator:
         """Return every tensor and bucket that waits for some ranks, however short."""
         requests, gradient_sets = self.negotiator.reports.requests, self.negotiator.gradient_sets
         return [tensor_stall(requests, tensor, now) for tensor in requests.values()] + [
-            bucket_stall(bucket, now) for bucket in gradient_sets.pending.values()
+            bucket_stall(gradient_sets.pending, reported, gradient_sets.bucket(bucket_id), now)
+            for bucket_id, reported in gradient_sets.pending.items()
         ] + self.negotiator.mailboxes.stalls(now) + self._call_waits.pending(now)
 
     def new_stalls(self, now: float, after: float) -> list[Stall]:
         """Return what has waited at least `after` seconds and was not returned before."""
         requests = self.negotiator.reports.requests
         found = [tensor_stall(requests, tensor, now) for tensor in requests.newly_overdue(now, after)]
-        for bucket in self.negotiator.gradient_sets.pending.values():
-            if now - bucket.since >= after and not bucket.warned:
-                bucket.warned = True
-                found.append(bucket_stall(bucket, now))
+        gradient_sets = self.negotiator.gradient_sets
+        found += [bucket_stall(gradient_sets.pending, reported, gradient_sets.bucket(reported.first.bucket_id), now)
+                  for reported in gradient_sets.pending.newly_overdue(now, after)]
         return found + self.negotiator.mailboxes.new_stalls(now, after) + self._call_waits.new_stalls(now, after)
 
     def missing(self, now: float, after: float) -> set[int]:

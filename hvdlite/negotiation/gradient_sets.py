@@ -33,18 +33,17 @@ Rules (docs/protocol.md#learning, #rounds, #layouts, #join)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import CPU
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.gathering import Ranks, first_of
-from hvdlite.negotiation.layouts import BucketSizes, carried_over, first_round, plan_buckets, requests_of
+from hvdlite.negotiation.gathering import Gathering, Ranks, first_of
+from hvdlite.negotiation.layouts import BucketSizes, carried_over, first_round, plan_buckets, release_of, requests_of
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request, Response, Retired, RoundDone
-from hvdlite.negotiation.pending_buckets import PendingBuckets
-from hvdlite.negotiation.process_sets import ProcessSetTable
+from hvdlite.negotiation.readiness import Aggregator
 
 MAX_BACKOFF_ROUNDS = 64
 """Rounds; also how long a layout must be in use so that its end does not count."""
@@ -80,8 +79,7 @@ class GradientSetTable:
     """All gradient sets of the job and their layouts, at the coordinator.
 
     Args:
-        process_sets: who belongs to which process set.
-        joined: the ranks that have joined; the caller's, who calls `join` after each that it adds.
+        reports: knows who belongs to which process set, and who has joined; the caller calls `join` after each that joins.
         limits: how sets are cut; a `middle` of 0 turns learning off.
         capacity: layouts that may exist at a time; the least recently used is evicted.
 
@@ -91,12 +89,13 @@ class GradientSetTable:
         locked: the layout of the lock (`locks.py`), which is in use although nobody reports its buckets; 0 if there is none.
     """
 
-    def __init__(self, process_sets: ProcessSetTable, joined: Collection[int], limits: BucketSizes, capacity: int) -> None:
-        self._process_sets, self._joined, self.limits, self._capacity = process_sets, joined, limits, capacity
+    def __init__(self, reports: Aggregator, limits: BucketSizes, capacity: int) -> None:
+        self._process_sets, self._joined = reports.process_sets, reports.joins.ranks
+        self.limits, self._capacity = limits, capacity
         self._gradient_sets: dict[str, _GradientSet] = {}
         self._layouts: dict[int, Layout] = {}  # least recently used first
         self._buckets: dict[int, tuple[Bucket, int]] = {}  # every readable bucket and its layout
-        self.pending = PendingBuckets()
+        self.pending: Gathering[int, BucketReady] = Gathering(self._among_bucket, reports.scope)
         self._tombstones: dict[int, _Tombstone] = {}
         self._suspended: set[int] = set()  # layouts
         self.locked = 0
@@ -240,11 +239,15 @@ class GradientSetTable:
             ranks = self._among(bucket.response, ranks)
         if evicted is not None or layout_id in self._suspended or ready.round_id < self.first_round:
             return None, list(requests_of(bucket, ready)), ranks, done
-        release = self.pending.add(ranks, ready, bucket, now)
-        if release is not None:
-            self._layouts[layout_id] = self._layouts.pop(layout_id)  # used most recently
-            self.reduced_by_bucket(layout.label, ready.round_id)
-        return release, [], ranks, done
+        gathered = self.pending.add(ranks, ready.bucket_id, ready, now)
+        if gathered.is_repeated:
+            raise ProtocolError(f"reported bucket {ready.bucket_id} of '{bucket.members[0].label}' twice before it was "
+                                "answered")
+        if gathered.missing:
+            return None, [], ranks, done
+        self._layouts[layout_id] = self._layouts.pop(layout_id)  # used most recently
+        self.reduced_by_bucket(layout.label, ready.round_id)
+        return release_of(ready.bucket_id, gathered.parts), [], ranks, done
 
     def reduced_by_bucket(self, label: str, round_id: int) -> None:
         """Learn nothing from a round, because a bucket of it is not answered member by member."""
@@ -253,7 +256,7 @@ class GradientSetTable:
     def out_of_step(self, ready: BucketReady) -> int | None:
         """Return the layout of a bucket that other ranks have reported at another optimizer step, or None."""
         pending = self.pending.get(ready.bucket_id)
-        if pending is None or pending.step == ready.step:
+        if pending is None or pending.first.step == ready.step:
             return None
         return self._buckets[ready.bucket_id][1]
 
@@ -276,7 +279,7 @@ class GradientSetTable:
             gradient_set.evictions = 0
         gradient_set.evictions += back_off
         gradient_set.backoff_rounds = min(1 << max(0, gradient_set.evictions - 1), MAX_BACKOFF_ROUNDS)
-        return self.pending.withdraw(layout)
+        return self._withdraw(layout)
 
     def suspend(self, layout_id: int) -> list[tuple[Ranks, Request]] | None:
         """Do not use a layout until all ranks have joined; return what ranks have reported of it, as (ranks, request).
@@ -286,7 +289,16 @@ class GradientSetTable:
         if layout_id in self._suspended:
             return None
         self._suspended.add(layout_id)
-        return self.pending.withdraw(self._layouts[layout_id])
+        return self._withdraw(self._layouts[layout_id])
+
+    def _withdraw(self, layout: Layout) -> list[tuple[Ranks, Request]]:
+        """Gather a layout's buckets no more; return the requests that their reports stand for, as (ranks, request)."""
+        withdrawn: list[tuple[Ranks, Request]] = []
+        for bucket in layout.buckets:
+            gathered = self.pending.pop(bucket.bucket_id, None)
+            for ranks, ready in gathered.parts if gathered else ():
+                withdrawn.extend((ranks, request) for request in requests_of(bucket, ready))
+        return withdrawn
 
     def forget_evicted(self, applied: int) -> None:
         """Forget the layouts that were evicted up to decision `applied`, which every rank has applied."""
@@ -348,6 +360,10 @@ class GradientSetTable:
         """The sets that are remembered."""
         return frozenset(self._gradient_sets)
 
+    def bucket(self, bucket_id: int) -> Bucket:
+        """Return a learned bucket."""
+        return self._buckets[bucket_id][0]
+
     def nbytes(self, bucket_id: int) -> int:
         """Return the size of a learned bucket, padding included."""
         bucket = self._buckets[bucket_id][0]
@@ -391,8 +407,8 @@ class GradientSetTable:
     def check_invariants(self) -> None:
         """Fail when the tables contradict each other."""
         self.pending.check_invariants()
-        for pending in self.pending.values():
-            assert self._buckets[pending.bucket.bucket_id][1] in self._layouts, "an evicted bucket is pending"
+        for bucket_id in self.pending:
+            assert self._buckets[bucket_id][1] in self._layouts, "an evicted bucket is pending"
         for label, gradient_set in self._gradient_sets.items():
             assert gradient_set.layout is None or self._layouts[gradient_set.layout.layout_id].label == label
             assert all(len(ranks) < len(self._process_sets[gradient_set.process_set_id])
@@ -423,3 +439,6 @@ class GradientSetTable:
         if response.process_set_id in self._process_sets:
             return self._process_sets.among(response.process_set_id, ranks)
         return tuple(rank for rank in ranks if rank in response.contributors)
+
+    def _among_bucket(self, ready: BucketReady, ranks: Ranks) -> Ranks:
+        return self._among(self._buckets[ready.bucket_id][0].response, ranks)

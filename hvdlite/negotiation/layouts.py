@@ -9,9 +9,9 @@ import msgspec
 
 from hvdlite.core.array import ALIGNMENT, GPU_ALIGNMENT, SUPPORTED_DTYPES
 from hvdlite.core.device import CPU
-from hvdlite.negotiation.fusion import fusion_key, payload_bytes, response_to
+from hvdlite.negotiation.fusion import fusion_key, payload_bytes, ranks_in_step, response_to
 from hvdlite.negotiation.gathering import Ranks, first_of, grouped
-from hvdlite.negotiation.messages import Bucket, BucketReady, Layout, Request
+from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,3 +127,21 @@ def requests_of(bucket: Bucket, ready: BucketReady) -> Iterator[Request]:
     for index, member in enumerate(bucket.members):
         yield msgspec.structs.replace(member, absent=index in unused, round_id=ready.round_id, step=ready.step,
                                       in_step=ready.in_step)
+
+
+def unused_members(reports: Sequence[BucketReady]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the indices of members that are unused in all of the reports, and of those that are in some, but not in all."""
+    if not any(ready.unused or ready.unused_somewhere for ready in reports):
+        return (), ()
+    everywhere = set.intersection(*(set(ready.unused) for ready in reports))
+    anywhere = set().union(*(ready.unused for ready in reports), *(ready.unused_somewhere for ready in reports))
+    return tuple(sorted(everywhere)), tuple(sorted(anywhere - everywhere))
+
+
+def release_of(bucket_id: int, parts: Sequence[tuple[Ranks, BucketReady]]) -> BucketRelease:
+    """Return the release of a bucket that all ranks have reported."""
+    in_step: tuple[int, ...] = ()
+    if any(ready.in_step for _, ready in parts):
+        in_step = ranks_in_step({rank: ready.in_step for ranks, ready in parts for rank in ranks})
+    everywhere, somewhere = unused_members([ready for _, ready in parts])
+    return BucketRelease(bucket_id=bucket_id, globally_unused=everywhere, partly_unused=somewhere, ranks_in_step=in_step)

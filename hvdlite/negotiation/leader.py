@@ -32,7 +32,7 @@ import msgspec
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.gathering import Gathered, Gathering, Ranks
-from hvdlite.negotiation.layouts import first_round
+from hvdlite.negotiation.layouts import first_round, unused_members
 from hvdlite.negotiation.messages import (
     BucketReady,
     Decision,
@@ -49,7 +49,6 @@ from hvdlite.negotiation.messages import (
     Retired,
     RoundDone,
 )
-from hvdlite.negotiation.pending_buckets import unused_members
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
 HostReportItem = RankReport | MergedRequests | BucketReady | RoundDone

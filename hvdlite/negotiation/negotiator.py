@@ -105,8 +105,7 @@ class Negotiator:
         self.joins = self.reports.joins
         self.left: set[int] = set()
         self._process_sets = self.reports.process_sets
-        self.gradient_sets = GradientSetTable(self._process_sets, self.joins.ranks, policy.bucket_sizes,
-                                              policy.layout_capacity)
+        self.gradient_sets = GradientSetTable(self.reports, policy.bucket_sizes, policy.layout_capacity)
         self.mailboxes = MailboxTable(policy.mailbox_limit)
         self.locks = Locks(self.mailboxes, self.gradient_sets, self._process_sets, is_enabled=policy.locked_rounds)
         self.rounds = 0
@@ -239,8 +238,9 @@ class Negotiator:
         self.gradient_sets.check_invariants()
         for process_set_id, name, _ in self.reports.requests:
             assert not self.left & set(self._process_sets[process_set_id]), f"'{name}' waits for a rank that left"
-        for pending in self.gradient_sets.pending.values():
-            assert not self.left & set(pending.bucket.response.contributors), "a bucket waits for a rank that left"
+        for bucket_id in self.gradient_sets.pending:
+            members = self.gradient_sets.bucket(bucket_id).response.contributors
+            assert not self.left & set(members), "a bucket waits for a rank that left"
 
     def _add(self, ranks: Ranks, request: Request, now: float) -> Gathered[Request]:
         """Record a request of some ranks; return all ranks' requests when nothing is missing any more."""

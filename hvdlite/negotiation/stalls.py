@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from hvdlite.negotiation.agreement import named_ranks
 from hvdlite.negotiation.deadlock import stuck_ranks
 from hvdlite.negotiation.gathering import Gathered, Gathering
-from hvdlite.negotiation.messages import GpuProgress, Key, OverdueWork, Request
-from hvdlite.negotiation.pending_buckets import PendingBucket
+from hvdlite.negotiation.messages import Bucket, BucketReady, GpuProgress, Key, OverdueWork, Request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +108,8 @@ def tensor_stall(requests: Gathering[Key, Request], tensor: Gathered[Request], n
     return Stall(tensor.first.name, now - tensor.since, tuple(sorted(tensor.ranks)), tuple(requests.missing_ranks(tensor)))
 
 
-def bucket_stall(pending: PendingBucket, now: float) -> Stall:
+def bucket_stall(buckets: Gathering[int, BucketReady], reported: Gathered[BucketReady], bucket: Bucket, now: float) -> Stall:
     """Describe an incomplete bucket; it is called after its first member."""
-    first, *more = pending.bucket.members
+    first, *more = bucket.members
     name = first.name + (f"' and {len(more)} more of '{first.label}" if more else "")
-    present = frozenset(pending.ranks)
-    return Stall(name, now - pending.since, tuple(sorted(present)),
-                 tuple(rank for rank in pending.bucket.response.contributors if rank not in present))
+    return Stall(name, now - reported.since, tuple(sorted(reported.ranks)), tuple(buckets.missing_ranks(reported)))
