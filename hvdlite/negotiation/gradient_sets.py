@@ -41,8 +41,8 @@ from hvdlite.core.errors import ProtocolError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.gathering import Gathering, Ranks, first_of
-from hvdlite.negotiation.layouts import BucketSizes, carried_over, first_round, plan_buckets, release_of, requests_of
-from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request, Response, Retired, RoundDone
+from hvdlite.negotiation.layouts import BucketSizes, carried_over, plan_buckets, release_of, requests_of
+from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request, Response, RoundDone
 from hvdlite.negotiation.readiness import Aggregator
 
 MAX_BACKOFF_ROUNDS = 64
@@ -58,15 +58,12 @@ class _GradientSet:
     invalid: bool = False  # a member of this round was refused, or a join failed: nothing is learned from it
     last_bucket_round: int = 0  # the last round of which a bucket was released; likewise
     sparse: set[str] = dataclasses.field(default_factory=set)  # members that are never put into a bucket
-    done_ranks: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # by round; never all ranks
-    last_complete_round: int = 0  # all ranks finished it
     layout: Layout | None = None
     members: frozenset[str] = frozenset()  # of the layout
     rounds_in_use: int = 0  # rounds that ended since it was learned
     evictions: int = 0
     order: dict[str, int] = dataclasses.field(default_factory=dict)  # set by `record_order`; empty: ready order counts
     backoff_rounds: int = 1  # complete rounds still to see before learning
-    retired: set[int] = dataclasses.field(default_factory=set)  # ranks that have dropped it; never all ranks
 
 
 @dataclasses.dataclass
@@ -79,17 +76,17 @@ class GradientSetTable:
     """All gradient sets of the job and their layouts, at the coordinator.
 
     Args:
-        reports: knows who belongs to which process set, and who has joined; the caller calls `join` after each that joins.
+        reports: knows who belongs to which process set, who has joined, and which sets ranks have dropped.
         limits: how sets are cut; a `middle` of 0 turns learning off.
         capacity: layouts that may exist at a time; the least recently used is evicted.
 
     Attributes:
-        first_round: the least number of a round since all ranks have last joined.
         pending: the incomplete buckets; for reading and for marking as warned.
         locked: the layout of the lock (`locks.py`), which is in use although nobody reports its buckets; 0 if there is none.
     """
 
     def __init__(self, reports: Aggregator, limits: BucketSizes, capacity: int) -> None:
+        self._reports = reports
         self._process_sets, self._joined = reports.process_sets, reports.joins.ranks
         self.limits, self._capacity = limits, capacity
         self._gradient_sets: dict[str, _GradientSet] = {}
@@ -99,7 +96,6 @@ class GradientSetTable:
         self._tombstones: dict[int, _Tombstone] = {}
         self._suspended: set[int] = set()  # layouts
         self.locked = 0
-        self.first_round = first_round(0)
         self._next_layout = self._next_bucket = 1
 
     def observe(self, requests: Mapping[int, Request]) -> int | None:
@@ -129,53 +125,17 @@ class GradientSetTable:
         for gradient_set in self._gradient_sets.values():
             gradient_set.invalid = True
 
-    def rank_done(self, ranks: Ranks, done: RoundDone) -> bool:
-        """Record that some ranks have finished a round; return whether the round ends by that.
-
-        A round ends when every rank of the process set has finished it or has joined. Other ranks do not count. A repetition
-        changes nothing.
-        """
-        gradient_set = self._set(done)
-        if done.round_id <= gradient_set.last_complete_round or done.round_id < self.first_round:
-            return False
-        ranks_done = gradient_set.done_ranks.get(done.round_id)
-        if ranks_done is None:
-            members = self._process_sets[done.process_set_id] if self._joined else ()
-            ranks_done = gradient_set.done_ranks[done.round_id] = {rank for rank in members if rank in self._joined}
-        ranks_done.update(self._process_sets.among(done.process_set_id, ranks))
-        return self._ends(gradient_set, done.round_id)
-
-    def join(self, rank: int) -> list[RoundDone]:
-        """Do not wait for a rank that has joined; return the rounds that end by that."""
-        ended = []
-        for label, gradient_set in self._gradient_sets.items():
-            if self._process_sets.includes(gradient_set.process_set_id, rank):
-                for round_id in sorted(gradient_set.done_ranks):
-                    gradient_set.done_ranks[round_id].add(rank)
-                    if self._ends(gradient_set, round_id):
-                        ended.append(RoundDone(label, round_id, gradient_set.process_set_id))
-        return ended
-
-    def ranks_done_with(self, label: str, round_id: int) -> frozenset[int]:
-        """Return the ranks that have finished a round, or had joined.
-
-        The ranks of a host with a leader count when all of them have finished it, or when rank 0 asks one for its status.
-        """
-        gradient_set = self._gradient_sets.get(label)
-        if gradient_set is None:
-            return frozenset()
-        if round_id <= gradient_set.last_complete_round:
-            return frozenset(self._process_sets[gradient_set.process_set_id])
-        return frozenset(gradient_set.done_ranks.get(round_id, ()))
-
-    def learn(self, label: str, round_id: int) -> tuple[Layout | None, list[int]]:
+    def learn(self, done: RoundDone) -> tuple[Layout | None, list[int]]:
         """Return the layout learned from a round that all ranks have finished, if any, and the layouts to evict for it."""
-        gradient_set = self._gradient_sets[label]
-        ranks = self._process_sets[gradient_set.process_set_id]
+        label, round_id = done.label, done.round_id
+        gradient_set = self._set(done)
+        ranks = self._process_sets[done.process_set_id]
         ready, incomplete = gradient_set.ready, gradient_set.invalid or gradient_set.last_bucket_round >= round_id
         gradient_set.ready, gradient_set.invalid = {}, False
         gradient_set.rounds_in_use += 1
-        if gradient_set.layout is not None or gradient_set.retired or incomplete or not ready or not self.limits.middle:
+        if gradient_set.layout is not None or incomplete or not ready or not self.limits.middle:
+            return None, []
+        if (done.process_set_id, label) in self._reports.retired:
             return None, []
         if self._joined and any(rank in self._joined for rank in ranks):
             return None, []
@@ -203,7 +163,7 @@ class GradientSetTable:
         carried = []
         for label, layout in list(layouts.items())[:self._capacity if self.limits.middle else 0]:
             gradient_set = self._gradient_sets[label] = _GradientSet(GLOBAL_PROCESS_SET_ID)
-            carried.append(carried_over(layout, label, self._process_sets[GLOBAL_PROCESS_SET_ID], self.first_round,
+            carried.append(carried_over(layout, label, self._process_sets[GLOBAL_PROCESS_SET_ID], self._reports.first_round,
                                         self._next_layout, self._next_bucket))
             gradient_set.sparse = set(carried[-1].unbucketed)
             self._use(gradient_set, carried[-1])
@@ -237,7 +197,7 @@ class GradientSetTable:
         done = RoundDone(layout.label, ready.round_id, bucket.response.process_set_id)
         if len(ranks) > 1:
             ranks = self._among(bucket.response, ranks)
-        if evicted is not None or layout_id in self._suspended or ready.round_id < self.first_round:
+        if evicted is not None or layout_id in self._suspended or ready.round_id < self._reports.first_round:
             return None, list(requests_of(bucket, ready)), ranks, done
         gathered = self.pending.add(ranks, ready.bucket_id, ready, now)
         if gathered.is_repeated:
@@ -311,7 +271,7 @@ class GradientSetTable:
         gradient_set = self._gradient_sets.get(request.label)
         if gradient_set is None or gradient_set.layout is None or request.name not in gradient_set.members:
             return None
-        if (request.round_id < max(gradient_set.layout.first_round, self.first_round)
+        if (request.round_id < max(gradient_set.layout.first_round, self._reports.first_round)
                 or gradient_set.layout.layout_id in self._suspended):
             return None
         return gradient_set.layout.layout_id
@@ -326,12 +286,10 @@ class GradientSetTable:
         """The layouts that are suspended."""
         return frozenset(self._suspended)
 
-    def resume(self, joins: int) -> None:
-        """Go on after all ranks have joined, for the `joins`th time. Nothing is learned from unfinished rounds."""
-        self.first_round = first_round(joins)
+    def resume(self) -> None:
+        """Go on after all ranks have joined. Nothing is learned from unfinished rounds."""
         self._suspended.clear()
         for gradient_set in self._gradient_sets.values():
-            gradient_set.done_ranks.clear()
             gradient_set.ready.clear()
             gradient_set.invalid = False
 
@@ -345,15 +303,9 @@ class GradientSetTable:
         gradient_set = self._gradient_sets.get(label)
         return None if gradient_set is None or gradient_set.layout is None else gradient_set.layout.layout_id
 
-    def retire(self, rank: int, retired: Retired) -> bool:
-        """Record that a rank has dropped a set without a layout; return whether all ranks have."""
-        gradient_set = self._gradient_sets.setdefault(retired.label, _GradientSet(retired.process_set_id))
-        gradient_set.retired.add(rank)
-        return len(gradient_set.retired) == len(self._process_sets[retired.process_set_id])
-
     def drop(self, label: str) -> None:
         """Forget a set without a layout."""
-        del self._gradient_sets[label]
+        self._gradient_sets.pop(label, None)
 
     @property
     def labels(self) -> frozenset[str]:
@@ -411,9 +363,6 @@ class GradientSetTable:
             assert self._buckets[bucket_id][1] in self._layouts, "an evicted bucket is pending"
         for label, gradient_set in self._gradient_sets.items():
             assert gradient_set.layout is None or self._layouts[gradient_set.layout.layout_id].label == label
-            assert all(len(ranks) < len(self._process_sets[gradient_set.process_set_id])
-                       for ranks in gradient_set.done_ranks.values())
-            assert all(round_id > gradient_set.last_complete_round for round_id in gradient_set.done_ranks)
         assert not set(self._tombstones) & set(self._layouts)
         assert self._suspended <= self._layouts.keys()
         assert bool(self._suspended) <= bool(self._joined), "a layout stays suspended"
@@ -424,15 +373,6 @@ class GradientSetTable:
         if gradient_set is None:
             gradient_set = self._gradient_sets[about.label] = _GradientSet(about.process_set_id)
         return gradient_set
-
-    def _ends(self, gradient_set: _GradientSet, round_id: int) -> bool:
-        """Return whether all ranks have finished a round, and note its end."""
-        if len(gradient_set.done_ranks[round_id]) < len(self._process_sets[gradient_set.process_set_id]):
-            return False
-        gradient_set.last_complete_round = round_id
-        for past in [past for past in gradient_set.done_ranks if past <= round_id]:
-            del gradient_set.done_ranks[past]
-        return True
 
     def _among(self, response: Response, ranks: Ranks) -> Ranks:
         """Return those of `ranks` that have a bucket; also when its process set has been removed, which evicted it."""

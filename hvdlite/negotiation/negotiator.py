@@ -140,7 +140,7 @@ class Negotiator:
         if request.process_set_id not in self._process_sets:
             self._refuse(request, refusals.in_removed_set(request))
             return
-        if request.label and request.round_id < self.gradient_sets.first_round:
+        if request.label and request.round_id < self.reports.first_round:
             self._refuse(request, refusals.of_round_before_join(request, ranks))
             return
         members = self._process_sets[request.process_set_id]
@@ -177,7 +177,7 @@ class Negotiator:
 
     def receive_round_done(self, ranks: Ranks, done: RoundDone) -> None:
         """Handle the end of a round on some ranks."""
-        if done.process_set_id in self._process_sets and self.gradient_sets.rank_done(ranks, done):
+        if self.reports.finish_round(ranks, done):
             self._end_round(done)
 
     def receive_retired(self, rank: int, retired: Retired, now: float) -> None:
@@ -187,7 +187,7 @@ class Negotiator:
         layout_id = self.gradient_sets.in_use(retired.label)
         if layout_id is not None:
             self.evict(layout_id, now, back_off=False)
-        if not self.gradient_sets.retire(rank, retired):
+        if not self.reports.retire((rank,), retired):
             return
         for gathered in self.reports.requests.take_if(lambda request: request.label == retired.label):
             self._refuse_not_shared(gathered)
@@ -224,7 +224,7 @@ class Negotiator:
         if wait.process_set_id not in self._process_sets:
             return None
         if wait.round_id:
-            done = self.gradient_sets.ranks_done_with(wait.name, wait.round_id)
+            done = self.reports.ranks_done_with(wait.process_set_id, wait.name, wait.round_id)
             members = frozenset(self._process_sets[wait.process_set_id])
             return members.difference(done, self.joins.ranks) if rank in done else None
         tensor = self.reports.requests.get((wait.process_set_id, wait.name, wait.round_id))
@@ -280,8 +280,8 @@ class Negotiator:
             self.mailboxes.observe(request, members, nbytes, now, all_blocking=not self.joins.ranks and all(
                 each.blocking and not each.absent for _, each in grouped(requests)))
         if request.collective is Collective.JOIN:
-            self.joins.complete()
-            self.gradient_sets.resume(self.joins.count)
+            self.reports.end_join(succeeded=True)
+            self.gradient_sets.resume()
         if request.collective is Collective.REMOVE_PROCESS_SET:
             self._remove_set(request.members[0], now)
         if request.label:
@@ -324,7 +324,7 @@ class Negotiator:
         for gathered in self.reports.requests.take_if(lambda request: request.label == done.label
                                                       and request.round_id <= done.round_id):
             self._refuse_not_shared(gathered)
-        layout, evicted = self.gradient_sets.learn(done.label, done.round_id)
+        layout, evicted = self.gradient_sets.learn(done)
         for layout_id in evicted:
             self._end_layout(layout_id, back_off=False)
         if layout is not None:
@@ -333,12 +333,12 @@ class Negotiator:
 
     def _join(self, rank: int, now: float) -> None:
         """Do not wait for a rank any more."""
-        complete = self.reports.join(rank)
+        complete, ended = self.reports.join(rank)
         for layout_id in self.gradient_sets.layouts_of([rank]):
             self._suspend(layout_id, now)
         for gathered in complete:
             self._complete(Requests(gathered), now)
-        for done in self.gradient_sets.join(rank):
+        for done in ended:
             self._end_round(done)
 
     def _suspend(self, layout_id: int, now: float) -> None:
@@ -351,7 +351,7 @@ class Negotiator:
 
     def _abort_join(self) -> None:
         """A join has failed because a rank left: the ranks that had joined take part again."""
-        self.reports.abort_join()
+        self.reports.end_join(succeeded=False)
         self.gradient_sets.abort_join()
         for layout_id in self.gradient_sets.suspended:  # ranks have made different numbers of rounds
             self._end_layout(layout_id)
@@ -365,7 +365,7 @@ class Negotiator:
             request = gathered.first
             self._refuse(request, refusals.set_removed_under_way(request, gathered.ranks))
         self.gradient_sets.remove(process_set_id)
-        self._process_sets.remove(process_set_id)
+        self.reports.remove_set(process_set_id)
 
     def _refuse(self, request: Request, text: str, kind: ErrorKind = ErrorKind.MISMATCH) -> None:
         self.outcome.refused.append(refusals.refusal(request, text, kind))

@@ -6,10 +6,12 @@ Rank 0 has an `Aggregator` for all ranks of the job.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.gathering import Gathered, Gathering, Ranks
-from hvdlite.negotiation.messages import Key, Request
+from hvdlite.negotiation.layouts import first_round
+from hvdlite.negotiation.messages import Key, Request, Retired, RoundDone
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
 
@@ -53,6 +55,10 @@ class Aggregator:
         process_sets: who belongs to which process set.
         joins: which ranks have joined. Only a join itself waits for them.
         requests: the tensors.
+        rounds: the rounds of gradient sets that some ranks have finished: by process set, label and number.
+        retired: the gradient sets that some ranks have dropped: by process set and label.
+        last_rounds: by process set and label: the last round that all ranks have finished.
+        first_round: the least number of a round since all ranks have last joined.
     """
 
     def __init__(self, scope: Ranks, size: int) -> None:
@@ -60,27 +66,94 @@ class Aggregator:
         self.process_sets = ProcessSetTable(size)
         self.joins = Joins()
         self.requests: Gathering[Key, Request] = Gathering(self._waited_for, scope, self.joins.ranks)
+        self.rounds: Gathering[tuple[int, str, int], RoundDone] = Gathering(self._waited_for, scope, self.joins.ranks)
+        self.retired: Gathering[tuple[int, str], Retired] = Gathering(self._members, scope)
+        self.last_rounds: dict[tuple[int, str], int] = {}
+        self.first_round = first_round(0)
 
-    def join(self, rank: int) -> list[Gathered[Request]]:
-        """Stop waiting for a rank, which has joined; remove and return the tensors that are complete by that."""
-        complete = self.requests.join(rank)
+    def finish_round(self, ranks: Ranks, done: RoundDone) -> bool:
+        """Record that some ranks have finished a round; return whether it ends by that. A repetition changes nothing.
+
+        A round ends when every rank of the process set has finished it or has joined. Other ranks do not count.
+        """
+        name = done.process_set_id, done.label
+        if (done.process_set_id not in self.process_sets or done.round_id <= self.last_rounds.get(name, 0)
+                or done.round_id < self.first_round):
+            return False
+        gathered = self.rounds.add(self.process_sets.among(done.process_set_id, ranks), (*name, done.round_id), done)
+        if gathered.missing:
+            return False
+        self._end_round(done)
+        return True
+
+    def ranks_done_with(self, process_set_id: int, label: str, round_id: int) -> frozenset[int]:
+        """Return the ranks that have finished a round.
+
+        The ranks of a host with a leader count when all of them have finished it, or when rank 0 asks one for its status.
+        """
+        if round_id <= self.last_rounds.get((process_set_id, label), 0):
+            return frozenset(self.process_sets.among(process_set_id, self.scope))
+        gathered = self.rounds.get((process_set_id, label, round_id))
+        return frozenset(gathered.ranks if gathered else ())
+
+    def retire(self, ranks: Ranks, retired: Retired) -> bool:
+        """Record that some ranks have dropped a gradient set; when all have, forget its rounds and return True."""
+        name = retired.process_set_id, retired.label
+        if retired.process_set_id not in self.process_sets or self.retired.add(ranks, name, retired).missing:
+            return False
+        self.last_rounds.pop(name, None)
+        self.rounds.take_if(lambda done: (done.process_set_id, done.label) == name)
+        return True
+
+    def join(self, rank: int) -> tuple[list[Gathered[Request]], list[RoundDone]]:
+        """Stop waiting for a rank, which has joined; return the tensors and the rounds that are complete by that."""
+        complete, ended = self.requests.join(rank), [gathered.first for gathered in self.rounds.join(rank)]
         self.joins.ranks[rank] = None
-        return complete
+        for done in ended:
+            self._end_round(done)
+        return complete, ended
 
-    def abort_join(self) -> None:
-        """A join has failed: the ranks that had joined take part again."""
+    def end_join(self, *, succeeded: bool) -> None:
+        """Wait for all ranks again: all have joined, or the join has failed. After a success, rounds are numbered anew."""
+        if succeeded:
+            self.joins.complete()
+            self.first_round = first_round(self.joins.count)
+            self.rounds.clear()
         self.joins.ranks.clear()
         self.requests.recount()
+        self.rounds.recount()
+
+    def remove_set(self, process_set_id: int) -> None:
+        """Forget a process set and what is open in it; its requests are taken already, where they count."""
+        gatherings: tuple[Gathering[Any, Any], ...] = (self.requests, self.rounds, self.retired)
+        for gathering in gatherings:
+            gathering.take_if(lambda item: bool(item.process_set_id == process_set_id))
+        self.last_rounds = {name: last for name, last in self.last_rounds.items() if name[0] != process_set_id}
+        self.process_sets.remove(process_set_id)
+
+    def _end_round(self, done: RoundDone) -> None:
+        """Note that a round is over, and those before it: ranks that went through them by a lock have not reported them."""
+        name = done.process_set_id, done.label
+        self.last_rounds[name] = done.round_id
+        self.rounds.take_if(lambda each: (each.process_set_id, each.label) == name and each.round_id <= done.round_id)
 
     def check_invariants(self) -> None:
         """Fail when something is complete, or is not what its key says."""
-        self.requests.check_invariants()
-        for key, gathered in self.requests.items():
-            assert all(request.key == key for _, request in gathered.parts), key
+        for gathering in (self.requests, self.rounds, self.retired):
+            gathering.check_invariants()
+        for key, requests in self.requests.items():
+            assert all(request.key == key for _, request in requests.parts), key
+        for process_set_id, label, round_id in self.rounds:
+            assert round_id > self.last_rounds.get((process_set_id, label), 0), label
+            assert round_id >= self.first_round, label
 
-    def _waited_for(self, item: Request, ranks: Ranks) -> Collection[int]:
-        """Return those of `ranks` that belong to the process set of an item and are waited for."""
+    def _members(self, item: Request | RoundDone | Retired, ranks: Ranks) -> Ranks:
+        """Return those of `ranks` that belong to the process set of an item."""
+        return self.process_sets.among(item.process_set_id, ranks)
+
+    def _waited_for(self, item: Request | RoundDone, ranks: Ranks) -> Collection[int]:
+        """Return those of them that are waited for: only a join itself waits for ranks that have joined."""
         ranks = self.process_sets.among(item.process_set_id, ranks)
-        if not self.joins.ranks or item.collective is Collective.JOIN:
+        if not self.joins.ranks or (isinstance(item, Request) and item.collective is Collective.JOIN):
             return ranks
         return [rank for rank in ranks if rank not in self.joins.ranks]
