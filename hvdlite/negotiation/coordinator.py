@@ -76,7 +76,7 @@ class Coordinator:
         self.epoch = epoch
         self.negotiator = Negotiator(size, policy, reduce_eagerly)
         self.has_news = False
-        self.blocked = BlockedRanks(self.negotiator.missing_for)
+        self.blocked = BlockedRanks(self.negotiator.reports.missing_for)
         self.tuned: dict[str, int] = {}
         self._call_waits = CallWaits()
         self._sequence = 0
@@ -195,24 +195,22 @@ class Coordinator:
     def is_anything_pending(self) -> bool:
         """Whether a tensor or a bucket waits for some ranks."""
         negotiator = self.negotiator
-        return bool(negotiator.reports.requests or negotiator.gradient_sets.pending or negotiator.mailboxes.is_ending
+        return bool(negotiator.reports.requests or negotiator.reports.buckets or negotiator.mailboxes.is_ending
                     or self._call_waits)
 
     def pending(self, now: float) -> list[Stall]:
         """Return every tensor and bucket that waits for some ranks, however short."""
-        requests, gradient_sets = self.negotiator.reports.requests, self.negotiator.gradient_sets
-        return [tensor_stall(requests, tensor, now) for tensor in requests.values()] + [
-            bucket_stall(gradient_sets.pending, reported, gradient_sets.bucket(bucket_id), now)
-            for bucket_id, reported in gradient_sets.pending.items()
+        reports = self.negotiator.reports
+        return [tensor_stall(reports.requests, tensor, now) for tensor in reports.requests.values()] + [
+            bucket_stall(reports.buckets, bucket, reports.layouts, now) for bucket in reports.buckets.values()
         ] + self.negotiator.mailboxes.stalls(now) + self._call_waits.pending(now)
 
     def new_stalls(self, now: float, after: float) -> list[Stall]:
         """Return what has waited at least `after` seconds and was not returned before."""
-        requests = self.negotiator.reports.requests
-        found = [tensor_stall(requests, tensor, now) for tensor in requests.newly_overdue(now, after)]
-        gradient_sets = self.negotiator.gradient_sets
-        found += [bucket_stall(gradient_sets.pending, reported, gradient_sets.bucket(reported.first.bucket_id), now)
-                  for reported in gradient_sets.pending.newly_overdue(now, after)]
+        reports = self.negotiator.reports
+        found = [tensor_stall(reports.requests, tensor, now) for tensor in reports.requests.newly_overdue(now, after)]
+        found += [bucket_stall(reports.buckets, bucket, reports.layouts, now)
+                  for bucket in reports.buckets.newly_overdue(now, after)]
         return found + self.negotiator.mailboxes.new_stalls(now, after) + self._call_waits.new_stalls(now, after)
 
     def missing(self, now: float, after: float) -> set[int]:
@@ -278,7 +276,7 @@ class Coordinator:
         negotiator = self.negotiator
         try:
             for item in items:
-                if negotiator.locks.holds(item, now):
+                if negotiator.mailboxes.lock is not None and negotiator.locks.holds(item, now):
                     self._held.append(functools.partial(self._receive_items, ranks, (item,), now))
                 elif isinstance(item, BucketReady):
                     negotiator.receive_bucket(ranks, item, now)
@@ -309,5 +307,5 @@ class Coordinator:
             for rank in ranks:
                 del self._applied[(rank,)]
         self._applied[ranks] = applied
-        if self.negotiator.gradient_sets.has_tombstones:
-            self.negotiator.gradient_sets.forget_evicted(min(self._applied.values()))
+        if self.negotiator.reports.layouts.evicted:
+            self.negotiator.reports.layouts.forget(min(self._applied.values()))

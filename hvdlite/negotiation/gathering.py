@@ -56,13 +56,12 @@ class Gathering(dict[Key, Gathered[Item]], Generic[Key, Item]):
         if gathered is None:
             gathered = self[key] = Gathered(now, len(self._among(item, self._scope)), [], set())
         known = gathered.ranks
-        before = len(known)
-        awaited = sum(rank not in known for rank in self._among(item, ranks)) if self._joined else 0
+        if self._joined or not known.isdisjoint(ranks):
+            gathered.is_repeated = gathered.is_repeated or not known.isdisjoint(ranks)
+            gathered.missing -= sum(rank not in known for rank in self._among(item, ranks))
+        else:
+            gathered.missing -= len(ranks)
         known.update(ranks)
-        added = len(known) - before
-        if added < len(ranks):
-            gathered.is_repeated = True
-        gathered.missing -= awaited if self._joined else added
         gathered.parts.append((ranks, item))
         if not gathered.missing:
             del self[key]

@@ -37,12 +37,11 @@ from collections.abc import Iterable, Mapping
 
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import CPU
-from hvdlite.core.errors import ProtocolError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.gathering import Gathering, Ranks, first_of
-from hvdlite.negotiation.layouts import BucketSizes, carried_over, plan_buckets, release_of, requests_of
-from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request, Response, RoundDone
+from hvdlite.negotiation.gathering import Ranks, first_of
+from hvdlite.negotiation.layouts import BucketSizes, carried_over, plan_buckets, requests_of
+from hvdlite.negotiation.messages import Layout, Request, RoundDone
 from hvdlite.negotiation.readiness import Aggregator
 
 MAX_BACKOFF_ROUNDS = 64
@@ -58,43 +57,31 @@ class _GradientSet:
     invalid: bool = False  # a member of this round was refused, or a join failed: nothing is learned from it
     last_bucket_round: int = 0  # the last round of which a bucket was released; likewise
     sparse: set[str] = dataclasses.field(default_factory=set)  # members that are never put into a bucket
-    layout: Layout | None = None
-    members: frozenset[str] = frozenset()  # of the layout
+    members: frozenset[str] = frozenset()  # of its layout
     rounds_in_use: int = 0  # rounds that ended since it was learned
     evictions: int = 0
     order: dict[str, int] = dataclasses.field(default_factory=dict)  # set by `record_order`; empty: ready order counts
     backoff_rounds: int = 1  # complete rounds still to see before learning
 
 
-@dataclasses.dataclass
-class _Tombstone:
-    layout: Layout
-    sequence: int  # of the decision that evicted it
-
-
 class GradientSetTable:
     """All gradient sets of the job and their layouts, at the coordinator.
 
     Args:
-        reports: knows who belongs to which process set, who has joined, and which sets ranks have dropped.
+        reports: has the table of layouts, and what ranks have reported of their buckets; knows who belongs to which process
+            set, who has joined, and which sets ranks have dropped.
         limits: how sets are cut; a `middle` of 0 turns learning off.
         capacity: layouts that may exist at a time; the least recently used is evicted.
 
     Attributes:
-        pending: the incomplete buckets; for reading and for marking as warned.
         locked: the layout of the lock (`locks.py`), which is in use although nobody reports its buckets; 0 if there is none.
     """
 
     def __init__(self, reports: Aggregator, limits: BucketSizes, capacity: int) -> None:
         self._reports = reports
-        self._process_sets, self._joined = reports.process_sets, reports.joins.ranks
+        self._layouts, self._process_sets, self._joined = reports.layouts, reports.process_sets, reports.joins.ranks
         self.limits, self._capacity = limits, capacity
         self._gradient_sets: dict[str, _GradientSet] = {}
-        self._layouts: dict[int, Layout] = {}  # least recently used first
-        self._buckets: dict[int, tuple[Bucket, int]] = {}  # every readable bucket and its layout
-        self.pending: Gathering[int, BucketReady] = Gathering(self._among_bucket, reports.scope)
-        self._tombstones: dict[int, _Tombstone] = {}
-        self._suspended: set[int] = set()  # layouts
         self.locked = 0
         self._next_layout = self._next_bucket = 1
 
@@ -105,7 +92,7 @@ class GradientSetTable:
         gradient_set.ready.pop(request.name, None)
         if request.collective is Collective.ALLGATHER:
             gradient_set.sparse.add(request.name)
-            layout = gradient_set.layout
+            layout = self._layouts.named(request.label)
             return layout.layout_id if layout is not None and request.name in gradient_set.members else None
         if request.name not in gradient_set.sparse:
             gradient_set.ready[request.name] = requests
@@ -133,7 +120,7 @@ class GradientSetTable:
         ready, incomplete = gradient_set.ready, gradient_set.invalid or gradient_set.last_bucket_round >= round_id
         gradient_set.ready, gradient_set.invalid = {}, False
         gradient_set.rounds_in_use += 1
-        if gradient_set.layout is not None or incomplete or not ready or not self.limits.middle:
+        if self._layouts.named(label) is not None or incomplete or not ready or not self.limits.middle:
             return None, []
         if (done.process_set_id, label) in self._reports.retired:
             return None, []
@@ -148,9 +135,10 @@ class GradientSetTable:
         buckets = plan_buckets(members, ranks, self.limits, self._next_bucket)
         layout = Layout(layout_id=self._next_layout, label=label, first_round=round_id + 2, buckets=buckets,
                         unbucketed=tuple(sorted(gradient_set.sparse)))
-        idle = [layout_id for layout_id, other in self._layouts.items()
-                if layout_id != self.locked and not any(bucket.bucket_id in self.pending for bucket in other.buckets)]
-        evicted = idle[:max(0, len(self._layouts) + 1 - self._capacity)]
+        in_use = self._layouts.in_use
+        idle = [layout_id for layout_id, other in in_use.items() if layout_id != self.locked
+                and not any(bucket.bucket_id in self._reports.buckets for bucket in other.buckets)]
+        evicted = idle[:max(0, len(in_use) + 1 - self._capacity)]
         self._use(gradient_set, layout)
         return layout, evicted
 
@@ -163,7 +151,7 @@ class GradientSetTable:
         carried = []
         for label, layout in list(layouts.items())[:self._capacity if self.limits.middle else 0]:
             gradient_set = self._gradient_sets[label] = _GradientSet(GLOBAL_PROCESS_SET_ID)
-            carried.append(carried_over(layout, label, self._process_sets[GLOBAL_PROCESS_SET_ID], self._reports.first_round,
+            carried.append(carried_over(layout, label, self._process_sets[GLOBAL_PROCESS_SET_ID], self._layouts.first_round,
                                         self._next_layout, self._next_bucket))
             gradient_set.sparse = set(carried[-1].unbucketed)
             self._use(gradient_set, carried[-1])
@@ -173,52 +161,18 @@ class GradientSetTable:
         """Take a new layout into the tables."""
         self._next_layout += 1
         self._next_bucket += len(layout.buckets)
-        gradient_set.layout = self._layouts[layout.layout_id] = layout
+        self._layouts.learn(layout)
         gradient_set.members = frozenset(member.name for bucket in layout.buckets for member in bucket.members)
         gradient_set.rounds_in_use = 0
-        self._buckets.update((bucket.bucket_id, (bucket, layout.layout_id)) for bucket in layout.buckets)
 
-    def bucket_ready(self, ranks: Ranks, ready: BucketReady,
-                     now: float) -> tuple[BucketRelease | None, list[Request], Ranks, RoundDone]:
-        """Handle a reported bucket.
-
-        Returns:
-            The release, when all ranks have reported it; its members' requests, when its layout is evicted or suspended;
-            those of `ranks` that belong to its process set; and the round that it belongs to.
-
-        Raises:
-            ProtocolError: for an id that was never learned, or is reported twice.
-        """
-        if ready.bucket_id not in self._buckets:
-            raise ProtocolError(f"names bucket {ready.bucket_id}, which was never learned")
-        bucket, layout_id = self._buckets[ready.bucket_id]
-        evicted = self._tombstones.get(layout_id)
-        layout = self._layouts[layout_id] if evicted is None else evicted.layout
-        done = RoundDone(layout.label, ready.round_id, bucket.response.process_set_id)
-        if len(ranks) > 1:
-            ranks = self._among(bucket.response, ranks)
-        if evicted is not None or layout_id in self._suspended or ready.round_id < self._reports.first_round:
-            return None, list(requests_of(bucket, ready)), ranks, done
-        gathered = self.pending.add(ranks, ready.bucket_id, ready, now)
-        if gathered.is_repeated:
-            raise ProtocolError(f"reported bucket {ready.bucket_id} of '{bucket.members[0].label}' twice before it was "
-                                "answered")
-        if gathered.missing:
-            return None, [], ranks, done
-        self._layouts[layout_id] = self._layouts.pop(layout_id)  # used most recently
-        self.reduced_by_bucket(layout.label, ready.round_id)
-        return release_of(ready.bucket_id, gathered.parts), [], ranks, done
+    def released(self, layout: Layout, round_id: int) -> None:
+        """Note that a bucket of a round is released."""
+        self._layouts.in_use[layout.layout_id] = self._layouts.in_use.pop(layout.layout_id)  # used most recently
+        self.reduced_by_bucket(layout.label, round_id)
 
     def reduced_by_bucket(self, label: str, round_id: int) -> None:
         """Learn nothing from a round, because a bucket of it is not answered member by member."""
         self._gradient_sets[label].last_bucket_round = round_id
-
-    def out_of_step(self, ready: BucketReady) -> int | None:
-        """Return the layout of a bucket that other ranks have reported at another optimizer step, or None."""
-        pending = self.pending.get(ready.bucket_id)
-        if pending is None or pending.first.step == ready.step:
-            return None
-        return self._buckets[ready.bucket_id][1]
 
     def evict(self, layout_id: int, sequence: int, *, back_off: bool = True) -> list[tuple[Ranks, Request]] | None:
         """End a layout in decision `sequence`; return what ranks have reported of it, as (ranks, request).
@@ -228,13 +182,11 @@ class GradientSetTable:
         Args:
             back_off: whether the set waits for more rounds than last time before it is learned again.
         """
-        if layout_id not in self._layouts:
+        if layout_id not in self._layouts.in_use:
             return None
-        layout = self._layouts.pop(layout_id)
-        self._tombstones[layout_id] = _Tombstone(layout, sequence)
-        self._suspended.discard(layout_id)
+        layout = self._layouts.evict(layout_id, sequence)
         gradient_set = self._gradient_sets[layout.label]
-        gradient_set.layout, gradient_set.members = None, frozenset()
+        gradient_set.members = frozenset()
         if gradient_set.rounds_in_use >= MAX_BACKOFF_ROUNDS:
             gradient_set.evictions = 0
         gradient_set.evictions += back_off
@@ -246,49 +198,26 @@ class GradientSetTable:
 
         Returns None when the layout is suspended already.
         """
-        if layout_id in self._suspended:
+        if self._layouts.is_suspended(self._layouts.in_use[layout_id]):
             return None
-        self._suspended.add(layout_id)
-        return self._withdraw(self._layouts[layout_id])
+        return self._withdraw(self._layouts.suspend(layout_id))
 
     def _withdraw(self, layout: Layout) -> list[tuple[Ranks, Request]]:
         """Gather a layout's buckets no more; return the requests that their reports stand for, as (ranks, request)."""
-        withdrawn: list[tuple[Ranks, Request]] = []
-        for bucket in layout.buckets:
-            gathered = self.pending.pop(bucket.bucket_id, None)
-            for ranks, ready in gathered.parts if gathered else ():
-                withdrawn.extend((ranks, request) for request in requests_of(bucket, ready))
-        return withdrawn
-
-    def forget_evicted(self, applied: int) -> None:
-        """Forget the layouts that were evicted up to decision `applied`, which every rank has applied."""
-        for layout_id in [layout_id for layout_id, tombstone in self._tombstones.items() if tombstone.sequence <= applied]:
-            for bucket in self._tombstones.pop(layout_id).layout.buckets:
-                del self._buckets[bucket.bucket_id]
+        return [(ranks, request) for gathered in self._reports.withdraw(layout) for ranks, ready in gathered.parts
+                for request in requests_of(self._layouts.bucket(ready.bucket_id), ready)]
 
     def layout_of(self, request: Request) -> int | None:
         """Return the layout in whose buckets `request` should have been reported, or None."""
-        gradient_set = self._gradient_sets.get(request.label)
-        if gradient_set is None or gradient_set.layout is None or request.name not in gradient_set.members:
+        layout = self._layouts.named(request.label)
+        if layout is None or request.name not in self._gradient_sets[request.label].members:
             return None
-        if (request.round_id < max(gradient_set.layout.first_round, self._reports.first_round)
-                or gradient_set.layout.layout_id in self._suspended):
+        if request.round_id < max(layout.first_round, self._layouts.first_round) or self._layouts.is_suspended(layout):
             return None
-        return gradient_set.layout.layout_id
-
-    @property
-    def has_tombstones(self) -> bool:
-        """Whether `forget_evicted` has anything to do."""
-        return bool(self._tombstones)
-
-    @property
-    def suspended(self) -> frozenset[int]:
-        """The layouts that are suspended."""
-        return frozenset(self._suspended)
+        return layout.layout_id
 
     def resume(self) -> None:
         """Go on after all ranks have joined. Nothing is learned from unfinished rounds."""
-        self._suspended.clear()
         for gradient_set in self._gradient_sets.values():
             gradient_set.ready.clear()
             gradient_set.invalid = False
@@ -300,8 +229,8 @@ class GradientSetTable:
 
     def in_use(self, label: str) -> int | None:
         """Return the layout of a set, if it has one."""
-        gradient_set = self._gradient_sets.get(label)
-        return None if gradient_set is None or gradient_set.layout is None else gradient_set.layout.layout_id
+        layout = self._layouts.named(label)
+        return None if layout is None else layout.layout_id
 
     def drop(self, label: str) -> None:
         """Forget a set without a layout."""
@@ -312,73 +241,55 @@ class GradientSetTable:
         """The sets that are remembered."""
         return frozenset(self._gradient_sets)
 
-    def bucket(self, bucket_id: int) -> Bucket:
-        """Return a learned bucket."""
-        return self._buckets[bucket_id][0]
-
     def nbytes(self, bucket_id: int) -> int:
         """Return the size of a learned bucket, padding included."""
-        bucket = self._buckets[bucket_id][0]
+        bucket = self._layouts.bucket(bucket_id)
         return bucket.elements * SUPPORTED_DTYPES[bucket.response.dtype].itemsize
 
     def is_on_gpu(self, bucket_id: int) -> bool:
         """Return whether a bucket is learned, and in the memory of GPUs."""
-        return bucket_id in self._buckets and self._buckets[bucket_id][0].response.device != CPU
+        found = self._layouts.find(bucket_id)
+        return found is not None and found[0].response.device != CPU
 
     def may_learn_on_gpu(self, label: str) -> bool:
         """Return whether a set has no layout, and has had a member in the memory of GPUs in this round."""
         gradient_set = self._gradient_sets.get(label)
-        return gradient_set is not None and gradient_set.layout is None and any(
+        return gradient_set is not None and self._layouts.named(label) is None and any(
             first_of(requests).device != CPU for requests in gradient_set.ready.values())
 
     def label_of(self, bucket_id: int) -> str:
         """Return the label of the gradient set to which a learned bucket belongs."""
-        return self._buckets[bucket_id][0].members[0].label
+        return self._layouts.of_bucket(bucket_id).label
 
     def layout_named(self, label: str) -> Layout | None:
         """Return the layout of a set, if it has one that is not suspended."""
-        gradient_set = self._gradient_sets.get(label)
-        layout = None if gradient_set is None else gradient_set.layout
-        return None if layout is None or layout.layout_id in self._suspended else layout
+        layout = self._layouts.named(label)
+        return None if layout is None or self._layouts.is_suspended(layout) else layout
 
     def layouts(self) -> list[int]:
         """Return all layouts in use."""
-        return list(self._layouts)
+        return list(self._layouts.in_use)
 
     def layouts_in(self, process_set_id: int) -> list[int]:
         """Return the layouts in use of a process set."""
-        return [layout_id for layout_id, layout in self._layouts.items()
+        return [layout_id for layout_id, layout in self._layouts.in_use.items()
                 if layout.buckets[0].response.process_set_id == process_set_id]
 
     def layouts_of(self, ranks: Iterable[int]) -> list[int]:
         """Return the layouts in use that one of these ranks takes part in."""
         wanted = frozenset(ranks)
-        return [layout_id for layout_id, layout in self._layouts.items()
+        return [layout_id for layout_id, layout in self._layouts.in_use.items()
                 if not wanted.isdisjoint(layout.buckets[0].response.contributors)]
 
     def check_invariants(self) -> None:
         """Fail when the tables contradict each other."""
-        self.pending.check_invariants()
-        for bucket_id in self.pending:
-            assert self._buckets[bucket_id][1] in self._layouts, "an evicted bucket is pending"
-        for label, gradient_set in self._gradient_sets.items():
-            assert gradient_set.layout is None or self._layouts[gradient_set.layout.layout_id].label == label
-        assert not set(self._tombstones) & set(self._layouts)
-        assert self._suspended <= self._layouts.keys()
-        assert bool(self._suspended) <= bool(self._joined), "a layout stays suspended"
-        assert {layout_id for _, layout_id in self._buckets.values()} <= set(self._tombstones) | set(self._layouts)
+        for layout in self._layouts.in_use.values():
+            members = self._gradient_sets[layout.label].members
+            assert members == {member.name for bucket in layout.buckets for member in bucket.members}, layout.label
+            assert self._joined or not self._layouts.is_suspended(layout), "a layout stays suspended"
 
     def _set(self, about: Request | RoundDone) -> _GradientSet:
         gradient_set = self._gradient_sets.get(about.label)
         if gradient_set is None:
             gradient_set = self._gradient_sets[about.label] = _GradientSet(about.process_set_id)
         return gradient_set
-
-    def _among(self, response: Response, ranks: Ranks) -> Ranks:
-        """Return those of `ranks` that have a bucket; also when its process set has been removed, which evicted it."""
-        if response.process_set_id in self._process_sets:
-            return self._process_sets.among(response.process_set_id, ranks)
-        return tuple(rank for rank in ranks if rank in response.contributors)
-
-    def _among_bucket(self, ready: BucketReady, ranks: Ranks) -> Ranks:
-        return self._among(self._buckets[ready.bucket_id][0].response, ranks)

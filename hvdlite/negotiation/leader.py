@@ -32,7 +32,7 @@ import msgspec
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.gathering import Gathered, Gathering, Ranks
-from hvdlite.negotiation.layouts import first_round, unused_members
+from hvdlite.negotiation.layouts import LayoutTable, unused_members
 from hvdlite.negotiation.messages import (
     BucketReady,
     Decision,
@@ -74,17 +74,12 @@ class Leader:
         self._applied = dict.fromkeys(self.ranks, 0)
         self._alone: dict[int, Ranks] = {rank: (rank,) for rank in self.ranks}  # each rank as the source of an item
         self._joined: set[int] = set()  # ranks of the host that have joined
-        self._joins = 0  # how often all ranks have
         self._requests: Gathering[Key, Request] = Gathering(self._waited_for, self.ranks, self._joined)
         self._buckets: Gathering[int, BucketReady] = Gathering(self._among_bucket, self.ranks)  # by bucket
         self._rounds: Gathering[tuple[int, str, int], RoundDone] = Gathering(self._waited_for, self.ranks, self._joined)
         self._retired: Gathering[tuple[int, str], Retired] = Gathering(self._among_set, self.ranks)
         self._last_rounds: dict[tuple[int, str], int] = {}  # by process set and label: the last that all of them finished
-        self._layouts: dict[int, Layout] = {}  # in use
-        self._usable: set[int] = set()  # buckets of the layouts that are in use and not suspended
-        # Bucket -> its set and process set, as long as a rank may name it
-        self._bucket_sets: dict[int, tuple[str, int]] = {}
-        self._evicted: list[tuple[int, Layout]] = []  # with its decision, which some rank has not applied
+        self._layouts = LayoutTable()
         self._some_left = False  # a rank of the job has left: requests are not held back any more
         # For the next report, with those that make one item of it together: requests of several ranks, or items of one.
         self._outgoing: list[tuple[Ranks | int | None, list[Any]]] = []
@@ -110,12 +105,12 @@ class Leader:
                     self._join(rank)
                 elif isinstance(item, Retired):
                     self._retire(rank, item)
-        if report.blocked is not None or report.leaving:
-            self._release_all()
         if report.side_message is not None or report.leaving or report.failure is not None or report.blocked is not None:
+            if report.blocked is not None or report.leaving:
+                self._release_all()
             self._put(None, RankReport(rank, msgspec.structs.replace(report, items=())))
-        if self._evicted:
-            self._forget_evicted()
+        if self._layouts.evicted:
+            self._layouts.forget(min(self._applied.values()))
 
     def lose(self, rank: int, reason: str) -> None:
         """Report that a rank of the host is gone; the coordinator knows whether it had left."""
@@ -131,16 +126,11 @@ class Leader:
         if self._requests:
             self._end_requests(decision.responses)
         for layout in decision.learned:
-            self._layouts[layout.layout_id] = layout
-            self._usable.update(bucket.bucket_id for bucket in layout.buckets)
-            self._bucket_sets.update((bucket.bucket_id, (layout.label, bucket.response.process_set_id))
-                                     for bucket in layout.buckets)
+            self._layouts.learn(layout)
         for layout_id in decision.suspended:
-            self._withdraw(self._layouts[layout_id])
+            self._withdraw(self._layouts.suspend(layout_id))
         for layout_id in decision.evicted:
-            ended = self._layouts.pop(layout_id)
-            self._evicted.append((decision.sequence, ended))
-            self._withdraw(ended)
+            self._withdraw(self._layouts.evict(layout_id, decision.sequence))
         for response in decision.responses:
             if response.collective is Collective.JOIN:
                 self._end_join(response)
@@ -169,9 +159,10 @@ class Leader:
 
     def check_invariants(self) -> None:
         """Fail when an item is held back that all ranks have reported."""
-        for gathering in (self._requests, self._buckets, self._rounds, self._retired):
-            gathering.check_invariants()
-        assert self._buckets.keys() <= self._usable, "a bucket is held back that some rank will not report"
+        for table in (self._layouts, self._requests, self._buckets, self._rounds, self._retired):
+            table.check_invariants()
+        for bucket_id, held in self._buckets.items():
+            assert all(self._layouts.usable(bucket_id, ready.round_id) for _, ready in held.parts), bucket_id
 
     # --- what is reported --------------------------------------------------------------------------------------------
 
@@ -201,7 +192,7 @@ class Leader:
             self._put_merged(gathered)
 
     def _receive_bucket(self, rank: int, ready: BucketReady) -> None:
-        if ready.bucket_id not in self._usable or ready.round_id < first_round(self._joins):
+        if not self._layouts.usable(ready.bucket_id, ready.round_id):
             self._put(rank, _without_end(ready))
         else:
             gathered = self._buckets.add(self._alone[rank], ready.bucket_id, ready)
@@ -210,13 +201,14 @@ class Leader:
             elif not gathered.missing:
                 self._put_bucket(gathered)
         if ready.ends_round:
-            label, process_set_id = self._bucket_sets[ready.bucket_id]
-            self._receive_round_done(rank, RoundDone(label, ready.round_id, process_set_id))
+            process_set_id = self._layouts.bucket(ready.bucket_id).response.process_set_id
+            done = RoundDone(self._layouts.of_bucket(ready.bucket_id).label, ready.round_id, process_set_id)
+            self._receive_round_done(rank, done)
 
     def _receive_round_done(self, rank: int, done: RoundDone) -> None:
         name = done.process_set_id, done.label
         if (done.process_set_id not in self._process_sets or done.round_id <= self._last_rounds.get(name, 0)
-                or done.round_id < first_round(self._joins)):
+                or done.round_id < self._layouts.first_round):
             return
         if not self._rounds.add(self._alone[rank], (*name, done.round_id), done).missing:
             self._end_round(done)
@@ -241,7 +233,7 @@ class Leader:
         self._last_rounds[done.process_set_id, done.label] = done.round_id
         for requests in self._requests.open(lambda held: held.label == done.label and held.round_id <= done.round_id):
             self._put_merged(requests)
-        for buckets in self._buckets.open(lambda ready: self._bucket_sets[ready.bucket_id][0] == done.label
+        for buckets in self._buckets.open(lambda ready: self._layouts.of_bucket(ready.bucket_id).label == done.label
                                           and ready.round_id <= done.round_id):
             self._put_apart(buckets)
         self._put(None, done)
@@ -265,7 +257,6 @@ class Leader:
     def _withdraw(self, layout: Layout) -> None:
         """Forward the buckets of a layout that are held back, rank by rank."""
         for bucket in layout.buckets:
-            self._usable.discard(bucket.bucket_id)
             gathered = self._buckets.pop(bucket.bucket_id, None)
             if gathered is not None and not gathered.passes:
                 self._put_apart(gathered)
@@ -274,8 +265,7 @@ class Leader:
         """All ranks take part again. When all have joined, rounds are numbered anew."""
         self._joined.clear()
         if response.error is ErrorKind.NONE:
-            self._joins += 1
-            self._usable.update(bucket.bucket_id for layout in self._layouts.values() for bucket in layout.buckets)
+            self._layouts.resume()
             self._rounds.clear()
         self._requests.recount()
         self._rounds.recount()
@@ -290,12 +280,6 @@ class Leader:
         self._retired.take_if(lambda retired: retired.process_set_id == process_set_id)
         self._last_rounds = {name: round_id for name, round_id in self._last_rounds.items() if name[0] != process_set_id}
 
-    def _forget_evicted(self) -> None:
-        """Forget the buckets that no rank of the host can report any more."""
-        while self._evicted and self._evicted[0][0] <= min(self._applied.values()):
-            for bucket in self._evicted.pop(0)[1].buckets:
-                del self._bucket_sets[bucket.bucket_id]
-
     # --- who takes part ----------------------------------------------------------------------------------------------
 
     def _may_wait(self, request: Request) -> bool:
@@ -306,8 +290,8 @@ class Leader:
             return True
         if self._in_order and self._process_sets[request.process_set_id][0] in self.ranks:
             return False  # the order in which that rank makes them counts
-        return not any(layout.label == request.label and request.round_id >= layout.first_round
-                       for layout in self._layouts.values())
+        layout = self._layouts.named(request.label)
+        return layout is None or request.round_id < layout.first_round
 
     def _among_set(self, item: Request | RoundDone | Retired, ranks: Ranks) -> Ranks:
         """Return those of `ranks` that belong to the process set of an item."""
@@ -320,7 +304,7 @@ class Leader:
 
     def _among_bucket(self, ready: BucketReady, ranks: Ranks) -> Ranks:
         """Return those of `ranks` that have a bucket; when one of them joins, its layout is suspended."""
-        return self._process_sets.among(self._bucket_sets[ready.bucket_id][1], ranks)
+        return self._process_sets.among(self._layouts.bucket(ready.bucket_id).response.process_set_id, ranks)
 
     # --- what is forwarded -------------------------------------------------------------------------------------------
 
@@ -334,21 +318,23 @@ class Leader:
             self._put_apart(rounds)
 
     def _put_merged(self, gathered: Gathered[Request]) -> None:
-        """Forward requests for one tensor, equal ones as one."""
-        for ranks, request in _equal_ones(gathered.parts):
+        """Forward requests for one tensor, equal ones as one; a rank that repeats its request is rank 0's to judge."""
+        for ranks, request in gathered.parts if gathered.is_repeated else _equal_ones(gathered.parts):
             self._put(ranks, request)
 
     def _put_bucket(self, gathered: Gathered[BucketReady]) -> None:
         """Forward a bucket that all ranks of the host have reported: as one unless their optimizers' steps differ."""
-        reports = [ready for _, ready in gathered.parts]
-        last = reports[-1]
-        if any(ready.step != last.step or ready.in_step != last.in_step for ready in reports):
-            self._put_apart(gathered)
-            return
-        everywhere, somewhere = unused_members(reports)
-        if last.ends_round or last.unused != everywhere or somewhere:
-            last = msgspec.structs.replace(last, unused=everywhere, unused_somewhere=somewhere, ends_round=False)
-        self._put(None, last)
+        last = gathered.parts[-1][1]
+        is_unused = False
+        for _, ready in gathered.parts:
+            if ready.step != last.step or ready.in_step != last.in_step or gathered.is_repeated:
+                self._put_apart(gathered)
+                return
+            is_unused = is_unused or bool(ready.unused)
+        if is_unused:
+            everywhere, somewhere = unused_members([ready for _, ready in gathered.parts])
+            last = msgspec.structs.replace(last, unused=everywhere, unused_somewhere=somewhere)
+        self._put(None, _without_end(last))
 
     def _put_apart(self, gathered: Gathered[BucketReady] | Gathered[RoundDone]) -> None:
         """Forward each rank's item by itself."""

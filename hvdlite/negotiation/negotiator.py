@@ -26,7 +26,7 @@ from hvdlite.negotiation.agreement import disagreement, reconciled
 from hvdlite.negotiation.fusion import payload_bytes, receive_splits, response_to
 from hvdlite.negotiation.gathering import Gathered, Ranks, Requests, first_of, grouped
 from hvdlite.negotiation.gradient_sets import GradientSetTable
-from hvdlite.negotiation.layouts import BucketSizes
+from hvdlite.negotiation.layouts import BucketSizes, release_of, requests_of
 from hvdlite.negotiation.locks import Locks
 from hvdlite.negotiation.mailboxes import MailboxTable
 from hvdlite.negotiation.messages import (
@@ -40,7 +40,6 @@ from hvdlite.negotiation.messages import (
     Response,
     Retired,
     RoundDone,
-    Wait,
 )
 from hvdlite.negotiation.readiness import Aggregator
 
@@ -87,6 +86,7 @@ class Negotiator:
     Attributes:
         policy: as given, or as changed by `change_policy`.
         joins: which ranks have joined.
+        layouts: which buckets there are.
         left: the ranks that have left.
         gradient_sets: rounds and layouts.
         reports: what some ranks have reported, and others have not.
@@ -102,7 +102,7 @@ class Negotiator:
     def __init__(self, size: int, policy: Policy, reduce_eagerly: ReduceEagerly | None) -> None:
         self.policy = policy
         self.reports = Aggregator(tuple(range(size)), size)
-        self.joins = self.reports.joins
+        self.joins, self.layouts = self.reports.joins, self.reports.layouts
         self.left: set[int] = set()
         self._process_sets = self.reports.process_sets
         self.gradient_sets = GradientSetTable(self.reports, policy.bucket_sizes, policy.layout_capacity)
@@ -140,7 +140,7 @@ class Negotiator:
         if request.process_set_id not in self._process_sets:
             self._refuse(request, refusals.in_removed_set(request))
             return
-        if request.label and request.round_id < self.reports.first_round:
+        if request.label and request.round_id < self.layouts.first_round:
             self._refuse(request, refusals.of_round_before_join(request, ranks))
             return
         members = self._process_sets[request.process_set_id]
@@ -162,18 +162,25 @@ class Negotiator:
 
     def receive_bucket(self, ranks: Ranks, ready: BucketReady, now: float) -> None:
         """Handle a bucket that one rank reports, or all ranks of a host together."""
-        layout_id = self.gradient_sets.out_of_step(ready)
-        if layout_id is not None:
-            self.evict(layout_id, now)  # its members are answered one by one: with an error
-        release, requests, ranks, done = self.gradient_sets.bucket_ready(ranks, ready, now)
-        if release is not None:
-            self.outcome.released.append(release)
-            self.locks.released(ready, release)
-            self.reduced_bytes += self.gradient_sets.nbytes(release.bucket_id)
-        for request in requests:
-            self.receive_request(ranks, request, now)
+        found = self.layouts.find(ready.bucket_id)
+        if found is None:
+            raise ProtocolError(f"names bucket {ready.bucket_id}, which was never learned")
+        bucket, layout = found
+        others = self.reports.buckets.get(ready.bucket_id)
+        if others is not None and others.first.step != ready.step:
+            self.evict(layout.layout_id, now)  # its members are answered one by one: with an error
+        ranks = self.reports.among_bucket(bucket, ranks)
+        if self.layouts.usable(ready.bucket_id, ready.round_id):
+            gathered = self.reports.buckets.add(ranks, ready.bucket_id, ready, now)
+            if gathered.is_repeated:
+                raise ProtocolError(f"reported bucket {ready.bucket_id} of '{layout.label}' twice before it was answered")
+            if not gathered.missing:
+                self._release(ready, layout, gathered)
+        else:
+            for request in requests_of(bucket, ready):
+                self.receive_request(ranks, request, now)
         if ready.ends_round:
-            self.receive_round_done(ranks, done)
+            self.receive_round_done(ranks, RoundDone(layout.label, ready.round_id, bucket.response.process_set_id))
 
     def receive_round_done(self, ranks: Ranks, done: RoundDone) -> None:
         """Handle the end of a round on some ranks."""
@@ -219,28 +226,23 @@ class Negotiator:
         for ranks, request in self._end_layout(layout_id, back_off=back_off):
             self.receive_request(ranks, request, now)
 
-    def missing_for(self, rank: int, wait: Wait) -> frozenset[int] | None:
-        """Return the ranks for which a rank's wait waits; None when it has been answered."""
-        if wait.process_set_id not in self._process_sets:
-            return None
-        if wait.round_id:
-            done = self.reports.ranks_done_with(wait.process_set_id, wait.name, wait.round_id)
-            members = frozenset(self._process_sets[wait.process_set_id])
-            return members.difference(done, self.joins.ranks) if rank in done else None
-        tensor = self.reports.requests.get((wait.process_set_id, wait.name, wait.round_id))
-        if tensor is None or rank not in tensor.ranks:
-            return None
-        return frozenset(self.reports.requests.missing_ranks(tensor))
-
     def check_invariants(self) -> None:
         """Fail when the state contradicts the rules at the top of this file."""
         self.reports.check_invariants()
         self.gradient_sets.check_invariants()
         for process_set_id, name, _ in self.reports.requests:
             assert not self.left & set(self._process_sets[process_set_id]), f"'{name}' waits for a rank that left"
-        for bucket_id in self.gradient_sets.pending:
-            members = self.gradient_sets.bucket(bucket_id).response.contributors
+        for bucket_id in self.reports.buckets:
+            members = self.layouts.bucket(bucket_id).response.contributors
             assert not self.left & set(members), "a bucket waits for a rank that left"
+
+    def _release(self, last: BucketReady, layout: Layout, gathered: Gathered[BucketReady]) -> None:
+        """Release a bucket that every rank has reported."""
+        release = release_of(last.bucket_id, gathered.parts)
+        self.outcome.released.append(release)
+        self.gradient_sets.released(layout, last.round_id)
+        self.locks.released(last, release)
+        self.reduced_bytes += self.gradient_sets.nbytes(release.bucket_id)
 
     def _add(self, ranks: Ranks, request: Request, now: float) -> Gathered[Request]:
         """Record a request of some ranks; return all ranks' requests when nothing is missing any more."""
@@ -353,8 +355,9 @@ class Negotiator:
         """A join has failed because a rank left: the ranks that had joined take part again."""
         self.reports.end_join(succeeded=False)
         self.gradient_sets.abort_join()
-        for layout_id in self.gradient_sets.suspended:  # ranks have made different numbers of rounds
-            self._end_layout(layout_id)
+        layouts = self.layouts
+        for layout in [layout for layout in layouts.in_use.values() if layouts.is_suspended(layout)]:
+            self._end_layout(layout.layout_id)  # ranks have made different numbers of rounds
 
     def _remove_set(self, process_set_id: int, now: float) -> None:
         """Forget a process set; what is still pending in it never becomes complete."""

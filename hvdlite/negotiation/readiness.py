@@ -10,8 +10,8 @@ from typing import Any
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.gathering import Gathered, Gathering, Ranks
-from hvdlite.negotiation.layouts import first_round
-from hvdlite.negotiation.messages import Key, Request, Retired, RoundDone
+from hvdlite.negotiation.layouts import LayoutTable
+from hvdlite.negotiation.messages import Bucket, BucketReady, Key, Layout, Request, Retired, RoundDone, Wait
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
 
@@ -24,13 +24,11 @@ class Joins:
 
     Attributes:
         ranks: those that have joined, in order.
-        count: how often all ranks have joined.
         was_missed: something was carried out without a rank that has joined.
     """
 
     def __init__(self) -> None:
         self.ranks: dict[int, None] = {}
-        self.count = 0
         self.was_missed = False
         self._last: int | None = None
 
@@ -44,7 +42,6 @@ class Joins:
         """All ranks have joined; they all take part again."""
         self.ranks.clear()
         self.was_missed = False
-        self.count += 1
 
 
 class Aggregator:
@@ -54,22 +51,25 @@ class Aggregator:
         scope: the ranks whose reports come here.
         process_sets: who belongs to which process set.
         joins: which ranks have joined. Only a join itself waits for them.
+        layouts: which buckets there are.
         requests: the tensors.
+        buckets: the full buckets, by id.
         rounds: the rounds of gradient sets that some ranks have finished: by process set, label and number.
         retired: the gradient sets that some ranks have dropped: by process set and label.
         last_rounds: by process set and label: the last round that all ranks have finished.
-        first_round: the least number of a round since all ranks have last joined.
     """
 
     def __init__(self, scope: Ranks, size: int) -> None:
         self.scope = scope
         self.process_sets = ProcessSetTable(size)
         self.joins = Joins()
+        self.layouts = LayoutTable()
         self.requests: Gathering[Key, Request] = Gathering(self._waited_for, scope, self.joins.ranks)
+        self.buckets: Gathering[int, BucketReady] = Gathering(
+            lambda ready, ranks: self.among_bucket(self.layouts.bucket(ready.bucket_id), ranks), scope)
         self.rounds: Gathering[tuple[int, str, int], RoundDone] = Gathering(self._waited_for, scope, self.joins.ranks)
         self.retired: Gathering[tuple[int, str], Retired] = Gathering(self._members, scope)
         self.last_rounds: dict[tuple[int, str], int] = {}
-        self.first_round = first_round(0)
 
     def finish_round(self, ranks: Ranks, done: RoundDone) -> bool:
         """Record that some ranks have finished a round; return whether it ends by that. A repetition changes nothing.
@@ -78,7 +78,7 @@ class Aggregator:
         """
         name = done.process_set_id, done.label
         if (done.process_set_id not in self.process_sets or done.round_id <= self.last_rounds.get(name, 0)
-                or done.round_id < self.first_round):
+                or done.round_id < self.layouts.first_round):
             return False
         gathered = self.rounds.add(self.process_sets.among(done.process_set_id, ranks), (*name, done.round_id), done)
         if gathered.missing:
@@ -95,6 +95,19 @@ class Aggregator:
             return frozenset(self.process_sets.among(process_set_id, self.scope))
         gathered = self.rounds.get((process_set_id, label, round_id))
         return frozenset(gathered.ranks if gathered else ())
+
+    def missing_for(self, rank: int, wait: Wait) -> frozenset[int] | None:
+        """Return the ranks for which a rank's wait waits; None when it has been answered."""
+        if wait.process_set_id not in self.process_sets:
+            return None
+        if wait.round_id:
+            done = self.ranks_done_with(wait.process_set_id, wait.name, wait.round_id)
+            members = frozenset(self.process_sets[wait.process_set_id])
+            return members.difference(done, self.joins.ranks) if rank in done else None
+        tensor = self.requests.get((wait.process_set_id, wait.name, wait.round_id))
+        if tensor is None or rank not in tensor.ranks:
+            return None
+        return frozenset(self.requests.missing_ranks(tensor))
 
     def retire(self, ranks: Ranks, retired: Retired) -> bool:
         """Record that some ranks have dropped a gradient set; when all have, forget its rounds and return True."""
@@ -117,11 +130,24 @@ class Aggregator:
         """Wait for all ranks again: all have joined, or the join has failed. After a success, rounds are numbered anew."""
         if succeeded:
             self.joins.complete()
-            self.first_round = first_round(self.joins.count)
+            self.layouts.resume()
             self.rounds.clear()
         self.joins.ranks.clear()
         self.requests.recount()
         self.rounds.recount()
+
+    def among_bucket(self, bucket: Bucket, ranks: Ranks) -> Ranks:
+        """Return those of `ranks` that have a bucket; also when its process set has been removed, which evicted it.
+
+        Ranks that have joined are among them: before anything waits for them, the layout is suspended.
+        """
+        if bucket.response.process_set_id in self.process_sets:
+            return self.process_sets.among(bucket.response.process_set_id, ranks)
+        return tuple(rank for rank in ranks if rank in bucket.response.contributors)
+
+    def withdraw(self, layout: Layout) -> list[Gathered[BucketReady]]:
+        """Gather the buckets of a layout no more; return what there is of them."""
+        return [self.buckets.pop(bucket.bucket_id) for bucket in layout.buckets if bucket.bucket_id in self.buckets]
 
     def remove_set(self, process_set_id: int) -> None:
         """Forget a process set and what is open in it; its requests are taken already, where they count."""
@@ -139,13 +165,15 @@ class Aggregator:
 
     def check_invariants(self) -> None:
         """Fail when something is complete, or is not what its key says."""
-        for gathering in (self.requests, self.rounds, self.retired):
-            gathering.check_invariants()
+        for table in (self.layouts, self.requests, self.buckets, self.rounds, self.retired):
+            table.check_invariants()
         for key, requests in self.requests.items():
             assert all(request.key == key for _, request in requests.parts), key
+        for bucket_id, reports in self.buckets.items():
+            assert all(self.layouts.usable(bucket_id, ready.round_id) for _, ready in reports.parts), bucket_id
         for process_set_id, label, round_id in self.rounds:
             assert round_id > self.last_rounds.get((process_set_id, label), 0), label
-            assert round_id >= self.first_round, label
+            assert round_id >= self.layouts.first_round, label
 
     def _members(self, item: Request | RoundDone | Retired, ranks: Ranks) -> Ranks:
         """Return those of `ranks` that belong to the process set of an item."""

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from hvdlite.negotiation.agreement import named_ranks
 from hvdlite.negotiation.deadlock import stuck_ranks
 from hvdlite.negotiation.gathering import Gathered, Gathering
-from hvdlite.negotiation.messages import Bucket, BucketReady, GpuProgress, Key, OverdueWork, Request
+from hvdlite.negotiation.layouts import LayoutTable
+from hvdlite.negotiation.messages import BucketReady, GpuProgress, Key, OverdueWork, Request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +109,9 @@ def tensor_stall(requests: Gathering[Key, Request], tensor: Gathered[Request], n
     return Stall(tensor.first.name, now - tensor.since, tuple(sorted(tensor.ranks)), tuple(requests.missing_ranks(tensor)))
 
 
-def bucket_stall(buckets: Gathering[int, BucketReady], reported: Gathered[BucketReady], bucket: Bucket, now: float) -> Stall:
+def bucket_stall(buckets: Gathering[int, BucketReady], reported: Gathered[BucketReady], layouts: LayoutTable,
+                 now: float) -> Stall:
     """Describe an incomplete bucket; it is called after its first member."""
-    first, *more = bucket.members
+    first, *more = layouts.bucket(reported.first.bucket_id).members
     name = first.name + (f"' and {len(more)} more of '{first.label}" if more else "")
     return Stall(name, now - reported.since, tuple(sorted(reported.ranks)), tuple(buckets.missing_ranks(reported)))
