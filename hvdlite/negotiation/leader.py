@@ -25,21 +25,19 @@ Rules (docs/protocol.md#leaders)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.gathering import Gathered, Gathering, Ranks
-from hvdlite.negotiation.layouts import LayoutTable, unused_members
+from hvdlite.negotiation.gathering import Gathered, Ranks
+from hvdlite.negotiation.layouts import unused_members
 from hvdlite.negotiation.messages import (
     BucketReady,
     Decision,
     ErrorKind,
     HostReport,
-    Key,
-    Layout,
     MergedRequests,
     RankReport,
     Report,
@@ -49,7 +47,7 @@ from hvdlite.negotiation.messages import (
     Retired,
     RoundDone,
 )
-from hvdlite.negotiation.process_sets import ProcessSetTable
+from hvdlite.negotiation.readiness import Aggregator
 
 HostReportItem = RankReport | MergedRequests | BucketReady | RoundDone
 """An item of a host report."""
@@ -68,18 +66,12 @@ class Leader:
 
     def __init__(self, ranks: Iterable[int], size: int, *, epoch: int = 0, in_order: bool = False) -> None:
         self.ranks = tuple(ranks)
-        self._process_sets = ProcessSetTable(size)
         self.epoch = epoch
         self._in_order = in_order
         self._applied = dict.fromkeys(self.ranks, 0)
         self._alone: dict[int, Ranks] = {rank: (rank,) for rank in self.ranks}  # each rank as the source of an item
-        self._joined: set[int] = set()  # ranks of the host that have joined
-        self._requests: Gathering[Key, Request] = Gathering(self._waited_for, self.ranks, self._joined)
-        self._buckets: Gathering[int, BucketReady] = Gathering(self._among_bucket, self.ranks)  # by bucket
-        self._rounds: Gathering[tuple[int, str, int], RoundDone] = Gathering(self._waited_for, self.ranks, self._joined)
-        self._retired: Gathering[tuple[int, str], Retired] = Gathering(self._among_set, self.ranks)
-        self._last_rounds: dict[tuple[int, str], int] = {}  # by process set and label: the last that all of them finished
-        self._layouts = LayoutTable()
+        self._reports = Aggregator(self.ranks, size)
+        self._requests, self._buckets, self._layouts = self._reports.requests, self._reports.buckets, self._reports.layouts
         self._some_left = False  # a rank of the job has left: requests are not held back any more
         # For the next report, with those that make one item of it together: requests of several ranks, or items of one.
         self._outgoing: list[tuple[Ranks | int | None, list[Any]]] = []
@@ -102,9 +94,10 @@ class Leader:
                     self._release_all()
                 self._put(rank, item)
                 if isinstance(item, Request):
-                    self._join(rank)
+                    for done in self._reports.join(rank)[1]:
+                        self._end_round(done)
                 elif isinstance(item, Retired):
-                    self._retire(rank, item)
+                    self._reports.retire(self._alone[rank], item)
         if report.side_message is not None or report.leaving or report.failure is not None or report.blocked is not None:
             if report.blocked is not None or report.leaving:
                 self._release_all()
@@ -125,19 +118,9 @@ class Leader:
         self._some_left |= bool(decision.left)
         if self._requests:
             self._end_requests(decision.responses)
-        for layout in decision.learned:
-            self._layouts.learn(layout)
-        for layout_id in decision.suspended:
-            self._withdraw(self._layouts.suspend(layout_id))
-        for layout_id in decision.evicted:
-            self._withdraw(self._layouts.evict(layout_id, decision.sequence))
-        for response in decision.responses:
-            if response.collective is Collective.JOIN:
-                self._end_join(response)
-            elif response.error is ErrorKind.NONE and response.collective is Collective.ADD_PROCESS_SET:
-                self._process_sets.add(response.members)
-            elif response.error is ErrorKind.NONE and response.collective is Collective.REMOVE_PROCESS_SET:
-                self._remove_set(response.rows[0])
+        for held in self._reports.observe(decision):
+            if not held.passes:
+                self._put_apart(held)
 
     def take_report(self) -> HostReport | None:
         """Return the report to send to the coordinator, or None."""
@@ -159,23 +142,19 @@ class Leader:
 
     def check_invariants(self) -> None:
         """Fail when an item is held back that all ranks have reported."""
-        for table in (self._layouts, self._requests, self._buckets, self._rounds, self._retired):
-            table.check_invariants()
-        for bucket_id, held in self._buckets.items():
-            assert all(self._layouts.usable(bucket_id, ready.round_id) for _, ready in held.parts), bucket_id
+        self._reports.check_invariants()
 
     # --- what is reported --------------------------------------------------------------------------------------------
 
     def _receive_request(self, rank: int, request: Request) -> None:
         if request.collective in _CHANGES_SETS:
             if request.collective is Collective.REMOVE_PROCESS_SET:
-                for ending in self._requests.open(lambda other: other.process_set_id == request.members[0]):
-                    self._put_merged(ending)
+                self._open_set(request.members[0])
             self._put(rank, request)
             return
         key = request.key
         held = self._requests.get(key)
-        if held is None and request.process_set_id not in self._process_sets:
+        if held is None and request.process_set_id not in self._reports.process_sets:
             self._put(rank, request)
             return
         may_wait = request.payload is None and (held is not None or self._may_wait(request))
@@ -190,6 +169,17 @@ class Leader:
             self._put(self._alone[rank], request)
         elif not gathered.missing:
             self._put_merged(gathered)
+
+    def _may_wait(self, request: Request) -> bool:
+        """Return whether the first request for a tensor may be held back until the host's other ranks make it."""
+        if self._some_left or len(self._reports.waited_for(request, self.ranks)) < 2:
+            return False
+        if not request.label:
+            return True
+        if self._in_order and self._reports.process_sets[request.process_set_id][0] in self.ranks:
+            return False  # the order in which that rank makes them counts
+        layout = self._layouts.named(request.label)
+        return layout is None or request.round_id < layout.first_round
 
     def _receive_bucket(self, rank: int, ready: BucketReady) -> None:
         if not self._layouts.usable(ready.bucket_id, ready.round_id):
@@ -206,31 +196,11 @@ class Leader:
             self._receive_round_done(rank, done)
 
     def _receive_round_done(self, rank: int, done: RoundDone) -> None:
-        name = done.process_set_id, done.label
-        if (done.process_set_id not in self._process_sets or done.round_id <= self._last_rounds.get(name, 0)
-                or done.round_id < self._layouts.first_round):
-            return
-        if not self._rounds.add(self._alone[rank], (*name, done.round_id), done).missing:
+        if self._reports.finish_round(self._alone[rank], done):
             self._end_round(done)
-
-    def _retire(self, rank: int, retired: Retired) -> None:
-        """Forget a set's rounds when all ranks of the host have dropped it."""
-        name = retired.process_set_id, retired.label
-        if retired.process_set_id in self._process_sets and not self._retired.add(self._alone[rank], name, retired).missing:
-            self._last_rounds.pop(name, None)
-            self._rounds.take_if(lambda done: (done.process_set_id, done.label) == name)
-
-    def _join(self, rank: int) -> None:
-        """Do not wait for a rank that has joined."""
-        self._requests.join(rank)
-        ended = self._rounds.join(rank)
-        self._joined.add(rank)
-        for gathered in ended:
-            self._end_round(gathered.first)
 
     def _end_round(self, done: RoundDone) -> None:
         """All ranks have finished a round: forward it behind everything that belongs to it."""
-        self._last_rounds[done.process_set_id, done.label] = done.round_id
         for requests in self._requests.open(lambda held: held.label == done.label and held.round_id <= done.round_id):
             self._put_merged(requests)
         for buckets in self._buckets.open(lambda ready: self._layouts.of_bucket(ready.bucket_id).label == done.label
@@ -243,6 +213,8 @@ class Leader:
     def _end_requests(self, responses: Iterable[Response]) -> None:
         """Note that tensors are answered; requests that are held back for them are answered again."""
         for response in responses:
+            if response.collective is Collective.REMOVE_PROCESS_SET and response.error is ErrorKind.NONE:
+                self._open_set(response.rows[0])
             for name in response.names:
                 key = response.process_set_id, name, response.round_id
                 gathered = self._requests.get(key)
@@ -254,58 +226,6 @@ class Leader:
                     gathered.passes = True
                     self._put_merged(gathered)
 
-    def _withdraw(self, layout: Layout) -> None:
-        """Forward the buckets of a layout that are held back, rank by rank."""
-        for bucket in layout.buckets:
-            gathered = self._buckets.pop(bucket.bucket_id, None)
-            if gathered is not None and not gathered.passes:
-                self._put_apart(gathered)
-
-    def _end_join(self, response: Response) -> None:
-        """All ranks take part again. When all have joined, rounds are numbered anew."""
-        self._joined.clear()
-        if response.error is ErrorKind.NONE:
-            self._layouts.resume()
-            self._rounds.clear()
-        self._requests.recount()
-        self._rounds.recount()
-
-    def _remove_set(self, process_set_id: int) -> None:
-        """Forget a process set and what was open in it."""
-        for gathered in self._requests.take_if(lambda held: held.process_set_id == process_set_id):
-            if not gathered.passes:
-                self._put_merged(gathered)
-        self._process_sets.remove(process_set_id)
-        self._rounds.take_if(lambda done: done.process_set_id == process_set_id)
-        self._retired.take_if(lambda retired: retired.process_set_id == process_set_id)
-        self._last_rounds = {name: round_id for name, round_id in self._last_rounds.items() if name[0] != process_set_id}
-
-    # --- who takes part ----------------------------------------------------------------------------------------------
-
-    def _may_wait(self, request: Request) -> bool:
-        """Return whether the first request for a tensor may be held back until the host's other ranks make it."""
-        if self._some_left or len(self._waited_for(request, self.ranks)) < 2:
-            return False
-        if not request.label:
-            return True
-        if self._in_order and self._process_sets[request.process_set_id][0] in self.ranks:
-            return False  # the order in which that rank makes them counts
-        layout = self._layouts.named(request.label)
-        return layout is None or request.round_id < layout.first_round
-
-    def _among_set(self, item: Request | RoundDone | Retired, ranks: Ranks) -> Ranks:
-        """Return those of `ranks` that belong to the process set of an item."""
-        return self._process_sets.among(item.process_set_id, ranks)
-
-    def _waited_for(self, item: Request | RoundDone, ranks: Ranks) -> Collection[int]:
-        """Return those of them that have not joined, too."""
-        ranks = self._process_sets.among(item.process_set_id, ranks)
-        return [rank for rank in ranks if rank not in self._joined] if self._joined else ranks
-
-    def _among_bucket(self, ready: BucketReady, ranks: Ranks) -> Ranks:
-        """Return those of `ranks` that have a bucket; when one of them joins, its layout is suspended."""
-        return self._process_sets.among(self._layouts.bucket(ready.bucket_id).response.process_set_id, ranks)
-
     # --- what is forwarded -------------------------------------------------------------------------------------------
 
     def _release_all(self) -> None:
@@ -314,8 +234,13 @@ class Leader:
             self._put_merged(requests)
         for buckets in self._buckets.open():
             self._put_apart(buckets)
-        for rounds in self._rounds.values():  # which may be told twice
+        for rounds in self._reports.rounds.values():  # which may be told twice
             self._put_apart(rounds)
+
+    def _open_set(self, process_set_id: int) -> None:
+        """Hold back no more requests in a process set that ends."""
+        for requests in self._requests.open(lambda held: held.process_set_id == process_set_id):
+            self._put_merged(requests)
 
     def _put_merged(self, gathered: Gathered[Request]) -> None:
         """Forward requests for one tensor, equal ones as one; a rank that repeats its request is rank 0's to judge."""

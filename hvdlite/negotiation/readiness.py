@@ -1,6 +1,8 @@
 """What the ranks of a scope report, until all of them have. Pure.
 
-Rank 0 has an `Aggregator` for all ranks of the job.
+Rank 0 has an `Aggregator` for all ranks of the job, and a host's leader has one for the ranks of its host. What is complete
+is answered at rank 0, and forwarded as one at the host. Both follow the same rules: what a process set, a join, a layout and
+the end of a gradient set mean for what waits.
 """
 
 from __future__ import annotations
@@ -11,7 +13,18 @@ from typing import Any
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.gathering import Gathered, Gathering, Ranks
 from hvdlite.negotiation.layouts import LayoutTable
-from hvdlite.negotiation.messages import Bucket, BucketReady, Key, Layout, Request, Retired, RoundDone, Wait
+from hvdlite.negotiation.messages import (
+    Bucket,
+    BucketReady,
+    Decision,
+    ErrorKind,
+    Key,
+    Layout,
+    Request,
+    Retired,
+    RoundDone,
+    Wait,
+)
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
 
@@ -64,10 +77,10 @@ class Aggregator:
         self.process_sets = ProcessSetTable(size)
         self.joins = Joins()
         self.layouts = LayoutTable()
-        self.requests: Gathering[Key, Request] = Gathering(self._waited_for, scope, self.joins.ranks)
+        self.requests: Gathering[Key, Request] = Gathering(self.waited_for, scope, self.joins.ranks)
         self.buckets: Gathering[int, BucketReady] = Gathering(
             lambda ready, ranks: self.among_bucket(self.layouts.bucket(ready.bucket_id), ranks), scope)
-        self.rounds: Gathering[tuple[int, str, int], RoundDone] = Gathering(self._waited_for, scope, self.joins.ranks)
+        self.rounds: Gathering[tuple[int, str, int], RoundDone] = Gathering(self.waited_for, scope, self.joins.ranks)
         self.retired: Gathering[tuple[int, str], Retired] = Gathering(self._members, scope)
         self.last_rounds: dict[tuple[int, str], int] = {}
 
@@ -149,6 +162,24 @@ class Aggregator:
         """Gather the buckets of a layout no more; return what there is of them."""
         return [self.buckets.pop(bucket.bucket_id) for bucket in layout.buckets if bucket.bucket_id in self.buckets]
 
+    def observe(self, decision: Decision) -> list[Gathered[BucketReady]]:
+        """Follow a decision, as a host does before its ranks; return the buckets that are gathered no more."""
+        withdrawn: list[Gathered[BucketReady]] = []
+        for layout in decision.learned:
+            self.layouts.learn(layout)
+        for layout_id in decision.suspended:
+            withdrawn += self.withdraw(self.layouts.suspend(layout_id))
+        for layout_id in decision.evicted:
+            withdrawn += self.withdraw(self.layouts.evict(layout_id, decision.sequence))
+        for response in decision.responses:
+            if response.collective is Collective.JOIN:
+                self.end_join(succeeded=response.error is ErrorKind.NONE)
+            elif response.error is ErrorKind.NONE and response.collective is Collective.ADD_PROCESS_SET:
+                self.process_sets.add(response.members)
+            elif response.error is ErrorKind.NONE and response.collective is Collective.REMOVE_PROCESS_SET:
+                self.remove_set(response.rows[0])
+        return withdrawn
+
     def remove_set(self, process_set_id: int) -> None:
         """Forget a process set and what is open in it; its requests are taken already, where they count."""
         gatherings: tuple[Gathering[Any, Any], ...] = (self.requests, self.rounds, self.retired)
@@ -179,8 +210,8 @@ class Aggregator:
         """Return those of `ranks` that belong to the process set of an item."""
         return self.process_sets.among(item.process_set_id, ranks)
 
-    def _waited_for(self, item: Request | RoundDone, ranks: Ranks) -> Collection[int]:
-        """Return those of them that are waited for: only a join itself waits for ranks that have joined."""
+    def waited_for(self, item: Request | RoundDone, ranks: Ranks) -> Collection[int]:
+        """Return those of `ranks` for which something waits: only a join itself waits for ranks that have joined."""
         ranks = self.process_sets.among(item.process_set_id, ranks)
         if not self.joins.ranks or (isinstance(item, Request) and item.collective is Collective.JOIN):
             return ranks
