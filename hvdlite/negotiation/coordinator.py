@@ -16,7 +16,6 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 
 from hvdlite.core.errors import ProtocolError
-from hvdlite.negotiation.call_waits import CallWaits
 from hvdlite.negotiation.deadlock import BlockedRanks
 from hvdlite.negotiation.fusion import fuse
 from hvdlite.negotiation.gathering import Ranks
@@ -41,7 +40,7 @@ from hvdlite.negotiation.messages import (
     RoundDone,
 )
 from hvdlite.negotiation.negotiator import Negotiator, Policy, ReduceEagerly
-from hvdlite.negotiation.stalls import Stall, bucket_stall, tensor_stall
+from hvdlite.negotiation.stalls import CallWaits, Stall, bucket_stall, tensor_stall
 
 
 @dataclasses.dataclass

@@ -48,7 +48,9 @@ class Gathering(dict[Key, Gathered[Item]], Generic[Key, Item]):
 
     def __init__(self, among: Callable[[Item, Ranks], Collection[int]], scope: Ranks, joined: Collection[int] = ()) -> None:
         super().__init__()
-        self._among, self._scope, self._joined = among, scope, joined
+        self._among = among
+        self._scope = scope
+        self._joined = joined
 
     def add(self, ranks: Ranks, key: Key, item: Item, now: float = 0.0) -> Gathered[Item]:
         """Add an item of some ranks that take part; return what is gathered: all of it when nothing is `missing`."""

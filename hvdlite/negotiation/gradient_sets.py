@@ -74,13 +74,17 @@ class GradientSetTable:
         capacity: layouts that may exist at a time; the least recently used is evicted.
 
     Attributes:
+        layouts: those of all sets.
         locked: the layout of the lock (`locks.py`), which is in use although nobody reports its buckets; 0 if there is none.
     """
 
     def __init__(self, reports: Aggregator, limits: BucketSizes, capacity: int) -> None:
         self._reports = reports
-        self._layouts, self._process_sets, self._joined = reports.layouts, reports.process_sets, reports.joins.ranks
-        self.limits, self._capacity = limits, capacity
+        self._process_sets = reports.process_sets
+        self._joined = reports.joins.ranks
+        self.layouts = reports.layouts
+        self.limits = limits
+        self._capacity = capacity
         self._gradient_sets: dict[str, _GradientSet] = {}
         self.locked = 0
         self._next_layout = self._next_bucket = 1
@@ -92,7 +96,7 @@ class GradientSetTable:
         gradient_set.ready.pop(request.name, None)
         if request.collective is Collective.ALLGATHER:
             gradient_set.sparse.add(request.name)
-            layout = self._layouts.named(request.label)
+            layout = self.layouts.named(request.label)
             return layout.layout_id if layout is not None and request.name in gradient_set.members else None
         if request.name not in gradient_set.sparse:
             gradient_set.ready[request.name] = requests
@@ -120,7 +124,7 @@ class GradientSetTable:
         ready, incomplete = gradient_set.ready, gradient_set.invalid or gradient_set.last_bucket_round >= round_id
         gradient_set.ready, gradient_set.invalid = {}, False
         gradient_set.rounds_in_use += 1
-        if self._layouts.named(label) is not None or incomplete or not ready or not self.limits.middle:
+        if self.layouts.named(label) is not None or incomplete or not ready or not self.limits.middle:
             return None, []
         if (done.process_set_id, label) in self._reports.retired:
             return None, []
@@ -135,7 +139,7 @@ class GradientSetTable:
         buckets = plan_buckets(members, ranks, self.limits, self._next_bucket)
         layout = Layout(layout_id=self._next_layout, label=label, first_round=round_id + 2, buckets=buckets,
                         unbucketed=tuple(sorted(gradient_set.sparse)))
-        in_use = self._layouts.in_use
+        in_use = self.layouts.in_use
         idle = [layout_id for layout_id, other in in_use.items() if layout_id != self.locked
                 and not any(bucket.bucket_id in self._reports.buckets for bucket in other.buckets)]
         evicted = idle[:max(0, len(in_use) + 1 - self._capacity)]
@@ -151,7 +155,7 @@ class GradientSetTable:
         carried = []
         for label, layout in list(layouts.items())[:self._capacity if self.limits.middle else 0]:
             gradient_set = self._gradient_sets[label] = _GradientSet(GLOBAL_PROCESS_SET_ID)
-            carried.append(carried_over(layout, label, self._process_sets[GLOBAL_PROCESS_SET_ID], self._layouts.first_round,
+            carried.append(carried_over(layout, label, self._process_sets[GLOBAL_PROCESS_SET_ID], self.layouts.first_round,
                                         self._next_layout, self._next_bucket))
             gradient_set.sparse = set(carried[-1].unbucketed)
             self._use(gradient_set, carried[-1])
@@ -161,13 +165,13 @@ class GradientSetTable:
         """Take a new layout into the tables."""
         self._next_layout += 1
         self._next_bucket += len(layout.buckets)
-        self._layouts.learn(layout)
+        self.layouts.learn(layout)
         gradient_set.members = frozenset(member.name for bucket in layout.buckets for member in bucket.members)
         gradient_set.rounds_in_use = 0
 
     def released(self, layout: Layout, round_id: int) -> None:
         """Note that a bucket of a round is released."""
-        self._layouts.in_use[layout.layout_id] = self._layouts.in_use.pop(layout.layout_id)  # used most recently
+        self.layouts.in_use[layout.layout_id] = self.layouts.in_use.pop(layout.layout_id)  # used most recently
         self.reduced_by_bucket(layout.label, round_id)
 
     def reduced_by_bucket(self, label: str, round_id: int) -> None:
@@ -182,9 +186,9 @@ class GradientSetTable:
         Args:
             back_off: whether the set waits for more rounds than last time before it is learned again.
         """
-        if layout_id not in self._layouts.in_use:
+        if layout_id not in self.layouts.in_use:
             return None
-        layout = self._layouts.evict(layout_id, sequence)
+        layout = self.layouts.evict(layout_id, sequence)
         gradient_set = self._gradient_sets[layout.label]
         gradient_set.members = frozenset()
         if gradient_set.rounds_in_use >= MAX_BACKOFF_ROUNDS:
@@ -198,21 +202,21 @@ class GradientSetTable:
 
         Returns None when the layout is suspended already.
         """
-        if self._layouts.is_suspended(self._layouts.in_use[layout_id]):
+        if self.layouts.is_suspended(self.layouts.in_use[layout_id]):
             return None
-        return self._withdraw(self._layouts.suspend(layout_id))
+        return self._withdraw(self.layouts.suspend(layout_id))
 
     def _withdraw(self, layout: Layout) -> list[tuple[Ranks, Request]]:
         """Gather a layout's buckets no more; return the requests that their reports stand for, as (ranks, request)."""
         return [(ranks, request) for gathered in self._reports.withdraw(layout) for ranks, ready in gathered.parts
-                for request in requests_of(self._layouts.bucket(ready.bucket_id), ready)]
+                for request in requests_of(self.layouts.bucket(ready.bucket_id), ready)]
 
     def layout_of(self, request: Request) -> int | None:
         """Return the layout in whose buckets `request` should have been reported, or None."""
-        layout = self._layouts.named(request.label)
+        layout = self.layouts.named(request.label)
         if layout is None or request.name not in self._gradient_sets[request.label].members:
             return None
-        if request.round_id < max(layout.first_round, self._layouts.first_round) or self._layouts.is_suspended(layout):
+        if request.round_id < max(layout.first_round, self.layouts.first_round) or self.layouts.is_suspended(layout):
             return None
         return layout.layout_id
 
@@ -227,11 +231,6 @@ class GradientSetTable:
         self._gradient_sets = {label: gradient_set for label, gradient_set in self._gradient_sets.items()
                                if gradient_set.process_set_id != process_set_id}
 
-    def in_use(self, label: str) -> int | None:
-        """Return the layout of a set, if it has one."""
-        layout = self._layouts.named(label)
-        return None if layout is None else layout.layout_id
-
     def drop(self, label: str) -> None:
         """Forget a set without a layout."""
         self._gradient_sets.pop(label, None)
@@ -243,50 +242,42 @@ class GradientSetTable:
 
     def nbytes(self, bucket_id: int) -> int:
         """Return the size of a learned bucket, padding included."""
-        bucket = self._layouts.bucket(bucket_id)
+        bucket = self.layouts.bucket(bucket_id)
         return bucket.elements * SUPPORTED_DTYPES[bucket.response.dtype].itemsize
 
     def is_on_gpu(self, bucket_id: int) -> bool:
         """Return whether a bucket is learned, and in the memory of GPUs."""
-        found = self._layouts.find(bucket_id)
+        found = self.layouts.find(bucket_id)
         return found is not None and found[0].response.device != CPU
 
     def may_learn_on_gpu(self, label: str) -> bool:
         """Return whether a set has no layout, and has had a member in the memory of GPUs in this round."""
         gradient_set = self._gradient_sets.get(label)
-        return gradient_set is not None and self._layouts.named(label) is None and any(
+        return gradient_set is not None and self.layouts.named(label) is None and any(
             first_of(requests).device != CPU for requests in gradient_set.ready.values())
-
-    def label_of(self, bucket_id: int) -> str:
-        """Return the label of the gradient set to which a learned bucket belongs."""
-        return self._layouts.of_bucket(bucket_id).label
 
     def layout_named(self, label: str) -> Layout | None:
         """Return the layout of a set, if it has one that is not suspended."""
-        layout = self._layouts.named(label)
-        return None if layout is None or self._layouts.is_suspended(layout) else layout
-
-    def layouts(self) -> list[int]:
-        """Return all layouts in use."""
-        return list(self._layouts.in_use)
+        layout = self.layouts.named(label)
+        return None if layout is None or self.layouts.is_suspended(layout) else layout
 
     def layouts_in(self, process_set_id: int) -> list[int]:
         """Return the layouts in use of a process set."""
-        return [layout_id for layout_id, layout in self._layouts.in_use.items()
+        return [layout_id for layout_id, layout in self.layouts.in_use.items()
                 if layout.buckets[0].response.process_set_id == process_set_id]
 
     def layouts_of(self, ranks: Iterable[int]) -> list[int]:
         """Return the layouts in use that one of these ranks takes part in."""
         wanted = frozenset(ranks)
-        return [layout_id for layout_id, layout in self._layouts.in_use.items()
+        return [layout_id for layout_id, layout in self.layouts.in_use.items()
                 if not wanted.isdisjoint(layout.buckets[0].response.contributors)]
 
     def check_invariants(self) -> None:
         """Fail when the tables contradict each other."""
-        for layout in self._layouts.in_use.values():
+        for layout in self.layouts.in_use.values():
             members = self._gradient_sets[layout.label].members
             assert members == {member.name for bucket in layout.buckets for member in bucket.members}, layout.label
-            assert self._joined or not self._layouts.is_suspended(layout), "a layout stays suspended"
+            assert self._joined or not self.layouts.is_suspended(layout), "a layout stays suspended"
 
     def _set(self, about: Request | RoundDone) -> _GradientSet:
         gradient_set = self._gradient_sets.get(about.label)

@@ -71,7 +71,9 @@ class Leader:
         self._applied = dict.fromkeys(self.ranks, 0)
         self._alone: dict[int, Ranks] = {rank: (rank,) for rank in self.ranks}  # each rank as the source of an item
         self._reports = Aggregator(self.ranks, size)
-        self._requests, self._buckets, self._layouts = self._reports.requests, self._reports.buckets, self._reports.layouts
+        self._requests = self._reports.requests
+        self._buckets = self._reports.buckets
+        self._layouts = self._reports.layouts
         self._some_left = False  # a rank of the job has left: requests are not held back any more
         # For the next report, with those that make one item of it together: requests of several ranks, or items of one.
         self._outgoing: list[tuple[Ranks | int | None, list[Any]]] = []

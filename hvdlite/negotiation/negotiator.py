@@ -21,8 +21,7 @@ import msgspec
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import ROOTED, Collective
-from hvdlite.negotiation import refusals
-from hvdlite.negotiation.agreement import disagreement, reconciled
+from hvdlite.negotiation import agreement
 from hvdlite.negotiation.fusion import payload_bytes, receive_splits, response_to
 from hvdlite.negotiation.gathering import Gathered, Ranks, Requests, first_of, grouped
 from hvdlite.negotiation.gradient_sets import GradientSetTable
@@ -102,7 +101,8 @@ class Negotiator:
     def __init__(self, size: int, policy: Policy, reduce_eagerly: ReduceEagerly | None) -> None:
         self.policy = policy
         self.reports = Aggregator(tuple(range(size)), size)
-        self.joins, self.layouts = self.reports.joins, self.reports.layouts
+        self.joins = self.reports.joins
+        self.layouts = self.reports.layouts
         self.left: set[int] = set()
         self._process_sets = self.reports.process_sets
         self.gradient_sets = GradientSetTable(self.reports, policy.bucket_sizes, policy.layout_capacity)
@@ -138,10 +138,10 @@ class Negotiator:
             if layout_id is not None:
                 self.evict(layout_id, now)
         if request.process_set_id not in self._process_sets:
-            self._refuse(request, refusals.in_removed_set(request))
+            self._refuse(request, agreement.in_removed_set(request))
             return
         if request.label and request.round_id < self.layouts.first_round:
-            self._refuse(request, refusals.of_round_before_join(request, ranks))
+            self._refuse(request, agreement.of_round_before_join(request, ranks))
             return
         members = self._process_sets[request.process_set_id]
         if request.label and self.policy.deterministic and members[0] in ranks:
@@ -191,9 +191,9 @@ class Negotiator:
         """Handle that a rank has dropped a gradient set: its layout ends. When all ranks have, the set is forgotten."""
         if retired.process_set_id not in self._process_sets:
             return
-        layout_id = self.gradient_sets.in_use(retired.label)
-        if layout_id is not None:
-            self.evict(layout_id, now, back_off=False)
+        layout = self.layouts.named(retired.label)
+        if layout is not None:
+            self.evict(layout.layout_id, now, back_off=False)
         if not self.reports.retire((rank,), retired):
             return
         for gathered in self.reports.requests.take_if(lambda request: request.label == retired.label):
@@ -218,7 +218,7 @@ class Negotiator:
         old, self.policy = self.policy, policy
         if policy.bucket_sizes != old.bucket_sizes:
             self.gradient_sets.limits = policy.bucket_sizes
-            for layout_id in self.gradient_sets.layouts():
+            for layout_id in list(self.layouts.in_use):
                 self.evict(layout_id, now, back_off=False)
 
     def evict(self, layout_id: int, now: float, *, back_off: bool = True) -> None:
@@ -254,19 +254,19 @@ class Negotiator:
     def _complete(self, requests: Mapping[int, Request], now: float) -> None:
         """Answer a tensor that every rank that takes part has reported."""
         if first_of(requests).label:
-            requests = reconciled(requests)
+            requests = agreement.reconciled(requests)
         request = first_of(requests)
-        problem = disagreement(requests)
+        problem = agreement.disagreement(requests)
         if problem is not None:
             self._refuse(request, problem)
             return
         members = self._process_sets[request.process_set_id]
         if request.collective is Collective.SEND and len(requests) < len(members):
             (joined,) = set(members) - requests.keys()
-            self._refuse(request, refusals.send_to_joined(request, joined))
+            self._refuse(request, agreement.send_to_joined(request, joined))
             return
         if request.collective in ROOTED and request.root_rank not in requests:
-            self._refuse(request, refusals.root_has_joined(request))
+            self._refuse(request, agreement.root_has_joined(request))
             return
         self.joins.was_missed = self.joins.was_missed or len(requests) < len(members)
         response = response_to(requests, members)
@@ -366,12 +366,12 @@ class Negotiator:
             self.evict(layout_id, now)
         for gathered in self.reports.requests.take_if(lambda request: request.process_set_id == process_set_id):
             request = gathered.first
-            self._refuse(request, refusals.set_removed_under_way(request, gathered.ranks))
+            self._refuse(request, agreement.set_removed_under_way(request, gathered.ranks))
         self.gradient_sets.remove(process_set_id)
         self.reports.remove_set(process_set_id)
 
     def _refuse(self, request: Request, text: str, kind: ErrorKind = ErrorKind.MISMATCH) -> None:
-        self.outcome.refused.append(refusals.refusal(request, text, kind))
+        self.outcome.refused.append(agreement.refusal(request, text, kind))
         if request.collective is Collective.JOIN:
             self._abort_join()
         if request.label and request.process_set_id in self._process_sets:
@@ -380,7 +380,7 @@ class Negotiator:
     def _refuse_not_shared(self, gathered: Gathered[Request]) -> None:
         """Refuse a member of a gradient set that some ranks do not have."""
         missing = self.reports.requests.missing_ranks(gathered)
-        self._refuse(gathered.first, refusals.not_shared(gathered.first, gathered.ranks, missing))
+        self._refuse(gathered.first, agreement.not_shared(gathered.first, gathered.ranks, missing))
 
     def _refuse_pending(self, now: float) -> None:
         """Refuse what waits for a rank that left; ranks that report it later get the same answer."""
@@ -394,4 +394,4 @@ class Negotiator:
 
     def _refuse_left(self, request: Request) -> None:
         members = self._process_sets[request.process_set_id]
-        self._refuse(request, refusals.needs_left_rank(request, members, self.left, self._size), ErrorKind.LEFT)
+        self._refuse(request, agreement.needs_left_rank(request, members, self.left, self._size), ErrorKind.LEFT)
