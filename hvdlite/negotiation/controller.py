@@ -14,7 +14,7 @@ import msgspec
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.layouts import first_round, requests_of
+from hvdlite.negotiation.layouts import LayoutTable, requests_of
 from hvdlite.negotiation.messages import (
     Blocked,
     Bucket,
@@ -95,10 +95,7 @@ class Controller:
         self.rank = rank
         self.epoch = epoch
         self.applied = 0
-        self._layouts: dict[int, Layout] = {}  # suspended ones too
-        self._buckets: dict[int, Bucket] = {}  # of the layouts in use
-        self._joins = 0  # how often all ranks have joined
-        self._first_round = first_round(0)  # since then
+        self._layouts = LayoutTable()
         self._reported: dict[int, BucketReady] = {}  # buckets reported and not answered
         self._unanswered: set[Key] = set()
         self._joined = False
@@ -124,7 +121,7 @@ class Controller:
         When its layout has been evicted or suspended meanwhile, enqueue its members' requests instead and return them.
         """
         self.has_news = True
-        if ready.bucket_id in self._buckets and ready.round_id >= self._first_round:
+        if self._layouts.usable(ready.bucket_id, ready.round_id):
             assert ready.bucket_id not in self._reported, f"bucket {ready.bucket_id} is still being processed"
             self._reported[ready.bucket_id] = ready
             self._items.append(ready)
@@ -143,7 +140,7 @@ class Controller:
 
     def mark_stale(self, layout_id: int) -> None:
         """Report that a layout does not describe this rank's set any more."""
-        if layout_id in self._layouts:
+        if layout_id in self._layouts.in_use:
             self._items.append(LayoutStale(layout_id))
             self.has_news = True
 
@@ -211,17 +208,16 @@ class Controller:
         self.applied = decision.sequence
         instructions: list[Instruction] = list(map(CloseMailbox, decision.closed))
         for layout in decision.learned:
-            self._layouts[layout.layout_id] = layout
-            self._buckets.update((bucket.bucket_id, bucket) for bucket in layout.buckets)
+            self._layouts.learn(layout)
             instructions.append(layout)
         for release in decision.released:
             if self._reported.pop(release.bucket_id, None) is not None:  # else another process set's
                 instructions.append(release)
         for layout_id in decision.suspended:
-            layout = self._layouts[layout_id]
+            layout = self._layouts.suspend(layout_id)
             instructions.extend((*self._withdraw(layout), SuspendLayout(layout)))
         for layout_id in decision.evicted:
-            ended = self._layouts.pop(layout_id)
+            ended = self._layouts.evict(layout_id, decision.sequence)
             self._items = [item for item in self._items
                            if not (isinstance(item, LayoutStale) and item.layout_id == layout_id)]
             instructions.extend((*self._withdraw(ended), EvictLayout(ended)))
@@ -236,31 +232,28 @@ class Controller:
                     self._end_join(response)
             elif self._joined and response.error is ErrorKind.NONE:
                 instructions.append(ParticipateWithoutData(response))
+        self._layouts.forget(self.applied)
         return instructions
 
     def bucket(self, bucket_id: int) -> Bucket:
         """Return a bucket of a layout in use."""
-        return self._buckets[bucket_id]
+        return self._layouts.bucket(bucket_id)
 
     def unanswered(self) -> frozenset[str]:
         """Return the names of pending tensors, including the members of pending buckets."""
         return frozenset(name for _, name, _ in self._unanswered).union(
-            *(self._buckets[bucket_id].response.names for bucket_id in self._reported))
+            *(self._layouts.bucket(bucket_id).response.names for bucket_id in self._reported))
 
     def _end_join(self, response: Response) -> None:
         """Take part again. When all ranks have joined, use the suspended layouts again."""
         self._joined = False
         if response.error is ErrorKind.NONE:
-            self._joins += 1
-            self._first_round = first_round(self._joins)
-            for layout in self._layouts.values():
-                self._buckets.update((bucket.bucket_id, bucket) for bucket in layout.buckets)
+            self._layouts.resume()
 
     def _withdraw(self, layout: Layout) -> list[Instruction]:
         """Do not report a layout's buckets any more; return instructions for those that this rank has reported."""
         instructions: list[Instruction] = []
         for bucket in layout.buckets:
-            self._buckets.pop(bucket.bucket_id, None)
             ready = self._reported.pop(bucket.bucket_id, None)
             if ready is None:
                 continue

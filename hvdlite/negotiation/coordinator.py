@@ -16,9 +16,9 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 
 from hvdlite.core.errors import ProtocolError
-from hvdlite.negotiation.call_waits import CallWaits
 from hvdlite.negotiation.deadlock import BlockedRanks
 from hvdlite.negotiation.fusion import fuse
+from hvdlite.negotiation.gathering import Ranks
 from hvdlite.negotiation.layouts import BucketSizes
 from hvdlite.negotiation.messages import (
     Blocked,
@@ -40,8 +40,7 @@ from hvdlite.negotiation.messages import (
     RoundDone,
 )
 from hvdlite.negotiation.negotiator import Negotiator, Policy, ReduceEagerly
-from hvdlite.negotiation.requests import Ranks
-from hvdlite.negotiation.stalls import Stall, bucket_stall, tensor_stall
+from hvdlite.negotiation.stalls import CallWaits, Stall, bucket_stall, tensor_stall
 
 
 @dataclasses.dataclass
@@ -76,7 +75,7 @@ class Coordinator:
         self.epoch = epoch
         self.negotiator = Negotiator(size, policy, reduce_eagerly)
         self.has_news = False
-        self.blocked = BlockedRanks(self.negotiator.missing_for)
+        self.blocked = BlockedRanks(self.negotiator.reports.missing_for)
         self.tuned: dict[str, int] = {}
         self._call_waits = CallWaits()
         self._sequence = 0
@@ -195,28 +194,22 @@ class Coordinator:
     def is_anything_pending(self) -> bool:
         """Whether a tensor or a bucket waits for some ranks."""
         negotiator = self.negotiator
-        return bool(negotiator.table.pending or negotiator.gradient_sets.pending or negotiator.mailboxes.is_ending
+        return bool(negotiator.reports.requests or negotiator.reports.buckets or negotiator.mailboxes.is_ending
                     or self._call_waits)
 
     def pending(self, now: float) -> list[Stall]:
         """Return every tensor and bucket that waits for some ranks, however short."""
-        table, gradient_sets = self.negotiator.table, self.negotiator.gradient_sets
-        return [tensor_stall(table, key, now) for key in table.pending] + [
-            bucket_stall(bucket, now) for bucket in gradient_sets.pending.values()
+        reports = self.negotiator.reports
+        return [tensor_stall(reports.requests, tensor, now) for tensor in reports.requests.values()] + [
+            bucket_stall(reports.buckets, bucket, reports.layouts, now) for bucket in reports.buckets.values()
         ] + self.negotiator.mailboxes.stalls(now) + self._call_waits.pending(now)
 
     def new_stalls(self, now: float, after: float) -> list[Stall]:
         """Return what has waited at least `after` seconds and was not returned before."""
-        found = []
-        table = self.negotiator.table
-        for key, tensor in table.pending.items():
-            if now - tensor.since >= after and not tensor.warned:
-                tensor.warned = True
-                found.append(tensor_stall(table, key, now))
-        for bucket in self.negotiator.gradient_sets.pending.values():
-            if now - bucket.since >= after and not bucket.warned:
-                bucket.warned = True
-                found.append(bucket_stall(bucket, now))
+        reports = self.negotiator.reports
+        found = [tensor_stall(reports.requests, tensor, now) for tensor in reports.requests.newly_overdue(now, after)]
+        found += [bucket_stall(reports.buckets, bucket, reports.layouts, now)
+                  for bucket in reports.buckets.newly_overdue(now, after)]
         return found + self.negotiator.mailboxes.new_stalls(now, after) + self._call_waits.new_stalls(now, after)
 
     def missing(self, now: float, after: float) -> set[int]:
@@ -282,7 +275,7 @@ class Coordinator:
         negotiator = self.negotiator
         try:
             for item in items:
-                if negotiator.locks.holds(item, now):
+                if negotiator.mailboxes.lock is not None and negotiator.locks.holds(item, now):
                     self._held.append(functools.partial(self._receive_items, ranks, (item,), now))
                 elif isinstance(item, BucketReady):
                     negotiator.receive_bucket(ranks, item, now)
@@ -313,5 +306,5 @@ class Coordinator:
             for rank in ranks:
                 del self._applied[(rank,)]
         self._applied[ranks] = applied
-        if self.negotiator.gradient_sets.has_tombstones:
-            self.negotiator.gradient_sets.forget_evicted(min(self._applied.values()))
+        if self.negotiator.reports.layouts.evicted:
+            self.negotiator.reports.layouts.forget(min(self._applied.values()))

@@ -10,8 +10,8 @@ import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.negotiation.gathering import first_of, grouped
 from hvdlite.negotiation.messages import ReceiveSplits, Request, Response
-from hvdlite.negotiation.requests import first_of, grouped
 
 FUSIBLE = (Collective.ALLREDUCE, Collective.BROADCAST)
 _SCATTERS = (Collective.REDUCESCATTER, Collective.SCATTER)

@@ -33,18 +33,16 @@ Rules (docs/protocol.md#learning, #rounds, #layouts, #join)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import CPU
-from hvdlite.core.errors import ProtocolError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.layouts import BucketSizes, carried_over, first_round, plan_buckets, requests_of
-from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request, Response, Retired, RoundDone
-from hvdlite.negotiation.pending_buckets import PendingBuckets
-from hvdlite.negotiation.process_sets import ProcessSetTable
-from hvdlite.negotiation.requests import Ranks, first_of
+from hvdlite.negotiation.gathering import Ranks, first_of
+from hvdlite.negotiation.layouts import BucketSizes, carried_over, plan_buckets, requests_of
+from hvdlite.negotiation.messages import Layout, Request, RoundDone
+from hvdlite.negotiation.readiness import Aggregator
 
 MAX_BACKOFF_ROUNDS = 64
 """Rounds; also how long a layout must be in use so that its end does not count."""
@@ -59,48 +57,36 @@ class _GradientSet:
     invalid: bool = False  # a member of this round was refused, or a join failed: nothing is learned from it
     last_bucket_round: int = 0  # the last round of which a bucket was released; likewise
     sparse: set[str] = dataclasses.field(default_factory=set)  # members that are never put into a bucket
-    done_ranks: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # by round; never all ranks
-    last_complete_round: int = 0  # all ranks finished it
-    layout: Layout | None = None
-    members: frozenset[str] = frozenset()  # of the layout
+    members: frozenset[str] = frozenset()  # of its layout
     rounds_in_use: int = 0  # rounds that ended since it was learned
     evictions: int = 0
     order: dict[str, int] = dataclasses.field(default_factory=dict)  # set by `record_order`; empty: ready order counts
     backoff_rounds: int = 1  # complete rounds still to see before learning
-    retired: set[int] = dataclasses.field(default_factory=set)  # ranks that have dropped it; never all ranks
-
-
-@dataclasses.dataclass
-class _Tombstone:
-    layout: Layout
-    sequence: int  # of the decision that evicted it
 
 
 class GradientSetTable:
     """All gradient sets of the job and their layouts, at the coordinator.
 
     Args:
-        process_sets: who belongs to which process set.
-        joined: the ranks that have joined; the caller's, who calls `join` after each that it adds.
+        reports: has the table of layouts, and what ranks have reported of their buckets; knows who belongs to which process
+            set, who has joined, and which sets ranks have dropped.
         limits: how sets are cut; a `middle` of 0 turns learning off.
         capacity: layouts that may exist at a time; the least recently used is evicted.
 
     Attributes:
-        first_round: the least number of a round since all ranks have last joined.
-        pending: the incomplete buckets; for reading and for marking as warned.
+        layouts: those of all sets.
         locked: the layout of the lock (`locks.py`), which is in use although nobody reports its buckets; 0 if there is none.
     """
 
-    def __init__(self, process_sets: ProcessSetTable, joined: Collection[int], limits: BucketSizes, capacity: int) -> None:
-        self._process_sets, self._joined, self.limits, self._capacity = process_sets, joined, limits, capacity
+    def __init__(self, reports: Aggregator, limits: BucketSizes, capacity: int) -> None:
+        self._reports = reports
+        self._process_sets = reports.process_sets
+        self._joined = reports.joins.ranks
+        self.layouts = reports.layouts
+        self.limits = limits
+        self._capacity = capacity
         self._gradient_sets: dict[str, _GradientSet] = {}
-        self._layouts: dict[int, Layout] = {}  # least recently used first
-        self._buckets: dict[int, tuple[Bucket, int]] = {}  # every readable bucket and its layout
-        self.pending = PendingBuckets()
-        self._tombstones: dict[int, _Tombstone] = {}
-        self._suspended: set[int] = set()  # layouts
         self.locked = 0
-        self.first_round = first_round(0)
         self._next_layout = self._next_bucket = 1
 
     def observe(self, requests: Mapping[int, Request]) -> int | None:
@@ -110,7 +96,7 @@ class GradientSetTable:
         gradient_set.ready.pop(request.name, None)
         if request.collective is Collective.ALLGATHER:
             gradient_set.sparse.add(request.name)
-            layout = gradient_set.layout
+            layout = self.layouts.named(request.label)
             return layout.layout_id if layout is not None and request.name in gradient_set.members else None
         if request.name not in gradient_set.sparse:
             gradient_set.ready[request.name] = requests
@@ -130,53 +116,17 @@ class GradientSetTable:
         for gradient_set in self._gradient_sets.values():
             gradient_set.invalid = True
 
-    def rank_done(self, ranks: Ranks, done: RoundDone) -> bool:
-        """Record that some ranks have finished a round; return whether the round ends by that.
-
-        A round ends when every rank of the process set has finished it or has joined. Other ranks do not count. A repetition
-        changes nothing.
-        """
-        gradient_set = self._set(done)
-        if done.round_id <= gradient_set.last_complete_round or done.round_id < self.first_round:
-            return False
-        ranks_done = gradient_set.done_ranks.get(done.round_id)
-        if ranks_done is None:
-            members = self._process_sets[done.process_set_id] if self._joined else ()
-            ranks_done = gradient_set.done_ranks[done.round_id] = {rank for rank in members if rank in self._joined}
-        ranks_done.update(self._process_sets.among(done.process_set_id, ranks))
-        return self._ends(gradient_set, done.round_id)
-
-    def join(self, rank: int) -> list[RoundDone]:
-        """Do not wait for a rank that has joined; return the rounds that end by that."""
-        ended = []
-        for label, gradient_set in self._gradient_sets.items():
-            if self._process_sets.includes(gradient_set.process_set_id, rank):
-                for round_id in sorted(gradient_set.done_ranks):
-                    gradient_set.done_ranks[round_id].add(rank)
-                    if self._ends(gradient_set, round_id):
-                        ended.append(RoundDone(label, round_id, gradient_set.process_set_id))
-        return ended
-
-    def ranks_done_with(self, label: str, round_id: int) -> frozenset[int]:
-        """Return the ranks that have finished a round, or had joined.
-
-        The ranks of a host with a leader count when all of them have finished it, or when rank 0 asks one for its status.
-        """
-        gradient_set = self._gradient_sets.get(label)
-        if gradient_set is None:
-            return frozenset()
-        if round_id <= gradient_set.last_complete_round:
-            return frozenset(self._process_sets[gradient_set.process_set_id])
-        return frozenset(gradient_set.done_ranks.get(round_id, ()))
-
-    def learn(self, label: str, round_id: int) -> tuple[Layout | None, list[int]]:
+    def learn(self, done: RoundDone) -> tuple[Layout | None, list[int]]:
         """Return the layout learned from a round that all ranks have finished, if any, and the layouts to evict for it."""
-        gradient_set = self._gradient_sets[label]
-        ranks = self._process_sets[gradient_set.process_set_id]
+        label, round_id = done.label, done.round_id
+        gradient_set = self._set(done)
+        ranks = self._process_sets[done.process_set_id]
         ready, incomplete = gradient_set.ready, gradient_set.invalid or gradient_set.last_bucket_round >= round_id
         gradient_set.ready, gradient_set.invalid = {}, False
         gradient_set.rounds_in_use += 1
-        if gradient_set.layout is not None or gradient_set.retired or incomplete or not ready or not self.limits.middle:
+        if self.layouts.named(label) is not None or incomplete or not ready or not self.limits.middle:
+            return None, []
+        if (done.process_set_id, label) in self._reports.retired:
             return None, []
         if self._joined and any(rank in self._joined for rank in ranks):
             return None, []
@@ -189,9 +139,10 @@ class GradientSetTable:
         buckets = plan_buckets(members, ranks, self.limits, self._next_bucket)
         layout = Layout(layout_id=self._next_layout, label=label, first_round=round_id + 2, buckets=buckets,
                         unbucketed=tuple(sorted(gradient_set.sparse)))
-        idle = [layout_id for layout_id, other in self._layouts.items()
-                if layout_id != self.locked and not any(bucket.bucket_id in self.pending for bucket in other.buckets)]
-        evicted = idle[:max(0, len(self._layouts) + 1 - self._capacity)]
+        in_use = self.layouts.in_use
+        idle = [layout_id for layout_id, other in in_use.items() if layout_id != self.locked
+                and not any(bucket.bucket_id in self._reports.buckets for bucket in other.buckets)]
+        evicted = idle[:max(0, len(in_use) + 1 - self._capacity)]
         self._use(gradient_set, layout)
         return layout, evicted
 
@@ -204,7 +155,7 @@ class GradientSetTable:
         carried = []
         for label, layout in list(layouts.items())[:self._capacity if self.limits.middle else 0]:
             gradient_set = self._gradient_sets[label] = _GradientSet(GLOBAL_PROCESS_SET_ID)
-            carried.append(carried_over(layout, label, self._process_sets[GLOBAL_PROCESS_SET_ID], self.first_round,
+            carried.append(carried_over(layout, label, self._process_sets[GLOBAL_PROCESS_SET_ID], self.layouts.first_round,
                                         self._next_layout, self._next_bucket))
             gradient_set.sparse = set(carried[-1].unbucketed)
             self._use(gradient_set, carried[-1])
@@ -214,48 +165,18 @@ class GradientSetTable:
         """Take a new layout into the tables."""
         self._next_layout += 1
         self._next_bucket += len(layout.buckets)
-        gradient_set.layout = self._layouts[layout.layout_id] = layout
+        self.layouts.learn(layout)
         gradient_set.members = frozenset(member.name for bucket in layout.buckets for member in bucket.members)
         gradient_set.rounds_in_use = 0
-        self._buckets.update((bucket.bucket_id, (bucket, layout.layout_id)) for bucket in layout.buckets)
 
-    def bucket_ready(self, ranks: Ranks, ready: BucketReady,
-                     now: float) -> tuple[BucketRelease | None, list[Request], Ranks, RoundDone]:
-        """Handle a reported bucket.
-
-        Returns:
-            The release, when all ranks have reported it; its members' requests, when its layout is evicted or suspended;
-            those of `ranks` that belong to its process set; and the round that it belongs to.
-
-        Raises:
-            ProtocolError: for an id that was never learned, or is reported twice.
-        """
-        if ready.bucket_id not in self._buckets:
-            raise ProtocolError(f"names bucket {ready.bucket_id}, which was never learned")
-        bucket, layout_id = self._buckets[ready.bucket_id]
-        evicted = self._tombstones.get(layout_id)
-        layout = self._layouts[layout_id] if evicted is None else evicted.layout
-        done = RoundDone(layout.label, ready.round_id, bucket.response.process_set_id)
-        if len(ranks) > 1:
-            ranks = self._among(bucket.response, ranks)
-        if evicted is not None or layout_id in self._suspended or ready.round_id < self.first_round:
-            return None, list(requests_of(bucket, ready)), ranks, done
-        release = self.pending.add(ranks, ready, bucket, now)
-        if release is not None:
-            self._layouts[layout_id] = self._layouts.pop(layout_id)  # used most recently
-            self.reduced_by_bucket(layout.label, ready.round_id)
-        return release, [], ranks, done
+    def released(self, layout: Layout, round_id: int) -> None:
+        """Note that a bucket of a round is released."""
+        self.layouts.in_use[layout.layout_id] = self.layouts.in_use.pop(layout.layout_id)  # used most recently
+        self.reduced_by_bucket(layout.label, round_id)
 
     def reduced_by_bucket(self, label: str, round_id: int) -> None:
         """Learn nothing from a round, because a bucket of it is not answered member by member."""
         self._gradient_sets[label].last_bucket_round = round_id
-
-    def out_of_step(self, ready: BucketReady) -> int | None:
-        """Return the layout of a bucket that other ranks have reported at another optimizer step, or None."""
-        pending = self.pending.get(ready.bucket_id)
-        if pending is None or pending.step == ready.step:
-            return None
-        return self._buckets[ready.bucket_id][1]
 
     def evict(self, layout_id: int, sequence: int, *, back_off: bool = True) -> list[tuple[Ranks, Request]] | None:
         """End a layout in decision `sequence`; return what ranks have reported of it, as (ranks, request).
@@ -265,61 +186,43 @@ class GradientSetTable:
         Args:
             back_off: whether the set waits for more rounds than last time before it is learned again.
         """
-        if layout_id not in self._layouts:
+        if layout_id not in self.layouts.in_use:
             return None
-        layout = self._layouts.pop(layout_id)
-        self._tombstones[layout_id] = _Tombstone(layout, sequence)
-        self._suspended.discard(layout_id)
+        layout = self.layouts.evict(layout_id, sequence)
         gradient_set = self._gradient_sets[layout.label]
-        gradient_set.layout, gradient_set.members = None, frozenset()
+        gradient_set.members = frozenset()
         if gradient_set.rounds_in_use >= MAX_BACKOFF_ROUNDS:
             gradient_set.evictions = 0
         gradient_set.evictions += back_off
         gradient_set.backoff_rounds = min(1 << max(0, gradient_set.evictions - 1), MAX_BACKOFF_ROUNDS)
-        return self.pending.withdraw(layout)
+        return self._withdraw(layout)
 
     def suspend(self, layout_id: int) -> list[tuple[Ranks, Request]] | None:
         """Do not use a layout until all ranks have joined; return what ranks have reported of it, as (ranks, request).
 
         Returns None when the layout is suspended already.
         """
-        if layout_id in self._suspended:
+        if self.layouts.is_suspended(self.layouts.in_use[layout_id]):
             return None
-        self._suspended.add(layout_id)
-        return self.pending.withdraw(self._layouts[layout_id])
+        return self._withdraw(self.layouts.suspend(layout_id))
 
-    def forget_evicted(self, applied: int) -> None:
-        """Forget the layouts that were evicted up to decision `applied`, which every rank has applied."""
-        for layout_id in [layout_id for layout_id, tombstone in self._tombstones.items() if tombstone.sequence <= applied]:
-            for bucket in self._tombstones.pop(layout_id).layout.buckets:
-                del self._buckets[bucket.bucket_id]
+    def _withdraw(self, layout: Layout) -> list[tuple[Ranks, Request]]:
+        """Gather a layout's buckets no more; return the requests that their reports stand for, as (ranks, request)."""
+        return [(ranks, request) for gathered in self._reports.withdraw(layout) for ranks, ready in gathered.parts
+                for request in requests_of(self.layouts.bucket(ready.bucket_id), ready)]
 
     def layout_of(self, request: Request) -> int | None:
         """Return the layout in whose buckets `request` should have been reported, or None."""
-        gradient_set = self._gradient_sets.get(request.label)
-        if gradient_set is None or gradient_set.layout is None or request.name not in gradient_set.members:
+        layout = self.layouts.named(request.label)
+        if layout is None or request.name not in self._gradient_sets[request.label].members:
             return None
-        if (request.round_id < max(gradient_set.layout.first_round, self.first_round)
-                or gradient_set.layout.layout_id in self._suspended):
+        if request.round_id < max(layout.first_round, self.layouts.first_round) or self.layouts.is_suspended(layout):
             return None
-        return gradient_set.layout.layout_id
+        return layout.layout_id
 
-    @property
-    def has_tombstones(self) -> bool:
-        """Whether `forget_evicted` has anything to do."""
-        return bool(self._tombstones)
-
-    @property
-    def suspended(self) -> frozenset[int]:
-        """The layouts that are suspended."""
-        return frozenset(self._suspended)
-
-    def resume(self, joins: int) -> None:
-        """Go on after all ranks have joined, for the `joins`th time. Nothing is learned from unfinished rounds."""
-        self.first_round = first_round(joins)
-        self._suspended.clear()
+    def resume(self) -> None:
+        """Go on after all ranks have joined. Nothing is learned from unfinished rounds."""
         for gradient_set in self._gradient_sets.values():
-            gradient_set.done_ranks.clear()
             gradient_set.ready.clear()
             gradient_set.invalid = False
 
@@ -328,20 +231,9 @@ class GradientSetTable:
         self._gradient_sets = {label: gradient_set for label, gradient_set in self._gradient_sets.items()
                                if gradient_set.process_set_id != process_set_id}
 
-    def in_use(self, label: str) -> int | None:
-        """Return the layout of a set, if it has one."""
-        gradient_set = self._gradient_sets.get(label)
-        return None if gradient_set is None or gradient_set.layout is None else gradient_set.layout.layout_id
-
-    def retire(self, rank: int, retired: Retired) -> bool:
-        """Record that a rank has dropped a set without a layout; return whether all ranks have."""
-        gradient_set = self._gradient_sets.setdefault(retired.label, _GradientSet(retired.process_set_id))
-        gradient_set.retired.add(rank)
-        return len(gradient_set.retired) == len(self._process_sets[retired.process_set_id])
-
     def drop(self, label: str) -> None:
         """Forget a set without a layout."""
-        del self._gradient_sets[label]
+        self._gradient_sets.pop(label, None)
 
     @property
     def labels(self) -> frozenset[str]:
@@ -350,76 +242,45 @@ class GradientSetTable:
 
     def nbytes(self, bucket_id: int) -> int:
         """Return the size of a learned bucket, padding included."""
-        bucket = self._buckets[bucket_id][0]
+        bucket = self.layouts.bucket(bucket_id)
         return bucket.elements * SUPPORTED_DTYPES[bucket.response.dtype].itemsize
 
     def is_on_gpu(self, bucket_id: int) -> bool:
         """Return whether a bucket is learned, and in the memory of GPUs."""
-        return bucket_id in self._buckets and self._buckets[bucket_id][0].response.device != CPU
+        found = self.layouts.find(bucket_id)
+        return found is not None and found[0].response.device != CPU
 
     def may_learn_on_gpu(self, label: str) -> bool:
         """Return whether a set has no layout, and has had a member in the memory of GPUs in this round."""
         gradient_set = self._gradient_sets.get(label)
-        return gradient_set is not None and gradient_set.layout is None and any(
+        return gradient_set is not None and self.layouts.named(label) is None and any(
             first_of(requests).device != CPU for requests in gradient_set.ready.values())
-
-    def label_of(self, bucket_id: int) -> str:
-        """Return the label of the gradient set to which a learned bucket belongs."""
-        return self._buckets[bucket_id][0].members[0].label
 
     def layout_named(self, label: str) -> Layout | None:
         """Return the layout of a set, if it has one that is not suspended."""
-        gradient_set = self._gradient_sets.get(label)
-        layout = None if gradient_set is None else gradient_set.layout
-        return None if layout is None or layout.layout_id in self._suspended else layout
-
-    def layouts(self) -> list[int]:
-        """Return all layouts in use."""
-        return list(self._layouts)
+        layout = self.layouts.named(label)
+        return None if layout is None or self.layouts.is_suspended(layout) else layout
 
     def layouts_in(self, process_set_id: int) -> list[int]:
         """Return the layouts in use of a process set."""
-        return [layout_id for layout_id, layout in self._layouts.items()
+        return [layout_id for layout_id, layout in self.layouts.in_use.items()
                 if layout.buckets[0].response.process_set_id == process_set_id]
 
     def layouts_of(self, ranks: Iterable[int]) -> list[int]:
         """Return the layouts in use that one of these ranks takes part in."""
         wanted = frozenset(ranks)
-        return [layout_id for layout_id, layout in self._layouts.items()
+        return [layout_id for layout_id, layout in self.layouts.in_use.items()
                 if not wanted.isdisjoint(layout.buckets[0].response.contributors)]
 
     def check_invariants(self) -> None:
         """Fail when the tables contradict each other."""
-        self.pending.check_invariants()
-        for pending in self.pending.values():
-            assert self._buckets[pending.bucket.bucket_id][1] in self._layouts, "an evicted bucket is pending"
-        for label, gradient_set in self._gradient_sets.items():
-            assert gradient_set.layout is None or self._layouts[gradient_set.layout.layout_id].label == label
-            assert all(len(ranks) < len(self._process_sets[gradient_set.process_set_id])
-                       for ranks in gradient_set.done_ranks.values())
-            assert all(round_id > gradient_set.last_complete_round for round_id in gradient_set.done_ranks)
-        assert not set(self._tombstones) & set(self._layouts)
-        assert self._suspended <= self._layouts.keys()
-        assert bool(self._suspended) <= bool(self._joined), "a layout stays suspended"
-        assert {layout_id for _, layout_id in self._buckets.values()} <= set(self._tombstones) | set(self._layouts)
+        for layout in self.layouts.in_use.values():
+            members = self._gradient_sets[layout.label].members
+            assert members == {member.name for bucket in layout.buckets for member in bucket.members}, layout.label
+            assert self._joined or not self.layouts.is_suspended(layout), "a layout stays suspended"
 
     def _set(self, about: Request | RoundDone) -> _GradientSet:
         gradient_set = self._gradient_sets.get(about.label)
         if gradient_set is None:
             gradient_set = self._gradient_sets[about.label] = _GradientSet(about.process_set_id)
         return gradient_set
-
-    def _ends(self, gradient_set: _GradientSet, round_id: int) -> bool:
-        """Return whether all ranks have finished a round, and note its end."""
-        if len(gradient_set.done_ranks[round_id]) < len(self._process_sets[gradient_set.process_set_id]):
-            return False
-        gradient_set.last_complete_round = round_id
-        for past in [past for past in gradient_set.done_ranks if past <= round_id]:
-            del gradient_set.done_ranks[past]
-        return True
-
-    def _among(self, response: Response, ranks: Ranks) -> Ranks:
-        """Return those of `ranks` that have a bucket; also when its process set has been removed, which evicted it."""
-        if response.process_set_id in self._process_sets:
-            return self._process_sets.among(response.process_set_id, ranks)
-        return tuple(rank for rank in ranks if rank in response.contributors)

@@ -1,4 +1,7 @@
-"""Layouts: how a gradient set is cut into buckets. Pure functions; `gradient_sets.py` decides when they are used."""
+"""Layouts: how a gradient set is cut into buckets, and which layouts there are. Pure.
+
+When they are learned, suspended and evicted is in `gradient_sets.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ import msgspec
 
 from hvdlite.core.array import ALIGNMENT, GPU_ALIGNMENT, SUPPORTED_DTYPES
 from hvdlite.core.device import CPU
-from hvdlite.negotiation.fusion import fusion_key, payload_bytes, response_to
-from hvdlite.negotiation.messages import Bucket, BucketReady, Layout, Request
-from hvdlite.negotiation.requests import Ranks, first_of, grouped
+from hvdlite.negotiation.fusion import fusion_key, payload_bytes, ranks_in_step, response_to
+from hvdlite.negotiation.gathering import Ranks, first_of, grouped
+from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +36,93 @@ class BucketSizes:
 def first_round(joins: int) -> int:
     """Return the first round of gradient sets after all ranks have joined `joins` times; higher than every earlier round."""
     return (joins << 32) + 1
+
+
+class LayoutTable:
+    """The layouts of a job, as decisions change them: at rank 0, at a host's leader and on every rank.
+
+    Attributes:
+        in_use: by id, suspended ones too; at rank 0 the least recently used first.
+        evicted: with the decision that evicted each, oldest first, until `forget`.
+        first_round: the least number of a round since all ranks have last joined.
+    """
+
+    def __init__(self) -> None:
+        self.in_use: dict[int, Layout] = {}
+        self.first_round = first_round(0)
+        self._joins = 0  # how often all ranks have joined
+        self._by_label: dict[str, Layout] = {}  # those in use
+        self._buckets: dict[int, tuple[Bucket, Layout]] = {}  # of evicted layouts too, until `forget`
+        self._usable: set[int] = set()  # buckets of the layouts that are in use and not suspended
+        self.evicted: list[tuple[int, Layout]] = []
+
+    def learn(self, layout: Layout) -> None:
+        """Use a layout."""
+        self.in_use[layout.layout_id] = self._by_label[layout.label] = layout
+        self._buckets.update((bucket.bucket_id, (bucket, layout)) for bucket in layout.buckets)
+        self._usable.update(bucket.bucket_id for bucket in layout.buckets)
+
+    def suspend(self, layout_id: int) -> Layout:
+        """Do not use a layout until all ranks have joined; return it."""
+        layout = self.in_use[layout_id]
+        self._usable.difference_update(bucket.bucket_id for bucket in layout.buckets)
+        return layout
+
+    def evict(self, layout_id: int, sequence: int) -> Layout:
+        """End a layout in decision `sequence`; return it."""
+        layout = self.suspend(layout_id)
+        del self.in_use[layout_id]
+        if self._by_label[layout.label] is layout:  # else the same decision has another one, which is learned first
+            del self._by_label[layout.label]
+        self.evicted.append((sequence, layout))
+        return layout
+
+    def resume(self) -> None:
+        """All ranks have joined: number rounds anew, and use the suspended layouts again."""
+        self._joins += 1
+        self.first_round = first_round(self._joins)
+        for layout in self.in_use.values():
+            self._usable.update(bucket.bucket_id for bucket in layout.buckets)
+
+    def forget(self, applied: int) -> None:
+        """Forget the layouts that were evicted up to decision `applied`, which all ranks that report here have applied."""
+        while self.evicted and self.evicted[0][0] <= applied:
+            for bucket in self.evicted.pop(0)[1].buckets:
+                del self._buckets[bucket.bucket_id]
+
+    def usable(self, bucket_id: int, round_id: int) -> bool:
+        """Return whether a bucket of a round is reduced as a bucket; else its report stands for requests."""
+        return bucket_id in self._usable and round_id >= self.first_round
+
+    def is_suspended(self, layout: Layout) -> bool:
+        """Return whether a layout in use is suspended."""
+        return layout.buckets[0].bucket_id not in self._usable
+
+    def named(self, label: str) -> Layout | None:
+        """Return the layout of a gradient set, if it has one in use."""
+        return self._by_label.get(label)
+
+    def find(self, bucket_id: int) -> tuple[Bucket, Layout] | None:
+        """Return a bucket and its layout; None when it was never learned."""
+        return self._buckets.get(bucket_id)
+
+    def bucket(self, bucket_id: int) -> Bucket:
+        """Return a learned bucket."""
+        return self._buckets[bucket_id][0]
+
+    def of_bucket(self, bucket_id: int) -> Layout:
+        """Return the layout of a learned bucket."""
+        return self._buckets[bucket_id][1]
+
+    def check_invariants(self) -> None:
+        """Fail when the tables contradict each other."""
+        assert {layout.label: layout for layout in self.in_use.values()} == self._by_label
+        layouts = [*self.in_use.values(), *(layout for _, layout in self.evicted)]
+        assert self._buckets.keys() == {bucket.bucket_id for layout in layouts for bucket in layout.buckets}
+        for layout in layouts:
+            usable = self._usable.intersection(bucket.bucket_id for bucket in layout.buckets)
+            assert len(usable) == (len(layout.buckets) if layout.layout_id in self.in_use
+                                   and not self.is_suspended(layout) else 0), layout.label
 
 
 def cut(sizes: Sequence[int], limits: BucketSizes) -> list[int]:
@@ -127,3 +217,21 @@ def requests_of(bucket: Bucket, ready: BucketReady) -> Iterator[Request]:
     for index, member in enumerate(bucket.members):
         yield msgspec.structs.replace(member, absent=index in unused, round_id=ready.round_id, step=ready.step,
                                       in_step=ready.in_step)
+
+
+def unused_members(reports: Sequence[BucketReady]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the indices of members that are unused in all of the reports, and of those that are in some, but not in all."""
+    if not any(ready.unused or ready.unused_somewhere for ready in reports):
+        return (), ()
+    everywhere = set.intersection(*(set(ready.unused) for ready in reports))
+    anywhere = set().union(*(ready.unused for ready in reports), *(ready.unused_somewhere for ready in reports))
+    return tuple(sorted(everywhere)), tuple(sorted(anywhere - everywhere))
+
+
+def release_of(bucket_id: int, parts: Sequence[tuple[Ranks, BucketReady]]) -> BucketRelease:
+    """Return the release of a bucket that all ranks have reported."""
+    if not any(ready.in_step or ready.unused or ready.unused_somewhere for _, ready in parts):
+        return BucketRelease(bucket_id=bucket_id)
+    in_step = ranks_in_step({rank: ready.in_step for ranks, ready in parts for rank in ranks})
+    everywhere, somewhere = unused_members([ready for _, ready in parts])
+    return BucketRelease(bucket_id=bucket_id, globally_unused=everywhere, partly_unused=somewhere, ranks_in_step=in_step)

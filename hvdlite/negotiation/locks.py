@@ -77,7 +77,7 @@ class Locks:
     def released(self, ready: BucketReady, release: BucketRelease) -> None:
         """A bucket is released; its last report was `ready`."""
         if self._is_enabled and (ready.in_step or release.globally_unused or release.partly_unused or release.ranks_in_step):
-            self._odd.add(self._gradient_sets.label_of(release.bucket_id))
+            self._odd.add(self._gradient_sets.layouts.of_bucket(release.bucket_id).label)
 
     def end_round(self, label: str, round_id: int, *, has_joined: bool) -> None:
         """A round is over on all ranks: perhaps open a lock.

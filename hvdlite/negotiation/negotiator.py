@@ -21,12 +21,11 @@ import msgspec
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import ROOTED, Collective
-from hvdlite.negotiation import refusals
-from hvdlite.negotiation.agreement import disagreement, reconciled
+from hvdlite.negotiation import agreement
 from hvdlite.negotiation.fusion import payload_bytes, receive_splits, response_to
+from hvdlite.negotiation.gathering import Gathered, Ranks, Requests, first_of, grouped
 from hvdlite.negotiation.gradient_sets import GradientSetTable
-from hvdlite.negotiation.joins import Joins
-from hvdlite.negotiation.layouts import BucketSizes
+from hvdlite.negotiation.layouts import BucketSizes, release_of, requests_of
 from hvdlite.negotiation.locks import Locks
 from hvdlite.negotiation.mailboxes import MailboxTable
 from hvdlite.negotiation.messages import (
@@ -40,11 +39,8 @@ from hvdlite.negotiation.messages import (
     Response,
     Retired,
     RoundDone,
-    Wait,
 )
-from hvdlite.negotiation.process_sets import ProcessSetTable
-from hvdlite.negotiation.readiness import ReadinessTable
-from hvdlite.negotiation.requests import Ranks, first_of, grouped
+from hvdlite.negotiation.readiness import Aggregator
 
 ReduceEagerly = Callable[[Response, Sequence[bytes], int], bytes]
 """Carry out an allreduce on the contributors' bytes, in ascending rank order, in a process set of that many ranks."""
@@ -89,9 +85,10 @@ class Negotiator:
     Attributes:
         policy: as given, or as changed by `change_policy`.
         joins: which ranks have joined.
+        layouts: which buckets there are.
         left: the ranks that have left.
         gradient_sets: rounds and layouts.
-        table: the tensors that some ranks have reported.
+        reports: what some ranks have reported, and others have not.
         mailboxes: through which small allreduces go without requests.
         locks: which gradient set is reduced without reports.
         rounds: rounds of gradient sets that are over on all ranks.
@@ -103,12 +100,12 @@ class Negotiator:
 
     def __init__(self, size: int, policy: Policy, reduce_eagerly: ReduceEagerly | None) -> None:
         self.policy = policy
-        self.joins = Joins()
+        self.reports = Aggregator(tuple(range(size)), size)
+        self.joins = self.reports.joins
+        self.layouts = self.reports.layouts
         self.left: set[int] = set()
-        self._process_sets = ProcessSetTable(size)
-        self.table = ReadinessTable(self._process_sets, self.joins.ranks)
-        self.gradient_sets = GradientSetTable(self._process_sets, self.joins.ranks, policy.bucket_sizes,
-                                              policy.layout_capacity)
+        self._process_sets = self.reports.process_sets
+        self.gradient_sets = GradientSetTable(self.reports, policy.bucket_sizes, policy.layout_capacity)
         self.mailboxes = MailboxTable(policy.mailbox_limit)
         self.locks = Locks(self.mailboxes, self.gradient_sets, self._process_sets, is_enabled=policy.locked_rounds)
         self.rounds = 0
@@ -141,59 +138,66 @@ class Negotiator:
             if layout_id is not None:
                 self.evict(layout_id, now)
         if request.process_set_id not in self._process_sets:
-            self._refuse(request, refusals.in_removed_set(request))
+            self._refuse(request, agreement.in_removed_set(request))
             return
-        if request.label and request.round_id < self.gradient_sets.first_round:
-            self._refuse(request, refusals.of_round_before_join(request, ranks))
+        if request.label and request.round_id < self.layouts.first_round:
+            self._refuse(request, agreement.of_round_before_join(request, ranks))
             return
         members = self._process_sets[request.process_set_id]
         if request.label and self.policy.deterministic and members[0] in ranks:
             self.gradient_sets.record_order(request)
         if self._process_sets.among(request.process_set_id, ranks) != ranks:
             raise ProtocolError(f"reported '{request.name}' in process set {request.process_set_id}, which it is not in")
-        requests = self.table.add(ranks, request, now)
+        gathered = self._add(ranks, request, now)
         if request.collective is Collective.JOIN:
             self.mailboxes.freeze_of(ranks, now)
             for rank in ranks:
                 self._join(rank, now)
         elif request.collective is Collective.REMOVE_PROCESS_SET:
             self.mailboxes.freeze_in(request.members[0], now)
-        if requests is not None:
-            self._complete(requests, now)
+        if not gathered.missing:
+            self._complete(Requests(gathered), now)
         elif self.left and not self.left.isdisjoint(members):
             self._refuse_pending(now)
 
     def receive_bucket(self, ranks: Ranks, ready: BucketReady, now: float) -> None:
         """Handle a bucket that one rank reports, or all ranks of a host together."""
-        layout_id = self.gradient_sets.out_of_step(ready)
-        if layout_id is not None:
-            self.evict(layout_id, now)  # its members are answered one by one: with an error
-        release, requests, ranks, done = self.gradient_sets.bucket_ready(ranks, ready, now)
-        if release is not None:
-            self.outcome.released.append(release)
-            self.locks.released(ready, release)
-            self.reduced_bytes += self.gradient_sets.nbytes(release.bucket_id)
-        for request in requests:
-            self.receive_request(ranks, request, now)
+        found = self.layouts.find(ready.bucket_id)
+        if found is None:
+            raise ProtocolError(f"names bucket {ready.bucket_id}, which was never learned")
+        bucket, layout = found
+        others = self.reports.buckets.get(ready.bucket_id)
+        if others is not None and others.first.step != ready.step:
+            self.evict(layout.layout_id, now)  # its members are answered one by one: with an error
+        ranks = self.reports.among_bucket(bucket, ranks)
+        if self.layouts.usable(ready.bucket_id, ready.round_id):
+            gathered = self.reports.buckets.add(ranks, ready.bucket_id, ready, now)
+            if gathered.is_repeated:
+                raise ProtocolError(f"reported bucket {ready.bucket_id} of '{layout.label}' twice before it was answered")
+            if not gathered.missing:
+                self._release(ready, layout, gathered)
+        else:
+            for request in requests_of(bucket, ready):
+                self.receive_request(ranks, request, now)
         if ready.ends_round:
-            self.receive_round_done(ranks, done)
+            self.receive_round_done(ranks, RoundDone(layout.label, ready.round_id, bucket.response.process_set_id))
 
     def receive_round_done(self, ranks: Ranks, done: RoundDone) -> None:
         """Handle the end of a round on some ranks."""
-        if done.process_set_id in self._process_sets and self.gradient_sets.rank_done(ranks, done):
+        if self.reports.finish_round(ranks, done):
             self._end_round(done)
 
     def receive_retired(self, rank: int, retired: Retired, now: float) -> None:
         """Handle that a rank has dropped a gradient set: its layout ends. When all ranks have, the set is forgotten."""
         if retired.process_set_id not in self._process_sets:
             return
-        layout_id = self.gradient_sets.in_use(retired.label)
-        if layout_id is not None:
-            self.evict(layout_id, now, back_off=False)
-        if not self.gradient_sets.retire(rank, retired):
+        layout = self.layouts.named(retired.label)
+        if layout is not None:
+            self.evict(layout.layout_id, now, back_off=False)
+        if not self.reports.retire((rank,), retired):
             return
-        for requests in self.table.take_if(lambda request: request.label == retired.label):
-            self._refuse_not_shared(requests)
+        for gathered in self.reports.requests.take_if(lambda request: request.label == retired.label):
+            self._refuse_not_shared(gathered)
         self.gradient_sets.drop(retired.label)
 
     def receive_frozen(self, rank: int, frozen: MailboxFrozen) -> None:
@@ -214,7 +218,7 @@ class Negotiator:
         old, self.policy = self.policy, policy
         if policy.bucket_sizes != old.bucket_sizes:
             self.gradient_sets.limits = policy.bucket_sizes
-            for layout_id in self.gradient_sets.layouts():
+            for layout_id in list(self.layouts.in_use):
                 self.evict(layout_id, now, back_off=False)
 
     def evict(self, layout_id: int, now: float, *, back_off: bool = True) -> None:
@@ -222,45 +226,47 @@ class Negotiator:
         for ranks, request in self._end_layout(layout_id, back_off=back_off):
             self.receive_request(ranks, request, now)
 
-    def missing_for(self, rank: int, wait: Wait) -> frozenset[int] | None:
-        """Return the ranks for which a rank's wait waits; None when it has been answered."""
-        if wait.process_set_id not in self._process_sets:
-            return None
-        if wait.round_id:
-            done = self.gradient_sets.ranks_done_with(wait.name, wait.round_id)
-            members = frozenset(self._process_sets[wait.process_set_id])
-            return members.difference(done, self.joins.ranks) if rank in done else None
-        key = (wait.process_set_id, wait.name, wait.round_id)
-        tensor = self.table.pending.get(key)
-        if tensor is None or rank not in tensor.requests:
-            return None
-        return frozenset(self.table.missing(key))
-
     def check_invariants(self) -> None:
         """Fail when the state contradicts the rules at the top of this file."""
-        self.table.check_invariants()
+        self.reports.check_invariants()
         self.gradient_sets.check_invariants()
-        for process_set_id, name, _ in self.table.pending:
+        for process_set_id, name, _ in self.reports.requests:
             assert not self.left & set(self._process_sets[process_set_id]), f"'{name}' waits for a rank that left"
-        for pending in self.gradient_sets.pending.values():
-            assert not self.left & set(pending.bucket.response.contributors), "a bucket waits for a rank that left"
+        for bucket_id in self.reports.buckets:
+            members = self.layouts.bucket(bucket_id).response.contributors
+            assert not self.left & set(members), "a bucket waits for a rank that left"
+
+    def _release(self, last: BucketReady, layout: Layout, gathered: Gathered[BucketReady]) -> None:
+        """Release a bucket that every rank has reported."""
+        release = release_of(last.bucket_id, gathered.parts)
+        self.outcome.released.append(release)
+        self.gradient_sets.released(layout, last.round_id)
+        self.locks.released(last, release)
+        self.reduced_bytes += self.gradient_sets.nbytes(release.bucket_id)
+
+    def _add(self, ranks: Ranks, request: Request, now: float) -> Gathered[Request]:
+        """Record a request of some ranks; return all ranks' requests when nothing is missing any more."""
+        gathered = self.reports.requests.add(ranks, request.key, request, now)
+        if gathered.is_repeated:
+            raise ProtocolError(f"reported '{request.name}' twice before it was answered")
+        return gathered
 
     def _complete(self, requests: Mapping[int, Request], now: float) -> None:
         """Answer a tensor that every rank that takes part has reported."""
         if first_of(requests).label:
-            requests = reconciled(requests)
+            requests = agreement.reconciled(requests)
         request = first_of(requests)
-        problem = disagreement(requests)
+        problem = agreement.disagreement(requests)
         if problem is not None:
             self._refuse(request, problem)
             return
         members = self._process_sets[request.process_set_id]
         if request.collective is Collective.SEND and len(requests) < len(members):
             (joined,) = set(members) - requests.keys()
-            self._refuse(request, refusals.send_to_joined(request, joined))
+            self._refuse(request, agreement.send_to_joined(request, joined))
             return
         if request.collective in ROOTED and request.root_rank not in requests:
-            self._refuse(request, refusals.root_has_joined(request))
+            self._refuse(request, agreement.root_has_joined(request))
             return
         self.joins.was_missed = self.joins.was_missed or len(requests) < len(members)
         response = response_to(requests, members)
@@ -276,8 +282,8 @@ class Negotiator:
             self.mailboxes.observe(request, members, nbytes, now, all_blocking=not self.joins.ranks and all(
                 each.blocking and not each.absent for _, each in grouped(requests)))
         if request.collective is Collective.JOIN:
-            self.joins.complete()
-            self.gradient_sets.resume(self.joins.count)
+            self.reports.end_join(succeeded=True)
+            self.gradient_sets.resume()
         if request.collective is Collective.REMOVE_PROCESS_SET:
             self._remove_set(request.members[0], now)
         if request.label:
@@ -317,10 +323,10 @@ class Negotiator:
     def _end_round(self, done: RoundDone) -> None:
         """Every rank that has not joined has finished a round: refuse what only some have, and learn a layout."""
         self.rounds += 1
-        for requests in self.table.take_if(lambda request: request.label == done.label
-                                           and request.round_id <= done.round_id):
-            self._refuse_not_shared(requests)
-        layout, evicted = self.gradient_sets.learn(done.label, done.round_id)
+        for gathered in self.reports.requests.take_if(lambda request: request.label == done.label
+                                                      and request.round_id <= done.round_id):
+            self._refuse_not_shared(gathered)
+        layout, evicted = self.gradient_sets.learn(done)
         for layout_id in evicted:
             self._end_layout(layout_id, back_off=False)
         if layout is not None:
@@ -329,13 +335,12 @@ class Negotiator:
 
     def _join(self, rank: int, now: float) -> None:
         """Do not wait for a rank any more."""
-        self.joins.ranks[rank] = None
-        complete = self.table.join(rank)
+        complete, ended = self.reports.join(rank)
         for layout_id in self.gradient_sets.layouts_of([rank]):
             self._suspend(layout_id, now)
-        for requests in complete:
-            self._complete(requests, now)
-        for done in self.gradient_sets.join(rank):
+        for gathered in complete:
+            self._complete(Requests(gathered), now)
+        for done in ended:
             self._end_round(done)
 
     def _suspend(self, layout_id: int, now: float) -> None:
@@ -348,48 +353,45 @@ class Negotiator:
 
     def _abort_join(self) -> None:
         """A join has failed because a rank left: the ranks that had joined take part again."""
-        self.joins.ranks.clear()
-        self.table.recount()
+        self.reports.end_join(succeeded=False)
         self.gradient_sets.abort_join()
-        for layout_id in self.gradient_sets.suspended:  # ranks have made different numbers of rounds
-            self._end_layout(layout_id)
+        layouts = self.layouts
+        for layout in [layout for layout in layouts.in_use.values() if layouts.is_suspended(layout)]:
+            self._end_layout(layout.layout_id)  # ranks have made different numbers of rounds
 
     def _remove_set(self, process_set_id: int, now: float) -> None:
         """Forget a process set; what is still pending in it never becomes complete."""
         self.mailboxes.freeze_in(process_set_id, now)
         for layout_id in self.gradient_sets.layouts_in(process_set_id):
             self.evict(layout_id, now)
-        for requests in self.table.take_if(lambda request: request.process_set_id == process_set_id):
-            request = first_of(requests)
-            self._refuse(request, refusals.set_removed_under_way(request, requests))
+        for gathered in self.reports.requests.take_if(lambda request: request.process_set_id == process_set_id):
+            request = gathered.first
+            self._refuse(request, agreement.set_removed_under_way(request, gathered.ranks))
         self.gradient_sets.remove(process_set_id)
-        self._process_sets.remove(process_set_id)
+        self.reports.remove_set(process_set_id)
 
     def _refuse(self, request: Request, text: str, kind: ErrorKind = ErrorKind.MISMATCH) -> None:
-        self.outcome.refused.append(refusals.refusal(request, text, kind))
+        self.outcome.refused.append(agreement.refusal(request, text, kind))
         if request.collective is Collective.JOIN:
             self._abort_join()
         if request.label and request.process_set_id in self._process_sets:
             self.gradient_sets.invalidate(request)
 
-    def _refuse_not_shared(self, requests: Mapping[int, Request]) -> None:
+    def _refuse_not_shared(self, gathered: Gathered[Request]) -> None:
         """Refuse a member of a gradient set that some ranks do not have."""
-        request = first_of(requests)
-        missing = [rank for rank in self._process_sets[request.process_set_id]
-                   if rank not in requests and rank not in self.joins.ranks]
-        self._refuse(request, refusals.not_shared(request, requests, missing))
+        missing = self.reports.requests.missing_ranks(gathered)
+        self._refuse(gathered.first, agreement.not_shared(gathered.first, gathered.ranks, missing))
 
     def _refuse_pending(self, now: float) -> None:
         """Refuse what waits for a rank that left; ranks that report it later get the same answer."""
         for layout_id in self.gradient_sets.layouts_of(self.left):
             for ranks, request in self._end_layout(layout_id):
-                requests = self.table.add(ranks, request, now)
-                if requests is not None:
+                if not self._add(ranks, request, now).missing:
                     self._refuse_left(request)
-        for requests in self.table.take_if(
+        for gathered in self.reports.requests.take_if(
                 lambda request: not self.left.isdisjoint(self._process_sets[request.process_set_id])):
-            self._refuse_left(first_of(requests))
+            self._refuse_left(gathered.first)
 
     def _refuse_left(self, request: Request) -> None:
         members = self._process_sets[request.process_set_id]
-        self._refuse(request, refusals.needs_left_rank(request, members, self.left, self._size), ErrorKind.LEFT)
+        self._refuse(request, agreement.needs_left_rank(request, members, self.left, self._size), ErrorKind.LEFT)

@@ -39,6 +39,8 @@ class ProcessSetTable:
         if process_set_id == GLOBAL_PROCESS_SET_ID:
             return ranks  # the common case; a search for each would cost ranks x ranks
         members = self[process_set_id]
+        if len(ranks) == self._size:
+            return members
         return tuple(rank for rank in ranks if rank in members)
 
     def find(self, ranks: Sequence[int]) -> int | None:

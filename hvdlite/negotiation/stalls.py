@@ -1,15 +1,16 @@
-"""Tensors and buckets that some ranks have reported and others have not, as the stall inspector sees them. Pure."""
+"""What some ranks wait for, as the stall inspector sees it: tensors, buckets, and calls of ordered groups. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from hvdlite.negotiation.agreement import named_ranks
 from hvdlite.negotiation.deadlock import stuck_ranks
-from hvdlite.negotiation.messages import GpuProgress, Key, OverdueWork
-from hvdlite.negotiation.pending_buckets import PendingBucket
-from hvdlite.negotiation.readiness import ReadinessTable
+from hvdlite.negotiation.gathering import Gathered, Gathering
+from hvdlite.negotiation.layouts import LayoutTable
+from hvdlite.negotiation.messages import BucketReady, CallWait, GpuProgress, GroupCalls, Key, OverdueWork, Request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,16 +105,66 @@ def gpu_stall(work: OverdueWork) -> GpuStall:
     return GpuStall(work.name, work.seconds, (), work.ranks, work.process_set_id, work.sequence)
 
 
-def tensor_stall(table: ReadinessTable, key: Key, now: float) -> Stall:
+def tensor_stall(requests: Gathering[Key, Request], tensor: Gathered[Request], now: float) -> Stall:
     """Describe an incomplete tensor."""
-    tensor = table.pending[key]
-    return Stall(key[1], now - tensor.since, tuple(sorted(tensor.requests)), tuple(table.missing(key)))
+    return Stall(tensor.first.name, now - tensor.since, tuple(sorted(tensor.ranks)), tuple(requests.missing_ranks(tensor)))
 
 
-def bucket_stall(pending: PendingBucket, now: float) -> Stall:
+def bucket_stall(buckets: Gathering[int, BucketReady], reported: Gathered[BucketReady], layouts: LayoutTable,
+                 now: float) -> Stall:
     """Describe an incomplete bucket; it is called after its first member."""
-    first, *more = pending.bucket.members
+    first, *more = layouts.bucket(reported.first.bucket_id).members
     name = first.name + (f"' and {len(more)} more of '{first.label}" if more else "")
-    present = frozenset(pending.ranks)
-    return Stall(name, now - pending.since, tuple(sorted(present)),
-                 tuple(rank for rank in pending.bucket.response.contributors if rank not in present))
+    return Stall(name, now - reported.since, tuple(sorted(reported.ranks)), tuple(buckets.missing_ranks(reported)))
+
+
+class _Told(NamedTuple):
+    wait: CallWait
+    since: float  # on the caller's clock
+
+
+_Key = tuple[str, str]
+"""A group and the name of a call."""
+
+
+class CallWaits:
+    """Calls of ordered groups in which ranks have waited for long.
+
+    They are not negotiated, so rank 0 knows of them only what the ranks that wait tell: which call, and for whom. Each rank
+    tells all of it again when something changes.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[int, dict[_Key, _Told]] = {}
+        self._warned: set[_Key] = set()
+
+    def update(self, rank: int, groups: Iterable[GroupCalls], now: float) -> None:
+        """Record what a rank tells; it replaces what it has told before."""
+        told = {(calls.group, wait.name): _Told(wait, now - wait.seconds) for calls in groups for wait in calls.waits}
+        self._told[rank] = told
+        if not told:
+            del self._told[rank]
+        self._warned.intersection_update({key for each in self._told.values() for key in each})
+
+    def __bool__(self) -> bool:
+        return bool(self._told)
+
+    def pending(self, now: float) -> list[Stall]:
+        """Return every call for which some ranks wait, however short."""
+        return [stall for _, stall in self._stalls(now)]
+
+    def new_stalls(self, now: float, after: float) -> list[Stall]:
+        """Return what has waited at least `after` seconds and was not returned before."""
+        found = [(key, stall) for key, stall in self._stalls(now) if stall.waited >= after and key not in self._warned]
+        self._warned.update(key for key, _ in found)
+        return [stall for _, stall in found]
+
+    def _stalls(self, now: float) -> Iterator[tuple[_Key, Stall]]:
+        for key in dict.fromkeys(key for told in self._told.values() for key in told):
+            waiting = {rank: told[key] for rank, told in self._told.items() if key in told}
+            missing = set.intersection(*(set(told.wait.missing) for told in waiting.values())).difference(waiting)
+            if missing:
+                ranks = {rank for told in waiting.values() for rank in told.wait.ranks}
+                kind = Stall if any(told.wait.sequence for told in waiting.values()) else MessageStall
+                yield key, kind(key[1], now - min(told.since for told in waiting.values()),
+                                tuple(sorted(ranks - missing)), tuple(sorted(missing)))

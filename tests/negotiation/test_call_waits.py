@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite.negotiation.call_waits import CallWaits
 from hvdlite.negotiation.messages import CallWait, GroupCalls
-from hvdlite.negotiation.stalls import Stall, circle_of_messages
+from hvdlite.negotiation.stalls import CallWaits, Stall, circle_of_messages
 
 
 def waits(*names: str, missing: tuple[int, ...] = (2,), ranks: tuple[int, ...] = (0, 1, 2), group: str = "id",

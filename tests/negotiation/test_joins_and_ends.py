@@ -226,8 +226,8 @@ def test_a_rank_that_finishes_a_round_twice_does_not_end_it(hosts: list[tuple[in
     assert not any(simulation.plans), "the round is over before rank 2 has finished it"
     simulation.coordinator.order(status_requests=[1, 2])
     simulation.settle()
-    assert simulation.coordinator.negotiator.gradient_sets.ranks_done_with(LABEL, 1) == {0, 1}
+    assert simulation.coordinator.negotiator.reports.ranks_done_with(0, LABEL, 1) == {0, 1}
     simulation.controllers[2].round_done(RoundDone(LABEL, 1))
     simulation.settle()
-    assert simulation.coordinator.negotiator.gradient_sets.ranks_done_with(LABEL, 1) == {0, 1, 2}
+    assert simulation.coordinator.negotiator.reports.ranks_done_with(0, LABEL, 1) == {0, 1, 2}
     assert [[response.error for response in plan] for plan in simulation.plans] == [[ErrorKind.MISMATCH]] * 3

@@ -9,6 +9,7 @@ import pytest
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.coordinator import Coordinator
+from hvdlite.negotiation.layouts import unused_members
 from hvdlite.negotiation.leader import Leader
 from hvdlite.negotiation.messages import (
     Blocked,
@@ -26,7 +27,6 @@ from hvdlite.negotiation.messages import (
     RoundDone,
 )
 from hvdlite.negotiation.negotiator import Policy
-from hvdlite.negotiation.pending_buckets import unused_members
 
 RESPONSE = Response(names=("a",), collective=Collective.ALLREDUCE, dtype="float32", contributors=(0, 1, 2, 3))
 MEMBER = Request("a", Collective.ALLREDUCE, "float32", (8,), label="net")
