@@ -69,13 +69,13 @@ _FRESH = _users_of([torch.empty(1)])[0]
 
 
 def have_others(gradients: Sequence[torch.Tensor], is_own: bool) -> list[bool]:
-    """Return for each dense gradient, which only the caller's sequence has, whether somebody else uses it.
+    """Return for each gradient, which only the caller's sequence has, whether somebody else uses it; of sparse ones any.
 
     Args:
         is_own: whether the script has made them.
     """
     written = [True] * len(gradients) if is_own else list(map(bool, map(_version, gradients)))
-    if not any(written):  # nearly always
+    if not any(written) or not all(gradient.layout is torch.strided for gradient in gradients):  # nearly always the first
         return written
     return [was_written and users != _FRESH for was_written, users in zip(written, _users_of(gradients), strict=True)]
 
@@ -151,7 +151,7 @@ class TorchPlaces:
         self._batch = _Batch(small) if self._is_plain and len(small) > 1 else None
 
     def fill(self, places: Sequence[int], gradients: Sequence[torch.Tensor], is_own: bool) -> bool:
-        if any(gradient is None for gradient in gradients):
+        if not all(map(operator.is_not, gradients, itertools.repeat(None))):
             return False
         if places is self.small and self._batch is not None and self._belongs(self._batch.places[0], gradients[0]):
             targets = self._batch.fill(gradients, is_own)
@@ -159,7 +159,7 @@ class TorchPlaces:
                 self._aim(self._batch.places, targets)
                 return True
         chosen = [self.places[place] for place in places]
-        others = self._others(gradients, is_own)
+        others = have_others(gradients, is_own)
         homes, values, kept, all_fit = [], [], list[torch.Tensor | None](), True
         for place, parameter, gradient, has_other in zip(
                 chosen, map(self.parameters.__getitem__, places), gradients, others, strict=True):
@@ -177,9 +177,8 @@ class TorchPlaces:
         if not all_fit:
             return False
         if homes:
-            with torch.no_grad():
-                self._copy(homes, values)
-                self._outlive_copy(values)
+            self._copy(homes, values)
+            self._outlive_copy(values)
         self._aim(chosen, kept)
         return True
 
@@ -249,13 +248,11 @@ class TorchPlaces:
             self._has_targets = True
             deque(map(_set_target, places, targets), maxlen=0)
 
-    def _others(self, gradients: Sequence[torch.Tensor], is_own: bool) -> list[bool]:
-        if any(gradient.layout is not torch.strided for gradient in gradients):
-            return [True] * len(gradients)
-        return have_others(gradients, is_own)
-
     def _copy(self, homes: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        torch._foreach_copy_(homes, values)
+        if len(homes) == 1:
+            homes[0].copy_(values[0])
+        else:
+            torch._foreach_copy_(homes, values)
 
     def _outlive_copy(self, tensors: Sequence[torch.Tensor]) -> None:
         """On a GPU: keep the memory of tensors until they are copied."""

@@ -55,8 +55,7 @@ class Reducer(Generic[Parameter]):
         framework: gives access to gradients.
         label: makes names unique among the wrapped optimizers of this process; equal on all ranks.
         op: AVERAGE or SUM (or MIN, MAX).
-        prescale: factor before the reduction.
-        postscale: factor after it.
+        prescale, postscale: factors before and after the reduction.
         passes: backward passes whose gradients are accumulated before each reduction.
         process_set: id of the ranks that take part; other ranks train alone.
         wait_in: where the results are waited for.
@@ -89,7 +88,7 @@ class Reducer(Generic[Parameter]):
         self.later_call: LaterCall | None = None  # of a step's closure, while there is one
         self.on_reduced: Callable[[Sequence[Parameter]], None] | None = None  # gets the parameters of each round's results
         self.lock = threading.RLock()  # while a round is closed or waited for: gradients may be read from several threads
-        self._begin_lock = threading.Lock()  # hooks may come from several autograd threads; the first one begins the round
+        self._begin_lock = threading.RLock()  # hooks may come from several autograd threads; the first one begins the round
         self._make_bucket = make_bucket
         if self.is_shared:
             weakref.finalize(self, runtime.retire, label, process_set).atexit = False
@@ -107,8 +106,8 @@ class Reducer(Generic[Parameter]):
     def admit(self) -> None:
         """Take in the parameters that are trainable now, unless a round is under way."""
         with self._begin_lock:
-            if self.round is None:
-                self._admit()
+            if self.round is None and self.members.admit():
+                self.layout.forget()  # it does not describe the set any more
 
     def member(self, parameter: Parameter) -> Member[Parameter] | None:
         """Return the member that a parameter is; None when it is none, or not before the round is over."""
@@ -116,8 +115,6 @@ class Reducer(Generic[Parameter]):
         if key in self.members.waiting:
             self.admit()
         return self.members.by_key.get(key)
-
-    # --- while gradients are computed ----------------------------------------------------------------------------------
 
     def ready(self, parameter: Parameter) -> None:
         """A backward pass has accumulated this parameter's gradient.
@@ -202,13 +199,11 @@ class Reducer(Generic[Parameter]):
         finally:
             self.passes.is_suspended = before
 
-    # --- rounds --------------------------------------------------------------------------------------------------------
-
     def begin(self) -> Round[Parameter]:
         """Return the round under way; begin one if there is none."""
         with self._begin_lock:
             if self.round is None:
-                self._admit()
+                self.admit()
                 self.set.begin_round()
                 make = self._make_bucket
                 buckets = self.layout.buckets(self.set, self.members) if make is None else [make(self.set, self.members)]
@@ -336,12 +331,6 @@ class Reducer(Generic[Parameter]):
                            has_reduced=self.has_reduced)
         if current is not None and current.is_closed:
             assert not any(bucket.state is FILLING for bucket in (*current.buckets, *current.alone))
-
-    # --- details -------------------------------------------------------------------------------------------------------
-
-    def _admit(self) -> None:
-        if self.members.admit():
-            self.layout.forget()  # it does not describe the set any more
 
     def _computed_twice(self, member: Member[Parameter]) -> GradientOrderError:
         return computed_twice(member.name, self.rank, self.passes.per_round, reduction_told(self.set.op))
