@@ -68,13 +68,13 @@ _FRESH = _users_of([torch.empty(1)])[0]
 """The users of a tensor that nobody else uses."""
 
 
-def have_others(gradients: Sequence[torch.Tensor], is_own: bool) -> list[bool]:
+def have_others(gradients: Sequence[torch.Tensor], is_own: bool) -> Sequence[object]:
     """Return for each gradient, which only the caller's sequence has, whether somebody else uses it; of sparse ones any.
 
     Args:
         is_own: whether the script has made them.
     """
-    written = [True] * len(gradients) if is_own else list(map(bool, map(_version, gradients)))
+    written = [1] * len(gradients) if is_own else list(map(_version, gradients))
     if not any(written) or not all(gradient.layout is torch.strided for gradient in gradients):  # nearly always the first
         return written
     return [was_written and users != _FRESH for was_written, users in zip(written, _users_of(gradients), strict=True)]
