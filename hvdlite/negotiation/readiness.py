@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.gathering import Gathered, Gathering, Ranks
 from hvdlite.negotiation.layouts import LayoutTable
@@ -154,8 +155,11 @@ class Aggregator:
 
         Ranks that have joined are among them: before anything waits for them, the layout is suspended.
         """
-        if bucket.response.process_set_id in self.process_sets:
-            return self.process_sets.among(bucket.response.process_set_id, ranks)
+        process_set_id = bucket.response.process_set_id
+        if process_set_id == GLOBAL_PROCESS_SET_ID:
+            return ranks  # the common case
+        if process_set_id in self.process_sets:
+            return self.process_sets.among(process_set_id, ranks)
         return tuple(rank for rank in ranks if rank in bucket.response.contributors)
 
     def withdraw(self, layout: Layout) -> list[Gathered[BucketReady]]:
