@@ -13,7 +13,7 @@ from hvdlite.membership.events import Command, Event, HostLost, HostsSeen, Membe
 from hvdlite.membership.failures import Failure
 from hvdlite.membership.hosts import Hosts
 from hvdlite.membership.limits import Limits
-from hvdlite.membership.members import IN_WORLD, Member, Phase
+from hvdlite.membership.members import IN_WORLD, NOTHING, Member, Phase
 from hvdlite.membership.messages import (
     Alive,
     BoundaryTold,
@@ -82,7 +82,7 @@ class Authority:
     def wake_at(self) -> float | None:
         """Return when `TimePassed` is due; None: after the next other event only."""
         times = [self._worlds.gives_up_at,
-                 *(min(member.deadline, member.answer_by, member.ask_at) for member in self._roster.alive())]
+                 *(min(member.wait.kill_at, member.wait.ask_at) for member in self._roster.alive())]
         if self._worlds.stage is not Stage.FINISHED:
             times.append(self._hosts.next_end(self._roster.now))
         return None if self.is_over or min(times) == math.inf else min(times)
@@ -132,7 +132,7 @@ class Authority:
                 member.phase = Phase.RUNNING
         elif isinstance(message, BoundaryTold):
             if self._worlds.stage is Stage.PREPARING and message.change == self._worlds.change:
-                member.boundary, member.answer_by = message.boundary, math.inf
+                member.boundary, member.wait = message.boundary, NOTHING
         elif message.epoch == self.epoch and member.phase in IN_WORLD:
             self._said_in_world(member, message)
 
@@ -145,7 +145,7 @@ class Authority:
             member.phase, member.is_ready = Phase.FINISHED, True
         elif isinstance(message, MemberIdle):
             member.phase, member.standing, member.is_ready = Phase.IDLE, message.standing, True
-            member.stopped()
+            member.wait = NOTHING
             if self._worlds.stage is not Stage.STOPPING or not message.standing.at_rest:
                 self._worlds.end_world(f"{self._roster.who(member)}: {message.reason}")
         elif isinstance(message, Alive):
@@ -166,7 +166,7 @@ class Authority:
         member, code = self._roster.get(event.member), event.code
         if member is None or member.phase is Phase.GONE:
             return
-        before, member.phase, member.deadline = member.phase, Phase.GONE, math.inf
+        before, member.phase, member.wait = member.phase, Phase.GONE, NOTHING
         in_world = member.id in self.members
         failure = Failure(member.id, self._roster.who(member), code, event.cause, member.fault, self.epoch,
                           in_training=in_world and before is not Phase.IDLE and not event.is_consequence
@@ -221,7 +221,7 @@ class Authority:
         lost = [member for member in self._roster.alive() if member.host == host]
         failed = [member for member in lost if member.phase is not Phase.DISMISSED and member.id in self.members]
         for member in lost:
-            member.phase, member.deadline = Phase.GONE, math.inf
+            member.phase, member.wait = Phase.GONE, NOTHING
         for member in failed:
             failure = Failure(member.id, self._roster.who(member), None, "", reason, self.epoch, in_training=False)
             if self._worlds.stage is Stage.FINISHED:

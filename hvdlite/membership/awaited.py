@@ -7,10 +7,10 @@ they are in no collective with it, so none of them misses it. The link's thread 
 
 from __future__ import annotations
 
-import math
+import dataclasses
 
 from hvdlite.membership.limits import Limits
-from hvdlite.membership.members import Member, Phase
+from hvdlite.membership.members import LIFE, NOTHING, Member, Phase, Wait
 from hvdlite.membership.roster import Roster
 from hvdlite.membership.stages import Stage
 
@@ -30,13 +30,13 @@ class Awaited:
     def expire(self, stage: Stage) -> None:
         """Kill and ask the members whose time has come."""
         for member in self._roster.alive():
-            if min(member.deadline, member.answer_by) <= self._roster.now:
+            if member.wait.kill_at <= self._roster.now:
                 if member.phase is not Phase.DISMISSED:
-                    given = (self._limits.elastic_timeout if member.give_up_at <= self._roster.now
+                    given = (self._limits.elastic_timeout if member.wait.give_up_at <= self._roster.now
                              else self._limits.quiesce_timeout)
                     member.fault = f"it did not {'answer' if stage is Stage.FINISHED else 'stop'} within {given:g} s"
                 self._roster.kill(member, member.fault or "it did not exit when it was dismissed")
-            elif member.ask_at <= self._roster.now:
+            elif member.wait.ask_at <= self._roster.now:
                 self._note(member, stage)
                 self._roster.ask(member)
 
@@ -49,20 +49,19 @@ class Awaited:
         else:
             others_wait = stage in (Stage.RUNNING, Stage.STOPPING) and bool(phases & {Phase.FINISHED, Phase.IDLE})
         for member in living:
-            if member.deadline < math.inf:
-                continue
             if not others_wait or member.phase is not Phase.RUNNING:
-                member.ask_at = math.inf
-            elif member.ask_at == member.answer_by == math.inf:
-                member.ask_at = self._roster.now + self._limits.quiesce_timeout
+                if member.wait.what == LIFE:
+                    member.wait = NOTHING
+            elif member.wait == NOTHING:
+                member.wait = Wait(LIFE, ask_at=self._roster.now + self._limits.quiesce_timeout)
 
     def _note(self, member: Member, stage: Stage) -> None:
         """Tell the user, once, that others wait for a member."""
         waits = stage is Stage.ENDING or any(other.phase is Phase.IDLE for other in self._roster.living())
-        if not waits or member.is_noted or member.phase is Phase.FINISHED or not (
+        if not waits or member.wait.is_noted or member.phase is Phase.FINISHED or not (
                 member.is_ready or stage is Stage.FINISHED):
             return
-        member.is_noted = True
+        member.wait = dataclasses.replace(member.wait, is_noted=True)
         where, limit = "reached the boundary at which all ranks stop", "as long as it computes"
         if stage is Stage.ENDING:
             where, limit = "stopped", f"{self._limits.elastic_timeout:g} s"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from typing import Final
 
 from hvdlite.membership.messages import Standing
 
@@ -27,6 +28,34 @@ JOINING = (Phase.STARTING, Phase.READY)
 IN_WORLD = (Phase.MEETING, Phase.RUNNING, Phase.FINISHED)
 
 
+STOP: Final = "stop"
+BOUNDARY: Final = "boundary"
+LIFE: Final = "life"
+EXIT: Final = "exit"
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """What a member is expected to do, and until when.
+
+    Attributes:
+        what: to `STOP`, to tell its `BOUNDARY`, to show `LIFE` because others wait for it, to `EXIT`; "": nothing.
+        kill_at: when it is killed, if it has not done so.
+        ask_at: when it is asked whether it lives.
+        give_up_at: when it is killed though it lives.
+        is_noted: whether the user has been told that others wait for it.
+    """
+
+    what: str = ""
+    kill_at: float = math.inf
+    ask_at: float = math.inf
+    give_up_at: float = math.inf
+    is_noted: bool = False
+
+
+NOTHING: Final = Wait()
+
+
 @dataclasses.dataclass
 class Member:
     """A process of an elastic job.
@@ -35,11 +64,7 @@ class Member:
         is_ready: whether it has entered `elastic.run`, so that it survives the loss of others.
         standing: what it said when its last world ended on it; None before.
         boundary: its answer to the `PrepareStop` under way.
-        deadline: when it is killed, if it has not done by then what it was told.
-        answer_by: when it is killed, if it has not told by then what it was asked: its boundary, or whether it lives.
-        ask_at: when it is asked whether it lives, because others wait for it.
-        give_up_at: when it is killed if it has not stopped by then, though it lives.
-        is_noted: whether the user has been told that the others wait for it.
+        wait: what it is expected to do.
         fault: why it was killed, if that is its own failure; "" if it was not, or if others are the reason.
     """
 
@@ -50,14 +75,5 @@ class Member:
     is_ready: bool = False
     standing: Standing | None = None
     boundary: int | None = None
-    deadline: float = math.inf
-    answer_by: float = math.inf
-    ask_at: float = math.inf
-    give_up_at: float = math.inf
-    is_noted: bool = False
+    wait: Wait = NOTHING
     fault: str = ""
-
-    def stopped(self) -> None:
-        """It has done what it was told: nothing is expected any more."""
-        self.deadline = self.answer_by = self.ask_at = self.give_up_at = math.inf
-        self.is_noted = False

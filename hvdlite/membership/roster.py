@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 
 from hvdlite.membership.events import Command, Kill, Note, StartMember, Tell
 from hvdlite.membership.hosts import Hosts, Slot
 from hvdlite.membership.limits import Limits
-from hvdlite.membership.members import IN_WORLD, JOINING, Member, Phase
+from hvdlite.membership.members import EXIT, IN_WORLD, JOINING, LIFE, NOTHING, STOP, Member, Phase, Wait
 from hvdlite.membership.messages import AskAlive, Dismissed, MemberOrder, StopNow, WorldOrder
 from hvdlite.membership.planning import Plan
 
@@ -98,30 +99,30 @@ class Roster:
     def stop(self, members: Iterable[Member], reason: str) -> None:
         """Tell members to end the world at once, unless they have been told."""
         for member in members:
-            if member.phase in IN_WORLD and member.deadline == math.inf:
-                member.deadline, member.answer_by = self.now + self._limits.quiesce_timeout, math.inf
-                member.ask_at = self.now + self._limits.quiesce_timeout / 2
-                member.give_up_at = self.now + self._limits.elastic_timeout
+            if member.phase in IN_WORLD and member.wait.what != STOP:
+                timeout = self._limits.quiesce_timeout
+                member.wait = Wait(STOP, self.now + timeout, self.now + timeout / 2, self.now + self._limits.elastic_timeout,
+                                   member.wait.is_noted)
                 self.tell(member, StopNow(self.epoch, reason))
 
     def ask(self, member: Member) -> None:
         """Ask a member for which others wait whether it lives."""
-        member.ask_at = math.inf
-        member.answer_by = self.now + self._limits.quiesce_timeout
+        kill_at = min(member.wait.kill_at, self.now + self._limits.quiesce_timeout)
+        member.wait = dataclasses.replace(member.wait, kill_at=kill_at, ask_at=math.inf)
         self.tell(member, AskAlive(self.epoch))
 
     def is_alive(self, member: Member, *, in_user_code: bool) -> None:
         """A member has answered `ask`: wait for it longer, if it was told to stop and computes, or was not told."""
-        member.answer_by = math.inf
-        if member.deadline == math.inf:
-            member.ask_at = self.now + 2 * self._limits.quiesce_timeout
-        elif not member.is_ready:  # others cannot go on in another world
+        wait, timeout = member.wait, self._limits.quiesce_timeout
+        if wait.what == LIFE:
+            member.wait = dataclasses.replace(wait, kill_at=math.inf, ask_at=self.now + 2 * timeout)
+        elif wait.what != STOP or not member.is_ready:  # others cannot go on in another world
             return
         elif in_user_code:
-            member.deadline = min(self.now + self._limits.quiesce_timeout, member.give_up_at)
-            member.ask_at = self.now + self._limits.quiesce_timeout / 2
+            member.wait = dataclasses.replace(
+                wait, kill_at=min(self.now + timeout, wait.give_up_at), ask_at=self.now + timeout / 2)
         else:  # its background thread may be slow to end, while the script computes
-            member.ask_at = self.now + self._limits.quiesce_timeout / 8
+            member.wait = dataclasses.replace(wait, ask_at=self.now + timeout / 8)
 
     def dismiss(self, members: Iterable[Member], reason: str) -> None:
         """End members that are in no world: those that listen are told, the others are killed."""
@@ -129,15 +130,12 @@ class Roster:
             if member.phase is Phase.STARTING:
                 self.kill(member, reason)
             else:
-                member.stopped()
-                member.phase = Phase.DISMISSED
-                member.deadline = self.now + self._limits.quiesce_timeout
+                member.phase, member.wait = Phase.DISMISSED, Wait(EXIT, self.now + self._limits.quiesce_timeout)
                 self.tell(member, Dismissed(reason))
 
     def kill(self, member: Member, reason: str) -> None:
         """Kill a member; what it says until it is gone does not count."""
-        member.stopped()
-        member.phase = Phase.KILLED
+        member.phase, member.wait = Phase.KILLED, NOTHING
         self.commands.append(Kill(member.id, reason))
 
     def order(self, plan: Plan, reason: str, machine_of: Callable[[str], str]) -> WorldOrder:

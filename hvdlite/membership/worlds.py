@@ -22,7 +22,7 @@ from hvdlite.membership.failures import Failure, FailureHistory
 from hvdlite.membership.hosts import Hosts
 from hvdlite.membership.limits import Limits
 from hvdlite.membership.meetings import FailedMeetings
-from hvdlite.membership.members import JOINING, Member, Phase
+from hvdlite.membership.members import BOUNDARY, JOINING, NOTHING, Member, Phase, Wait
 from hvdlite.membership.messages import AllFinished, PrepareStop, StopAt, WorldOrder
 from hvdlite.membership.planning import Plan, plan
 from hvdlite.membership.recovery import recover
@@ -123,7 +123,7 @@ class Worlds:
             self.stage = Stage.FINISHED
             self._runs_finished += 1
             for member in living:
-                member.phase, member.is_ready, member.answer_by = Phase.RUNNING, False, math.inf
+                member.phase, member.is_ready, member.wait = Phase.RUNNING, False, NOTHING
                 self._roster.tell(member, AllFinished())
             self._roster.dismiss(self._roster.alive(JOINING), "training has finished")
         elif self.stage is Stage.PREPARING and all(member.boundary is not None for member in living):
@@ -201,7 +201,7 @@ class Worlds:
             self.change += 1
             self.changes.began(self._roster.now)
             for member in living:
-                member.boundary, member.answer_by = None, self._roster.now + self._limits.quiesce_timeout
+                member.boundary, member.wait = None, Wait(BOUNDARY, self._roster.now + self._limits.quiesce_timeout)
                 self._roster.tell(member, PrepareStop(self.change))
 
     def left(self, member: Member, why: str) -> None:
