@@ -181,8 +181,8 @@ class Authority:
                 self._failed(failure)  # it was the first; its consequence has been seen earlier
             else:
                 self._worlds.left(member, "its world was lost before it entered elastic.run")
-        elif not self._roster.is_placed(member):
-            self._worlds.left(member, "its host was removed")
+        elif why := self._roster.leaves(member):
+            self._worlds.left(member, why)
         elif code == 0 and not member.fault:
             self._hosts.retire(member.host, member.slot, self._roster.now)
             if member.is_ready:  # else it may be a script without elastic.run, which ends as any other
@@ -233,8 +233,3 @@ class Authority:
 
     def _barred(self, host: str) -> None:
         self._worlds.note(f"no more processes are started on {host}{' for some time' if self._limits.cooldown else ''}")
-        if self._limits.whole_host:
-            for member in self._roster.alive():
-                if member.host == host and member.phase not in (Phase.KILLED, Phase.DISMISSED):
-                    self._worlds.left(member, f"another process has failed on {host}")
-                    self._roster.kill(member, f"another process has failed on {host}")

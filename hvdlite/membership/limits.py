@@ -19,8 +19,8 @@ class Limits:
         quiesce_timeout: seconds that a member may take to stop, or to exit when it is dismissed, before it is killed.
         cooldown: seconds after which a failed slot or a barred host is used again: (10, 60) for 10, 20, 40, 60, 60 ... after
             the first, second ... time. None: never, unless discovery loses the host or slot and finds it again.
-        whole_host: a single failure bars the host and ends its members, as in Horovod. Else it costs the slot, and several
-            failures bar the host.
+        whole_host: a single failure bars the host, and its members leave with the next world, as in Horovod. Else it costs
+            the slot, and several failures bar the host.
         failures_per_host: so many failures of a host within `failure_window` seconds bar it.
         failures_without_progress: so many worlds in a row that are lost by failures without a new commit end the job.
         hosts_are_fixed: no other hosts or slots can come, so a job below `min_np` does not wait for them.

@@ -17,7 +17,7 @@ class Plan:
 
     Attributes:
         members: by rank. Rank 0 has the greatest standing that any survivor has.
-        leaving: survivors on slots that discovery has lost, who are not needed for their state.
+        leaving: survivors that leave, and are not needed for their state.
         unreachable: survivors and joiners that could not meet the others.
         restore: whether members go back to their last commit.
         commits: those of rank 0.
@@ -37,7 +37,7 @@ def plan(survivors: Sequence[Member], joiners: Sequence[Member], *, is_leaving: 
     Args:
         survivors: by seniority, at least one of them with a state.
         joiners: those that are ready.
-        is_leaving: whether discovery has lost a member's slot.
+        is_leaving: whether a member is not to be in it.
         meetings: those that have just failed.
         max_np: the greatest size.
     """

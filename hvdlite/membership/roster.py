@@ -52,12 +52,19 @@ class Roster:
         return [member for member in world if member.phase not in (Phase.GONE, Phase.DISMISSED)]
 
     def staying(self) -> list[Member]:
-        """Return the living members of the world, without those whose slots discovery has lost."""
-        return [member for member in self.living() if self.is_placed(member)]
+        """Return the living members of the world, without those that leave."""
+        return [member for member in self.living() if not self.leaves(member)]
 
-    def is_placed(self, member: Member) -> bool:
-        """Return whether discovery still has a member's slot."""
-        return self._hosts.has(member.host, member.slot)
+    def leaves(self, member: Member) -> str:
+        """Return why a member is not to be in the next world; "" if it stays.
+
+        It is dismissed when the next world is ordered, so that the last state is not lost with it.
+        """
+        if not self._hosts.has(member.host, member.slot):
+            return "its host was removed"
+        if self._limits.whole_host and self._hosts.is_barred(member.host, self.now):
+            return f"another process has failed on {member.host}"
+        return ""
 
     def free(self) -> list[Slot]:
         """Return the slots on which members can be started."""

@@ -161,7 +161,7 @@ class Worlds:
         """Start joiners on free slots, and dismiss those that cannot be admitted."""
         joiners = self._roster.joiners_by_progress()
         lost = [each for each in joiners
-                if not self._roster.is_placed(each) or self._hosts.is_barred(each.host, self._roster.now)]
+                if self._roster.leaves(each) or self._hosts.is_barred(each.host, self._roster.now)]
         self._roster.dismiss(lost, "its host is not used any more")
         joiners = [each for each in joiners if each not in lost]
         living, staying = self._roster.living(), self._roster.staying()
@@ -231,7 +231,7 @@ class Worlds:
             why = f"the limit of {self._limits.reset_limit} resets has been reached"
         self.meetings.conclude(explained=len(survivors) < len(self._roster.world))
         planned = None if why else plan(
-            survivors, self._roster.alive([Phase.READY]), is_leaving=lambda member: not self._roster.is_placed(member),
+            survivors, self._roster.alive([Phase.READY]), is_leaving=lambda member: bool(self._roster.leaves(member)),
             meetings=self.meetings, max_np=self._limits.max_np)
         if planned is None:
             first = self.failures.blamed
@@ -255,7 +255,7 @@ class Worlds:
         donor = self._roster[planned.members[0]]
         for id in sorted(planned.leaving | planned.unreachable):
             member = self._roster[id]
-            why = "its host was removed" if id in planned.leaving else "it could not meet the other ranks"
+            why = self._roster.leaves(member) if id in planned.leaving else "it could not meet the other ranks"
             self.left(member, why)
             self._roster.dismiss([member], why)
             if id in planned.unreachable and member.host == donor.host:
