@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Final
 
 from hvdlite.membership.events import Command, Event, HostLost, HostsSeen, MemberGone, MemberSaid, TimePassed
 from hvdlite.membership.failures import Failure
 from hvdlite.membership.hosts import Hosts
 from hvdlite.membership.limits import Limits
-from hvdlite.membership.members import IN_WORLD, NOTHING, Member, Phase
+from hvdlite.membership.members import IN_WORLD, NOTHING, SURVIVING, Member, Phase
 from hvdlite.membership.messages import (
     Alive,
     BoundaryTold,
@@ -30,6 +31,8 @@ from hvdlite.membership.messages import (
 from hvdlite.membership.roster import Roster
 from hvdlite.membership.stages import Stage
 from hvdlite.membership.worlds import Worlds
+
+_WORLD_LOST: Final = "its world was lost before it entered elastic.run"
 
 
 def _itself(host: str) -> str:
@@ -125,11 +128,10 @@ class Authority:
         if member is None or member.phase in (Phase.GONE, Phase.KILLED, Phase.DISMISSED) or isinstance(message, MemberHello):
             return
         if isinstance(message, MemberReady):
-            member.is_ready = True
             if member.phase is Phase.STARTING:
                 member.phase = Phase.READY
-            elif member.phase is Phase.MEETING:
-                member.phase = Phase.RUNNING
+            elif member.phase in (Phase.FIRST_MEETING, Phase.MEETING, Phase.OUTSIDE):
+                member.phase = Phase.TRAINING
         elif isinstance(message, BoundaryTold):
             if self._worlds.stage is Stage.PREPARING and message.change == self._worlds.change:
                 member.boundary, member.wait = message.boundary, NOTHING
@@ -139,13 +141,14 @@ class Authority:
     def _said_in_world(self, member: Member,
                        message: MemberIdle | Alive | Listening | MeetingFailed | Met | MemberFinished) -> None:
         if isinstance(message, Met):
-            if member.phase is Phase.MEETING:
-                member.phase = Phase.RUNNING
+            if member.phase is Phase.FIRST_MEETING:
+                member.phase = Phase.OUTSIDE
+            elif member.phase is Phase.MEETING:
+                member.phase = Phase.TRAINING
         elif isinstance(message, MemberFinished):
-            member.phase, member.is_ready = Phase.FINISHED, True
+            member.phase = Phase.FINISHED
         elif isinstance(message, MemberIdle):
-            member.phase, member.standing, member.is_ready = Phase.IDLE, message.standing, True
-            member.wait = NOTHING
+            member.phase, member.standing, member.wait = Phase.IDLE, message.standing, NOTHING
             if self._worlds.stage is not Stage.STOPPING or not message.standing.at_rest:
                 self._worlds.end_world(f"{self._roster.who(member)}: {message.reason}")
         elif isinstance(message, Alive):
@@ -171,21 +174,25 @@ class Authority:
         failure = Failure(member.id, self._roster.who(member), code, event.cause, member.fault, self.epoch,
                           in_training=in_world and before is not Phase.IDLE and not event.is_consequence
                           and self._worlds.stage is not Stage.FINISHED)
-        if before is Phase.DISMISSED or (before is Phase.KILLED and not member.fault):
+        if before is Phase.DISMISSED:
+            return
+        if before is Phase.KILLED and not member.fault:
+            self._worlds.left(member, _WORLD_LOST)  # nothing of a joiner, which is in no world
             return
         if self._worlds.stage is Stage.FINISHED:
             if in_world and code != 0:
                 self._failed_at_end(failure, is_consequence=event.is_consequence)
-        elif in_world and not member.is_ready and (event.is_consequence or self._worlds.stage is Stage.ENDING):
-            if code and not event.is_consequence and not member.fault and self._worlds.failures.blamed is None:
+        elif in_world and before in (Phase.FIRST_MEETING, Phase.OUTSIDE) and (
+                event.is_consequence or self._worlds.stage is Stage.ENDING):
+            if code and not event.is_consequence and self._worlds.failures.blamed is None:
                 self._failed(failure)  # it was the first; its consequence has been seen earlier
             else:
-                self._worlds.left(member, "its world was lost before it entered elastic.run")
+                self._worlds.left(member, _WORLD_LOST)
         elif why := self._roster.leaves(member):
             self._worlds.left(member, why)
         elif code == 0 and not member.fault:
             self._hosts.retire(member.host, member.slot, self._roster.now)
-            if member.is_ready:  # else it may be a script without elastic.run, which ends as any other
+            if before in SURVIVING:  # else it may be a script without elastic.run, which ends as any other
                 self._worlds.left(member, "it ended with code 0 before training had finished")
         else:
             self._failed(failure)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from hvdlite.membership.limits import Limits
-from hvdlite.membership.members import LIFE, NOTHING, Member, Phase, Wait
+from hvdlite.membership.members import LIFE, NOTHING, STOP, Member, Phase, Wait
 from hvdlite.membership.roster import Roster
 from hvdlite.membership.stages import Stage
 
@@ -31,11 +31,14 @@ class Awaited:
         """Kill and ask the members whose time has come."""
         for member in self._roster.alive():
             if member.wait.kill_at <= self._roster.now:
-                if member.phase is not Phase.DISMISSED:
-                    given = (self._limits.elastic_timeout if member.wait.give_up_at <= self._roster.now
-                             else self._limits.quiesce_timeout)
-                    member.fault = f"it did not {'answer' if stage is Stage.FINISHED else 'stop'} within {given:g} s"
-                self._roster.kill(member, member.fault or "it did not exit when it was dismissed")
+                given = (self._limits.elastic_timeout if member.wait.give_up_at <= self._roster.now
+                         else self._limits.quiesce_timeout)
+                reason = f"it did not {'answer' if stage is Stage.FINISHED else 'stop'} within {given:g} s"
+                if member.phase is Phase.DISMISSED:
+                    reason = "it did not exit when it was dismissed"
+                elif member.wait.what != STOP or member.survives:  # else others are the reason
+                    member.fault = reason
+                self._roster.kill(member, reason)
             elif member.wait.ask_at <= self._roster.now:
                 self._note(member, stage)
                 self._roster.ask(member)
@@ -49,7 +52,7 @@ class Awaited:
         else:
             others_wait = stage in (Stage.RUNNING, Stage.STOPPING) and bool(phases & {Phase.FINISHED, Phase.IDLE})
         for member in living:
-            if not others_wait or member.phase is not Phase.RUNNING:
+            if not others_wait or member.phase not in (Phase.OUTSIDE, Phase.TRAINING):
                 if member.wait.what == LIFE:
                     member.wait = NOTHING
             elif member.wait == NOTHING:
@@ -59,7 +62,7 @@ class Awaited:
         """Tell the user, once, that others wait for a member."""
         waits = stage is Stage.ENDING or any(other.phase is Phase.IDLE for other in self._roster.living())
         if not waits or member.wait.is_noted or member.phase is Phase.FINISHED or not (
-                member.is_ready or stage is Stage.FINISHED):
+                member.survives or stage is Stage.FINISHED):
             return
         member.wait = dataclasses.replace(member.wait, is_noted=True)
         where, limit = "reached the boundary at which all ranks stop", "as long as it computes"

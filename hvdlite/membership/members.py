@@ -15,8 +15,10 @@ class Phase(enum.Enum):
 
     STARTING = enum.auto()  # a joiner that is not at the entrance of elastic.run yet
     READY = enum.auto()  # a joiner that waits for its first world
-    MEETING = enum.auto()
-    RUNNING = enum.auto()  # it has met all others of its world
+    FIRST_MEETING = enum.auto()  # a founder that meets the others of world 1, in init()
+    MEETING = enum.auto()  # it meets the others of a later world, in elastic.run
+    OUTSIDE = enum.auto()  # it has met all others of its world, and is not in elastic.run
+    TRAINING = enum.auto()  # it has met them, and is in elastic.run
     FINISHED = enum.auto()  # its training function has returned
     IDLE = enum.auto()  # its world has ended on it
     DISMISSED = enum.auto()
@@ -25,7 +27,10 @@ class Phase(enum.Enum):
 
 
 JOINING = (Phase.STARTING, Phase.READY)
-IN_WORLD = (Phase.MEETING, Phase.RUNNING, Phase.FINISHED)
+IN_WORLD = (Phase.FIRST_MEETING, Phase.MEETING, Phase.OUTSIDE, Phase.TRAINING, Phase.FINISHED)
+HAVE_MET = (Phase.OUTSIDE, Phase.TRAINING, Phase.FINISHED)
+SURVIVING = (Phase.READY, Phase.MEETING, Phase.TRAINING, Phase.FINISHED, Phase.IDLE)
+"""Those in `elastic.run`: they go on in another world when others are lost."""
 
 
 STOP: Final = "stop"
@@ -61,7 +66,6 @@ class Member:
     """A process of an elastic job.
 
     Attributes:
-        is_ready: whether it has entered `elastic.run`, so that it survives the loss of others.
         standing: what it said when its last world ended on it; None before.
         boundary: its answer to the `PrepareStop` under way.
         wait: what it is expected to do.
@@ -72,8 +76,12 @@ class Member:
     host: str
     slot: int
     phase: Phase
-    is_ready: bool = False
     standing: Standing | None = None
     boundary: int | None = None
     wait: Wait = NOTHING
     fault: str = ""
+
+    @property
+    def survives(self) -> bool:
+        """Whether it goes on when others are lost."""
+        return self.phase in SURVIVING

@@ -82,7 +82,7 @@ class Roster:
     def found(self, slots: Sequence[Slot]) -> None:
         """Start the members of the first world."""
         self.epoch = 1
-        self.world = tuple(self._start(slot, rank, len(slots), Phase.MEETING) for rank, slot in enumerate(slots))
+        self.world = tuple(self._start(slot, rank, len(slots), Phase.FIRST_MEETING) for rank, slot in enumerate(slots))
 
     def start_joiners(self, slots: Sequence[Slot], size: int) -> None:
         """Start joiners; the first one has the provisional rank `size`."""
@@ -123,7 +123,7 @@ class Roster:
         wait, timeout = member.wait, self._limits.quiesce_timeout
         if wait.what == LIFE:
             member.wait = dataclasses.replace(wait, kill_at=math.inf, ask_at=self.now + 2 * timeout)
-        elif wait.what != STOP or not member.is_ready:  # others cannot go on in another world
+        elif wait.what != STOP or not member.survives:  # others cannot go on in another world
             return
         elif in_user_code:
             member.wait = dataclasses.replace(

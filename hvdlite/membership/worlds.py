@@ -22,7 +22,7 @@ from hvdlite.membership.failures import Failure, FailureHistory
 from hvdlite.membership.hosts import Hosts
 from hvdlite.membership.limits import Limits
 from hvdlite.membership.meetings import FailedMeetings
-from hvdlite.membership.members import BOUNDARY, JOINING, NOTHING, Member, Phase, Wait
+from hvdlite.membership.members import BOUNDARY, HAVE_MET, JOINING, NOTHING, Member, Phase, Wait
 from hvdlite.membership.messages import AllFinished, PrepareStop, StopAt, WorldOrder
 from hvdlite.membership.planning import Plan, plan
 from hvdlite.membership.recovery import recover
@@ -117,13 +117,13 @@ class Worlds:
         is_whole = len(living) == len(self._roster.world)
         if not living:  # all have ended with 0, and none has entered elastic.run
             self._end_job(0, "")
-        elif not is_whole and any(member.is_ready for member in living):
+        elif not is_whole and any(member.survives for member in living):
             self.end_world("a rank has ended before it entered elastic.run")
         elif is_whole and phases == {Phase.FINISHED}:
             self.stage = Stage.FINISHED
             self._runs_finished += 1
             for member in living:
-                member.phase, member.is_ready, member.wait = Phase.RUNNING, False, NOTHING
+                member.phase, member.wait = Phase.OUTSIDE, NOTHING
                 self._roster.tell(member, AllFinished())
             self._roster.dismiss(self._roster.alive(JOINING), "training has finished")
         elif self.stage is Stage.PREPARING and all(member.boundary is not None for member in living):
@@ -133,7 +133,7 @@ class Worlds:
                 self._roster.tell(member, StopAt(self.change, boundary))
         elif self.stage is Stage.STOPPING and phases == {Phase.IDLE, Phase.FINISHED}:
             self._roster.stop(living, "the other ranks have stopped for another world")
-        elif is_whole and not self._has_met and phases <= {Phase.RUNNING, Phase.FINISHED}:
+        elif is_whole and not self._has_met and phases <= {*HAVE_MET}:
             self._has_met = True
             self.meetings.clear()
             if self._order is not None:
@@ -146,7 +146,7 @@ class Worlds:
         entrance that its world is lost.
         """
         living = self._roster.living()
-        if living and all(member.is_ready for member in living):
+        if living and all(member.survives for member in living):
             self.stage, self.failure_at_end, self.lost_at_end = Stage.RUNNING, None, None
             self.failures.begin_again()
             failures = {failure.member: failure.why for failure in self.failures.all}
@@ -177,7 +177,7 @@ class Worlds:
                 self.note(f"slots that stay free: {room}; ranks can join in the script's first hvd.elastic.run only")
             room = 0
         self._roster.dismiss(joiners[room:], "there are enough ranks without it")
-        may_start = any(each.is_ready for each in living) and not any(each.phase is Phase.FINISHED for each in living)
+        may_start = any(each.survives for each in living) and not any(each.phase is Phase.FINISHED for each in living)
         if may_start and room > len(joiners):
             self._roster.start_joiners(free[:room - len(joiners)], len(staying) + len(joiners))
         none_can_join = self._runs_finished or (
@@ -190,7 +190,7 @@ class Worlds:
         """Begin a graceful change if there is a reason for one, and all members can take part in it."""
         living, staying = self._roster.living(), self._roster.staying()
         if (self.stage is not Stage.RUNNING or not self._has_met or len(living) < len(self._roster.world)
-                or not all(member.is_ready and member.phase is Phase.RUNNING for member in living)
+                or not all(member.phase is Phase.TRAINING for member in living)
                 or not self._has_resets()):
             return
         joiners = self._roster.alive([Phase.READY])
