@@ -157,7 +157,7 @@ class Authority:
             missing = [self.members[rank] for rank in message.missing if 0 <= rank < len(self.members)]
             self._worlds.meetings.complain(missing or [member.id], self.members[0], message.reason)
             self._worlds.end_world(f"{self._roster.who(member)} could not meet the others: {message.reason}")
-        elif member.id == self.members[0] and message.addresses and self._worlds.stage is Stage.RUNNING:
+        elif member.id == self.members[0] and message.addresses and self._worlds.stage is Stage.MEETING:
             address = message.addresses[self._worlds.meetings.count % len(message.addresses)]
             for other in self._roster.living():
                 if other is not member:

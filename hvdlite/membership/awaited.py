@@ -50,7 +50,8 @@ class Awaited:
         if stage is Stage.FINISHED:
             others_wait = Phase.IDLE in phases  # their world was lost; they have called elastic.run again
         else:
-            others_wait = stage in (Stage.RUNNING, Stage.STOPPING) and bool(phases & {Phase.FINISHED, Phase.IDLE})
+            others_wait = (stage in (Stage.MEETING, Stage.RUNNING, Stage.STOPPING)
+                           and bool(phases & {Phase.FINISHED, Phase.IDLE}))
         for member in living:
             if not others_wait or member.phase not in (Phase.OUTSIDE, Phase.TRAINING):
                 if member.wait.what == LIFE:

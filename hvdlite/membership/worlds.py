@@ -2,11 +2,13 @@
 
 A world passes through these stages:
 
-- *running*: its members meet, and train. A joiner that is ready, or a host that discovery does not find any more, begins a
-  graceful change, once all members have met and are in `elastic.run`: `PrepareStop` (*preparing*), and when all have told
-  their boundaries, `StopAt` (*stopping*).
+- *meeting*: its members meet.
+- *running*: they have met, and train. A joiner that is ready, or a host that discovery does not find any more, begins a
+  graceful change, once all members are in `elastic.run`: `PrepareStop` (*preparing*), and when all have told their
+  boundaries, `StopAt` (*stopping*).
 - *ending*: a member has failed, so all others are told to stop at once; it replaces a graceful change that is under way.
-- When all members of the world are idle or gone, the next one is ordered. With too few members, the idle ones wait.
+- When all members of the world are idle or gone, the next one is ordered. With too few members, the idle ones wait
+  (*waiting*).
 """
 
 from __future__ import annotations
@@ -64,7 +66,6 @@ class Worlds:
         self.change = 0  # the number of the last graceful change
         self.gives_up_at = now + limits.elastic_timeout  # while there are too few slots or members; else infinity
         self._order: WorldOrder | None = None  # of this world; None for the first one
-        self._has_met = False
         self._awaited = Awaited(limits, roster)
         self._runs_finished = 0  # how often elastic.run has returned on all members
         self._is_noted = False  # whether the user has been told that nobody can join any more
@@ -82,10 +83,10 @@ class Worlds:
         if self.stage in IN_FORCE:
             self._follow_world()
         self._awaited.begin_to_ask(self.stage)
-        if self.stage in (Stage.STOPPING, Stage.ENDING) and all(
+        if self.stage in (Stage.STOPPING, Stage.ENDING, Stage.WAITING) and all(
                 member.phase is Phase.IDLE for member in self._roster.living()):
             self._begin_next()
-        if self.stage in (*IN_FORCE, Stage.ENDING):
+        if self.stage in (*IN_FORCE, Stage.ENDING, Stage.WAITING):
             self._balance()
             self._plan_change()
         if self.stage is Stage.FINISHED and not self._roster.alive():
@@ -105,7 +106,7 @@ class Worlds:
         slots = self._roster.free()
         if len(slots) >= self._limits.start_np:
             self._roster.found(slots[:self._limits.start_np])
-            self.stage, self.gives_up_at = Stage.RUNNING, math.inf
+            self.stage, self.gives_up_at = Stage.MEETING, math.inf
             self._roster.commands.append(WorldBegun(1, self._roster.world))
         elif self._limits.hosts_are_fixed:
             self._give_up("")
@@ -133,8 +134,8 @@ class Worlds:
                 self._roster.tell(member, StopAt(self.change, boundary))
         elif self.stage is Stage.STOPPING and phases == {Phase.IDLE, Phase.FINISHED}:
             self._roster.stop(living, "the other ranks have stopped for another world")
-        elif is_whole and not self._has_met and phases <= {*HAVE_MET}:
-            self._has_met = True
+        elif is_whole and self.stage is Stage.MEETING and phases <= {*HAVE_MET}:
+            self.stage = Stage.RUNNING
             self.meetings.clear()
             if self._order is not None:
                 self.note(self.changes.met(self._order, self._roster.now))
@@ -182,14 +183,14 @@ class Worlds:
             self._roster.start_joiners(free[:room - len(joiners)], len(staying) + len(joiners))
         none_can_join = self._runs_finished or (
             self._limits.hosts_are_fixed and self._hosts.next_end(self._roster.now) == math.inf)
-        if (none_can_join and self.gives_up_at < math.inf
+        if (none_can_join and self.stage is Stage.WAITING
                 and all(member.phase is Phase.IDLE for member in self._roster.alive())):
             self._give_up("; no other processes can be started")
 
     def _plan_change(self) -> None:
         """Begin a graceful change if there is a reason for one, and all members can take part in it."""
         living, staying = self._roster.living(), self._roster.staying()
-        if (self.stage is not Stage.RUNNING or not self._has_met or len(living) < len(self._roster.world)
+        if (self.stage is not Stage.RUNNING or len(living) < len(self._roster.world)
                 or not all(member.phase is Phase.TRAINING for member in living)
                 or not self._has_resets()):
             return
@@ -221,7 +222,6 @@ class Worlds:
 
     def _begin_next(self) -> None:
         """Order the next world, now that this one has ended on all of its members; or wait, or end the job."""
-        self.stage = Stage.ENDING
         survivors = self._roster.living()
         recovery = recover({member.id: member.standing for member in survivors if member.standing is not None})
         is_explained = len(survivors) < len(self._roster.world) or self.meetings.has_complaints
@@ -243,9 +243,10 @@ class Worlds:
             new = [member for member in planned.members if member not in self._roster.world]
             self.changes.joined([self._roster[member].host for member in new])
             self._order = self._roster.order(planned, self.changes.reason(), self._machine_of)
-            self.stage, self._has_met, self.gives_up_at = Stage.RUNNING, False, math.inf
+            self.stage, self.gives_up_at = Stage.MEETING, math.inf
             self._roster.commands.append(WorldBegun(self._roster.epoch, self._roster.world))
-        elif self.gives_up_at == math.inf:
+        elif self.stage is not Stage.WAITING:
+            self.stage = Stage.WAITING
             self.gives_up_at = self._roster.now + self._limits.elastic_timeout
             self.note(f"{len(planned.members)} of at least {self._limits.min_np} ranks are left: they wait for others, "
                        f"at most {self._limits.elastic_timeout:g} s")
