@@ -342,17 +342,16 @@ class World:
         slots = [(member.host, member.slot) for member in self.alive()]
         assert len(slots) == len(set(slots)), "a slot is taken twice"
         for member in self.everybody.values():
-            about = f"member {member.id}, {member.state.name}, in a world that is {self.state.name}: {member.wait}"
-            expected = member.wait.what
-            assert member.state in _WAITED[expected] and (member.wait == NOTHING) == (expected == ""), about
-            assert min(member.wait.kill_at, member.wait.ask_at) < math.inf or expected == "", about
-            assert not member.fault or member.state in (MemberState.KILLED, MemberState.GONE), about
-            assert member.state not in (*IN_WORLD, MemberState.IDLE) or member in self.members, about
-            assert member.state not in JOINING or member not in self.members, about
-            if self.state in (WorldState.PREPARING, WorldState.STOPPING):
-                assert member.state not in (*NOT_IN_RUN, MemberState.MEETING), about
-            elif self.state in (WorldState.ENDING, WorldState.WAITING):
-                assert member.state not in IN_WORLD or expected == "stop", about
-            assert expected != "boundary" or self.state is WorldState.PREPARING, about
-        if self.state is WorldState.WAITING:
-            assert all(member.state is MemberState.IDLE for member in self.living()), "it waits for others"
+            state, wait = member.state, member.wait
+            checks = (
+                state in _WAITED[wait.what],
+                (min(wait.kill_at, wait.ask_at) < math.inf) == (wait.what != ""),
+                not member.fault or state in (MemberState.KILLED, MemberState.GONE),
+                state not in (*IN_WORLD, MemberState.IDLE) or member in self.members,
+                state not in JOINING or member not in self.members,
+                wait.what != "boundary" or self.state is WorldState.PREPARING,
+                state not in (*NOT_IN_RUN, MemberState.MEETING)
+                or self.state not in (WorldState.PREPARING, WorldState.STOPPING),
+                state not in IN_WORLD or wait.what == "stop" or self.state not in (WorldState.ENDING, WorldState.WAITING),
+                self.state is not WorldState.WAITING or member not in self.living() or state is MemberState.IDLE)
+            assert all(checks), f"{checks}: {member} in a world that is {self.state.name}"

@@ -45,7 +45,7 @@ class Talk:
 
     def __init__(self, limits: Limits, machines: dict[str, str] | None = None, **slots: int) -> None:
         self.now = 100.0
-        self.authority = Authority(limits, self.now, lambda host: (machines or {}).get(host, host))
+        self.authority = Authority(limits, self.now, str if machines is None else lambda host: machines.get(host, host))
         self.commands: list[Command] = []
         self.notes: list[str] = []
         self.change = 0  # the last one that was prepared
