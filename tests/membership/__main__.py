@@ -24,7 +24,7 @@ def main() -> int:
     if options.depth is not None:
         for beginning in BEGINNINGS:
             print(f"{beginning.__name__}: {explore(beginning, options.depth, options.rare)} events", flush=True)
-        return 0
+        return 0  # what fails has raised
     events, failed, seed = 0, 0, options.first
     while events < options.events and failed < 10:
         try:

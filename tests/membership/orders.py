@@ -103,7 +103,7 @@ def events(authority: Authority) -> Iterator[tuple[Event, bool]]:
         if member.state is not MemberState.GONE:
             yield MemberGone(member.id, 0), False
             yield MemberGone(member.id, -9), False
-    yield HostsSeen(SLOTS), True
+    yield HostsSeen(SLOTS), world.state is not WorldState.FOUNDING
     yield HostsSeen({"a": 2}), True
     yield HostLost("b", "the cable was cut"), True
     if authority.wake_at() is not None:
@@ -187,7 +187,7 @@ def explore(beginning: Callable[[], Talk], depth: int, rare: int) -> int:
     talk, handled = beginning(), 0
     known = {(key(talk.authority, talk.now), rare)}
     level = [(talk.authority, talk.now, rare)]
-    for _ in range(depth):
+    for length in range(1, depth + 1):
         following: list[tuple[Authority, float, int]] = []
         for begun, now, left in level:
             for event, is_rare in events(begun):
@@ -204,10 +204,11 @@ def explore(beginning: Callable[[], Talk], depth: int, rare: int) -> int:
                 except Exception as error:
                     raise AssertionError(f"{beginning.__name__}: {event} in {before}: {states}") from error
                 handled += 1
+                if length == depth or authority.is_over:
+                    continue  # nothing follows
                 name = (key(authority, at), left - is_rare)
                 if name not in known:
                     known.add(name)
-                    if not authority.is_over:
-                        following.append((authority, at, left - is_rare))
+                    following.append((authority, at, left - is_rare))
         level = following
     return handled
