@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from hvdlite.core.config import MOST_SECONDS, Config
 from hvdlite.core.errors import LaunchError
-from hvdlite.membership.limits import Limits
+from hvdlite.membership.events import Limits
 from hvdlite_runner.discovery import discover_once
 from hvdlite_runner.placement import LOCAL, Host, is_local
 

@@ -27,6 +27,7 @@ from hvdlite.membership.events import (
     Event,
     HostsSeen,
     Kill,
+    Limits,
     MemberGone,
     MemberSaid,
     Note,
@@ -34,7 +35,6 @@ from hvdlite.membership.events import (
     Tell,
     TimePassed,
 )
-from hvdlite.membership.limits import Limits
 from hvdlite.membership.messages import AskAlive, Frames, Listening, MemberMessage, WorldOrder, frame
 from hvdlite_runner.member_server import MemberServer
 from tests import temporary, warm, worlds
@@ -47,7 +47,7 @@ class ElasticJob:
         program: a function of a module, or "module:function"; its arguments and what it returns are literals.
         slots: of each host; hosts are hosts to the members, because each has a job directory of its own.
         imported: modules that the members begin with, founders and joiners (tests/warm.py).
-        limits: see `membership.limits.Limits`.
+        limits: see `membership.events.Limits`.
 
     Attributes:
         processes: by member.

@@ -1,39 +1,25 @@
 """The authority of an elastic job: it alone orders worlds (docs/protocol.md#worlds). Pure.
 
-The launcher owns one, passes what happens as events, and does what the commands say. This file takes in the events;
-`worlds.py` has what follows from them.
+The launcher owns one, passes what happens as events, and does what the commands say. An event is taken in first; then the
+rule of the world's state is applied, until it does not lead to another state. `members.py` has the states of members and
+worlds, `hosts.py` where members may be, `recovery.py` who is in the next world, and `history.py` whether training makes
+progress. They decide nothing, and know nothing of this file.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Final
 
-from hvdlite.membership.events import Command, Event, HostLost, HostsSeen, MemberGone, MemberSaid, TimePassed
-from hvdlite.membership.failures import Failure
-from hvdlite.membership.hosts import Hosts
-from hvdlite.membership.limits import Limits
-from hvdlite.membership.members import IN_WORLD, Member, Phase
-from hvdlite.membership.messages import (
-    Alive,
-    BoundaryTold,
-    CoordinatorAt,
-    Listening,
-    MeetingFailed,
-    MemberFinished,
-    MemberHello,
-    MemberIdle,
-    MemberMessage,
-    MemberReady,
-    Met,
-)
-from hvdlite.membership.roster import Roster
-from hvdlite.membership.stages import Stage
-from hvdlite.membership.worlds import Worlds
+from hvdlite.membership import events, messages
+from hvdlite.membership.history import Failure, History
+from hvdlite.membership.hosts import Hosts, Slot
+from hvdlite.membership.members import IN_FORCE, IN_WORLD, JOINING, NOTHING, Member, MemberState, Wait, World, WorldState
+from hvdlite.membership.recovery import FailedMeetings, Plan, order, plan, recover
 
-
-def _itself(host: str) -> str:
-    return host
+_HAVE_MET: Final = {MemberState.OUTSIDE, MemberState.TRAINING, MemberState.FINISHED}
+_WORLD_LOST: Final = "its world was lost before it entered elastic.run"
 
 
 class Authority:
@@ -54,187 +40,361 @@ class Authority:
         machine_of: returns the machine of a host, if several names may stand for one machine with one job directory.
     """
 
-    def __init__(self, limits: Limits, now: float, machine_of: Callable[[str], str] = _itself) -> None:
+    def __init__(self, limits: events.Limits, now: float, machine_of: Callable[[str], str] = str) -> None:
         self._limits = limits
+        self._machine_of = machine_of
+        self._now = now
         self._hosts = Hosts(limits)
-        self._roster = Roster(limits, self._hosts)
-        self._worlds = Worlds(limits, self._roster, self._hosts, machine_of, now)
+        self.world = World(limits, until=now + limits.elastic_timeout)  # for others to read
+        self._meetings = FailedMeetings(self.world.everybody)
+        self._history = History(limits.failures_without_progress)
+        self._commands: list[events.Command] = []  # what the event leads to
+        self._rules = {WorldState.FOUNDING: self._found, **dict.fromkeys(IN_FORCE, self._follow_world),
+                       WorldState.ENDING: self._begin_next, WorldState.WAITING: self._begin_next,
+                       WorldState.FINISHED: self._run_again}
+        self._has_finished = False  # elastic.run has returned once on all members
+        self._is_noted = False  # the user has been told that nobody can join any more
 
-    def handle(self, event: Event, now: float) -> list[Command]:
+    def handle(self, event: events.Event, now: float) -> list[events.Command]:
         """Take in an event, and return what must be done, in this order."""
         if self.is_over:
             return []
-        self._roster.now = now
-        if isinstance(event, HostsSeen):
-            self._hosts.see(event.slots)
-        elif isinstance(event, MemberSaid):
-            self._said(event.member, event.message)
-        elif isinstance(event, MemberGone):
-            self._gone(event)
-        elif isinstance(event, HostLost):
-            self._lost(event.host, event.reason)
-        else:
-            assert isinstance(event, TimePassed)
-        self._worlds.settle()
-        commands, self._roster.commands = self._roster.commands, []
-        return commands
+        self._now, self._commands, world = now, [], self.world
+        match event:
+            case events.HostsSeen(slots):
+                self._hosts.see(slots)
+            case events.MemberSaid(id, message) if id in world.everybody:
+                self._said(world.everybody[id], message)
+            case events.MemberGone(id) if id in world.everybody and world.everybody[id].state is not MemberState.GONE:
+                self._gone(world.everybody[id], event)
+            case events.HostLost(host, reason):
+                self._lost(host, reason)
+        self._commands += world.expire(now)
+        state = None
+        while state is not world.state and not self.is_over:
+            state = world.state
+            self._rules[state]()
+        if world.state in (*IN_FORCE, WorldState.ENDING, WorldState.WAITING):
+            self._balance()
+            self._plan_change()
+        world.await_members(now)
+        return self._commands
 
     def wake_at(self) -> float | None:
         """Return when `TimePassed` is due; None: after the next other event only."""
-        times = [self._worlds.gives_up_at,
-                 *(min(member.deadline, member.answer_by, member.ask_at) for member in self._roster.alive())]
-        if self._worlds.stage is not Stage.FINISHED:
-            times.append(self._hosts.next_end(self._roster.now))
+        times = [self.world.until, *(min(member.wait.kill_at, member.wait.ask_at) for member in self.world.alive())]
+        if self.world.state is not WorldState.FINISHED:
+            times.append(self._hosts.next_end(self._now))
         return None if self.is_over or min(times) == math.inf else min(times)
 
     @property
     def is_over(self) -> bool:
         """Whether `EndJob` has been returned."""
-        return self._worlds.stage is Stage.OVER
+        return self.world.state is WorldState.OVER
 
     @property
     def epoch(self) -> int:
         """The number of the last world; 0 before the founders have been started."""
-        return self._roster.epoch
+        return self.world.epoch
 
     @property
     def members(self) -> tuple[int, ...]:
         """The members of the last world by rank, those that are gone included."""
-        return self._roster.world
+        return tuple(member.id for member in self.world.members)
 
     def rank_of(self, member: int) -> int | None:
         """Return a member's rank in the last world; None for one that is not in it."""
-        return self._roster.rank_of(member)
+        return self.members.index(member) if member in self.members else None
 
     def host_of(self, member: int) -> str:
         """Return the host on which a member was started."""
-        return self._roster[member].host
-
-    def slot_of(self, member: int) -> int:
-        """Return a member's slot on its host."""
-        return self._roster[member].slot
+        return self.world.everybody[member].host
 
     def summary(self) -> list[str]:
         """Return lines for the end of the job: how many worlds there were, and who was lost and why."""
-        return self._worlds.changes.summary(self.epoch, len(self.members), self._worlds.failures)
+        return self._history.summary(self.epoch, len(self.members))
 
-    # --- what members say --------------------------------------------------------------------------------------------------
+    def leaves(self, member: Member) -> str:
+        """Return why a member is not to be in the next world; "" if it stays.
 
-    def _said(self, sender: int, message: MemberMessage) -> None:
-        member = self._roster.get(sender)
-        if member is None or member.phase in (Phase.GONE, Phase.KILLED, Phase.DISMISSED) or isinstance(message, MemberHello):
+        It is dismissed when the next world is ordered, so that the last state is not lost with it.
+        """
+        if not self._hosts.has(member.host, member.slot):
+            return "its host was removed"
+        if self._limits.whole_host and self._hosts.is_barred(member.host, self._now):
+            return f"another process has failed on {member.host}"
+        return ""
+
+    # --- what has happened ---------------------------------------------------------------------------------------------
+
+    def _said(self, member: Member, message: messages.MemberMessage) -> None:
+        world = self.world
+        if not world.takes(member, message):
             return
-        if isinstance(message, MemberReady):
-            member.is_ready = True
-            if member.phase is Phase.STARTING:
-                member.phase = Phase.READY
-            elif member.phase is Phase.MEETING:
-                member.phase = Phase.RUNNING
-        elif isinstance(message, BoundaryTold):
-            if self._worlds.stage is Stage.PREPARING and message.change == self._worlds.change:
-                member.boundary, member.answer_by = message.boundary, math.inf
-        elif message.epoch == self.epoch and member.phase in IN_WORLD:
-            self._said_in_world(member, message)
+        match message:
+            case messages.BoundaryTold(change, boundary) if world.state is WorldState.PREPARING and change == world.change:
+                world.boundaries[member.id], member.wait = boundary, NOTHING
+            case messages.Alive(in_user_code=computes):
+                member.wait = member.wait.prolonged(
+                    self._now, self._limits.quiesce_timeout, computes=computes, survives=member.survives)
+            case messages.MemberIdle(standing=standing, reason=reason):
+                member.standing, member.wait = standing, NOTHING
+                if world.state is not WorldState.STOPPING or not standing.at_rest:
+                    self._end_world(f"{world.name(member)}: {reason}")
+            case messages.MeetingFailed(reason=reason, missing=ranks):
+                missing = [self.members[rank] for rank in ranks if 0 <= rank < len(self.members)]
+                self._meetings.complain(missing or [member.id], self.members[0], reason)
+                self._end_world(f"{world.name(member)} could not meet the others: {reason}")
+            case messages.Listening(addresses=addresses) if (
+                    addresses and member is world.members[0] and world.state is WorldState.MEETING):
+                address = addresses[self._meetings.count % len(addresses)]
+                others = [each for each in world.members if each is not member and each.state in IN_WORLD]
+                self._commands += world.tell(others, messages.CoordinatorAt(world.epoch, address, message.port))
 
-    def _said_in_world(self, member: Member,
-                       message: MemberIdle | Alive | Listening | MeetingFailed | Met | MemberFinished) -> None:
-        if isinstance(message, Met):
-            if member.phase is Phase.MEETING:
-                member.phase = Phase.RUNNING
-        elif isinstance(message, MemberFinished):
-            member.phase, member.is_ready = Phase.FINISHED, True
-        elif isinstance(message, MemberIdle):
-            member.phase, member.standing, member.is_ready = Phase.IDLE, message.standing, True
-            member.stopped()
-            if self._worlds.stage is not Stage.STOPPING or not message.standing.at_rest:
-                self._worlds.end_world(f"{self._roster.who(member)}: {message.reason}")
-        elif isinstance(message, Alive):
-            self._roster.is_alive(member, in_user_code=message.in_user_code)
-        elif isinstance(message, MeetingFailed):
-            missing = [self.members[rank] for rank in message.missing if 0 <= rank < len(self.members)]
-            self._worlds.meetings.complain(missing or [member.id], self.members[0], message.reason)
-            self._worlds.end_world(f"{self._roster.who(member)} could not meet the others: {message.reason}")
-        elif member.id == self.members[0] and message.addresses and self._worlds.stage is Stage.RUNNING:
-            address = message.addresses[self._worlds.meetings.count % len(message.addresses)]
-            for other in self._roster.living():
-                if other is not member:
-                    self._roster.tell(other, CoordinatorAt(self.epoch, address, message.port))
-
-    # --- members that end --------------------------------------------------------------------------------------------------
-
-    def _gone(self, event: MemberGone) -> None:
-        member, code = self._roster.get(event.member), event.code
-        if member is None or member.phase is Phase.GONE:
+    def _gone(self, member: Member, event: events.MemberGone) -> None:
+        world, before, survives, code = self.world, member.state, member.survives, event.code
+        world.bury(member)
+        in_world, has_finished = member in world.members, world.state is WorldState.FINISHED
+        failure = Failure(member.id, world.name(member), code, event.cause, member.fault, world.epoch,
+                          in_training=in_world and before is not MemberState.IDLE and not event.is_consequence
+                          and not has_finished)
+        if before is MemberState.DISMISSED:
             return
-        before, member.phase, member.deadline = member.phase, Phase.GONE, math.inf
-        in_world = member.id in self.members
-        failure = Failure(member.id, self._roster.who(member), code, event.cause, member.fault, self.epoch,
-                          in_training=in_world and before is not Phase.IDLE and not event.is_consequence
-                          and self._worlds.stage is not Stage.FINISHED)
-        if before is Phase.DISMISSED or (before is Phase.KILLED and not member.fault):
-            return
-        if self._worlds.stage is Stage.FINISHED:
+        if before is MemberState.KILLED and not member.fault:
+            self._left(member, _WORLD_LOST)
+        elif has_finished:
             if in_world and code != 0:
-                self._failed_at_end(failure, is_consequence=event.is_consequence)
-        elif in_world and not member.is_ready and (event.is_consequence or self._worlds.stage is Stage.ENDING):
-            if code and not event.is_consequence and not member.fault and self._worlds.failures.blamed is None:
+                self._failed(failure, is_consequence=event.is_consequence)
+        elif in_world and before in (MemberState.FIRST_MEETING, MemberState.OUTSIDE) and (
+                event.is_consequence or world.state is WorldState.ENDING):
+            if code and not event.is_consequence and self._history.blamed is None:
                 self._failed(failure)  # it was the first; its consequence has been seen earlier
             else:
-                self._worlds.left(member, "its world was lost before it entered elastic.run")
-        elif not self._roster.is_placed(member):
-            self._worlds.left(member, "its host was removed")
+                self._left(member, _WORLD_LOST)
+        elif why := self.leaves(member):
+            self._left(member, why)
         elif code == 0 and not member.fault:
-            self._hosts.retire(member.host, member.slot, self._roster.now)
-            if member.is_ready:  # else it may be a script without elastic.run, which ends as any other
-                self._worlds.left(member, "it ended with code 0 before training had finished")
+            self._hosts.retire(member.host, member.slot, self._now)
+            if survives:  # else it may be a script without elastic.run, which ends as any other
+                self._left(member, "it ended with code 0 before training had finished")
         else:
             self._failed(failure)
-            if self._hosts.fail(member.host, member.slot, self._roster.now):
-                self._barred(member.host)
-
-    def _failed(self, failure: Failure) -> None:
-        self._worlds.failures.add(failure)
-        self._worlds.note(str(failure))
-        if failure.member in self.members:
-            self._worlds.changes.left(failure.who, failure.why, failed=True)
-            self._worlds.end_world(str(failure))
-
-    def _failed_at_end(self, failure: Failure, *, is_consequence: bool = False) -> None:
-        """A member has failed after `elastic.run` has returned everywhere; the others go on to their ends.
-
-        The job succeeds nevertheless if a rank other than 0 was killed or lost, and no other rank misses it: training has
-        finished, and rank 0 keeps the result. An exception, and the loss of rank 0, are failures of the job.
-        """
-        worlds = self._worlds
-        worlds.failures.add(failure)
-        if (failure.code or -1) < 0 and self._roster.rank_of(failure.member) != 0:
-            worlds.note(f"{failure}; training had finished")
-            worlds.lost_at_end = worlds.lost_at_end or failure
-        else:
-            worlds.note(str(failure))
-            worlds.failure_at_end = worlds.failure_at_end or (worlds.lost_at_end if is_consequence else None) or failure
+            if self._hosts.fail(member.host, member.slot, self._now):
+                self._note_barred(member.host)
 
     def _lost(self, host: str, reason: str) -> None:
         """All members of a host are gone; this counts as one failure of the host, and as none of the training."""
-        barred = self._hosts.lose(host, self._roster.now)
-        self._worlds.note(f"host {host} was lost: {reason}")
-        lost = [member for member in self._roster.alive() if member.host == host]
-        failed = [member for member in lost if member.phase is not Phase.DISMISSED and member.id in self.members]
+        world, barred = self.world, self._hosts.lose(host, self._now)
+        self._note(f"host {host} was lost: {reason}")
+        lost = [member for member in world.alive() if member.host == host]
+        failed = [member for member in world.living() if member in lost]
         for member in lost:
-            member.phase, member.deadline = Phase.GONE, math.inf
-        for member in failed:
-            failure = Failure(member.id, self._roster.who(member), None, "", reason, self.epoch, in_training=False)
-            if self._worlds.stage is Stage.FINISHED:
-                self._failed_at_end(failure)
-            else:
-                self._failed(failure)
+            world.bury(member)
+        for member in sorted(failed, key=lambda each: each.id):
+            self._failed(Failure(member.id, world.name(member), None, "", reason, world.epoch, in_training=False))
         if barred:
-            self._barred(host)
+            self._note_barred(host)
 
-    def _barred(self, host: str) -> None:
-        self._worlds.note(f"no more processes are started on {host}{' for some time' if self._limits.cooldown else ''}")
-        if self._limits.whole_host:
-            for member in self._roster.alive():
-                if member.host == host and member.phase not in (Phase.KILLED, Phase.DISMISSED):
-                    self._worlds.left(member, f"another process has failed on {host}")
-                    self._roster.kill(member, f"another process has failed on {host}")
+    def _failed(self, failure: Failure, *, is_consequence: bool = False) -> None:
+        if self.world.state is WorldState.FINISHED:
+            is_rank_0 = failure.member == self.members[0]
+            self._note(self._history.add_at_end(failure, is_rank_0=is_rank_0, is_consequence=is_consequence))
+            return
+        self._history.add(failure)
+        self._note(str(failure))
+        if failure.member in self.members:
+            self._history.left(failure.who, failure.why, failed=True)
+            self._end_world(str(failure))
+
+    def _left(self, member: Member, why: str) -> None:
+        """A member has left without a failure; if it was in the world, this ends."""
+        if member in self.world.members:
+            self._history.left(self.world.name(member), why)
+            self._end_world(f"{self.world.name(member)} has left: {why}")
+
+    # --- rules of the world's states -----------------------------------------------------------------------------------
+
+    def _found(self) -> None:
+        size, slots = self._limits.start_np, self._free()
+        if self.world.until <= self._now:
+            self._give_up(f" after {self._limits.elastic_timeout:g} s")
+        elif len(slots) >= size:
+            self._commands += [self.world.start(slot, rank, size, MemberState.FIRST_MEETING)
+                               for rank, slot in enumerate(slots[:size])]
+            self._commands += self.world.begin(self.world.alive())
+        elif self._limits.hosts_are_fixed:
+            self._give_up("")
+
+    def _follow_world(self) -> None:
+        """Do what follows from the states of the world's members, while it is in force."""
+        world, living = self.world, self.world.living()
+        states = {member.state for member in living}
+        is_whole = len(living) == len(world.members)
+        if not living:  # all have ended with 0, and none has entered elastic.run
+            self._end_job(0, "")
+        elif not is_whole and any(member.survives for member in living):
+            self._end_world("a rank has ended before it entered elastic.run")
+        elif is_whole and states == {MemberState.FINISHED}:
+            world.enter(WorldState.FINISHED)
+            self._has_finished = True
+            self._commands += world.tell(living, messages.AllFinished(), NOTHING)
+            self._dismiss(world.alive(JOINING), "training has finished")
+        elif world.state is WorldState.MEETING and is_whole and states <= _HAVE_MET:
+            world.enter(WorldState.RUNNING)
+            self._meetings = FailedMeetings(world.everybody)
+            if world.order is not None:
+                self._note(self._history.met(world.order, self._now))
+        elif world.state is WorldState.PREPARING and all(member.id in world.boundaries for member in living):
+            world.enter(WorldState.STOPPING)
+            self._commands += world.tell(living, messages.StopAt(world.change, max(world.boundaries.values()) + 1))
+        elif world.state is WorldState.STOPPING and states == {MemberState.IDLE}:
+            world.enter(WorldState.ENDING)
+        elif world.state is WorldState.STOPPING and states == {MemberState.IDLE, MemberState.FINISHED}:
+            self._commands += world.stop(living, "the other ranks have stopped for another world", self._now)
+
+    def _plan_change(self) -> None:
+        """Begin a graceful change if there is a reason for one, and all members can take part in it."""
+        world, living = self.world, self.world.living()
+        if (world.state is not WorldState.RUNNING or len(living) < len(world.members) or not self._has_resets()
+                or any(member.state is not MemberState.TRAINING for member in living)):
+            return
+        staying, is_joined = self._staying(), bool(world.alive([MemberState.READY]))
+        if is_joined or 0 < staying < len(living):  # if nobody can take over the state, it trains on as long as it can
+            world.enter(WorldState.PREPARING)
+            world.change, world.boundaries = world.change + 1, {}
+            self._history.began(self._now)
+            wait = Wait("boundary", self._now + self._limits.quiesce_timeout)
+            self._commands += world.tell(living, messages.PrepareStop(world.change), wait)
+
+    def _end_world(self, reason: str) -> None:
+        """Tell all members to stop at once, if this has not been done."""
+        if self.world.state in IN_FORCE:
+            self.world.enter(WorldState.ENDING)
+            self.world.reason = reason
+            self._history.began(self._now)
+            self._commands += self.world.stop(self.world.living(), reason, self._now)
+
+    def _begin_next(self) -> None:
+        """Order the next world, when this one has ended on all of its members; or wait, or end the job."""
+        world, survivors, limits = self.world, self.world.living(), self._limits
+        if world.until <= self._now:
+            self._give_up(f" after {limits.elastic_timeout:g} s")
+            return
+        if any(member.state is not MemberState.IDLE for member in survivors):
+            return
+        recovery = recover({member.id: member.standing for member in survivors if member.standing is not None})
+        has_lost = len(survivors) < len(world.members)
+        error, world.reason = "" if has_lost or self._meetings.complaints else world.reason, ""
+        why = self._history.conclude(recovery.commits, error) if recovery.donors else "no rank that has the state is left"
+        if not why and not self._has_resets():
+            why = f"the limit of {limits.reset_limit} resets has been reached"
+        self._meetings.conclude(explained=has_lost)
+        planned = None if why else plan(survivors, world.alive([MemberState.READY]), leaves=self.leaves,
+                                        meetings=self._meetings, max_np=limits.max_np)
+        if planned is None:
+            first = self._history.blamed
+            why = why or f"the ranks cannot meet: {self._meetings.reason}"
+            self._end_job(first.shell_code if first else 1, f"{why}; the first failure: {first}" if first else why, first)
+        elif len(planned.members) >= limits.min_np:
+            self._leave_out(planned)
+            members = [world.everybody[id] for id in planned.members]
+            self._history.joined([member.host for member in members if member not in world.members])
+            self._commands += world.begin(members, order(
+                planned, world.epoch + 1, [member.host for member in members], self._machine_of, self._history.reason()))
+        elif world.state is WorldState.ENDING:
+            world.enter(WorldState.WAITING)
+            world.until = self._now + limits.elastic_timeout
+            self._note(f"{len(planned.members)} of at least {limits.min_np} ranks are left: they wait for others, "
+                       f"at most {limits.elastic_timeout:g} s")
+
+    def _leave_out(self, planned: Plan) -> None:
+        """Dismiss the members that are not in the next world."""
+        donor = self.world.everybody[planned.members[0]]
+        for id, why in planned.left_out.items():
+            member = self.world.everybody[id]
+            self._left(member, why)
+            self._dismiss([member], why)
+            if id in planned.unreachable and member.host == donor.host:
+                self._hosts.retire(member.host, member.slot, self._now)
+            elif id in planned.unreachable and not self._hosts.is_barred(member.host, self._now):
+                self._hosts.bar(member.host, self._now)
+                self._note(f"{member.host} cannot be reached from {donor.host}: no more processes are started there")
+
+    def _run_again(self) -> None:
+        """Return to a running world when all members that are left have called elastic.run again.
+
+        Until then nobody is told to stop: a member may be busy with something that needs no other, and will see at the
+        entrance that its world is lost.
+        """
+        world, living = self.world, self.world.living()
+        if not world.alive():
+            failure = self._history.failed_at_end
+            self._end_job(failure.shell_code if failure else 0, str(failure or ""), failure)
+        elif living and all(member.survives for member in living):
+            world.enter(WorldState.RUNNING)
+            self._history.begin_again()
+            failures = {failure.member: failure.why for failure in self._history.failures}
+            for member in [each for each in world.members if each not in living]:
+                why = failures.get(member.id, "it did not call elastic.run again")
+                self._history.left(world.name(member), why, failed=member.id in failures)
+            if any(member.state is MemberState.IDLE for member in living):
+                self._end_world("the world was lost before all ranks had called elastic.run again")
+
+    def _balance(self) -> None:
+        """Start joiners on free slots, and dismiss those that cannot be admitted."""
+        world, limits, free, staying = self.world, self._limits, self._free(), self._staying()
+        joiners = sorted(world.alive(JOINING), key=lambda each: (each.state is MemberState.STARTING, each.id))
+        lost = [each for each in joiners if self.leaves(each) or self._hosts.is_barred(each.host, self._now)]
+        self._dismiss(lost, "its host is not used any more")
+        joiners = [each for each in joiners if each not in lost]
+        room = len(joiners) + len(free)
+        if limits.max_np is not None:
+            room = min(room, max(0, limits.max_np - staying))
+        if not self._has_resets() or (not staying and limits.max_np == 1):
+            room = 0  # there is no other world
+        elif self._has_finished:  # a joiner would begin with the script's first elastic.run
+            if room and not self._is_noted:
+                self._is_noted = True
+                self._note(f"slots that stay free: {room}; ranks can join in the script's first hvd.elastic.run only")
+            room = 0
+        self._dismiss(joiners[room:], "there are enough ranks without it")
+        living = world.living()
+        if room > len(joiners) and any(each.survives for each in living) and all(
+                each.state is not MemberState.FINISHED for each in living):
+            self._commands += [world.start(slot, rank, rank + 1, MemberState.STARTING)
+                               for rank, slot in enumerate(free[:room - len(joiners)], staying + len(joiners))]
+        none_can_join = self._has_finished or (limits.hosts_are_fixed and self._hosts.next_end(self._now) == math.inf)
+        if (world.state is WorldState.WAITING and none_can_join
+                and all(member.state is MemberState.IDLE for member in world.alive())):
+            self._give_up("; no other processes can be started")
+
+    def _staying(self) -> int:
+        """Return how many members of the world do not leave."""
+        return sum(not self.leaves(member) for member in self.world.living())
+
+    def _free(self) -> list[Slot]:
+        return self._hosts.free({(member.host, member.slot) for member in self.world.alive()}, self._now)
+
+    def _dismiss(self, members: Iterable[Member], reason: str) -> None:
+        self._commands += self.world.dismiss(members, reason, self._now)
+
+    def _has_resets(self) -> bool:
+        return self._limits.reset_limit is None or self.epoch <= self._limits.reset_limit
+
+    def _note(self, text: str) -> None:
+        self._commands.append(events.Note(text))
+
+    def _note_barred(self, host: str) -> None:
+        self._note(f"no more processes are started on {host}{' for some time' if self._limits.cooldown else ''}")
+
+    def _give_up(self, when: str) -> None:
+        """End the job because there are too few slots or members."""
+        limits = self._limits
+        needed, there = f"{limits.min_np} ranks", len(self.world.living())
+        if self.world.state is WorldState.FOUNDING:
+            needed, there = f"{limits.start_np} slots", len(self._free())
+        self._end_job(events.TOO_FEW, f"{needed} are needed; there were {there}{when}")
+
+    def _end_job(self, code: int, reason: str, blamed: Failure | None = None) -> None:
+        self.world.enter(WorldState.OVER)
+        self._commands.append(events.EndJob(code, reason, blamed.member if blamed and blamed.code is not None else None))

@@ -1,11 +1,64 @@
-"""What the authority of an elastic job hears, and what it orders; see `membership.authority`."""
+"""What the authority of an elastic job hears, what it commands, and what the user allows it; see `membership.authority`."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Final
 
 from hvdlite.membership.messages import MemberMessage, MemberOrder
+
+TOO_FEW: Final = 75
+"""The exit code of a job that had too few members for too long: EX_TEMPFAIL, try again later."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The options of an elastic job.
+
+    Attributes:
+        start_np: the founders.
+        min_np: below this, members wait for others.
+        max_np: the greatest size of a world; None: every slot is used.
+        reset_limit: worlds after the first one; None: as many as are needed. When it is reached, the world does not grow any
+            more, and the next failure ends the job.
+        elastic_timeout: seconds for which the job waits for `start_np` slots at the start, and for `min_np` members later.
+        quiesce_timeout: seconds that a member may take to stop, or to exit when it is dismissed, before it is killed.
+        cooldown: seconds after which a failed slot or a barred host is used again: (10, 60) for 10, 20, 40, 60, 60 ... after
+            the first, second ... time. None: never, unless discovery loses the host or slot and finds it again.
+        whole_host: a single failure bars the host, and its members leave with the next world, as in Horovod. Else it costs
+            the slot, and several failures bar the host.
+        failures_per_host: so many failures of a host within `failure_window` seconds bar it.
+        failures_without_progress: so many worlds in a row that are lost by failures without a new commit end the job.
+        hosts_are_fixed: no other hosts or slots can come, so a job below `min_np` does not wait for them.
+    """
+
+    start_np: int
+    min_np: int = 1
+    max_np: int | None = None
+    reset_limit: int | None = None
+    elastic_timeout: float = 600.0
+    quiesce_timeout: float = 10.0
+    cooldown: tuple[float, float] | None = None
+    whole_host: bool = False
+    failures_per_host: int = 3
+    failure_window: float = 600.0
+    failures_without_progress: int = 3
+    hosts_are_fixed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.min_np < 1:
+            raise ValueError(f"the minimum of processes is {self.min_np}; it must be at least 1")
+        if self.start_np < self.min_np:
+            raise ValueError(f"{self.start_np} processes are fewer than the minimum, {self.min_np}")
+        if self.max_np is not None and self.max_np < self.start_np:
+            raise ValueError(f"{self.start_np} processes are more than the maximum, {self.max_np}")
+        if self.cooldown is not None and not 0 < self.cooldown[0] <= self.cooldown[1]:
+            low, high = self.cooldown
+            raise ValueError(f"a cooldown from {low:g} s to {high:g} s; the range must be above 0 and must not fall")
+
+
+# --- events ------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +107,8 @@ class TimePassed:
 
 Event = HostsSeen | MemberSaid | MemberGone | HostLost | TimePassed
 
+
+# --- commands ----------------------------------------------------------------------------------------------------------
 
 @dataclasses.dataclass(frozen=True)
 class StartMember:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-from hvdlite.membership.limits import Limits
+from hvdlite.membership.events import Limits
 
 Slot = tuple[str, int]
 """A host, and the number of one of its slots."""

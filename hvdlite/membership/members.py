@@ -1,63 +1,357 @@
-"""A member of an elastic job, as the authority knows it."""
+"""The members of an elastic job and their world: the states in which they can be, and what leads from one to the next.
+
+`TRANSITIONS` has all that changes the state of a member. A method of `World` that changes states returns the commands that
+belong to it. `SUCCESSORS` has the order of a world's states; `authority.py` decides when it goes over from one to the next.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final, Literal
 
-from hvdlite.membership.messages import Standing
+from hvdlite.membership import messages
+from hvdlite.membership.events import Command, Kill, Limits, MemberGone, Note, StartMember, Tell, WorldBegun
+from hvdlite.membership.hosts import Slot
+from hvdlite.membership.messages import Standing, WorldOrder
 
 
-class Phase(enum.Enum):
+class MemberState(enum.Enum):
     """Where a member is in its life."""
 
     STARTING = enum.auto()  # a joiner that is not at the entrance of elastic.run yet
     READY = enum.auto()  # a joiner that waits for its first world
-    MEETING = enum.auto()
-    RUNNING = enum.auto()  # it has met all others of its world
+    FIRST_MEETING = enum.auto()  # a founder that meets the others of world 1, in init()
+    MEETING = enum.auto()  # it meets the others of a later world, in elastic.run
+    OUTSIDE = enum.auto()  # it has met all others of its world, and is not in elastic.run
+    TRAINING = enum.auto()  # it has met them, and is in elastic.run
     FINISHED = enum.auto()  # its training function has returned
     IDLE = enum.auto()  # its world has ended on it
-    DISMISSED = enum.auto()
+    DISMISSED = enum.auto()  # it was told to exit
     KILLED = enum.auto()  # what it says does not count any more
     GONE = enum.auto()
 
 
-JOINING = (Phase.STARTING, Phase.READY)
-IN_WORLD = (Phase.MEETING, Phase.RUNNING, Phase.FINISHED)
+_S: Final = MemberState
+JOINING: Final = (_S.STARTING, _S.READY)
+IN_WORLD: Final = (_S.FIRST_MEETING, _S.MEETING, _S.OUTSIDE, _S.TRAINING, _S.FINISHED)
+NOT_IN_RUN: Final = (_S.FIRST_MEETING, _S.OUTSIDE)
+"""These members end when their world is lost; others of a world go on in the next one."""
+SURVIVING: Final = (_S.READY, _S.MEETING, _S.TRAINING, _S.FINISHED, _S.IDLE)
+_SAME: Final = {state: state for state in IN_WORLD}
+
+TRANSITIONS: Final[Mapping[type, Mapping[MemberState, MemberState]]] = {
+    # What a member says. A message of a member in another state is dropped.
+    messages.MemberHello: {},
+    messages.MemberReady: {
+        _S.STARTING: _S.READY, _S.FIRST_MEETING: _S.TRAINING, _S.MEETING: _S.TRAINING, _S.OUTSIDE: _S.TRAINING},
+    messages.Listening: _SAME,
+    messages.Met: {_S.FIRST_MEETING: _S.OUTSIDE, _S.MEETING: _S.TRAINING},
+    messages.MeetingFailed: _SAME,
+    messages.Alive: _SAME,
+    messages.BoundaryTold: {_S.TRAINING: _S.TRAINING, _S.FINISHED: _S.FINISHED},
+    messages.MemberFinished: dict.fromkeys(IN_WORLD, _S.FINISHED),
+    messages.MemberIdle: dict.fromkeys(IN_WORLD, _S.IDLE),
+    # What it is told. There is no order for a member in another state.
+    messages.CoordinatorAt: _SAME,
+    messages.AskAlive: _SAME,
+    messages.PrepareStop: {_S.TRAINING: _S.TRAINING},
+    messages.StopAt: {_S.TRAINING: _S.TRAINING, _S.FINISHED: _S.FINISHED},
+    messages.StopNow: _SAME,
+    messages.AllFinished: {_S.FINISHED: _S.OUTSIDE},
+    messages.WorldOrder: dict.fromkeys((_S.READY, _S.IDLE), _S.MEETING),
+    messages.Dismissed: dict.fromkeys((_S.READY, _S.IDLE), _S.DISMISSED),
+    # What becomes of its process.
+    Kill: dict.fromkeys(set(_S) - {_S.KILLED, _S.GONE}, _S.KILLED),
+    MemberGone: dict.fromkeys(set(_S) - {_S.GONE}, _S.GONE),
+}
 
 
-@dataclasses.dataclass
+Expected = Literal["", "stop", "boundary", "life", "exit"]
+"""What a member has to do: to stop, to tell its boundary, to show that it lives because others wait for it, to exit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """What a member is expected to do, and until when (docs/protocol.md#boundaries).
+
+    A member that was told to stop may compute for some time; one for which others wait at a boundary, at the end of
+    `elastic.run` or in front of the next one may compute for as long as it likes. A stopped process would hold them up for
+    ever: they are in no collective with it, so none of them misses it. So it is asked whether it lives; the thread of its
+    link answers, whatever the script does.
+
+    Attributes:
+        what: what it has to do; "" if others do not wait for it.
+        kill_at: when it is killed, if it has not done so.
+        ask_at: when it is asked whether it lives.
+        give_up_at: when it is killed though it lives.
+        is_noted: whether the user has been told that others wait for it.
+    """
+
+    what: Expected = ""
+    kill_at: float = math.inf
+    ask_at: float = math.inf
+    give_up_at: float = math.inf
+    is_noted: bool = False
+
+    def prolonged(self, now: float, timeout: float, *, computes: bool, survives: bool) -> Wait:
+        """Return how long a member that has said that it lives is waited for.
+
+        Args:
+            computes: the script does, and the background thread has ended; else this thread is slow to end, or hangs.
+            survives: it can go on with the others in another world.
+        """
+        if self.what == "life":
+            return dataclasses.replace(self, kill_at=math.inf, ask_at=now + 2 * timeout)
+        if self.what != "stop" or not survives:
+            return self
+        if computes:
+            return dataclasses.replace(self, kill_at=min(now + timeout, self.give_up_at), ask_at=now + timeout / 2)
+        return dataclasses.replace(self, ask_at=now + timeout / 8)
+
+
+NOTHING: Final = Wait()
+
+
+_WAITED: Final[Mapping[Expected, Collection[MemberState]]] = {
+    "": set(MemberState) - {_S.DISMISSED},
+    "stop": IN_WORLD,
+    "boundary": (_S.TRAINING, _S.FINISHED),
+    "life": (_S.OUTSIDE, _S.TRAINING),
+    "exit": (_S.DISMISSED,),
+}
+"""The states in which something is expected of a member."""
+
+
+@dataclasses.dataclass(eq=False)
 class Member:
     """A process of an elastic job.
 
     Attributes:
-        is_ready: whether it has entered `elastic.run`, so that it survives the loss of others.
+        state: changed by `TRANSITIONS` only.
         standing: what it said when its last world ended on it; None before.
-        boundary: its answer to the `PrepareStop` under way.
-        deadline: when it is killed, if it has not done by then what it was told.
-        answer_by: when it is killed, if it has not told by then what it was asked: its boundary, or whether it lives.
-        ask_at: when it is asked whether it lives, because others wait for it.
-        give_up_at: when it is killed if it has not stopped by then, though it lives.
-        is_noted: whether the user has been told that the others wait for it.
+        wait: what it is expected to do.
         fault: why it was killed, if that is its own failure; "" if it was not, or if others are the reason.
     """
 
     id: int
     host: str
     slot: int
-    phase: Phase
-    is_ready: bool = False
+    state: MemberState
     standing: Standing | None = None
-    boundary: int | None = None
-    deadline: float = math.inf
-    answer_by: float = math.inf
-    ask_at: float = math.inf
-    give_up_at: float = math.inf
-    is_noted: bool = False
+    wait: Wait = NOTHING
     fault: str = ""
 
-    def stopped(self) -> None:
-        """It has done what it was told: nothing is expected any more."""
-        self.deadline = self.answer_by = self.ask_at = self.give_up_at = math.inf
-        self.is_noted = False
+    @property
+    def survives(self) -> bool:
+        """Whether it goes on when others are lost."""
+        return self.state in SURVIVING
+
+
+class WorldState(enum.Enum):
+    """Where the present world is."""
+
+    FOUNDING = enum.auto()  # there have been too few slots
+    MEETING = enum.auto()  # until all members have met
+    RUNNING = enum.auto()
+    PREPARING = enum.auto()  # until all members have told their boundaries, for a graceful change
+    STOPPING = enum.auto()  # until all have stopped at the same boundary
+    ENDING = enum.auto()  # all were told to stop at once
+    WAITING = enum.auto()  # too few members, all idle, wait for others
+    FINISHED = enum.auto()  # elastic.run has returned on all members; it may be called again
+    OVER = enum.auto()
+
+
+IN_FORCE: Final = (WorldState.MEETING, WorldState.RUNNING, WorldState.PREPARING, WorldState.STOPPING)
+
+SUCCESSORS: Final[Mapping[WorldState, tuple[WorldState, ...]]] = {
+    WorldState.FOUNDING: (WorldState.MEETING, WorldState.OVER),
+    WorldState.MEETING: (WorldState.RUNNING, WorldState.ENDING, WorldState.FINISHED, WorldState.OVER),
+    WorldState.RUNNING: (WorldState.PREPARING, WorldState.ENDING, WorldState.FINISHED, WorldState.OVER),
+    WorldState.PREPARING: (WorldState.STOPPING, WorldState.ENDING, WorldState.FINISHED),
+    WorldState.STOPPING: (WorldState.ENDING, WorldState.FINISHED),
+    WorldState.ENDING: (WorldState.MEETING, WorldState.WAITING, WorldState.OVER),
+    WorldState.WAITING: (WorldState.MEETING, WorldState.OVER),
+    WorldState.FINISHED: (WorldState.RUNNING, WorldState.OVER),
+    WorldState.OVER: (),
+}
+
+
+@dataclasses.dataclass
+class World:
+    """The present world, and all members that there have been.
+
+    Attributes:
+        until: when the job is given up, while there are too few slots or members; else infinity.
+        state: changed by `enter` only.
+        epoch: its number; 0 before the founders have been started.
+        members: by rank, those that have gone since included.
+        everybody: all members, by their ids.
+        order: what its members were told; None for the first one.
+        change: the number of the job's last graceful change.
+        boundaries: what members have told for it, by their ids.
+        reason: why it is lost, if it is.
+    """
+
+    limits: Limits
+    until: float
+    state: WorldState = WorldState.FOUNDING
+    epoch: int = 0
+    members: tuple[Member, ...] = ()
+    everybody: dict[int, Member] = dataclasses.field(default_factory=dict)
+    order: WorldOrder | None = None
+    change: int = 0
+    boundaries: dict[int, int] = dataclasses.field(default_factory=dict)
+    reason: str = ""
+
+    def alive(self, states: Iterable[MemberState] = MemberState) -> list[Member]:
+        """Return the members, of this world or not, whose processes have not ended, by their ids.
+
+        Args:
+            states: only those in one of these states.
+        """
+        return [each for each in self.everybody.values() if each.state is not MemberState.GONE and each.state in states]
+
+    def living(self) -> list[Member]:
+        """Return the members of this world, by rank, without those that are gone or dismissed."""
+        return [member for member in self.members if member.state not in (MemberState.GONE, MemberState.DISMISSED)]
+
+    def name(self, member: Member) -> str:
+        """Return a member's name, for people."""
+        rank = f"rank {self.members.index(member)}" if member in self.members else "a new process"
+        return f"{rank} on {member.host}"
+
+    # --- what changes states -------------------------------------------------------------------------------------------
+
+    def enter(self, state: WorldState) -> None:
+        """Go over to another state."""
+        assert state in SUCCESSORS[self.state], f"{self.state.name} -> {state.name}"
+        self.state = state
+
+    def begin(self, members: Iterable[Member], order: WorldOrder | None = None) -> list[Command]:
+        """Make members a new world, for which they have an order if it is not the first one."""
+        self.enter(WorldState.MEETING)
+        self.epoch, self.members, self.order, self.until = self.epoch + 1, tuple(members), order, math.inf
+        told = [] if order is None else self.tell(self.members, order)
+        return [*told, WorldBegun(self.epoch, tuple(member.id for member in self.members))]
+
+    def start(self, slot: Slot, rank: int, size: int, state: MemberState) -> StartMember:
+        """Make a member of a process that is started."""
+        member = Member(len(self.everybody), *slot, state)
+        self.everybody[member.id] = member
+        return StartMember(member.id, *slot, rank, size, is_joiner=state is MemberState.STARTING)
+
+    def takes(self, member: Member, message: messages.MemberMessage) -> bool:
+        """Return whether a message counts; the member is in the state to which it leads from now on."""
+        state = TRANSITIONS[type(message)].get(member.state)
+        if state is None or getattr(message, "epoch", self.epoch) != self.epoch:
+            return False
+        member.state = state
+        return True
+
+    def tell(self, members: Sequence[Member], order: messages.MemberOrder, wait: Wait | None = None) -> list[Command]:
+        """Send an order to members, which have to obey within a time if it is given."""
+        for member in members:
+            member.state, member.wait = TRANSITIONS[type(order)][member.state], wait or member.wait
+        return [Tell(member.id, order) for member in members]
+
+    def stop(self, members: Iterable[Member], reason: str, now: float) -> list[Command]:
+        """Tell members to end the world at once, unless they have been told."""
+        timeout = self.limits.quiesce_timeout
+        stopping = [each for each in members if each.state in IN_WORLD and each.wait.what != "stop"]
+        for member in stopping:
+            member.wait = Wait("stop", now + timeout, now + timeout / 2, now + self.limits.elastic_timeout,
+                               member.wait.is_noted)
+        return self.tell(stopping, messages.StopNow(self.epoch, reason))
+
+    def dismiss(self, members: Iterable[Member], reason: str, now: float) -> list[Command]:
+        """End members that are in no world: those that listen are told, the others are killed."""
+        ended: list[Command] = []
+        for member in members:
+            if member.state is MemberState.STARTING:
+                ended += self.kill(member, reason)
+            else:
+                ended += self.tell([member], messages.Dismissed(reason), Wait("exit", now + self.limits.quiesce_timeout))
+        return ended
+
+    def kill(self, member: Member, reason: str) -> list[Command]:
+        """Kill a member; what it says until it is gone does not count."""
+        member.state, member.wait = TRANSITIONS[Kill][member.state], NOTHING
+        return [Kill(member.id, reason)]
+
+    def bury(self, member: Member) -> None:
+        """A member is gone."""
+        member.state, member.wait = TRANSITIONS[MemberGone][member.state], NOTHING
+
+    def expire(self, now: float) -> list[Command]:
+        """Kill and ask the members whose time has come."""
+        done: list[Command] = []
+        timeout = self.limits.quiesce_timeout
+        for member in self.alive():
+            wait = member.wait
+            if wait.kill_at <= now:
+                given = self.limits.elastic_timeout if wait.give_up_at <= now else timeout
+                reason = f"it did not {'answer' if self.state is WorldState.FINISHED else 'stop'} within {given:g} s"
+                if wait.what == "exit":
+                    reason = "it did not exit when it was dismissed"
+                elif wait.what != "stop" or member.survives:  # else others are the reason
+                    member.fault = reason
+                done += self.kill(member, reason)
+            elif wait.ask_at <= now:
+                done += self._note(member)
+                member.wait = dataclasses.replace(member.wait, kill_at=min(wait.kill_at, now + timeout), ask_at=math.inf)
+                done += self.tell([member], messages.AskAlive(self.epoch))
+        return done
+
+    def _note(self, member: Member) -> list[Command]:
+        """Tell the user, once, that others wait for a member."""
+        waits = self.state is WorldState.ENDING or any(each.state is MemberState.IDLE for each in self.living())
+        if not waits or member.wait.is_noted or member.state is MemberState.FINISHED or not (
+                member.survives or self.state is WorldState.FINISHED):
+            return []
+        member.wait = dataclasses.replace(member.wait, is_noted=True)
+        where, limit = "reached the boundary at which all ranks stop", "as long as it computes"
+        if self.state is WorldState.ENDING:
+            where, limit = "stopped", f"{self.limits.elastic_timeout:g} s"
+        elif self.state is WorldState.FINISHED:
+            where = "called elastic.run again"
+        return [Note(f"{self.name(member)} has not {where}; the others wait for it, at most "
+                     f"{self.limits.quiesce_timeout:g} s if it does not answer, else {limit}")]
+
+    def await_members(self, now: float) -> None:
+        """Wait for members that were told nothing: they run while others wait."""
+        states = {member.state for member in self.living()}
+        if self.state is WorldState.FINISHED:
+            others_wait = MemberState.IDLE in states  # their world was lost; they have called elastic.run again
+        else:
+            others_wait = (self.state in (WorldState.MEETING, WorldState.RUNNING, WorldState.STOPPING)
+                           and not states.isdisjoint((MemberState.FINISHED, MemberState.IDLE)))
+        for member in self.living():
+            if not others_wait or member.state not in (MemberState.OUTSIDE, MemberState.TRAINING):
+                if member.wait.what == "life":
+                    member.wait = NOTHING
+            elif member.wait == NOTHING:
+                member.wait = Wait("life", ask_at=now + self.limits.quiesce_timeout)
+
+    def validate(self) -> None:
+        """Check what is always true between two events."""
+        waits = self.state in (WorldState.FOUNDING, WorldState.WAITING)
+        assert self.state is WorldState.OVER or (self.until < math.inf) == waits, "it gives up only while it waits"
+        slots = [(member.host, member.slot) for member in self.alive()]
+        assert len(slots) == len(set(slots)), "a slot is taken twice"
+        for member in self.everybody.values():
+            state, wait = member.state, member.wait
+            checks = (
+                state in _WAITED[wait.what],
+                (min(wait.kill_at, wait.ask_at) < math.inf) == (wait.what != ""),
+                not member.fault or state in (MemberState.KILLED, MemberState.GONE),
+                state not in (*IN_WORLD, MemberState.IDLE) or member in self.members,
+                state not in JOINING or member not in self.members,
+                wait.what != "boundary" or self.state is WorldState.PREPARING,
+                state not in (*NOT_IN_RUN, MemberState.MEETING)
+                or self.state not in (WorldState.PREPARING, WorldState.STOPPING),
+                state not in IN_WORLD or wait.what == "stop" or self.state not in (WorldState.ENDING, WorldState.WAITING),
+                self.state is not WorldState.WAITING or member not in self.living() or state is MemberState.IDLE)
+            assert all(checks), f"{checks}: {member} in a world that is {self.state.name}"

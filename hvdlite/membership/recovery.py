@@ -1,16 +1,21 @@
-"""Recovery: whose state counts after a world has ended, and who gets which rank (docs/protocol.md#donors).
+"""Recovery: whose state counts after a world has ended, and who has which rank in the next one (docs/protocol.md#donors).
 
-A pure function of what the members say of themselves (`Standing`). So far a standing has commits only, as the training loops
-of Horovod do. A loop that counts boundaries can say more; then members at the greatest boundary that have not stepped since
-can be donors without going back to a commit.
+Pure functions of what the members say of themselves (`Standing`), and the record of meetings that failed. So far a standing
+has commits only, as the training loops of Horovod do. A loop that counts boundaries can say more; then members at the
+greatest boundary that have not stepped since can be donors without going back to a commit.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final
 
-from hvdlite.membership.messages import Standing
+from hvdlite.membership.members import Member
+from hvdlite.membership.messages import Standing, WorldOrder
+
+_TRIES: Final = 2
+"""At least so many meetings fail before members are left out: a first failure may pass."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +32,6 @@ class Recovery:
     donors: tuple[int, ...]
     restore: bool
     commits: int
-
-    @property
-    def donor(self) -> int | None:
-        """The senior one of the donors; None if no member has a state."""
-        return self.donors[0] if self.donors else None
 
 
 def recover(standings: Mapping[int, Standing]) -> Recovery:
@@ -53,3 +53,136 @@ def ranks(donor: int, survivors: Sequence[int], joiners: Sequence[int]) -> tuple
     the order in which they were started.
     """
     return (donor, *(member for member in survivors if member != donor), *sorted(joiners))
+
+
+class FailedMeetings:
+    """The failed meetings since the last world that has met.
+
+    Rank 0 listens, and the others connect to it. When some cannot, another member with the same state may be rank 0. When
+    all hosts with such a member have been tried, the side with fewer members is left out.
+
+    Args:
+        members: all members, by their ids.
+
+    Attributes:
+        complaints: members of the present world that could not reach a coordinator, with this.
+        count: how many meetings in a row have failed.
+        reason: why a meeting has failed, as a member says.
+    """
+
+    def __init__(self, members: Mapping[int, Member]) -> None:
+        self._members = members
+        self.count = 0
+        self.reason = ""
+        self.complaints: set[tuple[int, int]] = set()
+        self._unreached: set[tuple[int, int]] = set()  # who could not reach whom
+
+    def complain(self, members: Collection[int], coordinator: int, reason: str) -> None:
+        """Record that members have not reached rank 0 of the world that meets."""
+        self.complaints.update((member, coordinator) for member in members)
+        self.reason = reason
+
+    def conclude(self, *, explained: bool) -> None:
+        """Count the meeting as failed if there were complaints.
+
+        Args:
+            explained: a member of the world has died, which explains the complaints.
+        """
+        if self.complaints and not explained:
+            self._unreached |= self.complaints
+            self.count += 1
+        self.complaints.clear()
+
+    def choose(self, candidates: Sequence[int], members: Collection[int]) -> tuple[int, frozenset[int]] | None:
+        """Return who should coordinate, and the members that are left out; None if the members cannot meet at all.
+
+        Args:
+            candidates: the members that can be rank 0, by seniority.
+            members: the members of the world that is planned.
+        """
+        reachable = [member for member in candidates if not any(self._missed(other, member) for other in members)]
+        if self.count < max(_TRIES, len(set(map(self._host, candidates)))):
+            return (reachable or candidates)[0], frozenset()
+        coordinators = {coordinator for _, coordinator in self._unreached}
+        tried = [member for member in candidates if member in coordinators]
+        mended = [member for member in reachable if member in tried]  # who could not reach it is not there any more
+        if mended or not tried:
+            return (mended or reachable or candidates)[0], frozenset()
+        sides = {member: frozenset(other for other in members if other != member and (
+            self._missed(other, member) or self._missed(member, other))) for member in tried}
+        best = min((member for member in tried if sides[member]), key=lambda member: len(sides[member]), default=None)
+        return None if best is None else (best, sides[best])
+
+    def _missed(self, member: int, coordinator: int) -> bool:
+        """Return whether a member, or another one of its host, could not reach a coordinator or another one of that host."""
+        if self._host(member) == self._host(coordinator):
+            return (member, coordinator) in self._unreached
+        return any(self._host(one) == self._host(member) and self._host(other) == self._host(coordinator)
+                   for one, other in self._unreached)
+
+    def _host(self, member: int) -> str:
+        return self._members[member].host
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A world that can be ordered, if it is large enough.
+
+    Attributes:
+        members: by rank. Rank 0 has the greatest standing that any survivor has.
+        left_out: why others are not in it, by their ids: survivors that leave, and are not needed for their state, and all
+            that could not meet the others.
+        unreachable: the latter.
+        restore: whether members go back to their last commit.
+        commits: those of rank 0.
+    """
+
+    members: tuple[int, ...]
+    left_out: Mapping[int, str]
+    unreachable: frozenset[int]
+    restore: bool
+    commits: int
+
+
+def plan(survivors: Sequence[Member], joiners: Sequence[Member], *, leaves: Callable[[Member], str],
+         meetings: FailedMeetings, max_np: int | None) -> Plan | None:
+    """Return the next world; None if its members cannot meet.
+
+    Args:
+        survivors: by seniority, at least one of them with a state.
+        joiners: those that are ready.
+        leaves: why a member is not to be in it; "" if it may be.
+        meetings: those that have just failed.
+        max_np: the greatest size.
+    """
+    standings = {member.id: member.standing or Standing(has_state=False) for member in survivors}
+    recovery = recover(standings)
+    leaving = {member.id: why for member in survivors if (why := leaves(member))}
+    donors = [member for member in recovery.donors if member not in leaving]
+    if not donors:  # the state must not be lost: one of them stays until others have it
+        donors = list(recovery.donors[:1])
+        del leaving[donors[0]]
+    staying = [member.id for member in survivors if member.id not in leaving]
+    room = len(joiners) if max_np is None else max(0, max_np - len(staying))
+    new = [member.id for member in joiners][:room]
+    choice = meetings.choose(donors, staying + new)
+    if choice is None:
+        return None
+    donor, unreachable = choice
+    members = ranks(donor, _without(staying, unreachable), _without(new, unreachable))
+    restore = recover({member: standings[member] for member in members if member in standings}).restore
+    left_out = {id: leaving.get(id, "it could not meet the other ranks") for id in sorted({*leaving, *unreachable})}
+    return Plan(members, left_out, unreachable, restore, recovery.commits)
+
+
+def _without(members: Sequence[int], others: Collection[int]) -> list[int]:
+    return [member for member in members if member not in others]
+
+
+def order(plan: Plan, epoch: int, hosts: Sequence[str], machine_of: Callable[[str], str], reason: str) -> WorldOrder:
+    """Return the order for a planned world, of which the hosts of all ranks are given."""
+    machines: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        machines.setdefault(machine_of(host), []).append(rank)
+    return WorldOrder(epoch=epoch, members=plan.members, ranks_by_machine=tuple(map(tuple, machines.values())),
+                      host_names=tuple(hosts), restore=plan.restore, commits=plan.commits, reason=reason)

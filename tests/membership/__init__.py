@@ -1,4 +1,4 @@
-"""The authority of an elastic job: each rule, and random events against a model of members.
+"""The authority of an elastic job: each rule, each cell of its tables, all orders of events, and random events.
 
 `python -m tests.membership` runs 10^6 random events.
 """

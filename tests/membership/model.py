@@ -12,12 +12,14 @@ from collections.abc import Callable
 
 from hvdlite.membership.authority import Authority
 from hvdlite.membership.events import (
+    TOO_FEW,
     Command,
     EndJob,
     Event,
     HostLost,
     HostsSeen,
     Kill,
+    Limits,
     MemberGone,
     MemberSaid,
     Note,
@@ -26,9 +28,7 @@ from hvdlite.membership.events import (
     TimePassed,
     WorldBegun,
 )
-from hvdlite.membership.limits import Limits
 from hvdlite.membership.messages import AllFinished, Dismissed, MemberIdle, MemberMessage, Standing, WorldOrder
-from hvdlite.membership.worlds import TOO_FEW
 from tests.membership.process import Process
 
 NEVER = 10**9
@@ -62,6 +62,7 @@ class Job:
         self.gone: set[int] = set()  # as the authority knows
         self.standings: dict[int, tuple[int, Standing]] = {}  # what the authority was told, with the epoch
         self.dismissed: set[int] = set()
+        self.killed: set[int] = set()
         self.cut: set[frozenset[str]] = set()  # hosts that cannot reach each other
         self.barred: set[str] = set()
         self.used: set[tuple[str, int]] = set()
@@ -102,6 +103,7 @@ class Job:
             self.standings[event.member] = (event.message.epoch, event.message.standing)
         for command in self.authority.handle(event, self.now):
             self.carry_out(command)
+        self.authority.world.validate()
         wake = self.authority.wake_at()
         if wake is not None and wake != self._wake:
             assert wake > self.now
@@ -130,6 +132,7 @@ class Job:
             process.later(3, process.begin)
         elif isinstance(command, Tell):
             assert command.member not in self.gone, f"{command} to a member that is gone"
+            assert command.member not in self.killed, f"{command} to a member that was killed"
             process = self.processes[command.member]
             order = command.order
             self.has_finished |= isinstance(order, AllFinished)
@@ -139,7 +142,8 @@ class Job:
             self.at(process.last_down - self.now, lambda: process.deliver(order))
             self.dismissed |= {command.member} if isinstance(order, Dismissed) else set()
         elif isinstance(command, Kill):
-            assert command.member not in self.gone
+            assert command.member not in self.gone | self.killed
+            self.killed.add(command.member)
             self.at(self.random.uniform(0, 0.5), lambda: self.processes[command.member].die(-9))
         elif isinstance(command, WorldBegun):
             self.begun(command)

@@ -12,6 +12,7 @@ from hvdlite.membership.events import (
     HostLost,
     HostsSeen,
     Kill,
+    Limits,
     MemberGone,
     MemberSaid,
     Note,
@@ -19,7 +20,6 @@ from hvdlite.membership.events import (
     Tell,
     TimePassed,
 )
-from hvdlite.membership.limits import Limits
 from hvdlite.membership.messages import (
     Alive,
     AskAlive,
@@ -45,7 +45,7 @@ class Talk:
 
     def __init__(self, limits: Limits, machines: dict[str, str] | None = None, **slots: int) -> None:
         self.now = 100.0
-        self.authority = Authority(limits, self.now, lambda host: (machines or {}).get(host, host))
+        self.authority = Authority(limits, self.now, str if machines is None else lambda host: machines.get(host, host))
         self.commands: list[Command] = []
         self.notes: list[str] = []
         self.change = 0  # the last one that was prepared
@@ -54,6 +54,7 @@ class Talk:
 
     def handle(self, event: Event) -> Talk:
         self.commands = self.authority.handle(event, self.now)
+        self.authority.world.validate()
         for command in self.commands:
             if isinstance(command, Tell) and isinstance(command.order, PrepareStop):
                 self.change = command.order.change

@@ -38,9 +38,9 @@ def test_rule_36_a_cooldown_brings_the_slot_back() -> None:
 def test_rule_36_whole_host_ends_all_members_of_a_host_at_the_first_failure() -> None:
     talk = founded(4, whole_host=True, slots={"a": 2, "b": 2})
     talk.gone(0, 1, "ValueError: 1")
-    assert talk.killed() == [1] and talk.stopped()[-2:] == [2, 3]
-    talk.gone(1)
-    assert talk.idle(2, 3).order().members == (2, 3)
+    assert talk.killed() == [] and talk.stopped() == [1, 2, 3]
+    assert talk.idle(1, 2, 3).order().members == (2, 3)
+    assert talk.dismissed() == [1]
     assert len(talk.authority.summary()) == 3, "the member that was ended with its host has not failed"
 
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from hvdlite.membership.events import Limits
 from hvdlite.membership.hosts import Hosts
-from hvdlite.membership.limits import Limits
 
 
 def seen(limits: Limits | None = None, **slots: int) -> Hosts:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from hvdlite.membership.authority import Authority
-from hvdlite.membership.events import HostsSeen, MemberSaid, StartMember, WorldBegun
-from hvdlite.membership.limits import Limits
+from hvdlite.membership.events import TOO_FEW, HostsSeen, Limits, MemberSaid, StartMember, WorldBegun
 from hvdlite.membership.messages import AllFinished, CoordinatorAt, Dismissed, Listening, PrepareStop
-from hvdlite.membership.worlds import TOO_FEW
 from tests.membership.talk import Talk, founded
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from hvdlite.membership import planning, worlds
-from hvdlite.membership.members import Phase
+from hvdlite.membership import authority, recovery
+from hvdlite.membership.members import MemberState, World
 from hvdlite.membership.recovery import Recovery, recover
-from hvdlite.membership.roster import Roster
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.leader import Leader
@@ -110,22 +109,22 @@ def the_state_comes_from_the_rank_with_the_fewest_commits(monkeypatch: pytest.Mo
         commits = min((standing.commits for standing in having.values()), default=0)
         donors = tuple(member for member, standing in having.items() if standing.commits == commits)
         return dataclasses.replace(recover(standings), donors=donors, commits=commits)
-    monkeypatch.setattr(planning, "recover", wrong)
-    monkeypatch.setattr(worlds, "recover", wrong)
+    monkeypatch.setattr(recovery, "recover", wrong)
+    monkeypatch.setattr(authority, "recover", wrong)
     monkeypatch.setattr("tests.membership.model.Job.begun", lambda self, command: self.worlds.update(
         {command.epoch: command.members}))  # it would see that, too
 
 
 @breaks(11)
 def nobody_goes_back_to_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "recover", lambda standings: dataclasses.replace(recover(standings), restore=False))
+    monkeypatch.setattr(recovery, "recover", lambda standings: dataclasses.replace(recover(standings), restore=False))
     monkeypatch.setattr("tests.membership.model.Job.check_order", lambda self, process, order: None)
 
 
 @breaks(0)
 def a_world_begins_before_the_killed_ones_of_the_last_are_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Roster, "living", lambda self: [
-        member for member in map(self.__getitem__, self.world) if member.phase not in (Phase.GONE, Phase.KILLED)])
+    monkeypatch.setattr(World, "living", lambda self: [
+        member for member in self.members if member.state not in (MemberState.GONE, MemberState.KILLED)])
     monkeypatch.setattr("tests.membership.model.Job.begun", lambda self, command: self.worlds.update(
         {command.epoch: command.members}))
 

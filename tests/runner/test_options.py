@@ -13,7 +13,7 @@ import pytest
 from hvdlite.core.config import Config
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.world import World
-from hvdlite.membership.limits import Limits
+from hvdlite.membership.events import Limits
 from hvdlite_runner.cli import elastic_job_settings, job_settings, options_without_effect
 from hvdlite_runner.elastic_options import ElasticSettings
 from hvdlite_runner.job import JobSettings

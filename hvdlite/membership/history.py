@@ -1,10 +1,12 @@
-"""The failures of an elastic job: what they were, and whether training goes on in spite of them."""
+"""What has happened in an elastic job: failures, whether training goes on in spite of them, and lines for people."""
 
 from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from hvdlite.membership.messages import WorldOrder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,28 +55,55 @@ class Failure:
         return f"{self.who}: {self.why}"
 
 
-class FailureHistory:
-    """Detects that members fail again and again at the same place.
+class History:
+    """The failures of members and the changes of worlds.
+
+    It detects that members fail again and again at the same place.
 
     Args:
         limit: so many worlds in a row that are lost by failures without a new commit are too many.
+
+    Attributes:
+        failures: all that there have been.
+        failed_at_end: the first failure when training had finished; None if the job succeeds.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._commits = -1  # the greatest standing when a world was last lost by a failure
+        self.failures: list[Failure] = []
+        self.failed_at_end: Failure | None = None
+        self._lost_at_end: Failure | None = None  # the first loss then which by itself is no failure of the job
         self._new: list[Failure] = []  # since `conclude`
-        self._without_progress: list[Failure] = []  # in training
-        self._worlds = 0  # how many worlds these have ended
+        self._without_progress: list[Failure] = []  # in training, since the last commit
+        self._blamed: Failure | None = None
+        self._commits = -1  # the greatest standing when a world was last lost by a failure
+        self._worlds = 0  # how many worlds have been lost by failures without a new commit
         self._errors = 0  # worlds in a row that errors have ended, though all members live
         self._commits_at_error = -1  # the greatest standing then
-        self._blamed: Failure | None = None
-        self.all: list[Failure] = []
+        self._since: float | None = None  # when the first world began to end since one has met
+        self._left: list[str] = []  # since then
+        self._joined: list[str] = []
+        self._departures: list[str] = []  # of members that have not failed, in the whole job
+
+    # --- failures ----------------------------------------------------------------------------------------------------------
 
     def add(self, failure: Failure) -> None:
         """Record a failure."""
-        self.all.append(failure)
+        self.failures.append(failure)
         self._new.append(failure)
+
+    def add_at_end(self, failure: Failure, *, is_rank_0: bool, is_consequence: bool) -> str:
+        """Record a failure after `elastic.run` has returned everywhere, and return the line about it.
+
+        The job succeeds nevertheless if a rank other than 0 was killed or lost, and no other rank misses it: training has
+        finished, and rank 0 keeps the result. An exception, and the loss of rank 0, are failures of the job.
+        """
+        self.add(failure)
+        if (failure.code or -1) < 0 and not is_rank_0:
+            self._lost_at_end = self._lost_at_end or failure
+            return f"{failure}; training had finished"
+        self.failed_at_end = self.failed_at_end or (self._lost_at_end if is_consequence else None) or failure
+        return str(failure)
 
     @property
     def blamed(self) -> Failure | None:
@@ -111,6 +140,7 @@ class FailureHistory:
 
     def begin_again(self) -> None:
         """Forget how far training was: another one begins, and its commits may be counted from 0."""
+        self.failed_at_end = self._lost_at_end = None
         self._commits = self._commits_at_error = -1
         self._without_progress, self._worlds, self._errors = [], 0, 0
 
@@ -123,7 +153,51 @@ class FailureHistory:
             return f"members have failed {self._worlds} times in a row after commit {self._commits}, without another commit"
         return ""
 
+    # --- changes -----------------------------------------------------------------------------------------------------------
+
+    def began(self, now: float) -> None:
+        """Note when a world began to end; of several, the first one counts until another world has met."""
+        self._since = now if self._since is None else self._since
+
+    def left(self, who: str, why: str, *, failed: bool = False) -> None:
+        """Note that a member of the world has left.
+
+        Args:
+            failed: it has failed, and stands among the failures.
+        """
+        self._left.append(f"{who} ({why})")
+        if not failed:
+            self._departures.append(f"{who} left: {why}")
+
+    def joined(self, hosts: Collection[str]) -> None:
+        """Note the hosts of the members that a new world has more."""
+        self._joined += [f"a rank on {host}" for host in hosts]
+
+    def reason(self) -> str:
+        """Return what has changed, in a line."""
+        both = (("left", self._left), ("joined", self._joined))
+        return "; ".join(f"{what}: {', '.join(who)}" for what, who in both if who) or "no rank has left or joined"
+
+    def met(self, order: WorldOrder, now: float) -> str:
+        """Return the line about a world that has met, and begin anew."""
+        seconds = 0.0 if self._since is None else now - self._since
+        where = (f"after commit {order.commits}" if order.commits else "from the beginning") if order.restore else (
+            "where training stopped")
+        size = _ranks(len(order.members))
+        line = f"world {order.epoch}, {size}, goes on {where}; {self.reason()}; it took {seconds:.2f} s"
+        self._left, self._joined, self._since = [], [], None
+        return line
+
+    def summary(self, epoch: int, size: int) -> list[str]:
+        """Return the lines for the end of a job."""
+        return [f"{epoch} {'world' if epoch == 1 else 'worlds'}; the last one had {_ranks(size)}",
+                *(f"failed: {failure} (world {failure.epoch})" for failure in self.failures), *self._departures]
+
 
 def _first(failures: Sequence[Failure]) -> Failure | None:
     """Return the first failure, of those in training if there are any."""
     return next((failure for failure in failures if failure.in_training), failures[0] if failures else None)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} {'rank' if count == 1 else 'ranks'}"
