@@ -221,7 +221,10 @@ def _timed(spent: dict[str, list[float]], methods: Sequence[tuple[Any, str]]) ->
             finally:
                 spent[name].append(time.perf_counter() - began)
         return call
-    before = [(owner, name, owner.__dict__[name]) for owner, name in methods]
+    before = []
+    for given, name in methods:
+        owner = next(each for each in given.__mro__ if name in each.__dict__)  # where it is defined
+        before.append((owner, name, owner.__dict__[name]))
     for owner, name, real in before:
         setattr(owner, name, timed(name, real))
     try:

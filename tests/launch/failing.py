@@ -21,4 +21,6 @@ def check_first_exception(run: Callable[[Callable[[], None]], object]) -> None:
     with pytest.raises(KeyError, match="bad batch") as caught:
         run(fail)
     assert isinstance(caught.value.__cause__, RankTraceback)
-    assert "on rank 1" in str(caught.value.__cause__) and 'raise KeyError("bad batch")' in str(caught.value.__cause__)
+    told = str(caught.value.__cause__)  # cloudpickle 3.1.3 replaces the file of a function that is pickled with its code
+    assert "on rank 1" in told and "in fail" in told
+    assert 'raise KeyError("bad batch")' in told or "<dynamic-code>" in told

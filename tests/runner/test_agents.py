@@ -187,7 +187,7 @@ def test_a_silence_of_a_host_is_told_and_survived(long_job: Callable[[str], tupl
 
 def test_a_silence_of_a_host_ends_the_job_when_the_knob_says_so(
         long_job: Callable[[str], tuple[subprocess.Popen[str], int]]) -> None:
-    job, agent = long_job("2")
+    job, agent = long_job("3")
     os.kill(agent, signal.SIGSTOP)
     told = line_with(job, "was lost")
     assert re.match(r"hvdrun: host b was lost: nothing has been heard of it for \d+ s \(HVDLITE_AGENT_TIMEOUT\)", told), told
@@ -196,7 +196,7 @@ def test_a_silence_of_a_host_ends_the_job_when_the_knob_says_so(
 
 def test_an_agent_ends_its_ranks_when_the_launcher_is_silent(
         long_job: Callable[[str], tuple[subprocess.Popen[str], int]], tmp_path: Path) -> None:
-    job, agent = long_job("2")
+    job, agent = long_job("3")
     mark = f"TEST_JOB={tmp_path}".encode()
     of_launcher = {job.pid, agent}
     os.kill(job.pid, signal.SIGSTOP)

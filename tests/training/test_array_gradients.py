@@ -126,7 +126,7 @@ def test_the_same_rows_on_all_ranks_are_added() -> None:
         for own, indices, values in (([3, 1, 0], [3, 1, 0], [1.5, 1.5, 1.5]),
                                      ([3, 1, 3], [3, 1, 3, 3, 1, 3], [0.5, 0.5, 0.5, 1, 1, 1]),
                                      ([0, 1 + rank], [0, 1, 0, 2], [0.5, 0.5, 1, 1]),
-                                     ([4] * (1 + 2 * rank), [4, 4], [1.5, 2])):
+                                     ([4] * (1 + 2 * rank), [4] * 4, [0.5, 1, 1, 1])):
             reducer.expect([1])
             reduced = reducer.reduce({1: Rows(np.array(own), np.full((len(own), 5), 1.0 + rank, np.float32))})
             assert isinstance(reduced[1], Rows)

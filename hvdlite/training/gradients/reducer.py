@@ -356,13 +356,13 @@ class Reducer(Generic[Parameter]):
 
     def _leave_out(self, current: Round[Parameter], member: Member[Parameter], origin: Origin) -> None:
         """Report a member as unused; the gradient that it holds, if any, does not count."""
-        old = member.held
+        old = id(member.held)  # no reference: its place is to be free
         self.members.leave_out(member)
         if member.bucket >= 0 and current.buckets:
             current.buckets[member.bucket].leave_out(member)
         else:
             self._send_alone(current, member, is_given=False)
-        if member.held is not old and not self.members.needs_round(origin):  # it is another tensor, and still no new one
+        if id(member.held) != old and not self.members.needs_round(origin):  # it is another tensor, and still no new one
             self.members.note_last(member, member.held)
 
     def _send_alone(self, current: Round[Parameter], member: Member[Parameter], *, is_given: bool) -> None:
