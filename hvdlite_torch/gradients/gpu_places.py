@@ -7,15 +7,20 @@ whole bucket. Gradients that are already in their bucket (`zero_grad(set_to_none
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from hvdlite.core.device import AnyArray, CopySpec, DeviceArray, Event
+from hvdlite.core.device import AnyArray, DeviceArray, Event
 from hvdlite.handoff.buckets import LearnedBucket
 from hvdlite_torch import cuda
 from hvdlite_torch.gradients.places import Place, TorchPlaces
+
+_stride, _address, _size = torch.Tensor.stride, torch.Tensor.data_ptr, torch.Tensor.numel
+_dtype = operator.attrgetter("dtype")
 
 
 class GpuPlaces(TorchPlaces):
@@ -26,7 +31,6 @@ class GpuPlaces(TorchPlaces):
         self._index = bucket.memory.device
         self._has_others = False  # other streams have computed gradients of this round
         super().__init__(gradients, bucket, parameters)
-        self._is_plain, self._batch = False, None
 
     def fill(self, places: Sequence[int], gradients: Sequence[torch.Tensor], is_own: bool) -> bool:
         self._has_others = self._join_streams()  # also for gradients that are already in their views
@@ -59,23 +63,30 @@ class GpuPlaces(TorchPlaces):
             self.gradients.plane.wait_stream(stream, other)
         return bool(others)
 
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        return cuda.is_on_gpu(tensor)
+
     def _copy(self, homes: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         """Copy tensors on the current stream, cast to the targets' dtypes."""
+        if list(map(_stride, values)) != list(map(_stride, homes)):
+            homes, values = self._copy_other_strides(homes, values)
+        casts = list(zip(map(_dtype, values), map(_dtype, homes), strict=True))
+        copies = list(zip(map(_address, values), map(_address, homes), map(_size, homes), strict=True))
         stream = cuda.current_stream(self._index)
-        alike: dict[tuple[torch.dtype, torch.dtype], list[CopySpec]] = {}
-        rest: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for home, value in zip(homes, values, strict=True):
-            if value.stride() == home.stride() or (value.is_contiguous() and home.is_contiguous()):
-                alike.setdefault((value.dtype, home.dtype), []).append((value.data_ptr(), home.data_ptr(), value.numel()))
-            else:
-                rest[0].append(home)
-                rest[1].append(value)
-        for (of, to), pairs in alike.items():
-            if not self.gradients.plane.batched_copy(pairs, cuda.dtype_name(of), cuda.dtype_name(to), stream):
-                rest = (list(homes), list(values))
-                break
-        if rest[0]:
-            torch._foreach_copy_(rest[0], rest[1])
+        for cast in set(casts):
+            alike = copies if casts.count(cast) == len(casts) else [
+                copy for copy, of in zip(copies, casts, strict=True) if of == cast]
+            if not self.gradients.plane.batched_copy(alike, *map(cuda.dtype_name, cast), stream):
+                torch._foreach_copy_(homes, values)
+                return
+
+    def _copy_other_strides(self, homes: list[torch.Tensor], values: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+        """Copy tensors whose elements have another order in memory; return the others."""
+        in_order = [value.stride() == home.stride() or (value.is_contiguous() and home.is_contiguous())
+                    for home, value in zip(homes, values, strict=True)]
+        if others := [index for index, is_alike in enumerate(in_order) if not is_alike]:
+            torch._foreach_copy_([homes[index] for index in others], [values[index] for index in others])
+        return list(itertools.compress(homes, in_order)), list(itertools.compress(values, in_order))
 
     def _outlive_copy(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._has_others:  # their memory returns to streams that do not wait for this copy

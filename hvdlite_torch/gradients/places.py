@@ -146,9 +146,9 @@ class TorchPlaces:
         # Results are views of all places, or copies of all; small gradients may be handled in a few calls.
         self._is_plain = (gradients.casts and not gradients.sparse_as_dense
                           and len({(place.context is None, place.shows_view) for place in self.places}) == 1
-                          and not any(map(cuda.is_on_gpu, parameters)))
+                          and all(map(self._is_here, parameters)))
         small = [self.places[place] for place in self.small]
-        self._batch = _Batch(small) if self._is_plain and len(small) > 1 else None
+        self._batch = _Batch(small, self._copy) if self._is_plain and len(small) > 1 else None
 
     def fill(self, places: Sequence[int], gradients: Sequence[torch.Tensor], is_own: bool) -> bool:
         if not all(map(operator.is_not, gradients, itertools.repeat(None))):
@@ -156,6 +156,7 @@ class TorchPlaces:
         if places is self.small and self._batch is not None and self._belongs(self._batch.places[0], gradients[0]):
             targets = self._batch.fill(gradients, is_own)
             if targets is not None:
+                self._outlive_copy(gradients)
                 self._aim(self._batch.places, targets)
                 return True
         chosen = [self.places[place] for place in places]
@@ -208,7 +209,8 @@ class TorchPlaces:
                 return [place.view if place.view.data_ptr() == place.address else place.current_view() for place in chosen]
             targets = list(map(_target_of, chosen))
             if targets and all(map(operator.is_not, targets, itertools.repeat(None))):
-                torch._foreach_copy_(targets, list(map(_home_of, chosen)))
+                self._copy(targets, list(map(_home_of, chosen)))
+                self._outlive_copy(targets)
                 self._aim(chosen, [None] * len(chosen))
                 return targets
         return self._results_one_by_one(range(len(self.places)) if places is None else places)
@@ -247,6 +249,10 @@ class TorchPlaces:
         if self._has_targets or any(map(operator.is_not, targets, itertools.repeat(None))):
             self._has_targets = True
             deque(map(_set_target, places, targets), maxlen=0)
+
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is in the same memory as the places."""
+        return not cuda.is_on_gpu(tensor)
 
     def _copy(self, homes: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         if len(homes) == 1:
@@ -299,16 +305,21 @@ class _Batch:
     """The small places of a bucket, of which `fill` and `results` handle all at once.
 
     What is constant is listed once; what has to be looked at in every round is compared as a list.
+
+    Args:
+        copy: copies gradients to places.
     """
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[Place], copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None]) -> None:
         self.places = places
+        self._copy = copy
         self._shows_views = places[0].shows_view
         self._homes = [place.home for place in places]
         self._addresses = [place.address for place in places]
         self._storages = [place.storage for place in places]
         dtypes = [place.dtype if place.context is None else place.context for place in places]
-        self._kinds = [(dtype, place.shape, torch.strided, True, False) for dtype, place in zip(dtypes, places, strict=True)]
+        self._kinds = [(dtype, place.shape, torch.strided, place.home.is_cpu, False)
+                       for dtype, place in zip(dtypes, places, strict=True)]
         self._idle = _users(self._views(), self._storages)
         self._no_targets: list[torch.Tensor | None] = [None] * len(places)
 
@@ -331,7 +342,7 @@ class _Batch:
         if _users(views, self._storages) != self._idle or not self._have_addresses(views):
             return None
         with torch.no_grad():
-            torch._foreach_copy_(self._homes, list(gradients))
+            self._copy(self._homes, list(gradients))
         return targets
 
     def _views(self) -> list[torch.Tensor]:
