@@ -107,6 +107,21 @@ def test_settings_that_cannot_work_are_refused() -> None:
         library.load({"NCCL_COMM_BLOCKING": "0"})
 
 
+@pytest.mark.parametrize(("environment", "warned"), [
+    ({"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, "ncclInvalidUsage.*unset it"), ({"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, None),
+    ({"CUDA_LAUNCH_BLOCKING": "1"}, "takes away all overlap"), ({}, None)])
+def test_settings_that_harm_are_told(environment: dict[str, str], warned: str | None, monkeypatch: pytest.MonkeyPatch,
+                                     caplog: pytest.LogCaptureFixture) -> None:
+    modules = {"cupy": types.SimpleNamespace(__version__="14.2.0"),
+               "cupy.cuda.nccl": types.SimpleNamespace(available=True, get_version=lambda: 22809)}
+    monkeypatch.setattr(library.importlib, "import_module", modules.__getitem__)
+    monkeypatch.setattr(library, "copies", set)
+    monkeypatch.delitem(library.sys.modules, "torch", raising=False)
+    library.load(environment)
+    messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(messages) == (warned is not None) and all(re.search(warned or "", message) for message in messages)
+
+
 def test_cupy_that_blocks_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = {"cupy": types.SimpleNamespace(__version__="13.6.0"), "cupy.cuda.nccl": types.SimpleNamespace(available=True)}
     monkeypatch.setattr(library.importlib, "import_module", modules.__getitem__)
