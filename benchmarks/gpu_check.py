@@ -1,16 +1,17 @@
-"""Everything that needs a GPU, in two parts of less than nine minutes each: `python -m benchmarks.gpu_check`.
+"""Everything that needs a GPU, in three parts of less than nine minutes each: `python -m benchmarks.gpu_check`.
 
 One GPU is enough; with several, the ranks get one each. It needs torch built for CUDA, CuPy for the same CUDA version,
 NCCL (torch brings it), numpy, msgspec, ml_dtypes, cloudpickle and PyYAML; pytest for the tests (with pytest-xdist they run
-two at a time). Nothing is downloaded: on a machine without a network, bring what is missing as wheels (`--wheels`).
+four at a time). Nothing is downloaded: on a machine without a network, bring what is missing as wheels (`--wheels`).
 
 Every check is a process of its own with a time limit; what fails is recorded with its traceback and output, and the others
 go on. The record is written before and after every check, so that a run that is cut short leaves what it had. A table comes
 at the end.
 
-    python -m benchmarks.gpu_check                      both parts, one after the other
-    python -m benchmarks.gpu_check --part 1             one rank: the kernels, and what training costs the host and the GPU
-    python -m benchmarks.gpu_check --part 2             several ranks, the tests, and the kernels under compute-sanitizer
+    python -m benchmarks.gpu_check                      all parts, one after the other
+    python -m benchmarks.gpu_check --part 1             what is right: several ranks against one, and the tests
+    python -m benchmarks.gpu_check --part 2             one rank: the kernels, and what training costs the host and the GPU
+    python -m benchmarks.gpu_check --part 3             several ranks' figures, and the kernels under compute-sanitizer
     python -m benchmarks.gpu_check --only pack,host     some, in this order
     python -m benchmarks.gpu_check --list               what there is
     python -m benchmarks.gpu_check --show FILE FILE     the table of earlier records
@@ -31,11 +32,12 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import metadata, util
 from pathlib import Path
 
 from benchmarks.gpu_report import Record, merged, read, summary, table, write
+from benchmarks.gpu_sheet import ARTIFACTS
 
 ROOT = Path(__file__).resolve().parent.parent
 TAIL = 6000
@@ -59,7 +61,6 @@ class Check:
         tests: runs pytest there instead of a function.
         module: has the function.
         under: a program that runs the check's process, and its arguments; without it the check is skipped.
-        variables: of the environment.
     """
 
     name: str
@@ -70,31 +71,32 @@ class Check:
     tests: str = ""
     module: str = "benchmarks.gpu_checks"
     under: tuple[str, ...] = ()
-    variables: tuple[tuple[str, str], ...] = ()
 
 
+UNSUPPORTED = "Device not supported"
+"""What compute-sanitizer says, under some virtual machines."""
 SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all")
 CHECKS = (
-    Check("environment", "GPUs, versions, which NCCL, what opens", 40, 1),
-    Check("device tests", "memory, streams, events, the kernel", 75, 1, tests="tests/gpu/test_device.py"),
-    Check("pack", "pack, unpack and casts against a device copy, GB/s", 45, 1),
-    Check("host", "host microseconds: a call, a launch, a bucket, a gradient", 45, 1),
-    Check("training", "one rank: plain, wrapped, wrapped and sharing with itself, DDP; ms a step", 115, 1),
-    Check("small steps", "the same, where the host limits; ms a step on the host, CPU time", 40, 1),
-    Check("waits", "calls that wait for the GPU within training steps; where a step's time goes", 35, 1),
-    Check("launch", "from 'bucket full' to 'NCCL enqueued', idle and beside a thread that holds the GIL", 45, 1),
-    Check("overlap", "how much of a communication the backward pass hides, ours and DDP's", 40, 1),
-    Check("situations", "reentrant checkpoints, another stream, peak memory, a nearly full GPU", 45, 1),
-    Check("rank tests", "collectives and dtypes on 1 to 4 ranks, streams, graphs, CuPy, failures", 190, 2,
+    Check("environment", "GPUs, versions, which NCCL, what opens", 90, 1),
+    Check("two ranks", "equal to one rank, also with delays in every place; the kernels of a step", 60, 1, ranks=2),
+    Check("device tests", "memory, streams, events, the kernel", 60, 1, tests="tests/gpu/test_device.py"),
+    Check("rank tests", "collectives and dtypes on 1 to 4 ranks, streams, graphs, CuPy, failures", 120, 1,
           tests="tests/gpu/test_ranks.py"),
-    Check("training tests", "equal to one rank, compression, scaling, beside DDP's NCCL", 160, 2,
+    Check("training tests", "equal to one rank, compression, scaling, beside DDP's NCCL", 110, 1,
           tests="tests/gpu/test_training.py"),
-    Check("nccl", "NCCL through CuPy against torch.distributed, on the same buffers", 55, 2, ranks=2),
-    Check("several ranks", "the host's time of a step beside DDP's, and launches, where others take part", 65, 2, ranks=2),
-    Check("kernels", "every kernel under compute-sanitizer's memory checker", 60, 2, under=SANITIZER,
-          variables=(("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)),  # the checker knows CUDA's allocations only
+    Check("pack", "pack, unpack and casts against a device copy, GB/s", 45, 2),
+    Check("host", "host microseconds: a call, a launch, a bucket, a gradient", 45, 2),
+    Check("training", "one rank: plain, wrapped, wrapped and sharing with itself, DDP; ms a step", 115, 2),
+    Check("small steps", "the same, where the host limits; ms a step on the host, CPU time", 40, 2),
+    Check("waits", "calls that wait for the GPU within training steps; where a step's time goes", 35, 2),
+    Check("launch", "from 'bucket full' to 'NCCL enqueued', idle and beside a thread that holds the GIL", 60, 2),
+    Check("overlap", "how much of a communication the backward pass hides, ours and DDP's", 40, 2),
+    Check("situations", "reentrant checkpoints, another stream, peak memory, a nearly full GPU", 45, 2),
+    Check("nccl", "NCCL through CuPy against torch.distributed, on the same buffers", 55, 3, ranks=2),
+    Check("several ranks", "the host's time of a step beside DDP's, and launches, where others take part", 90, 3, ranks=2),
+    Check("kernels", "the kernels under compute-sanitizer's memory checker", 120, 3, under=SANITIZER),
 )
-PARTS = (1, 2)
+PARTS = (1, 2, 3)
 PATIENCE = 20.0
 """Seconds that ranks get after one has failed."""
 LEAST = 5.0
@@ -105,7 +107,7 @@ TOTAL = 530.0
 
 def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) -> int:
     parser = argparse.ArgumentParser(description="Check and measure hvdlite on this machine's GPUs.")
-    parser.add_argument("--part", type=int, choices=PARTS, help="default: both")
+    parser.add_argument("--part", type=int, choices=PARTS, help="default: all")
     parser.add_argument("--only", help="names of checks, with commas between")
     parser.add_argument("--list", action="store_true", help="say what there is")
     parser.add_argument("--show", type=Path, nargs="+", metavar="RECORD", help="print the table of records")
@@ -113,6 +115,7 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECK
                         "checks that it has from the same machine, versions and commit stay in it")
     parser.add_argument("--seconds", type=float, default=TOTAL, help="of all checks of a part together")
     parser.add_argument("--wheels", type=Path, help="a directory with wheels of what is missing here")
+    parser.add_argument("--artifacts", type=Path, help="a directory for traces of the profiler")
     parser.add_argument("--commit", help="what is being checked, where git does not tell")
     options = parser.parse_args(arguments)
     if options.list:
@@ -127,6 +130,9 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECK
     if unknown:
         print(f"There is no check {', '.join(sorted(unknown))}; --list says what there is")
         return 2
+    if options.artifacts:
+        options.artifacts.mkdir(parents=True, exist_ok=True)
+        os.environ[ARTIFACTS] = str(options.artifacts.resolve())
     with tempfile.TemporaryDirectory(prefix="hvdlite-wheels-") as unpacked:
         if options.wheels:
             try:
@@ -259,14 +265,15 @@ def run_check(check: Check, limit: float, gpus: int = 1) -> Record:
         processes = []
         for rank in range(ranks):
             command = [*prefix, sys.executable, "-m", check.module, check.name, str(where / f"{rank}.json")]
-            variables = rank_environment(rank, ranks, job, dict(check.variables))
-            processes.append(Running(command, where / f"{rank}.log", variables))
+            processes.append(Running(command, where / f"{rank}.log", rank_environment(rank, ranks, job)))
         codes = wait(processes, limit)
         figures = [read(where / f"{rank}.json") for rank in range(ranks)]
         logs = [process.log() for process in processes]
     result: Record = {"state": "ok", **(figures[0] or {})}
     if check.under:
         result["said"] = logs[0][-TAIL:]
+        if UNSUPPORTED in logs[0]:
+            return {"state": "skipped", "reason": f"{check.under[0]}: {UNSUPPORTED}"}
     errors = {f"rank {rank}: {part}": text for rank, each in enumerate(figures) for part, text in
               (each or {}).get("errors", {}).items()}
     if errors:
@@ -284,7 +291,7 @@ def run_tests(check: Check, limit: float) -> Record:
         where = Path(directory)
         report = where / "report.xml"
         command = [sys.executable, "-m", "pytest", check.tests, "-v", "-rs", f"--junitxml={report}",
-                   "-p", "no:cacheprovider", *(["-n", "2"] if util.find_spec("xdist") else []),
+                   "-p", "no:cacheprovider", *(["-n", "4"] if util.find_spec("xdist") else []),
                    *(["--timeout", "100"] if util.find_spec("pytest_timeout") else ["-o", "addopts="])]  # "timeout" is its
         process = Running(command, where / "log", environment())
         (code,) = wait([process], limit)
@@ -385,9 +392,9 @@ def find_program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
 
 
-def rank_environment(rank: int, size: int, job: Path, others: Mapping[str, str]) -> dict[str, str]:
+def rank_environment(rank: int, size: int, job: Path) -> dict[str, str]:
     """Return a rank's environment; `gpu_checks` does what several ranks on one GPU need."""
-    variables = {**environment(), **others}
+    variables = environment()
     if size > 1:
         variables.update(HVDLITE_RANK=str(rank), HVDLITE_SIZE=str(size), HVDLITE_LOCAL_RANK=str(rank),
                          HVDLITE_LOCAL_SIZE=str(size), HVDLITE_CROSS_RANK="0", HVDLITE_CROSS_SIZE="1",

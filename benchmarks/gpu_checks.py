@@ -23,6 +23,7 @@ from benchmarks.gpu_latency import launch, several_ranks
 from benchmarks.gpu_sheet import Setup, Sheet, has_learned, sharing_alone
 from benchmarks.gpu_situations import kernels, situations
 from benchmarks.gpu_training import overlap, small_steps, training, waits
+from benchmarks.gpu_two_ranks import two_ranks
 
 
 def environment(sheet: Sheet, setup: Setup) -> None:
@@ -44,7 +45,7 @@ def environment(sheet: Sheet, setup: Setup) -> None:
         sheet.add("copies of NCCL", len(library.copies()))
         sheet.note("NCCL's files", sorted(library.copies()))
     with sheet.part("device"):
-        device = setup.device(gpu)
+        device = setup.device(gpu.index)
         sheet.add("identity", device.bus_id())
         sheet.add("stream priority", cupy.cuda.runtime.streamGetPriority(device.stream))
     with sheet.part("kernels"):
@@ -77,7 +78,7 @@ def pack(sheet: Sheet, setup: Setup) -> None:
     import torch
     gpu, work = setup.gpu(), setup.work
     from hvdlite.planes.nccl.kernels import Scaling
-    device = setup.device(gpu)
+    device = setup.device(gpu.index)
     stream = torch.cuda.Stream()
     sources = [torch.randn(shape, device=gpu) for shape in work.shapes()]
     nbytes = sum(tensor.nbytes for tensor in sources)
@@ -290,8 +291,7 @@ def nccl(sheet: Sheet, setup: Setup) -> None:
     import hvdlite_torch as hvd
     hvd.init()
     shared = torch.cuda.device_count() < setup.size
-    sheet.note("what it means", "ranks share one GPU and take turns on it: only ratios mean anything, and little" if shared
-               else "ranks have a GPU each")
+    sheet.note("path", setup.path())
     setup.join_torch(gpu)
     repeats = 3 if shared else 20
     for length in map(setup.work.elements, (1 << 10, 1 << 18, 25 << 18, *(() if shared else (1 << 26,)))):
@@ -324,7 +324,7 @@ def nccl(sheet: Sheet, setup: Setup) -> None:
 CHECKS: dict[str, Callable[[Sheet, Setup], None]] = {
     "environment": environment, "pack": pack, "host": host, "training": training, "small steps": small_steps, "waits": waits,
     "overlap": overlap, "launch": launch, "situations": situations, "kernels": kernels, "nccl": nccl,
-    "several ranks": several_ranks}
+    "several ranks": several_ranks, "two ranks": two_ranks}
 
 
 def run(name: str, path: Path, setup: Setup) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 
@@ -28,16 +29,22 @@ def gil_held() -> Iterator[None]:
 
 
 def measure_launches(sheet: Sheet, setup: Setup, step: Callable[[], None], name: str, steps: int) -> None:
-    """Write down the time from "bucket full" to "NCCL enqueued" in training steps, idle and beside a busy thread."""
+    """Write down the time from "bucket full", on all ranks, to "NCCL enqueued" in training steps, idle and beside a thread
+    that computes."""
     import torch
+
+    import hvdlite_torch as hvd
     for what, beside, count in (("idle", contextlib.nullcontext(), steps),
-                                ("beside a thread that holds the GIL", gil_held(), steps // 5)):
-        with sheet.part(f"{name}, {what}"), launch_times() as seconds:
+                                ("beside a thread that holds the GIL", gil_held(), max(2, steps // 50))):
+        with sheet.part(f"{name}, {what}"), launch_times() as mine:
             with beside:
                 for _ in range(setup.work.times(count, 2)):
                     step()
             torch.cuda.synchronize()
-            add_percentiles(sheet, f"{name}, {what}", seconds)
+            ranks = hvd.allgather_object(mine)  # in the same order: ranks of one host have one clock
+            add_percentiles(sheet, f"{name}, {what}", [
+                launched.enqueued - max(each.full for each in everybody)
+                for launched, everybody in zip(mine, zip(*ranks, strict=True), strict=True)])
 
 
 def launch(sheet: Sheet, setup: Setup) -> None:
@@ -45,26 +52,27 @@ def launch(sheet: Sheet, setup: Setup) -> None:
     gpu, work = setup.gpu(), setup.work
     import hvdlite_torch as hvd
     hvd.init()
-    for name, batch, pixels, steps in (("small images", work.small_batch, work.small_pixels, 300),
-                                       ("large images", work.batch, work.pixels, 100)):
+    for name, batch, pixels, steps in (("small images", work.small_batch, work.small_pixels, 100),
+                                       ("large images", work.batch, work.pixels, 50)):
         step = stepper(setup, "sharing", work.model, images(setup, gpu, batch, pixels))
         measure_launches(sheet, setup, step, name, steps)
     hvd.shutdown()
 
 
 def several_ranks(sheet: Sheet, setup: Setup) -> None:
-    """Compare the host's time of a step with DDP's, and measure launches, where other ranks take part."""
-    import torch
+    """Compare the host's time of a step with DDP's, and measure launches, reported ones and locked ones."""
     gpu, work = setup.gpu(), setup.work
     import hvdlite_torch as hvd
-    hvd.init()
-    sheet.note("what it means", "ranks share one GPU and take turns on it: only the host's time means anything"
-               if torch.cuda.device_count() < setup.size else "ranks have a GPU each")
-    setup.join_torch(gpu)
     data = images(setup, gpu, work.small_batch, work.small_pixels)
-    of = [kind for kind in kinds() if kind != "sharing"]
-    contest(sheet, f"small resnet50, {setup.size} ranks", makers(setup, of, work.model, data), work.times(4), work.times(3))
-    hvd.barrier()
-    measure_launches(sheet, setup, stepper(setup, "wrapped", work.model, data), f"{setup.size} ranks", 75)
-    hvd.shutdown()
-    setup.leave_torch()
+    for locked in ("0", "1"):
+        os.environ["HVDLITE_LOCKED_ROUNDS"] = locked
+        hvd.init()
+        if locked == "0":
+            sheet.note("path", setup.path())
+            setup.join_torch(gpu)
+            of = [kind for kind in kinds() if kind != "sharing"]
+            contest(sheet, f"{setup.size} ranks", makers(setup, of, work.small_model, data), work.times(20), work.times(7))
+            setup.leave_torch()
+        step = stepper(setup, "wrapped", work.small_model, data)
+        measure_launches(sheet, setup, step, "locked" if locked == "1" else "reported", 100)
+        hvd.shutdown()

@@ -15,7 +15,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+ARTIFACTS = "GPU_CHECK_ARTIFACTS"
+"""The variable that names the directory for traces."""
 
 
 class Sheet:
@@ -56,6 +59,14 @@ def resnet50() -> Any:
         return resnet.resnet50()
 
 
+def many_layers() -> Any:
+    """Return a model of 64 small gradients, 8 MB."""
+    import torch
+    layers = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU()) for _ in range(31)]
+    return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(16), torch.nn.Flatten(), torch.nn.Linear(768, 256), *layers,
+                               torch.nn.Linear(256, 1000))
+
+
 def resnet_shapes() -> list[tuple[int, ...]]:
     """Return the shapes of ResNet-50's 161 parameters; 25.6 million elements."""
     shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
@@ -80,6 +91,7 @@ class Work:
         shrink: by which numbers of elements are divided.
         batch, pixels: of a step that the GPU limits.
         small_batch, small_pixels: of a step that the host limits.
+    small_model: what ranks train that may share a GPU, and then send gradients over TCP.
     """
 
     model: Callable[[], Any] = resnet50
@@ -90,6 +102,7 @@ class Work:
     pixels: int = 224
     small_batch: int = 2
     small_pixels: int = 64
+    small_model: Callable[[], Any] = many_layers
 
     def times(self, count: int, least: int = 1) -> int:
         """Return how often to do something that is done `count` times on a GPU."""
@@ -118,12 +131,29 @@ class Setup:
         torch.cuda.set_device(self.rank % gpus)
         return torch.device("cuda", torch.cuda.current_device())
 
-    def device(self, gpu: Any) -> Any:
-        """Return the GPU as the plane uses it, current on this thread."""
+    def device(self, index: int) -> Any:
+        """Return a GPU as the plane uses it, current on this thread."""
         from hvdlite.planes.nccl.cupy_device import CupyDevice
-        device = CupyDevice(gpu.index, 0, {})
+        device = CupyDevice(index, 0, {})
         device.make_current()
         return device
+
+    def malloc(self, nbytes: int) -> int:
+        """Return the address of so many bytes of the GPU's, all 1; they are never freed."""
+        from cupy.cuda import runtime
+        pointer = int(runtime.malloc(nbytes))
+        runtime.memset(pointer, 1, nbytes)
+        runtime.deviceSynchronize()
+        return pointer
+
+    def read(self, pointer: int, nbytes: int) -> bytes:
+        """Wait for the GPU; return what is there."""
+        import numpy as np
+        from cupy.cuda import runtime
+        runtime.deviceSynchronize()
+        found = np.empty(nbytes, np.uint8)
+        runtime.memcpy(found.ctypes.data, pointer, nbytes, runtime.memcpyDeviceToHost)
+        return found.tobytes()
 
     def join_torch(self, gpu: Any) -> None:
         """Initialise torch.distributed with NCCL."""
@@ -141,6 +171,21 @@ class Setup:
     @property
     def _store(self) -> Path:
         return Path(os.environ.get("HVDLITE_JOB_DIRECTORY", tempfile.gettempdir())) / f"torch-store-{os.getppid()}"
+
+    def path(self) -> dict[str, Any]:
+        """Return which NCCL reduces, and how: without it a figure means little."""
+        import torch
+
+        from hvdlite.planes.nccl import library
+        nccl = library.load(dict(os.environ)).cuda.nccl
+        return {"NCCL": library.version_text(nccl.get_version()), "files": sorted(library.copies()),
+                "ranks": self.size, "ranks share a GPU": torch.cuda.device_count() < self.size,
+                "settings": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}}
+
+    @property
+    def artifacts(self) -> Path | None:
+        """Where traces are kept."""
+        return Path(directory) if (directory := os.environ.get(ARTIFACTS)) else None
 
     def ddp(self, model: Any, **options: Any) -> Any:
         """Return a model wrapped in torch's DistributedDataParallel."""
@@ -196,12 +241,19 @@ def replaced_all_reduce(replacement: Callable[..., None]) -> Iterator[None]:
         ref.communicator = real
 
 
+class Launched(NamedTuple):
+    """When a bucket was full on this rank, and when NCCL's all-reduce of it was enqueued; in seconds of the host's clock."""
+
+    full: float
+    enqueued: float
+
+
 @contextlib.contextmanager
-def launch_times() -> Iterator[list[float]]:
-    """Yield a list that gets the seconds from each full bucket until NCCL's all-reduce of it is enqueued."""
+def launch_times() -> Iterator[list[Launched]]:
+    """Yield a list that gets the times of each bucket's launch."""
     from hvdlite import api
     full: dict[int, float] = {}  # by the address of the bucket
-    seconds: list[float] = []
+    launched: list[Launched] = []
     runtime: Any = api.runtime()
     enqueue = runtime.enqueue_bucket
 
@@ -213,11 +265,11 @@ def launch_times() -> Iterator[list[float]]:
         real(source, target, *rest)
         began = full.pop(target, None)
         if began is not None:
-            seconds.append(time.perf_counter() - began)
+            launched.append(Launched(began, time.perf_counter()))
     runtime.enqueue_bucket = enqueue_bucket
     try:
         with replaced_all_reduce(all_reduce):
-            yield seconds
+            yield launched
     finally:
         runtime.enqueue_bucket = enqueue
 
@@ -228,7 +280,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def add_percentiles(sheet: Sheet, name: str, seconds: Sequence[float]) -> None:
-    """Write down the median and the 99th percentile, in microseconds."""
+    """Write down the median and the 99th percentile of seconds, in microseconds."""
     sheet.add(f"{name}: p50", statistics.median(seconds) * 1e6, "us")
     sheet.add(f"{name}: p99", percentile(seconds, 0.99) * 1e6, "us")
     sheet.add(f"{name}: samples", len(seconds))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,11 @@ from benchmarks.gpu_training import images, kinds, stepper
 
 FREE = 32 << 20
 """Bytes that the nearly full GPU has for others than torch; less than ResNet-50's gradients."""
+KERNELS = (("uint8", "uint8", False), ("float16", "float16", False), ("float32", "float32", False),
+           ("float64", "float64", False), ("float32", "bfloat16", False), ("bfloat16", "float32", False),
+           ("float32", "float16", False), ("float16", "float32", False), ("float32", "float32", True),
+           ("float32", "bfloat16", True), ("int32", "int32", True))
+"""Dtypes before and after, and whether values are scaled; each takes seconds under the checker."""
 
 
 def situations(sheet: Sheet, setup: Setup) -> None:
@@ -136,39 +140,28 @@ def nearly_full(sheet: Sheet, setup: Setup, gpu: Any) -> None:
 
 
 def kernels(sheet: Sheet, setup: Setup) -> None:
-    """Run every kernel on sizes and addresses at its edges; meant to run under compute-sanitizer."""
-    import torch
-    gpu = setup.gpu()
+    """Run kernels of every kind on sizes and addresses at their edges, without torch; meant to run under a checker."""
     from hvdlite.core.array import SUPPORTED_DTYPES
     from hvdlite.core.device import DeviceArray
     from hvdlite.planes.nccl.kernels import ENTRIES, NO_SCALING, Scaling
-    device = setup.device(gpu)
-    names = [name for name in SUPPORTED_DTYPES if name != "bool" and "complex" not in name]
-    floats = ("float16", "bfloat16", "float32", "float64")
-    pairs = [(name, name) for name in names] + [pair for pair in itertools.permutations(floats, 2)]
+    device = setup.device(0)
     stream, launches = device.stream, 0
-    for source, target in pairs[:setup.work.times(len(pairs))]:
-        of, to = SUPPORTED_DTYPES[source], SUPPORTED_DTYPES[target]
-        for count, scaling in itertools.product((1, 257, setup.work.elements(1 << 20) + 1), (NO_SCALING, Scaling(0.5, 3))):
-            given = torch.ones((count + 1) * of.itemsize, dtype=torch.uint8, device=gpu)  # no byte more than is used
-            out = torch.zeros((count + 1) * to.itemsize, dtype=torch.uint8, device=gpu)
-            torch.cuda.synchronize()
+    for source, target, scaling in KERNELS:
+        of, to = SUPPORTED_DTYPES[source].itemsize, SUPPORTED_DTYPES[target].itemsize
+        for count in (1, 257, setup.work.elements(1 << 20) + 1):
+            given, out = setup.malloc((count + 1) * of), setup.malloc((count + 1) * to)  # no byte more than is used
             for shift in (0, 1):
-                device.batched_copy([(given.data_ptr() + shift * of.itemsize, out.data_ptr() + shift * to.itemsize, count)],
-                                    source, target, stream, scaling)
-            device.batched_copy([(0, out.data_ptr(), count)], target, target, stream, fill_value=0)
-            torch.cuda.synchronize()
-            launches += 3
-    tiny = torch.ones(2 * ENTRIES + 3, device=gpu)
-    copied = torch.zeros_like(tiny)
-    device.batched_copy([(tiny.data_ptr() + 4 * index, copied.data_ptr() + 4 * index, 1) for index in range(len(tiny))],
-                        "float32", "float32", stream)
-    rows = torch.arange(24.0, device=gpu)
-    columns = torch.zeros_like(rows)
-    dtype, shape = np.dtype(np.float32), (2, 3, 4)
-    device.copy_row_major(DeviceArray(rows.data_ptr(), shape, dtype, device.index, strides=(12, 1, 3)),
-                          DeviceArray(columns.data_ptr(), shape, dtype, device.index), stream)
-    torch.cuda.synchronize()
-    assert (copied == 1).all(), "many tiny arrays"
-    assert torch.equal(columns.view(2, 3, 4), rows.as_strided((2, 3, 4), (12, 1, 3))), "rearranged"
-    sheet.add("kernel launches", launches + 2)
+                device.batched_copy([(given + shift * of, out + shift * to, count)], source, target, stream,
+                                    Scaling(0.5) if scaling else NO_SCALING)
+            setup.read(out, to)
+            launches += 2
+    length = 2 * ENTRIES + 3
+    ones, copied = setup.malloc(4 * length), setup.malloc(4 * length)
+    device.batched_copy([(0, copied, length)], "float32", "float32", stream, fill_value=0)
+    device.batched_copy([(ones + 4 * index, copied + 4 * index, 1) for index in range(length)], "float32", "float32", stream)
+    assert setup.read(copied, 4 * length) == b"\1" * 4 * length, "many tiny arrays"
+    rows, columns, dtype, shape = setup.malloc(96), setup.malloc(96), np.dtype(np.float32), (2, 3, 4)
+    device.copy_row_major(DeviceArray(rows, shape, dtype, device.index, strides=(12, 1, 3)),
+                          DeviceArray(columns, shape, dtype, device.index), stream)
+    assert setup.read(columns, 96) == b"\1" * 96, "rearranged"
+    sheet.add("kernel launches", launches + 5)

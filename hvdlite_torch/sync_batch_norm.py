@@ -196,8 +196,9 @@ class _Fast:
         self._upstream = upstream.contiguous(memory_format=_memory_format(self._input))
         self.scale = (variance + eps).rsqrt()
         if input.numel():
+            ones = torch.ones_like(mean)  # without a weight, a GPU's kernel for two dimensions returns no sums
             _, self.dots, self.sums = torch.ops.aten.native_batch_norm_backward(
-                self._upstream, self._input, None, None, None, mean, self.scale, True, eps, [False, True, True])
+                self._upstream, self._input, ones, None, None, mean, self.scale, True, eps, [False, True, True])
         else:
             self.dots, self.sums = torch.zeros_like(mean), torch.zeros_like(mean)
 

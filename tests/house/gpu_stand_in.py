@@ -14,17 +14,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import hvdlite_torch as hvd
-from benchmarks import gpu_checks, gpu_training
+from benchmarks import gpu_checks, gpu_training, gpu_two_ranks
 from benchmarks.gpu_sheet import Setup, Work
+from benchmarks.gpu_two_ranks import Kernel
 from hvdlite import api
 from hvdlite.planes.nccl import library
 from hvdlite.runtime.runtime import Runtime
-from tests.device_double import GpuDouble, Gpus
+from tests.device_double import GpuDouble, Gpus, view
 from tests.gpu_worlds import spin
 from tests.torch import gpu_double
 from tests.worlds import threads
@@ -66,14 +68,22 @@ class HostSetup(Setup):
     def __init__(self, rank: int, size: int, work: Work, gpus: Gpus) -> None:
         super().__init__(rank, size, work)
         self._gpus = gpus
+        self._memory: list[Any] = []
 
     def gpu(self) -> Any:
         return torch.device("cpu")
 
-    def device(self, gpu: Any) -> GpuDouble:
-        assert gpu.type == "cpu"
+    def device(self, index: int) -> GpuDouble:
         self._gpus.made.append(GpuDouble())
         return self._gpus.made[-1]
+
+    def malloc(self, nbytes: int) -> int:
+        self._memory.append(np.ones(nbytes, np.uint8))
+        return int(self._memory[-1].ctypes.data)
+
+    def read(self, pointer: int, nbytes: int) -> bytes:
+        torch.cuda.synchronize()
+        return view(pointer, nbytes, np.dtype(np.uint8)).tobytes()
 
     def join_torch(self, gpu: Any) -> None:
         if self.size == 1:  # torch has one rank a process
@@ -93,7 +103,7 @@ def tiny() -> Any:
 
 
 WORK = Work(tiny, lambda: [(4, 3), (7,), (2, 2, 3)], divisor=1000, shrink=1 << 12, batch=2, pixels=8, small_batch=2,
-            small_pixels=8)
+            small_pixels=8, small_model=tiny)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Gpus:
@@ -142,6 +152,9 @@ def install(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Gpus:
         __version__="14.2.0", cuda=types.SimpleNamespace(runtime=runtime, nccl=nccl)))
     real_names = gpu_training.names_within
     monkeypatch.setattr(gpu_training, "names_within", lambda events: [*real_names(events), "cudaLaunchKernel"])
+    monkeypatch.setattr(gpu_two_ranks, "kernels_within", lambda events: [
+        Kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 5.0, 6.0), Kernel("hvdlite_move", 3.0, 4.0),
+        Kernel("gemm", 0.0, 5.5)])
     return gpus
 
 

@@ -54,15 +54,15 @@ def test_every_check_of_one_rank_runs_and_answers_its_targets(tmp_path: Path, mo
 def test_every_check_of_several_ranks_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [check.name for check in CHECKS if check.ranks == 2]
     found = sheets(names, 2, tmp_path, monkeypatch)
-    assert all("share one GPU" in found[name]["notes"]["what it means"] for name in names)
+    assert all(found[name]["notes"]["path"]["ranks share a GPU"] for name in names)
     found = sheets(["nccl"], 2, tmp_path, monkeypatch, count=2)
-    assert found["nccl"]["notes"]["what it means"] == "ranks have a GPU each"
+    assert not found["nccl"]["notes"]["path"]["ranks share a GPU"]
 
 
 def test_checks_fit_their_part_and_have_what_runs_them() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     for part in gpu_check.PARTS:
-        assert sum(check.limit for check in CHECKS if check.part == part) <= gpu_check.TOTAL < 540
+        assert 1.2 * sum(check.limit for check in CHECKS if check.part == part) <= gpu_check.TOTAL < 540
     for check in CHECKS:
         assert (gpu_check.ROOT / check.tests).is_file() if check.tests else check.name in gpu_checks.CHECKS
     assert {check.name for check in CHECKS if not check.tests} == set(gpu_checks.CHECKS)
@@ -93,7 +93,7 @@ def test_ranks_that_share_a_gpu_are_hosts_to_nccl(monkeypatch: pytest.MonkeyPatc
 def test_the_gpu_is_opened_as_the_plane_does(monkeypatch: pytest.MonkeyPatch) -> None:
     made = create_autospec(cupy_device.CupyDevice)
     monkeypatch.setattr(cupy_device, "CupyDevice", made)
-    assert Setup(0, 1).device(torch.device("cuda", 1)) is made.return_value
+    assert Setup(0, 1).device(1) is made.return_value
     made.assert_called_once_with(1, 0, {})
     made.return_value.make_current.assert_called_once_with()
 
@@ -120,21 +120,22 @@ def test_what_ends_in_any_way_is_recorded(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(gpu_check, "NEEDED", {})
     monkeypatch.setattr(gpu_check, "LEAST", 0.0)
     file = tmp_path / "record.json"
-    checks = (Check("good", "ends well", 60, 1, module=ENDING, variables=(("CHECKED", "yes"),)),
+    checks = (Check("good", "ends well", 60, 1, module=ENDING),
               Check("part fails", "goes on", 60, 1, module=ENDING),
               Check("dies", "is killed", 60, 1, module=ENDING),
               Check("hangs", "takes too long", 0.5, 1, module=ENDING),
               Check("without", "needs a program", 60, 2, module=ENDING, under=("no-such-program-anywhere",)),
               Check("under", "has its program", 60, 2, module=ENDING, under=("env", "CHECKED=there")),
+              Check("under what is unsupported", "has its program", 60, 2, module=ENDING, under=("env",)),
               Check("broken", "cannot start", 60, 2, module=ENDING, ranks="two"))  # type: ignore[arg-type]
     assert gpu_check.main(["--record", str(file), "--commit", "abc"], checks) == 1
     record = json.loads(file.read_text(encoding="utf-8"))
     states = {name: result["state"] for name, result in record["checks"].items()}
     assert states == {"good": "ok", "part fails": "failed", "dies": "failed", "hangs": "too long",
-                      "without": "skipped", "under": "ok", "broken": "broken"}
+                      "without": "skipped", "under": "ok", "under what is unsupported": "skipped", "broken": "broken"}
     assert record["commit"] == "abc" and record["versions"]["torch"]
     figures = {name: [figure["value"] for figure in result.get("figures", ())] for name, result in record["checks"].items()}
-    assert figures["good"] == [0, "yes"] and figures["part fails"] == [0] and figures["dies"] == [0]
+    assert figures["good"] == [0] and figures["part fails"] == [0] and figures["dies"] == [0]
     assert record["checks"]["dies"]["codes"] == [-9] and "said" in record["checks"]["under"]
     assert "ZeroDivisionError" in record["checks"]["part fails"]["errors"]["rank 0: division"]
     printed = capsys.readouterr().out
