@@ -87,12 +87,6 @@ class GpuDouble:
         reclaimed: how often it has.
         allocations: the sizes of the successful ones, in order.
         fault: raised by allocations, like an error of CUDA that came before.
-        blocking: whether a communicator is made only when all ranks have come.
-        no_windows: why there are no symmetric windows.
-        window_fault: raised by allocations of memory for windows.
-        makes_windows: whether NCCL makes windows of them.
-        shrink_fault: raised instead of making a communicator from another.
-        window_memory: how many bytes, by address.
     """
 
     def __init__(self, index: int = 0, meetings: Meetings | None = None, version: int = 22809, gpu: str = "") -> None:
@@ -107,11 +101,6 @@ class GpuDouble:
         self.cached = self.reclaimed = 0
         self.allocations: list[int] = []
         self.fault: Exception | None = None
-        self.blocking = self.makes_windows = True
-        self.no_windows = ""
-        self.window_fault: Exception | None = None
-        self.window_memory: dict[int, int] = {}
-        self.shrink_fault: Exception | None = None
         self.error: Exception | None = None
         self._meetings = meetings or Meetings()
         self.events: set[int] = set()
@@ -147,8 +136,7 @@ class GpuDouble:
 
     def held(self) -> dict[str, int]:
         """Return how much of each kind of thing has been made and not given up."""
-        return {"memory": sum(memory.nbytes for memory in self.memory_owners) + sum(self.window_memory.values()),
-                "windows": sum(len(each.windows) for each in self.communicators), "events": len(self.events),
+        return {"memory": sum(memory.nbytes for memory in self.memory_owners), "events": len(self.events),
                 "streams": len(self._streams) - self.closed_streams,
                 "communicators": sum(not each.ended for each in self.communicators)}
 
@@ -251,50 +239,9 @@ class GpuDouble:
     def unique_id(self) -> bytes:
         return self._meetings.new_id()
 
-    def communicator(self, size: int, unique_id: bytes, rank: int, name: str) -> CommunicatorDouble:
-        meeting = self._meetings.find(unique_id, size)
-        if self.blocking:
-            meeting.gather()
-        self.communicators.add(made := CommunicatorDouble(self, meeting, rank, is_complete=self.blocking))
+    def communicator(self, size: int, unique_id: bytes, rank: int) -> CommunicatorDouble:
+        self.communicators.add(made := CommunicatorDouble(self, self._meetings.meet(unique_id, size), rank))
         return made
-
-    def complete(self, communicator: CommunicatorDouble) -> None:
-        if not communicator.is_complete:
-            communicator.complete()
-
-    def shrink_missing(self) -> str:
-        return "communicators are CuPy's, or block" if self.blocking else ""
-
-    def revoke(self, communicator: CommunicatorDouble, seconds: float) -> None:
-        communicator.revoke()
-
-    def shrink(self, communicator: CommunicatorDouble, excluded: tuple[int, ...], seconds: float) -> CommunicatorDouble:
-        if self.shrink_fault is not None:
-            raise self.shrink_fault
-        self.communicators.add(made := communicator.shrink(excluded, self))
-        return made
-
-    def windows_missing(self) -> str:
-        return self.no_windows
-
-    def allocate_window(self, nbytes: int) -> int:
-        if self.window_fault is not None:
-            raise self.window_fault
-        if self.memory is not None and nbytes > self.memory:
-            raise NcclErrorDouble("unhandled cuda error")
-        room = np.full(nbytes + 4096, 0xA5, np.uint8)
-        self._rooms.append(room)
-        pointer: int = room.ctypes.data + -room.ctypes.data % 4096
-        self.window_memory[pointer] = nbytes
-        return pointer
-
-    def free_window(self, pointer: int) -> None:
-        assert all(each.offset(pointer) is None for each in self.communicators), "it is a window still"
-        del self.window_memory[pointer]
-
-    def register_window(self, communicator: CommunicatorDouble, pointer: int, nbytes: int) -> int:
-        assert self.window_memory[pointer] == nbytes
-        return communicator.register_window(pointer, nbytes, self.makes_windows)
 
     @contextmanager
     def group(self) -> Iterator[None]:

@@ -207,21 +207,6 @@ class Config:
     shared_gpu: bool = knob(
         False, _flag, "allow several ranks on one GPU, for tests; NCCL before 2.30 also needs a different NCCL_HOSTID for "
         "each rank")
-    nccl_windows: bool = knob(
-        False, _flag, "register learned buckets with NCCL, which lets GPUs use each other's memory directly where it can "
-        "(symmetric windows; NCCL 2.27.3 and newer); not run between GPUs yet", must_match=True)
-    nccl_blocking: bool = knob(
-        True, _flag, "let calls of NCCL block until it has done its part on the host; 0 lets a lost world end while NCCL "
-        "connects GPUs (NCCL 2.27 and newer)", must_match=True)
-    nccl_max_ctas: int = knob(
-        0, _at_least(0), "most thread blocks (CTAs) that a collective takes of a GPU; 0 leaves it to NCCL (NCCL 2.27 and "
-        "newer)", must_match=True)
-    nccl_cta_policy: str = knob(
-        "default", _one_of("default", "efficiency"), "how NCCL chooses the number of thread blocks: default (fastest "
-        "collectives) or efficiency (few blocks, more of the GPU for the model; NCCL 2.27 and newer)", must_match=True)
-    nccl_shrink: bool = knob(
-        False, _flag, "in an elastic job, make the communicator of a smaller world from that of the lost one; its calls do "
-        "not block (NCCL 2.28.7 and newer)", must_match=True)
     start_timeout: float = knob(
         60.0, _seconds, "seconds after which init() fails if a rank is missing; 0 is never", START_TIMEOUT=_same)
     shutdown_timeout: float = knob(

@@ -200,7 +200,7 @@ class Execution:
         for device, nbytes in buffer_bytes(layout).items():
             try:
                 buffer = self._buffer(device, nbytes, ranks)
-            except MemoryError as error:  # goes on: all ranks make the same calls, some of which wait for the others
+            except MemoryError as error:  # goes on: all ranks make the same calls (see `Plane.fusion_buffer`)
                 failure = error
             else:
                 if buffer is not None:

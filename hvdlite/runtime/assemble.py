@@ -43,9 +43,7 @@ from hvdlite.planes.gloo import gloo_plane
 from hvdlite.planes.hierarchical import HierarchicalPlane
 from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.planes.mpi import mpi_plane
-from hvdlite.planes.nccl.communicator import NcclOptions
 from hvdlite.planes.nccl.plane import create_nccl_plane
-from hvdlite.planes.nccl.shrinking import CommunicatorKeeper
 from hvdlite.planes.selection import PlaneChoice, choose_plane
 from hvdlite.planes.shm import ShmPlane
 from hvdlite.planes.shm_barrier import WakeRanks, one_by_one
@@ -103,19 +101,15 @@ def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank
     return runtimes
 
 
-def gpus(info: LaunchInfo, config: Config, environment: Mapping[str, str],
-         keeper: CommunicatorKeeper | None) -> DevicePlaneMaker:
+def gpus(info: LaunchInfo, config: Config, environment: Mapping[str, str]) -> DevicePlaneMaker:
     """Return what makes the plane for this process's GPU, which is neither loaded nor looked for before it is used."""
-    options = NcclOptions(config.nccl_windows, config.nccl_blocking and not config.nccl_shrink, config.nccl_max_ctas,
-                          config.nccl_cta_policy, config.nccl_shrink)
     return lambda rank, oob, wake: create_nccl_plane(rank, info.world.local_rank, host_identity(), oob, wake, environment,
-                                                     shared_gpu=config.shared_gpu, options=options, keeper=keeper)
+                                                     shared_gpu=config.shared_gpu)
 
 
 def assemble(info: LaunchInfo, config: Config, casts: Casts, stack_dump: StackDumpTarget = NO_STACK_DUMP,
              environment: Mapping[str, str] | None = None, member: Member | None = None,
-             cancellation: Cancellation | None = None, learned: Learned | None = None,
-             keeper: CommunicatorKeeper | None = None) -> Runtime:
+             cancellation: Cancellation | None = None, learned: Learned | None = None) -> Runtime:
     """Meet the other ranks of this job and return this rank's runtime, not yet started.
 
     Args:
@@ -124,24 +118,23 @@ def assemble(info: LaunchInfo, config: Config, casts: Casts, stack_dump: StackDu
         member: in an elastic job, the link with its launcher.
         cancellation: may end the meeting from another thread.
         learned: in the last world of an elastic job.
-        keeper: of NCCL's communicator, in an elastic job.
 
     Raises:
         LaunchError: when the ranks cannot meet.
     """
     if info.world.size == 1:
-        return assemble_threads(1, config, casts=casts, devices=gpus(info, config, environment or {}, keeper),
+        return assemble_threads(1, config, casts=casts, devices=gpus(info, config, environment or {}),
                                 epoch=info.world.epoch)[0]
     directory = JobDirectory(info.job_directory, agreed=info.owns_directory)
     meeting = Meeting(info, config, cancellation or Cancellation(), directory, member)
     with contextlib.ExitStack() as made:
-        runtime = _assembled(meeting, casts, stack_dump, environment or {}, made, learned, keeper)
+        runtime = _assembled(meeting, casts, stack_dump, environment or {}, made, learned)
         made.pop_all()  # the runtime closes them
     return runtime
 
 
 def _assembled(meeting: Meeting, casts: Casts, stack_dump: StackDumpTarget, environment: Mapping[str, str],
-               made: contextlib.ExitStack, learned: Learned | None, keeper: CommunicatorKeeper | None) -> Runtime:
+               made: contextlib.ExitStack, learned: Learned | None) -> Runtime:
     """Like `assemble`, in a job of several ranks.
 
     Args:
@@ -175,7 +168,7 @@ def _assembled(meeting: Meeting, casts: Casts, stack_dump: StackDumpTarget, envi
     group_parts = planes.for_groups(dict(welcome.unavailable))
     probe = ProcessProbe(pids, {rank: welcome.stack_dumps[rank] for rank in local})
     has_mailboxes = choice.name == "shm" and FUTEXES
-    devices = gpus(info, config, environment, keeper)(world.rank, oob, control.wake)
+    devices = gpus(info, config, environment)(world.rank, oob, control.wake)
     connections = Connections(control, plane, oob, devices, probe, common_clock(welcome),
                               memory.mailbox_area if has_mailboxes else None, group_parts, info.rank_names)
     limit = min(config.mailbox_limit, EAGER_TRAFFIC // world.size) if has_mailboxes else 0

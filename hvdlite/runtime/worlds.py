@@ -26,7 +26,6 @@ from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import enable_stack_dump
 from hvdlite.membership.messages import WorldOrder
 from hvdlite.planes.arithmetic import Casts
-from hvdlite.planes.nccl.shrinking import CommunicatorKeeper
 from hvdlite.runtime import tracebacks
 from hvdlite.runtime.assemble import assemble
 from hvdlite.runtime.followers import Followers
@@ -67,7 +66,6 @@ class Worlds:
         self._environ = environ
         self._key = JobKey(environ)
         self._process_sets = RegisteredSets()
-        self._communicators = CommunicatorKeeper()
         self._members: tuple[int, ...] = ()  # of an elastic job's world, by rank; of world 1: the ranks
         self._tuned: dict[str, int] = {}  # knobs, in the last world of an elastic job in which any were
         self._full_tracebacks = False
@@ -156,7 +154,6 @@ class Worlds:
             self._leaving.progress.withdraw()
         if waits:
             self._wait_until_left()
-        self._communicators.close()
         self._process_sets.clear()
         if not self.is_child_of_rank:
             self._environ.pop(launch_contract.JOINED, None)
@@ -306,8 +303,7 @@ class Worlds:
         member = self.member if epoch else None  # 0: alone, in a world of its own
         if member is not None:
             member.attach(epoch, cancellation.cancel)
-        made = assemble(info, config, self.casts, stack_dump, self._environ, member, cancellation, learned,
-                        None if self.member is None else self._communicators)
+        made = assemble(info, config, self.casts, stack_dump, self._environ, member, cancellation, learned)
         made.start()
         made.progress.watch(traffic=made.world.local_size < made.world.size)
         try:

@@ -62,11 +62,17 @@ class Meetings:
         with self._lock:
             return next(self._ids).to_bytes(128, "little")
 
-    def find(self, unique_id: bytes, size: int) -> Meeting:
+    def meet(self, unique_id: bytes, size: int) -> Meeting:
+        """Wait until all ranks of a communicator have called this; no abort ends it, as in NCCL."""
         if self.refuses:
             raise NcclErrorDouble(self.refuses)
         with self._lock:
-            return self._meetings.setdefault(unique_id, Meeting(size))
+            meeting = self._meetings.setdefault(unique_id, Meeting(size))
+        with meeting.changed:
+            meeting.present += 1
+            meeting.changed.notify_all()
+            meeting.until(lambda: meeting.present == size)
+        return meeting
 
 
 class Meeting:
@@ -78,14 +84,6 @@ class Meeting:
         self.present = 0
         self.calls: dict[int, dict[int, tuple[Any, Any]]] = {}
         self.sent: dict[tuple[int, int, int], Any] = {}  # by sender, receiver and number
-        self.children: dict[tuple[int, ...], Meeting] = {}  # by the excluded ranks
-        self.windows: dict[int, dict[int, int]] = {}  # by the number of the registration: how many bytes, by rank
-
-    def gather(self, is_aborted: Callable[[], bool] = lambda: False) -> None:
-        with self.changed:
-            self.present += 1
-            self.changed.notify_all()
-            self.until(lambda: self.present == self.size, is_aborted)
 
     def until(self, condition: Callable[[], bool], is_aborted: Callable[[], bool] = lambda: False) -> None:
         """Wait, holding the lock; like NCCL, for as long as it takes."""
@@ -100,17 +98,14 @@ class Meeting:
 class CommunicatorDouble:
     """Stands for `cupy.cuda.nccl.NcclCommunicator`."""
 
-    def __init__(self, gpu: Gpu, meeting: Meeting, rank: int, *, is_complete: bool = True) -> None:
-        self.is_complete = is_complete
+    def __init__(self, gpu: Gpu, meeting: Meeting, rank: int) -> None:
         self._gpu, self._meeting, self._rank = gpu, meeting, rank
         self.size = meeting.size
         self.comm = id(self)
-        self.windows: dict[int, tuple[int, int, int]] = {}  # address, length and offset, by handle
-        self._next_offset = 0  # of the next window: each rank computes it for itself
-        self._calls, self._handles = itertools.count(), itertools.count(1)
+        self._calls = itertools.count()
         self._sends: dict[int, Iterator[int]] = {}
         self._receives: dict[int, Iterator[int]] = {}
-        self.ended = self.revoked = False
+        self.ended = False
 
     def __del__(self) -> None:
         assert self.ended, "a communicator was collected before it was aborted"
@@ -121,106 +116,50 @@ class CommunicatorDouble:
         number, meeting = next(self._calls), self._meeting
 
         def work() -> None:
-            if self.is_stopped():
+            if self.ended:
                 raise AbortedError  # what begins after the abort brings nothing to the others
             values = None if source is None else view(source[0], source[1], _dtype(source[2])).copy()
             with meeting.changed:
                 call = meeting.calls.setdefault(number, {})
                 call[self._rank] = ((what, *given), values)
                 meeting.changed.notify_all()
-                meeting.until(lambda: len(call) == meeting.size, self.is_stopped)
+                meeting.until(lambda: len(call) == meeting.size, lambda: self.ended)
             told = {arguments for arguments, _ in call.values()}
             if len(told) > 1:
                 raise NcclErrorDouble(f"the ranks' calls differ: {sorted(map(str, told))}")
             take([call[rank][1] for rank in range(meeting.size)])
         self._gpu.call(stream, what, work)
 
-    def complete(self) -> None:
-        """Wait for the other ranks, until an abort."""
-        try:
-            self._meeting.gather(lambda: self.ended)
-        except AbortedError:
-            raise NcclErrorDouble("the communicator has been aborted") from None
-        self.is_complete = True
-
-    def is_stopped(self) -> bool:
-        return self.ended or self.revoked
-
-    def revoke(self) -> None:
-        assert not self.is_stopped(), "NCCL refuses this"
-        with self._meeting.changed:
-            self.revoked = True
-            self._meeting.changed.notify_all()
-
-    def shrink(self, excluded: tuple[int, ...], gpu: Gpu) -> CommunicatorDouble:
-        """Meet the ranks that are not excluded."""
-        assert self.revoked and not self.ended and excluded and self._rank not in excluded
-        rest = [rank for rank in range(self.size) if rank not in excluded]
-        with self._meeting.changed:
-            child = self._meeting.children.setdefault(excluded, Meeting(len(rest)))
-        child.gather()
-        return CommunicatorDouble(gpu, child, rest.index(self._rank))
-
-    def register_window(self, pointer: int, nbytes: int, works: bool) -> int:
-        """Wait for the other ranks, as NCCL does, and return a handle; 0 where it makes no window."""
-        number, meeting = next(self._handles), self._meeting
-        with meeting.changed:
-            sizes = meeting.windows.setdefault(number, {})
-            sizes[self._rank] = nbytes
-            meeting.changed.notify_all()
-            meeting.until(lambda: len(sizes) == meeting.size)
-        assert len(set(sizes.values())) == 1, sizes
-        assert self.offset(pointer) is None, "it is a window already"
-        if not works:
-            return 0
-        self.windows[number] = pointer, nbytes, self._next_offset
-        self._next_offset += nbytes
-        return number
-
-    def offset(self, pointer: int) -> int | None:
-        """Return at which offset of all windows an address is; None if it is in none."""
-        return next((offset + pointer - begin for begin, length, offset in self.windows.values()
-                     if begin <= pointer < begin + length), None)
-
-    def _offsets(self, *pointers: int) -> tuple[int | None, ...]:
-        """Return where in windows a call's memory is; `_collective` checks that it is equal on all ranks."""
-        return tuple(map(self.offset, pointers))
-
     def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
         def take(values: list[Any]) -> None:
             view(target, count, _dtype(dtype))[...] = _reduced(values, op)
         self._gpu.reductions.append(op)
-        self._collective("allReduce", stream, (count, dtype, op, *self._offsets(source, target)),
-                         (source, count, dtype), take)
+        self._collective("allReduce", stream, (count, dtype, op), (source, count, dtype), take)
 
     def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
         def take(values: list[Any]) -> None:
             if self._rank == root:
                 view(target, count, _dtype(dtype))[...] = _reduced(values, op)
         self._gpu.reductions.append(op)
-        self._collective("reduce", stream, (count, dtype, op, root, *self._offsets(source, target)),
-                         (source, count, dtype), take)
+        self._collective("reduce", stream, (count, dtype, op, root), (source, count, dtype), take)
 
     def reduceScatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
         def take(values: list[Any]) -> None:
             mine = slice(self._rank * count, (self._rank + 1) * count)
             view(target, count, _dtype(dtype))[...] = _reduced([each[mine] for each in values], op)
         self._gpu.reductions.append(op)
-        self._collective("reduceScatter", stream, (count, dtype, op, *self._offsets(source, target)),
-                         (source, count * self._meeting.size, dtype), take)
+        self._collective("reduceScatter", stream, (count, dtype, op), (source, count * self._meeting.size, dtype), take)
 
     def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
         def take(values: list[Any]) -> None:
             view(target, count, _dtype(dtype))[...] = values[root]
         given = (source, count, dtype) if self._rank == root else None
-        self._collective("broadcast", stream, (count, dtype, root, *self._offsets(source, target)),
-                         given, take)
+        self._collective("broadcast", stream, (count, dtype, root), given, take)
 
     def allGather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:
         def take(values: list[Any]) -> None:
             view(target, count * len(values), _dtype(dtype))[...] = np.concatenate(values)
-        self._collective("allGather", stream, (count, dtype, *self._offsets(source, target)),
-                         (source, count, dtype), take)
+        self._collective("allGather", stream, (count, dtype), (source, count, dtype), take)
 
     def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
         number = next(self._sends.setdefault(peer, itertools.count()))
@@ -229,7 +168,7 @@ class CommunicatorDouble:
             with self._meeting.changed:
                 self._meeting.sent[self._rank, peer, number] = view(source, count, _dtype(dtype)).copy()
                 self._meeting.changed.notify_all()
-        assert peer != self._rank and self.offset(source) is None
+        assert peer != self._rank
         self._gpu.call(stream, "send", work)
 
     def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
@@ -237,12 +176,11 @@ class CommunicatorDouble:
 
         def work() -> None:
             with self._meeting.changed:
-                self._meeting.until(lambda: (peer, self._rank, number) in self._meeting.sent, self.is_stopped)
+                self._meeting.until(lambda: (peer, self._rank, number) in self._meeting.sent, lambda: self.ended)
                 values = self._meeting.sent.pop((peer, self._rank, number))
             if len(values) != count:
                 raise NcclErrorDouble(f"{count} elements are expected and {len(values)} were sent")
             view(target, count, _dtype(dtype))[...] = values
-        assert self.offset(target) is None
         self._gpu.call(stream, "recv", work)
 
     def check_async_error(self) -> None:
@@ -250,7 +188,6 @@ class CommunicatorDouble:
             raise NcclErrorDouble(str(self._gpu.error))
 
     def abort(self) -> None:
-        self.windows.clear()
         self.ended = True
         with self._meeting.changed:
             for key in [key for key in self._meeting.sent if key[0] == self._rank]:

@@ -107,6 +107,21 @@ def test_settings_that_cannot_work_are_refused() -> None:
         library.load({"NCCL_COMM_BLOCKING": "0"})
 
 
+@pytest.mark.parametrize(("environment", "warned"), [
+    ({"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, "ncclInvalidUsage.*unset it"), ({"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, None),
+    ({"CUDA_LAUNCH_BLOCKING": "1"}, "takes away all overlap"), ({}, None)])
+def test_settings_that_harm_are_told(environment: dict[str, str], warned: str | None, monkeypatch: pytest.MonkeyPatch,
+                                     caplog: pytest.LogCaptureFixture) -> None:
+    modules = {"cupy": types.SimpleNamespace(__version__="14.2.0"),
+               "cupy.cuda.nccl": types.SimpleNamespace(available=True, get_version=lambda: 22809)}
+    monkeypatch.setattr(library.importlib, "import_module", modules.__getitem__)
+    monkeypatch.setattr(library, "copies", set)
+    monkeypatch.delitem(library.sys.modules, "torch", raising=False)
+    library.load(environment)
+    messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(messages) == (warned is not None) and all(re.search(warned or "", message) for message in messages)
+
+
 def test_cupy_that_blocks_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = {"cupy": types.SimpleNamespace(__version__="13.6.0"), "cupy.cuda.nccl": types.SimpleNamespace(available=True)}
     monkeypatch.setattr(library.importlib, "import_module", modules.__getitem__)
@@ -117,7 +132,6 @@ def test_cupy_that_blocks_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_real_library_without_a_gpu() -> None:
     """CuPy and NCCL load, ids are made, and errors come with NCCL's text, on any machine that has them installed."""
     pytest.importorskip("cupy", reason="needs CuPy")
-    from hvdlite.planes.nccl.communicator import DEFAULT_OPTIONS
     from hvdlite.planes.nccl.cupy_device import CupyDevice
     from hvdlite.planes.nccl.driver import Driver
     cupy = library.load({})
@@ -133,13 +147,12 @@ def test_the_real_library_without_a_gpu() -> None:
         pytest.skip("there is a GPU: tests/gpu")
     device = object.__new__(CupyDevice)
     device._cupy, device._nccl, device._runtime, device._driver = cupy, cupy.cuda.nccl, cupy.cuda.runtime, Driver()
-    device._options = DEFAULT_OPTIONS
     first, second = device.unique_id(), device.unique_id()
     assert len(first) == 128 and first != second
     with device.group():
         pass
     with pytest.raises(cupy.cuda.nccl.NcclError) as caught:
-        device.communicator(1, first, 0, "test")
+        device.communicator(1, first, 0)
     assert "NCCL_ERROR_UNHANDLED_CUDA_ERROR" in device.explain(None, caught.value)
     # A communicator that was never made says so: the arguments themselves are as CuPy wants them.
     none, runtime = cupy.cuda.nccl.NcclCommunicator.__new__(cupy.cuda.nccl.NcclCommunicator), cupy.cuda.runtime

@@ -13,11 +13,10 @@ import pytest
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.types import ReduceOp
 from hvdlite.planes.nccl.collectives import StagingBuffer
-from hvdlite.planes.nccl.communicator import NcclOptions
 from hvdlite.runtime.gradient_sets import Moment
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
-from tests.device_double import CudaErrorDouble, GpuDouble, Gpus
+from tests.device_double import CudaErrorDouble, GpuDouble, Gpus, plane, view
 from tests.gpu_worlds import allreduce, begun, spin
 from tests.gpu_worlds import gpus as gpus
 from tests.planes.cuda_double import CudaDouble
@@ -60,35 +59,50 @@ def test_other_errors_are_told_as_what_they_are(gpus: Gpus) -> None:
     worlds.threads(2, step)
 
 
-def test_a_lack_of_host_memory_does_not_keep_other_ranks_waiting_for_gpu_memory(
+def test_a_rank_without_gpu_memory_asks_the_hosts_plane_for_what_the_others_ask(
         gpus: Gpus, caplog: pytest.LogCaptureFixture) -> None:
-    """A gradient set on both: with windows, ranks agree on the memory of GPUs."""
-    gpus.options = {"options": NcclOptions(windows=True)}
+    """All ranks must make the same calls of a host's plane: it places buffers by them."""
+    asked: dict[int, list[int]] = {0: [], 1: []}
 
-    class Poor:
-        def __init__(self, plane: Any) -> None:
-            self.plane = plane
+    class Asked:
+        def __init__(self, rank: int, plane: Any) -> None:
+            self.rank, self.plane = rank, plane
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.plane, name)
 
         def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> Any:
-            raise MemoryError(f"no memory for {nbytes} bytes")
+            asked[self.rank].append(nbytes)
+            return self.plane.fusion_buffer(nbytes, ranks)
 
     def step(runtime: Runtime) -> None:
+        gpu = begun(gpus, runtime)
         for number in (1, 2, 3):
-            here, there = np.ones(4, np.float32), np.ones(4, np.float32)
-            members = {"here": here, "there": gpus.wrap(runtime, there)}
+            if runtime.world.rank == 1:
+                gpu.memory = 0
+            there, here = np.ones(4, np.float32), np.ones(4, np.float32)
+            members = {"there": gpus.wrap(runtime, there), "here": here}
             handles = [runtime.enqueue_gradient(name, member, member, SUM, Moment("set", number))
                        for name, member in members.items()]
             runtime.close_round("set", number)
             for handle in handles:
                 handle.wait()
-            handles[1].completion.wait()
+            handles[0].completion.wait()
             assert (here == 2).all() and (there == 2).all()
             assert runtime.layout("set", number) is None
-    worlds.threads(2, step, wrap=lambda rank, plane: Poor(plane) if rank == 1 else plane)
+    worlds.threads(2, step, wrap=Asked)
+    assert asked[0] and asked[0] == asked[1]
     assert "rank 1: 'set' goes on without learned buckets" in caplog.text
+
+
+def test_a_buckets_memory_is_zero() -> None:
+    """The gaps between its tensors are reduced, too."""
+    gpu = GpuDouble()
+    used = plane(0, None, lambda: None, gpu)
+    own: Any = used.fusion_buffer(1 << 13, (0,), spin).own  # type: ignore[union-attr]
+    assert not view(own.pointer, own.nbytes, np.dtype(np.uint8)).any()
+    used.close()
+    gpu.end()
 
 
 def test_staging_memory_is_allocated_seldom() -> None:

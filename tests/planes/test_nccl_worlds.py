@@ -18,6 +18,7 @@ from tests import worlds
 from tests.device_double import Gpus
 from tests.gpu_worlds import allreduce, spin
 from tests.gpu_worlds import gpus as gpus
+from tests.planes.communicator_double import CommunicatorDouble, NcclErrorDouble
 
 
 def in_world(epoch: int, size: int, step: Callable[[Runtime], None]) -> None:
@@ -132,6 +133,28 @@ def test_a_communicator_that_is_made_too_late_is_aborted(gpus: Gpus) -> None:
     in_world(1, 2, step)
     may_meet.set()
     spin(lambda: not any("hvdlite-nccl" in thread.name for thread in threading.enumerate()))
+    assert not any(gpu.held()["communicators"] for gpu in gpus.made)
+
+
+def test_a_communicator_whose_ranks_are_connecting_is_aborted(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its world is lost while its first collective waits for another rank; no process set has it yet."""
+    both = threading.Barrier(3)
+
+    def connects(communicator: CommunicatorDouble, *_: Any) -> None:
+        both.wait(20)
+        spin(lambda: communicator.ended)
+        raise NcclErrorDouble("it has been aborted")
+    monkeypatch.setattr(CommunicatorDouble, "allReduce", connects)
+
+    def step(runtime: Runtime) -> None:
+        handle = allreduce(gpus, runtime, "x", np.ones(3))
+        if runtime.world.rank == 0:
+            both.wait(20)
+            runtime.stop("a rank was lost")
+        with pytest.raises(HorovodInternalError, match="a rank was lost"):
+            handle.wait()
+    in_world(1, 2, step)
+    assert [gpu.closed_streams for gpu in gpus.made] == [1, 1], "launch threads have ended, so that all is released"
     assert not any(gpu.held()["communicators"] for gpu in gpus.made)
 
 

@@ -1,8 +1,7 @@
-"""A GPU by CuPy, with what CuPy lacks: NCCL's newer calls, and CUDA's contexts."""
+"""A GPU through CuPy, with what CuPy lacks: care for the current device, and for contexts on other GPUs."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import logging
 import os
@@ -17,8 +16,6 @@ from hvdlite.core.array import Array
 from hvdlite.core.device import CopySpec, DeviceArray
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.planes.nccl import kernels, library
-from hvdlite.planes.nccl.api import CONFIG, SHRINK, WINDOWS, NcclApi, NcclError
-from hvdlite.planes.nccl.communicator import DEFAULT_OPTIONS, ConfiguredCommunicator, Groups, NcclOptions
 from hvdlite.planes.nccl.device import Communicator
 from hvdlite.planes.nccl.driver import Driver
 from hvdlite.planes.nccl.kernels import NO_SCALING, Scaling
@@ -41,26 +38,18 @@ class CupyDevice:
     Args:
         index: the index of the GPU; None chooses it by the local rank.
         environment: the environment of the process, checked for unsupported settings.
-        options: what knobs say about NCCL.
     """
 
-    def __init__(self, index: int | None, local_rank: int, environment: Mapping[str, str],
-                 options: NcclOptions = DEFAULT_OPTIONS) -> None:
+    def __init__(self, index: int | None, local_rank: int, environment: Mapping[str, str]) -> None:
         cupy = library.load(environment)
         self._cupy, self._runtime = cupy, cupy.cuda.runtime
         self._nccl = importlib.import_module("cupy.cuda.nccl")
         # Kernel errors come from the driver. KeyError: a status of NCCL that CuPy does not know.
         self.failure: tuple[type[Exception], ...] = (self._nccl.NcclError, self._runtime.CUDARuntimeError,
-                                                     cupy.cuda.driver.CUDADriverError, MemoryError, KeyError, NcclError)
+                                                     cupy.cuda.driver.CUDADriverError, MemoryError, KeyError)
         self.version: int = self._nccl.get_version()
         self.index: int = local_rank % self._runtime.getDeviceCount() if index is None else index
         self._driver = Driver()
-        self._api, self._options = NcclApi(), options
-        self._groups = Groups(self._api)
-        self._guards: dict[int, int] = {}  # by address of a window's memory
-        if options.needs_config and (problem := self._api.lacks(CONFIG)):
-            _log.warning("communicators are not configured: %s", problem)
-            self._options = dataclasses.replace(options, blocking=True, max_ctas=0, cta_policy="default")
         self._own_threads = threading.local()  # has an attribute in threads that called `make_current`
         with self._here():
             self.stream = self._runtime.streamCreateWithPriority(self._runtime.streamNonBlocking, _HIGHEST_PRIORITY)
@@ -173,62 +162,11 @@ class CupyDevice:
     def unique_id(self) -> bytes:
         return bytes(self._nccl.get_unique_id())
 
-    def communicator(self, size: int, unique_id: bytes, rank: int, name: str) -> Communicator:
-        if not self._options.needs_config:
-            return self._nccl.NcclCommunicator(size, unique_id, rank)  # type: ignore[no-any-return]
-        config = self._options.config(name)
-        return ConfiguredCommunicator(self._api, self._api.init(size, unique_id, rank, config), self._groups, config,
-                                      blocking=self._options.blocking)
-
-    def complete(self, communicator: Communicator) -> None:
-        if isinstance(communicator, ConfiguredCommunicator):
-            communicator.complete()
-
-    def shrink_missing(self) -> str:
-        return "communicators are CuPy's, or block" if self._options.blocking else self._api.lacks(SHRINK)
-
-    def revoke(self, communicator: Communicator, seconds: float) -> None:
-        assert isinstance(communicator, ConfiguredCommunicator)
-        communicator.revoke(seconds)
-
-    def shrink(self, communicator: Communicator, excluded: Sequence[int], seconds: float) -> Communicator:
-        assert isinstance(communicator, ConfiguredCommunicator)
-        return communicator.shrink(excluded, self._groups, seconds)
-
-    def windows_missing(self) -> str:
-        return self._api.lacks(WINDOWS)
-
-    def allocate_window(self, nbytes: int) -> int:
-        with self._here():
-            guard = int(self._runtime.malloc(1))
-            try:
-                pointer = self._api.allocate(nbytes)
-            except NcclError:
-                self._free(guard)
-                raise
-            self._guards[pointer] = guard
-            return pointer
-
-    def free_window(self, pointer: int) -> None:
-        self._free(self._guards.pop(pointer))  # waits for the GPU, which ncclMemFree does not
-        with self._here():
-            mode = self._driver.relax_captures()
-            try:
-                self._api.free(pointer)
-            finally:
-                self._driver.relax_captures(mode)
-
-    def register_window(self, communicator: Communicator, pointer: int, nbytes: int) -> int:
-        if isinstance(communicator, ConfiguredCommunicator):
-            return communicator.register_window(pointer, nbytes)
-        return self._api.register_window(communicator.comm, pointer, nbytes).value or 0
+    def communicator(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+        return self._nccl.NcclCommunicator(size, unique_id, rank)  # type: ignore[no-any-return]
 
     @contextmanager
     def group(self) -> Any:
-        if self._options.needs_config:
-            with self._groups.begin():
-                yield
-            return
         self._nccl.groupStart()
         try:
             yield

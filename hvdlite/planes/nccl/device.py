@@ -5,7 +5,6 @@ Streams, events and addresses are plain integers, as CuPy's low-level calls take
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ from hvdlite.core.device import CopySpec, DeviceArray
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.planes.nccl.kernels import NO_SCALING, Scaling
 
-_log = logging.getLogger("hvdlite")
 
 class Communicator(Protocol):
     """NCCL's communicator, with the names and arguments of `cupy.cuda.nccl.NcclCommunicator`: plain addresses."""
@@ -110,39 +108,8 @@ class Device(Protocol):
     def unique_id(self) -> bytes:
         """Return the id of a new communicator; called by one of its ranks."""
 
-    def communicator(self, size: int, unique_id: bytes, rank: int, name: str) -> Communicator:
-        """Create a communicator; all its ranks call this. It can be used after `complete`.
-
-        Args:
-            name: in NCCL's messages.
-        """
-
-    def complete(self, communicator: Communicator) -> None:
-        """Wait until a new communicator can be used, or has been aborted."""
-
-    def shrink_missing(self) -> str:
-        """Return why communicators cannot be revoked and made from others; "" if they can."""
-
-    def revoke(self, communicator: Communicator, seconds: float) -> None:
-        """Stop what is under way, for this rank; then the communicator is good for `shrink` only."""
-
-    def shrink(self, communicator: Communicator, excluded: Sequence[int], seconds: float) -> Communicator:
-        """Make a communicator of the other ranks of a revoked one, in their order; all of them call this."""
-
-    def windows_missing(self) -> str:
-        """Return why there can be no symmetric windows; "" if there may be."""
-
-    def allocate_window(self, nbytes: int) -> int:
-        """Return the address of memory that can become a window."""
-
-    def free_window(self, pointer: int) -> None:
-        """Free memory of `allocate_window`; waits until the GPU does not use it."""
-
-    def register_window(self, communicator: Communicator, pointer: int, nbytes: int) -> int:
-        """Register memory as a symmetric window, together with all ranks, for as long as the communicator exists.
-
-        Return a handle; 0 if NCCL has no use for it.
-        """
+    def communicator(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+        """Create a communicator; blocks until all its ranks have called this."""
 
     def group(self) -> AbstractContextManager[None]:
         """Return a context whose communicator calls form one NCCL group."""

@@ -93,6 +93,9 @@ def load(environment: Mapping[str, str]) -> Any:
                                    "know: unset it")
     if environment.get("CUDA_LAUNCH_BLOCKING") == "1":
         _log.warning("CUDA_LAUNCH_BLOCKING=1 takes away all overlap, and can deadlock NCCL between hosts (nccl issue 750)")
+    if environment.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1":
+        _log.warning("NCCL_LAUNCH_ORDER_IMPLICIT=1 makes NCCL fail (ncclInvalidUsage) when two threads launch at once, "
+                     "hvdlite's and one of the script's: unset it")
     try:
         cupy = importlib.import_module("cupy")
         nccl = importlib.import_module("cupy.cuda.nccl")  # loads libnccl; the module below it does not

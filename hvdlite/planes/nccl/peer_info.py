@@ -8,7 +8,6 @@ import msgspec
 
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.planes.nccl.library import version_text
-from hvdlite.planes.nccl.shrinking import KeptInfo
 
 
 class PeerInfo(msgspec.Struct, frozen=True):
@@ -19,7 +18,6 @@ class PeerInfo(msgspec.Struct, frozen=True):
     version: int  # the code of the NCCL version
     has_kernels: bool = True  # from `Device.has_kernels`; ranks use kernels only where all have them
     unique_id: bytes = b""  # the communicator's id; set by the first rank only
-    kept: KeptInfo | None = None  # the communicator of the last world, for the one of all ranks
 
 
 def check_peers(ranks: Mapping[int, PeerInfo], *, shared: bool) -> None:

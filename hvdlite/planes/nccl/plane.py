@@ -30,18 +30,15 @@ import numpy as np
 
 from hvdlite.core.device import Completion, CopySpec, DeviceArray, Event
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
-from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import GpuProgress, OverdueWork
 from hvdlite.planes.base import FusionBuffer, OobChannel, Plan, WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl import collectives, library
 from hvdlite.planes.nccl.collectives import DTYPES, Launch, StagingBuffer
-from hvdlite.planes.nccl.communicator import DEFAULT_OPTIONS, NcclOptions
 from hvdlite.planes.nccl.communicators import Communicators, nccl_error
 from hvdlite.planes.nccl.cupy_device import CupyDevice
 from hvdlite.planes.nccl.device import Device, EventPool, PooledEvent, check_not_captured
-from hvdlite.planes.nccl.shrinking import CommunicatorKeeper
 from hvdlite.planes.nccl.watcher import (
     ABORT_SECONDS,
     POLL_SECONDS,
@@ -51,7 +48,6 @@ from hvdlite.planes.nccl.watcher import (
     Watcher,
     abort,
 )
-from hvdlite.planes.nccl.windows import Windows
 
 _log = logging.getLogger("hvdlite")
 
@@ -80,7 +76,6 @@ class NcclPlane:
         unavailable_reason: returns why there is no GPU, or "".
         shared_gpu: whether several ranks may share a GPU.
         exit_timeout: see `EXIT_SECONDS`; 0 skips the final all-reduce.
-        options: what knobs say about NCCL.
         clock: in seconds; for work that takes long.
     """
 
@@ -88,8 +83,7 @@ class NcclPlane:
 
     def __init__(self, rank: int, host: str, oob: OobChannel, wake: Callable[[], None], make_device: MakeDevice,
                  unavailable_reason: Callable[[], str] = library.unavailable_reason, *, shared_gpu: bool = False,
-                 exit_timeout: float = EXIT_SECONDS, clock: Callable[[], float] = time.monotonic,
-                 options: NcclOptions = DEFAULT_OPTIONS, keeper: CommunicatorKeeper | None = None) -> None:
+                 exit_timeout: float = EXIT_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         self._rank, self._host, self._oob, self._make_device = rank, host, oob, make_device
         self._find_unavailable_reason = unavailable_reason
         self._thread = LaunchThread(f"hvdlite-nccl-{rank}", wake, lambda: self._opened(None).make_current())
@@ -101,8 +95,6 @@ class NcclPlane:
         self._opening = threading.Lock()
         self._device: Device | None = None
         self._events: EventPool | None = None
-        self._sets: dict[int, tuple[int, ...]] = {}
-        self._options, self._keeper = options, keeper if options.shrink else None
         self._reason: str | None = None  # why there is no GPU, once it is known
         self._closing = False
         self._entered = threading.local()  # has an attribute in threads that have called `enter_thread`
@@ -181,10 +173,9 @@ class NcclPlane:
         return self._launch(self._opened(None), plan)
 
     def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
-        self._sets[process_set_id] = ranks  # its communicator is created when it is needed
+        pass  # its communicator is created when it is needed
 
     def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
-        self._sets.pop(process_set_id, None)
         device = self._device
         ref = None if device is None else self._communicators.refs.pop(process_set_id, None)
         if device is not None and ref is not None:
@@ -199,8 +190,7 @@ class NcclPlane:
             return None
         device = self._opened(None)
         try:
-            memory = self._window_memory(nbytes, ranks, wait_until)
-            return FusionBuffer(self._thread.run(lambda: self._cleared(device, nbytes, memory), wait_until))
+            return FusionBuffer(self._thread.run(lambda: self._zeroed(device, nbytes), wait_until))
         except MemoryError:
             raise
         except device.failure as error:
@@ -226,7 +216,6 @@ class NcclPlane:
         if self._device is None or self._pid != os.getpid():  # a forked child must not call CUDA
             return
         device, communicators = self._device, self._communicators
-        everybody = communicators.refs.get(GLOBAL_PROCESS_SET_ID)
         if failure is None and not self._watcher.drain(DRAIN_SECONDS):
             _log.warning("rank %d: reductions are still under way on GPU %d after %.0f s; they are given up", self._rank,
                          device.index, DRAIN_SECONDS)
@@ -236,8 +225,7 @@ class NcclPlane:
         self._watcher.end(failure)
         self._watcher.wait_for_poll()
         has_ended = failure is None and self._thread.end(DRAIN_SECONDS)
-        is_kept = failure is not None and everybody is not None and communicators.keep(everybody)
-        stuck = abort([ref for ref in refs if not (is_kept and ref is everybody)], device, ABORT_SECONDS)
+        stuck = abort(refs, device, ABORT_SECONDS)
         if stuck:
             _log.error("rank %d: %d NCCL communicators did not end within %.0f s; leave this process to free GPU %d",
                        self._rank, stuck, ABORT_SECONDS, device.index)
@@ -247,7 +235,6 @@ class NcclPlane:
     def _release(self, device: Device) -> None:
         """Destroy streams and events: a process of an elastic job makes new ones in each world."""
         assert self._events is not None
-        self._windows.close()
         try:
             self._events.close()
             device.close()
@@ -297,11 +284,8 @@ class NcclPlane:
                 self._staging = StagingBuffer(device, functools.partial(self._allocate, device))
                 self._watcher = Watcher(device, lambda: self._communicators.check(), lambda error: self._report(error),
                                         self._overdue_times, lambda work: self._report_overdue(work), self._clock)
-                self._windows = Windows(self._rank, device, self._oob, functools.partial(self._reclaimed, device),
-                                        blocking=self._options.blocking)
-                self._copies = StagingBuffer(device, functools.partial(self._allocate, device))
                 self._communicators = Communicators(self._rank, self._host, self._oob, self._thread, device, self._staging,
-                                                    self._keeper, shared_gpu=self._shared_gpu)
+                                                    shared_gpu=self._shared_gpu)
                 self._device = device
         return self._device
 
@@ -310,30 +294,16 @@ class NcclPlane:
         try:
             return device.allocate(nbytes)
         except MemoryError:
-            if not self._reclaimed(device, nbytes):
+            if self._reclaim is None:
                 raise
-        return device.allocate(nbytes)
-
-    def _reclaimed(self, device: Device, nbytes: int) -> bool:
-        """Let the framework give back what it keeps unused; return whether it may have."""
-        if self._reclaim is None:
-            return False
         _log.info("rank %d: GPU %d has no %d bytes left; the framework gives back what it does not use", self._rank,
                   device.index, nbytes)
         self._reclaim()
-        return True
+        return device.allocate(nbytes)
 
-    def _window_memory(self, nbytes: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> DeviceArray | None:
-        """Return memory that is a symmetric window of these ranks; None if they use ordinary memory."""
-        found = next((number for number, members in self._sets.items() if members == ranks), None)
-        if not self._options.windows or len(ranks) == 1 or found is None:
-            return None
-        self._communicators.create(found, ranks, wait_until)
-        return self._windows.memory(found, self._communicators.refs[found], nbytes, self._thread, wait_until)
-
-    def _cleared(self, device: Device, nbytes: int, memory: DeviceArray | None) -> DeviceArray:
+    def _zeroed(self, device: Device, nbytes: int) -> DeviceArray:
         """Return zeroed memory: the gaps between a bucket's tensors are never written, but reduced with them."""
-        memory = memory or self._allocate(device, nbytes)
+        memory = self._allocate(device, nbytes)
         device.zero(memory)
         return memory
 
@@ -343,19 +313,12 @@ class NcclPlane:
         response = plan.response
         ref = self._communicators.refs[response.process_set_id]
         communicator = ref.communicator
-        if self._windows.retired:
-            self._windows.release()
         try:
             ready = _ready_events(plan)
             for event in ready:
                 device.wait(device.stream, event.handle)
-            used, back = plan, list[tuple[DeviceArray, DeviceArray]]()
-            if plan.buffer_slice is None and self._windows.registered:
-                used, back = self._windows.outside(plan, ref, self._copies)
-            collectives.launch(Launch(device, communicator, self._staging, used, plan.ranks.index(self._rank),
+            collectives.launch(Launch(device, communicator, self._staging, plan, plan.ranks.index(self._rank),
                                       ref.has_kernels))
-            for copy, array in back:
-                device.copy(copy.pointer, array.pointer, array.nbytes, device.stream)
             assert self._events is not None
             sequence = self._launched.get(response.process_set_id, 0) + 1
             self._launched[response.process_set_id] = sequence
@@ -367,6 +330,7 @@ class NcclPlane:
                 what += f" and {len(response.names) - 1} more"
             raise nccl_error(self._rank, device, communicator, what, error) from error
 
+
 def _ready_events(plan: Plan) -> list[Event]:
     """Return the distinct ready events of a plan's arrays."""
     arrays = [*plan.sources, *plan.outputs]
@@ -375,13 +339,11 @@ def _ready_events(plan: Plan) -> list[Event]:
 
 
 def create_nccl_plane(rank: int, local_rank: int, host: str, oob: OobChannel, wake: Callable[[], None],
-                      environment: Mapping[str, str], *, shared_gpu: bool, options: NcclOptions,
-                      keeper: CommunicatorKeeper | None) -> NcclPlane:
+                      environment: Mapping[str, str], *, shared_gpu: bool) -> NcclPlane:
     """Return an `NcclPlane` over this host's GPUs.
 
     Args:
         local_rank: chooses the GPU if this rank participates before it has used one.
         environment: the environment of the process.
     """
-    return NcclPlane(rank, host, oob, wake, lambda index: CupyDevice(index, local_rank, environment, options),
-                     shared_gpu=shared_gpu, options=options, keeper=keeper)
+    return NcclPlane(rank, host, oob, wake, lambda index: CupyDevice(index, local_rank, environment), shared_gpu=shared_gpu)

@@ -219,15 +219,11 @@ class CommunicatorRef:
     Args:
         ranks: the ranks of the communicator.
         has_kernels: whether kernels work on all of them.
-
-    Attributes:
-        ended: whether it has been aborted, with all that belongs to it.
     """
 
     def __init__(self, communicator: Communicator, ranks: tuple[int, ...] = (), *, has_kernels: bool = True) -> None:
         self.communicator, self.ranks, self.has_kernels = communicator, ranks, has_kernels
-        self.ended = self._is_ending = False
-        self._after: list[Callable[[], None]] = []
+        self._is_ending = False
         self._lock = threading.Lock()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
 
@@ -237,22 +233,8 @@ class CommunicatorRef:
             if self._is_ending:
                 return
             self._is_ending = True
-        try:
-            self.communicator.abort()
-        finally:
-            with self._lock:
-                self.ended = True
-            for function in self._after:
-                function()
+        self.communicator.abort()
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(self.communicator))
-
-    def call_after(self, function: Callable[[], None]) -> None:
-        """Call a function when the communicator has been aborted."""
-        with self._lock:
-            if not self.ended:
-                self._after.append(function)
-                return
-        function()
 
 
 def abort(refs: Sequence[CommunicatorRef], device: Device, timeout: float) -> int:
