@@ -123,7 +123,7 @@ def rounds(gpu: Gpu, count: int) -> list[int]:
 def rank(hogs: bool) -> None:
     """Be one rank."""
     gpu = Gpu()
-    assemble.gpus = lambda info, config, environment, *_: lambda rank, oob, wake: NcclPlane(  # type: ignore[assignment]
+    assemble.gpus = lambda info, config, environment: lambda rank, oob, wake: NcclPlane(  # type: ignore[assignment]
         rank, "host", oob, wake, lambda index: gpu, lambda: "", exit_timeout=0.0)  # type: ignore[arg-type,return-value]
     api.init()
     full: list[int] = []

@@ -148,7 +148,7 @@ class TorchPlaces:
                           and len({(place.context is None, place.shows_view) for place in self.places}) == 1
                           and all(map(self._is_here, parameters)))
         small = [self.places[place] for place in self.small]
-        self._batch = _Batch(small, self._copy) if self._is_plain and len(small) > 1 else None
+        self._batch = _Batch(small, self._copy_in) if self._is_plain and len(small) > 1 else None
 
     def fill(self, places: Sequence[int], gradients: Sequence[torch.Tensor], is_own: bool) -> bool:
         if not all(map(operator.is_not, gradients, itertools.repeat(None))):
@@ -156,7 +156,6 @@ class TorchPlaces:
         if places is self.small and self._batch is not None and self._belongs(self._batch.places[0], gradients[0]):
             targets = self._batch.fill(gradients, is_own)
             if targets is not None:
-                self._outlive_copy(gradients)
                 self._aim(self._batch.places, targets)
                 return True
         chosen = [self.places[place] for place in places]
@@ -178,8 +177,7 @@ class TorchPlaces:
         if not all_fit:
             return False
         if homes:
-            self._copy(homes, values)
-            self._outlive_copy(values)
+            self._copy_in(homes, values)
         self._aim(chosen, kept)
         return True
 
@@ -254,6 +252,11 @@ class TorchPlaces:
         """Return whether a tensor is in the same memory as the places."""
         return not cuda.is_on_gpu(tensor)
 
+    def _copy_in(self, homes: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        """Copy gradients into their places."""
+        self._copy(homes, values)
+        self._outlive_copy(values)
+
     def _copy(self, homes: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         if len(homes) == 1:
             homes[0].copy_(values[0])
@@ -307,7 +310,7 @@ class _Batch:
     What is constant is listed once; what has to be looked at in every round is compared as a list.
 
     Args:
-        copy: copies gradients to places.
+        copy: copies gradients into places.
     """
 
     def __init__(self, places: Sequence[Place], copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None]) -> None:
