@@ -24,7 +24,6 @@ import numpy as np
 
 from hvdlite.core.array import BFLOAT16, SUPPORTED_DTYPES, accumulator_dtype
 from hvdlite.core.device import CopySpec, DeviceArray
-from hvdlite.planes.nccl.kernels import NO_SCALING, Scaling
 from hvdlite.planes.nccl.plane import NcclPlane
 from tests.planes.communicator_double import PATIENCE, AbortedError, CommunicatorDouble, Meetings, view
 from tests.planes.communicator_double import NcclErrorDouble as NcclErrorDouble
@@ -216,7 +215,7 @@ class GpuDouble:
             return np.lib.stride_tricks.as_strided(flat, array.shape, steps)
         self.launch(stream, "arrange", lambda: np.copyto(strided(target), strided(source)))
 
-    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, scaling: Scaling = NO_SCALING,
+    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, factor: float = 1.0,
                      fill_value: int = 0) -> bool:
         if not self.kernels:
             return False
@@ -229,7 +228,7 @@ class GpuDouble:
                     value = np.array([fill_value], np.uint64).view(np.uint8)[:out.itemsize].view(out.dtype)
                     out[...] = value
                 else:
-                    out[...] = calculated(view(origin, count, SUPPORTED_DTYPES[source]).copy(), scaling, out.dtype)
+                    out[...] = calculated(view(origin, count, SUPPORTED_DTYPES[source]).copy(), factor, out.dtype)
         self.launch(stream, "move", work)
         return True
 
@@ -270,20 +269,14 @@ def _kind(what: str) -> str:
     return what if what in ("send", "recv") else "other"
 
 
-def calculated(values: Any, scaling: Scaling, dtype: np.dtype[Any]) -> Any:
+def calculated(values: Any, factor: float, dtype: np.dtype[Any]) -> Any:
     """Do what the kernel does, with NumPy."""
     with np.errstate(all="ignore"):
         if values.dtype.kind in "iu":
-            if scaling.divisor != 1:
-                values = np.trunc(values / scaling.divisor)
-            if scaling.factor != 1.0:
-                values = np.trunc(values.astype(np.float64) * scaling.factor)
-            return values.astype(dtype)
+            return (values if factor == 1.0 else np.trunc(values.astype(np.float64) * factor)).astype(dtype)
         wide = values.astype(accumulator_dtype(values.dtype))
-        if scaling.divisor != 1:
-            wide = wide / wide.dtype.type(scaling.divisor)
-        if scaling.factor != 1.0:
-            wide = wide * wide.dtype.type(scaling.factor)
+        if factor != 1.0:
+            wide = wide * wide.dtype.type(factor)
         return (wide.astype(np.float32) if dtype == BFLOAT16 else wide).astype(dtype)
 
 

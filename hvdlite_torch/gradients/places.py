@@ -148,7 +148,7 @@ class TorchPlaces:
                           and len({(place.context is None, place.shows_view) for place in self.places}) == 1
                           and all(map(self._is_here, parameters)))
         small = [self.places[place] for place in self.small]
-        self._batch = _Batch(small, self._copy_in) if self._is_plain and len(small) > 1 else None
+        self._batch = _Batch(small, self._copy_in, self._changes) if self._is_plain and len(small) > 1 else None
 
     def fill(self, places: Sequence[int], gradients: Sequence[torch.Tensor], is_own: bool) -> bool:
         if not all(map(operator.is_not, gradients, itertools.repeat(None))):
@@ -165,6 +165,9 @@ class TorchPlaces:
                 chosen, map(self.parameters.__getitem__, places), gradients, others, strict=True):
             if place.context is None and place.holds(gradient):
                 kept.append(None)
+                if self._changes:
+                    homes.append(place.home)
+                    values.append(place.home)
                 continue
             value = self._fitting(place, parameter, gradient)
             if value is None:
@@ -198,6 +201,9 @@ class TorchPlaces:
 
     def filled(self) -> Event | None:
         return None
+
+    def take_back(self, places: Sequence[int]) -> Sequence[torch.Tensor]:
+        return self.results(places)
 
     @torch.no_grad()
     def results(self, places: Sequence[int] | None) -> Sequence[torch.Tensor]:
@@ -251,6 +257,11 @@ class TorchPlaces:
     def _is_here(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is in the same memory as the places."""
         return not cuda.is_on_gpu(tensor)
+
+    @property
+    def _changes(self) -> bool:
+        """Whether gradients are changed when they are copied in, so that those that lie there already are changed, too."""
+        return False
 
     def _copy_in(self, homes: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         """Copy gradients into their places."""
@@ -311,11 +322,13 @@ class _Batch:
 
     Args:
         copy: copies gradients into places.
+        changes: whether it changes them, also those that lie there already.
     """
 
-    def __init__(self, places: Sequence[Place], copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None]) -> None:
+    def __init__(self, places: Sequence[Place], copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
+                 changes: bool) -> None:
         self.places = places
-        self._copy = copy
+        self._copy, self._changes = copy, changes
         self._shows_views = places[0].shows_view
         self._homes = [place.home for place in places]
         self._addresses = [place.address for place in places]
@@ -338,8 +351,11 @@ class _Batch:
         if not self._shows_views:
             targets = gradients
         elif gradients[0] is views[0]:
-            is_there = all(map(operator.is_, gradients, views)) and self._have_addresses(gradients)
-            return targets if is_there else None
+            if not (all(map(operator.is_, gradients, views)) and self._have_addresses(gradients)):
+                return None
+            if self._changes:
+                self._copy(self._homes, self._homes)
+            return targets
         elif any(others := have_others(gradients, is_own)):
             targets = [gradient if has_other else None for gradient, has_other in zip(gradients, others, strict=True)]
         if _users(views, self._storages) != self._idle or not self._have_addresses(views):

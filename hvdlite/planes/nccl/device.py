@@ -13,7 +13,6 @@ from typing import Protocol
 
 from hvdlite.core.device import CopySpec, DeviceArray
 from hvdlite.core.errors import UnsupportedError
-from hvdlite.planes.nccl.kernels import NO_SCALING, Scaling
 
 
 class Communicator(Protocol):
@@ -98,7 +97,7 @@ class Device(Protocol):
             HorovodInternalError: if kernels cannot be compiled.
         """
 
-    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, scaling: Scaling = NO_SCALING,
+    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, factor: float = 1.0,
                      fill_value: int = 0) -> bool:
         """Copy, cast, scale and fill many arrays with as few kernels as possible; False if there are none."""
 

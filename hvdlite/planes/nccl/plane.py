@@ -130,10 +130,10 @@ class NcclPlane:
         event = self.record_event(other)
         self._opened(None).wait(stream, event.handle)
 
-    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int) -> bool:
+    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, factor: float = 1.0) -> bool:
         if source not in DTYPES or target not in DTYPES:
             return False
-        return self._opened(None).batched_copy(copies, source, target, stream)
+        return self._opened(None).batched_copy(copies, source, target, stream, factor)
 
     # --- for the runtime ------------------------------------------------------------------------------------------
 
@@ -199,9 +199,8 @@ class NcclPlane:
     def row_major(self, array: DeviceArray) -> DeviceArray:
         """See `DevicePlane.row_major`."""
         device = self._opened(None)
-        copied = DeviceArray(0, array.shape, array.dtype, array.device)
-        copied = self._allocate(device, copied.nbytes).part(0, copied.size, array.dtype)
-        copied.shape = array.shape
+        copied = self._allocate(device, array.nbytes).part(0, array.size, array.dtype)
+        copied.shape, copied.prescale = array.shape, array.prescale
         if array.ready is not None:
             device.wait(device.stream, array.ready.handle)
         device.copy_row_major(array, copied, device.stream)
