@@ -152,6 +152,9 @@ class GpuDouble:
     def bus_id(self) -> str:
         return self.gpu
 
+    def uuid(self) -> str:
+        return self.gpu
+
     def make_event(self) -> int:
         self.events.add(event := next(self._events))
         return event

@@ -63,6 +63,9 @@ class CupyDevice:
     def bus_id(self) -> str:
         return str(self._runtime.deviceGetPCIBusId(self.index))
 
+    def uuid(self) -> str:
+        return bytes(self._runtime.getDeviceProperties(self.index)["uuid"]).hex()
+
     def make_event(self) -> int:
         with self._here():
             return int(self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming))

@@ -53,6 +53,9 @@ class Device(Protocol):
         Another current device, 0 by default, would get a context, which takes some hundred MiB of its memory.
         """
 
+    def uuid(self) -> str:
+        """Return what is unique to the GPU, or to the slice of it (MIG) that this process uses."""
+
     def bus_id(self) -> str:
         """Return an identifier of this GPU on its host."""
 
