@@ -293,3 +293,27 @@ def test_compressed_gradients_come_back_in_the_memory_in_which_they_came(to_none
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=to_none)
     threads(2, step)
+
+
+def test_a_gradient_that_was_written_to_and_leaves_its_bucket_is_no_new_one() -> None:
+    """It is copied where its bucket stays whole; where another kept gradient has broken the bucket, it is not."""
+    def step(runtime: Runtime) -> None:
+        small, large = parameters = [torch.nn.Parameter(torch.ones(n)) for n in (10, 5000)]
+        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0), _runtime=runtime)
+
+        def backward(*used: Any) -> None:
+            sum((parameter * (runtime.world.rank + 1.0)).sum() for parameter in used).backward()
+        for _ in range(4):
+            optimizer.zero_grad()
+            backward(small, large)
+            optimizer.step()
+        assert by_bucket(optimizer)
+        kept = large.grad if runtime.world.rank == 0 else None
+        small.grad.mul_(2.0)  # by the script, after the step; all ranks do so
+        small.requires_grad_(False)
+        for _ in range(3):
+            large.grad = None
+            backward(large)
+            assert torch.equal(small.grad, torch.full((10,), 3.0)) and torch.equal(large.grad, torch.full((5000,), 1.5))
+        del kept
+    threads(2, step)

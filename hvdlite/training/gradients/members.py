@@ -344,9 +344,13 @@ class Members(Generic[Parameter]):
             if (gradient := member.reduced()) is not None:
                 member.version = self.framework.version(gradient)
 
-    def note_last(self, member: Member[Parameter], gradient: Gradient) -> None:
-        """This is the gradient that was reduced last."""
-        member.reduced, member.version = self.framework.reference(gradient), self.framework.version(gradient)
+    def note_last(self, member: Member[Parameter], gradient: Gradient, *, is_written: bool = False) -> None:
+        """This is the gradient that was reduced last.
+
+        Args:
+            is_written: whether it has been written to since.
+        """
+        member.reduced, member.version = self.framework.reference(gradient), self.framework.version(gradient) - is_written
 
     def _last(self, member: Member[Parameter]) -> Gradient | None:
         """Return the gradient that was reduced last; None when the parameter has another one, or none."""

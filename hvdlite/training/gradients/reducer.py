@@ -362,8 +362,8 @@ class Reducer(Generic[Parameter]):
             current.buckets[member.bucket].leave_out(member)
         else:
             self._send_alone(current, member, is_given=False)
-        if id(member.held) != old and not self.members.needs_round(origin):  # it is another tensor, and still no new one
-            self.members.note_last(member, member.held)
+        if id(member.held) != old:  # a copy, which is no new gradient either
+            self.members.note_last(member, member.held, is_written=origin is Origin.REWRITTEN)
 
     def _send_alone(self, current: Round[Parameter], member: Member[Parameter], *, is_given: bool) -> None:
         try:
