@@ -174,7 +174,7 @@ def test_if_nccl_hears_first_that_a_rank_is_gone_the_verdict_is_waited_for(gpus:
                 runtime.fail("Died", "out of reach", "")
             with pytest.raises(HorovodInternalError):
                 allreduce(gpus, runtime, "y", np.ones(3)).wait(20)
-            # No abort reaches a thread in ncclCommInitRank whose peer never comes: it is left behind, and nothing waits for it.
+            # No abort reaches a thread in ncclCommInitRank whose peer never comes: it is left behind.
             left = {thread.name for thread in threading.enumerate()}
             assert when != "making" or "hvdlite-nccl-1" in left
             return
