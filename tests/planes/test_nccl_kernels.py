@@ -19,7 +19,7 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite.planes.nccl import kernels
 from hvdlite.planes.nccl.kernels import NO_SCALING, Scaling
-from tests.device_double import calculated
+from tests.gpu_double.kernels import calculated
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler to run the kernel's source on the host")
