@@ -64,15 +64,15 @@ def several_ranks(sheet: Sheet, setup: Setup) -> None:
     gpu, work = setup.gpu(), setup.work
     import hvdlite_torch as hvd
     data = images(setup, gpu, work.small_batch, work.small_pixels)
-    for locked in ("0", "1"):
+    hvd.init()
+    sheet.note("path", setup.path())
+    setup.join_torch(gpu)
+    of = [kind for kind in kinds() if kind != "sharing"]
+    contest(sheet, "many layers", makers(setup, of, work.small_model, data), work.times(20), work.times(9))
+    setup.leave_torch()
+    for name, locked in (("locked", "1"), ("reported", "0")):
+        hvd.shutdown()
         os.environ["HVDLITE_LOCKED_ROUNDS"] = locked
         hvd.init()
-        if locked == "0":
-            sheet.note("path", setup.path())
-            setup.join_torch(gpu)
-            of = [kind for kind in kinds() if kind != "sharing"]
-            contest(sheet, f"{setup.size} ranks", makers(setup, of, work.small_model, data), work.times(20), work.times(7))
-            setup.leave_torch()
-        step = stepper(setup, "wrapped", work.small_model, data)
-        measure_launches(sheet, setup, step, "locked" if locked == "1" else "reported", 100)
-        hvd.shutdown()
+        measure_launches(sheet, setup, stepper(setup, "wrapped", work.small_model, data), name, 100)
+    hvd.shutdown()

@@ -38,6 +38,7 @@ class DeviceArray:
         ready: the event after which the values are available and the memory may be written; None: immediately.
         empty: creates an uninitialised array like this one, of another shape; None if no result is allocated like it.
         strides: in elements; () is row-major.
+        prescale: by what the values are multiplied already, of what a reduction multiplies its contributions by.
     """
 
     pointer: int
@@ -48,6 +49,7 @@ class DeviceArray:
     ready: Event | None = None
     empty: Callable[[tuple[int, ...]], DeviceArray] | None = None
     strides: tuple[int, ...] = ()
+    prescale: float = 1.0
 
     @property
     def size(self) -> int:
@@ -171,8 +173,11 @@ class DeviceAccess(Protocol):
     def wait_stream(self, stream: int, other: int) -> None:
         """Make future work on `stream` wait for all work launched on `other` so far."""
 
-    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int) -> bool:
-        """Copy many arrays with as few kernels as possible, casting dtypes; return False if kernels cannot be compiled."""
+    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, factor: float = 1.0) -> bool:
+        """Copy many arrays with as few kernels as possible, casting dtypes and multiplying values by a factor.
+
+        Return False if kernels cannot be compiled.
+        """
 
     def supports(self, collective: int, op: int | None, dtype: str) -> bool:
         """Return whether the plane supports this operation; equal on all ranks."""

@@ -27,7 +27,7 @@ from hvdlite.engine.connections import Connections
 from hvdlite.engine.coordinator_link import CoordinatorLink
 from hvdlite.engine.decisions import Decisions, JobFailed
 from hvdlite.engine.execution import Execution
-from hvdlite.engine.failures import failure_error
+from hvdlite.engine.failures import failure_error, failure_notice
 from hvdlite.engine.health import HealthCheck
 from hvdlite.engine.limits import FLUSH_SECONDS, LISTEN_SECONDS, TRACE_BATCH
 from hvdlite.engine.mailboxes import Mailboxes
@@ -177,7 +177,7 @@ class Engine:
             raise
         except Exception as error:  # a defect, or no memory: tell everybody rather than die silently
             _log.exception("rank %d: the background thread failed", self._rank)
-            self.fail(FailureNotice(self._rank, type(error).__name__, str(error)))
+            self.fail(failure_notice(error, self._rank))
 
     def _exchange(self, *, within_plan: bool = False, sleep: bool = True) -> None:
         """Send this rank's report, handle received messages, and block when idle.
@@ -295,7 +295,7 @@ class Engine:
 
     def _launch_failed(self, error: Exception) -> None:
         """That has failed; any thread may call this."""
-        notice = FailureNotice(self._rank, type(error).__name__, str(error))
+        notice = failure_notice(error, self._rank)
         self._inbox.post(Task(lambda: self.fail(notice)))
 
     def _send_side_message(self, message: SideMessage) -> None:

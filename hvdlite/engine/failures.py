@@ -15,6 +15,13 @@ from hvdlite.core.errors import (
 from hvdlite.negotiation.messages import FailureNotice
 
 
+def failure_notice(error: Exception, rank: int) -> FailureNotice:
+    """Return what `rank` tells the others about an error on it. It may have suffered from a rank that nobody can name."""
+    if isinstance(error, PeerLostError) and error.rank == -1:
+        return FailureNotice(-1, "stopped", str(error))
+    return FailureNotice(rank, type(error).__name__, str(error))
+
+
 def failure_error(notice: FailureNotice, rank: int, names: Sequence[str] = ()) -> HorovodInternalError:
     """Return the exception that `rank` raises for a failure of the job.
 

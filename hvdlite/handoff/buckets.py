@@ -11,6 +11,7 @@ import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import AnyArray, Completion, DeviceArray, Event
+from hvdlite.core.types import ReduceOp
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import BlockedWaiters, Handle
 from hvdlite.negotiation.controller import SplitBucket
@@ -45,7 +46,10 @@ class LearnedBucket:
     Attributes:
         memory: the whole bucket on this rank, flat, padding included.
         places: each member's part of `memory`, flat, in order.
+        prescaled: by what gradients are multiplied when they are put in, on this rank: `prescale`, or 1.
     """
+
+    prescaled = 1.0
 
     def __init__(self, definition: Bucket, buffer_slice: BufferSlice) -> None:
         self.definition = definition
@@ -57,11 +61,18 @@ class LearnedBucket:
             _part(self.memory, offset, math.prod(member.shape), dtype)
             for member, offset in zip(definition.members, definition.offsets, strict=True))
 
+    @property
+    def prescale(self) -> float:
+        """By what every rank's gradients are multiplied before they are summed; for an average, also 1 / ranks."""
+        response = self.definition.response
+        divisor = (response.divisor or len(response.contributors)) if response.op is ReduceOp.AVERAGE else 1
+        return response.prescale / divisor
+
     def logical(self, index: int) -> AnyArray:
         """Return a member's place as an array of its shape, in the order in which the framework lays it out."""
         member, place = self.definition.members[index], self.places[index]
         if isinstance(place, DeviceArray):
-            return dataclasses.replace(place, shape=member.shape, strides=member.strides)
+            return dataclasses.replace(place, shape=member.shape, strides=member.strides, prescale=self.prescaled)
         if not member.strides:
             return place.reshape(member.shape)
         strides = tuple(step * place.itemsize for step in member.strides)
@@ -123,7 +134,9 @@ class BucketEntry:
     def memory(self) -> AnyArray:
         """The bucket's values in this round."""
         memory = self.bucket.memory
-        return memory.after(self._event) if isinstance(memory, DeviceArray) else memory
+        if not isinstance(memory, DeviceArray):
+            return memory
+        return dataclasses.replace(memory, ready=self._event, prescale=self.bucket.prescaled)
 
     def complete(self, release: BucketRelease, completion: Completion | None) -> None:
         """The bucket is reduced; on a GPU, after `completion`."""

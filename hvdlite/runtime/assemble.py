@@ -43,7 +43,7 @@ from hvdlite.planes.gloo import gloo_plane
 from hvdlite.planes.hierarchical import HierarchicalPlane
 from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.planes.mpi import mpi_plane
-from hvdlite.planes.nccl.plane import create_nccl_plane
+from hvdlite.planes.nccl.plane import VERDICT_SECONDS, create_nccl_plane
 from hvdlite.planes.selection import PlaneChoice, choose_plane
 from hvdlite.planes.shm import ShmPlane
 from hvdlite.planes.shm_barrier import WakeRanks, one_by_one
@@ -103,8 +103,10 @@ def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank
 
 def gpus(info: LaunchInfo, config: Config, environment: Mapping[str, str]) -> DevicePlaneMaker:
     """Return what makes the plane for this process's GPU, which is neither loaded nor looked for before it is used."""
+    is_one_host = info.world.local_size == info.world.size
+    verdict_seconds = VERDICT_SECONDS if is_one_host else max(VERDICT_SECONDS, config.heartbeat_timeout)
     return lambda rank, oob, wake: create_nccl_plane(rank, info.world.local_rank, host_identity(), oob, wake, environment,
-                                                     shared_gpu=config.shared_gpu)
+                                                     shared_gpu=config.shared_gpu, verdict_seconds=verdict_seconds)
 
 
 def assemble(info: LaunchInfo, config: Config, casts: Casts, stack_dump: StackDumpTarget = NO_STACK_DUMP,

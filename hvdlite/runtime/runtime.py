@@ -25,6 +25,7 @@ from hvdlite.diagnostics.stall_inspector import Receiver
 from hvdlite.diagnostics.timeline import Order
 from hvdlite.engine.build import build_engine
 from hvdlite.engine.connections import Connections, GroupParts
+from hvdlite.engine.failures import failure_notice
 from hvdlite.engine.limits import EAGER_TRAFFIC, FLUSH_SECONDS
 from hvdlite.handoff.groups import Group
 from hvdlite.handoff.handle import Handle
@@ -66,7 +67,7 @@ class Runtime:
         self._recorder = FlightRecorder(world.rank, connections.plane.name, connections.clock)
         self._engine, self._rank_zero = build_engine(world, config, connections, coordinator, self._handoff, self._recorder)
         if connections.devices is not None:
-            connections.devices.set_error_handler(lambda error: self.fail(type(error).__name__, str(error), ""))
+            connections.devices.set_error_handler(self._device_failed)
             connections.devices.set_overdue_handler(
                 (config.stall_check_time_seconds, config.stall_shutdown_time_seconds),
                 lambda work: self._inbox.post(Task(lambda: self._engine.report_overdue(work))))
@@ -99,6 +100,10 @@ class Runtime:
     def failure(self) -> HorovodInternalError | None:
         """What ended the job, or None while it runs."""
         return self._state.failure
+
+    def _device_failed(self, error: Exception) -> None:
+        notice = failure_notice(error, self.world.rank)
+        self.fail(notice.kind, notice.message, "", notice.origin)
 
     def fail(self, kind: str, message: str, traceback: str, origin: int | None = None) -> None:
         """Tell all ranks that this one cannot go on, and wait until that is on its way.

@@ -1,21 +1,26 @@
 """Places of learned buckets in a GPU's memory, of which `.grad` are views.
 
 When the last gradient of a bucket is computed, one kernel copies all of them to the bucket, on the stream that computed
-them, so torch's allocator may reuse their memory immediately. The kernel also compresses. Another kernel decompresses a
-whole bucket. Gradients that are already in their bucket (`zero_grad(set_to_none=False)`) are not copied.
+them, so torch's allocator may reuse their memory immediately. The kernel also compresses, and multiplies by 1/N for an
+average over N ranks. Another kernel decompresses a whole bucket.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from hvdlite.core.device import AnyArray, CopySpec, DeviceArray, Event
+from hvdlite.core.device import AnyArray, DeviceArray, Event
 from hvdlite.handoff.buckets import LearnedBucket
 from hvdlite_torch import cuda
 from hvdlite_torch.gradients.places import Place, TorchPlaces
+
+_stride, _address, _size = torch.Tensor.stride, torch.Tensor.data_ptr, torch.Tensor.numel
+_dtype = operator.attrgetter("dtype")
 
 
 class GpuPlaces(TorchPlaces):
@@ -25,12 +30,20 @@ class GpuPlaces(TorchPlaces):
         assert isinstance(bucket.memory, DeviceArray)
         self._index = bucket.memory.device
         self._has_others = False  # other streams have computed gradients of this round
+        self._bucket = bucket
+        dtype = str(bucket.memory.dtype)
+        if gradients.plane.batched_copy([], dtype, dtype, 0, bucket.prescale):
+            bucket.prescaled = bucket.prescale
         super().__init__(gradients, bucket, parameters)
-        self._is_plain, self._batch = False, None
 
     def fill(self, places: Sequence[int], gradients: Sequence[torch.Tensor], is_own: bool) -> bool:
         self._has_others = self._join_streams()  # also for gradients that are already in their views
         return super().fill(places, gradients, is_own)
+
+    def take_back(self, places: Sequence[int]) -> Sequence[torch.Tensor]:
+        if places and self._changes:
+            torch._foreach_mul_([self.places[place].home for place in places], 1 / self._bucket.prescaled)
+        return super().take_back(places)
 
     def filled(self) -> Event | None:
         return self.gradients.plane.record_event(cuda.current_stream(self._index))
@@ -59,23 +72,45 @@ class GpuPlaces(TorchPlaces):
             self.gradients.plane.wait_stream(stream, other)
         return bool(others)
 
-    def _copy(self, homes: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        """Copy tensors on the current stream, cast to the targets' dtypes."""
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        return cuda.is_on_gpu(tensor)
+
+    @property
+    def _changes(self) -> bool:
+        return self._bucket.prescaled != 1.0
+
+    def _copy_in(self, homes: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        self._copy(homes, values, self._bucket.prescaled)
+        if values is not homes:
+            self._outlive_copy(values)
+
+    def _copy(self, homes: list[torch.Tensor], values: list[torch.Tensor], factor: float = 1.0) -> None:
+        """Copy tensors on the current stream, cast to the targets' dtypes and multiplied by the factor."""
+        if list(map(_stride, values)) != list(map(_stride, homes)):
+            homes, values = self._copy_other_strides(homes, values, factor)
+        casts = list(zip(map(_dtype, values), map(_dtype, homes), strict=True))
+        copies = list(zip(map(_address, values), map(_address, homes), map(_size, homes), strict=True))
         stream = cuda.current_stream(self._index)
-        alike: dict[tuple[torch.dtype, torch.dtype], list[CopySpec]] = {}
-        rest: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for home, value in zip(homes, values, strict=True):
-            if value.stride() == home.stride() or (value.is_contiguous() and home.is_contiguous()):
-                alike.setdefault((value.dtype, home.dtype), []).append((value.data_ptr(), home.data_ptr(), value.numel()))
-            else:
-                rest[0].append(home)
-                rest[1].append(value)
-        for (of, to), pairs in alike.items():
-            if not self.gradients.plane.batched_copy(pairs, cuda.dtype_name(of), cuda.dtype_name(to), stream):
-                rest = (list(homes), list(values))
-                break
-        if rest[0]:
-            torch._foreach_copy_(rest[0], rest[1])
+        for of, to in set(casts):
+            alike = copies if casts.count((of, to)) == len(casts) else [
+                copy for copy, cast in zip(copies, casts, strict=True) if cast == (of, to)]
+            if not self.gradients.plane.batched_copy(alike, cuda.dtype_name(of), cuda.dtype_name(to), stream, factor):
+                torch._foreach_copy_(homes, values)
+                if factor != 1.0:
+                    torch._foreach_mul_(homes, factor)
+                return
+
+    def _copy_other_strides(self, homes: list[torch.Tensor], values: list[torch.Tensor],
+                            factor: float) -> tuple[list[torch.Tensor], ...]:
+        """Copy tensors whose elements have another order in memory; return the others."""
+        in_order = [value.stride() == home.stride() or (value.is_contiguous() and home.is_contiguous())
+                    for home, value in zip(homes, values, strict=True)]
+        if others := [index for index, is_alike in enumerate(in_order) if not is_alike]:
+            copied = [homes[index] for index in others]
+            torch._foreach_copy_(copied, [values[index] for index in others])
+            if factor != 1.0:
+                torch._foreach_mul_(copied, factor)
+        return list(itertools.compress(homes, in_order)), list(itertools.compress(values, in_order))
 
     def _outlive_copy(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._has_others:  # their memory returns to streams that do not wait for this copy

@@ -146,9 +146,9 @@ class TorchPlaces:
         # Results are views of all places, or copies of all; small gradients may be handled in a few calls.
         self._is_plain = (gradients.casts and not gradients.sparse_as_dense
                           and len({(place.context is None, place.shows_view) for place in self.places}) == 1
-                          and not any(map(cuda.is_on_gpu, parameters)))
+                          and all(map(self._is_here, parameters)))
         small = [self.places[place] for place in self.small]
-        self._batch = _Batch(small) if self._is_plain and len(small) > 1 else None
+        self._batch = _Batch(small, self._copy_in, self._changes) if self._is_plain and len(small) > 1 else None
 
     def fill(self, places: Sequence[int], gradients: Sequence[torch.Tensor], is_own: bool) -> bool:
         if not all(map(operator.is_not, gradients, itertools.repeat(None))):
@@ -165,6 +165,9 @@ class TorchPlaces:
                 chosen, map(self.parameters.__getitem__, places), gradients, others, strict=True):
             if place.context is None and place.holds(gradient):
                 kept.append(None)
+                if self._changes:
+                    homes.append(place.home)
+                    values.append(place.home)
                 continue
             value = self._fitting(place, parameter, gradient)
             if value is None:
@@ -177,8 +180,7 @@ class TorchPlaces:
         if not all_fit:
             return False
         if homes:
-            self._copy(homes, values)
-            self._outlive_copy(values)
+            self._copy_in(homes, values)
         self._aim(chosen, kept)
         return True
 
@@ -200,6 +202,9 @@ class TorchPlaces:
     def filled(self) -> Event | None:
         return None
 
+    def take_back(self, places: Sequence[int]) -> Sequence[torch.Tensor]:
+        return self.results(places)
+
     @torch.no_grad()
     def results(self, places: Sequence[int] | None) -> Sequence[torch.Tensor]:
         chosen = self.places if places is None else [self.places[place] for place in places]
@@ -208,7 +213,8 @@ class TorchPlaces:
                 return [place.view if place.view.data_ptr() == place.address else place.current_view() for place in chosen]
             targets = list(map(_target_of, chosen))
             if targets and all(map(operator.is_not, targets, itertools.repeat(None))):
-                torch._foreach_copy_(targets, list(map(_home_of, chosen)))
+                self._copy(targets, list(map(_home_of, chosen)))
+                self._outlive_copy(targets)
                 self._aim(chosen, [None] * len(chosen))
                 return targets
         return self._results_one_by_one(range(len(self.places)) if places is None else places)
@@ -247,6 +253,20 @@ class TorchPlaces:
         if self._has_targets or any(map(operator.is_not, targets, itertools.repeat(None))):
             self._has_targets = True
             deque(map(_set_target, places, targets), maxlen=0)
+
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is in the same memory as the places."""
+        return not cuda.is_on_gpu(tensor)
+
+    @property
+    def _changes(self) -> bool:
+        """Whether gradients are changed when they are copied in, so that those that lie there already are changed, too."""
+        return False
+
+    def _copy_in(self, homes: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        """Copy gradients into their places."""
+        self._copy(homes, values)
+        self._outlive_copy(values)
 
     def _copy(self, homes: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         if len(homes) == 1:
@@ -299,16 +319,23 @@ class _Batch:
     """The small places of a bucket, of which `fill` and `results` handle all at once.
 
     What is constant is listed once; what has to be looked at in every round is compared as a list.
+
+    Args:
+        copy: copies gradients into places.
+        changes: whether it changes them, also those that lie there already.
     """
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[Place], copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
+                 changes: bool) -> None:
         self.places = places
+        self._copy, self._changes = copy, changes
         self._shows_views = places[0].shows_view
         self._homes = [place.home for place in places]
         self._addresses = [place.address for place in places]
         self._storages = [place.storage for place in places]
         dtypes = [place.dtype if place.context is None else place.context for place in places]
-        self._kinds = [(dtype, place.shape, torch.strided, True, False) for dtype, place in zip(dtypes, places, strict=True)]
+        self._kinds = [(dtype, place.shape, torch.strided, place.home.is_cpu, False)
+                       for dtype, place in zip(dtypes, places, strict=True)]
         self._idle = _users(self._views(), self._storages)
         self._no_targets: list[torch.Tensor | None] = [None] * len(places)
 
@@ -324,14 +351,17 @@ class _Batch:
         if not self._shows_views:
             targets = gradients
         elif gradients[0] is views[0]:
-            is_there = all(map(operator.is_, gradients, views)) and self._have_addresses(gradients)
-            return targets if is_there else None
+            if not (all(map(operator.is_, gradients, views)) and self._have_addresses(gradients)):
+                return None
+            if self._changes:
+                self._copy(self._homes, self._homes)
+            return targets
         elif any(others := have_others(gradients, is_own)):
             targets = [gradient if has_other else None for gradient, has_other in zip(gradients, others, strict=True)]
         if _users(views, self._storages) != self._idle or not self._have_addresses(views):
             return None
         with torch.no_grad():
-            torch._foreach_copy_(self._homes, list(gradients))
+            self._copy(self._homes, list(gradients))
         return targets
 
     def _views(self) -> list[torch.Tensor]:

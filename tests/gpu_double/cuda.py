@@ -175,6 +175,9 @@ class CudaDouble:
     def deviceGetPCIBusId(self, index: int) -> str:
         return self.identity
 
+    def getDeviceProperties(self, index: int) -> dict[str, bytes]:
+        return {"uuid": self.identity.encode()}
+
     def deviceSynchronize(self) -> None:
         for stream in self._streams.keys() - self._closed:
             self.streamSynchronize(stream)

@@ -10,7 +10,6 @@ import numpy as np
 
 from hvdlite.core.array import BFLOAT16, SUPPORTED_DTYPES, accumulator_dtype
 from hvdlite.planes.nccl import kernels
-from hvdlite.planes.nccl.kernels import Scaling
 from tests.gpu_double.cuda import CudaDouble, view
 
 Work = Callable[[Any], None]
@@ -56,23 +55,22 @@ def _by_source() -> dict[str, tuple[str, Work]]:
     for source in numbers:
         for target in numbers:
             work = functools.partial(_move, SUPPORTED_DTYPES[source], SUPPORTED_DTYPES[target])
-            for scaling in (False, True):
-                if source != target or scaling:
-                    found[kernels.source_code(source, target, scaling)] = "move", work
+            for scales in (False, True):
+                if source != target or scales:
+                    found[kernels.source_code(source, target, scales)] = "move", work
     for width in (1, 2, 4, 8, 16):
         found[kernels.row_major_code(width)] = "arrange", functools.partial(_arrange, width)
     return found
 
 
 def _move(source: np.dtype[Any], target: np.dtype[Any], table: Any) -> None:
-    scaling = Scaling(float(table["factor"]), int(table["divisor"]))
     for index in range(table["entries"]):
         origin, place, count = (int(table[name][index]) for name in ("source", "target", "count"))
         out = view(place, count, target)
         if origin == 0:
             out[...] = np.array([table["filler"]]).view(np.uint8)[:out.itemsize].view(target)
         else:
-            out[...] = calculated(view(origin, count, source).copy(), scaling, target)
+            out[...] = calculated(view(origin, count, source).copy(), float(table["factor"]), target)
 
 
 def _arrange(width: int, table: Any) -> None:
@@ -83,18 +81,12 @@ def _arrange(width: int, table: Any) -> None:
     view(int(table["target"]), count * parts, unit).reshape(-1, parts)[...] = elements[places]
 
 
-def calculated(values: Any, scaling: Scaling, dtype: np.dtype[Any]) -> Any:
+def calculated(values: Any, factor: float, dtype: np.dtype[Any]) -> Any:
     """Do what the kernel does, with NumPy."""
     with np.errstate(all="ignore"):
         if values.dtype.kind in "iu":
-            if scaling.divisor != 1:
-                values = np.trunc(values / scaling.divisor)
-            if scaling.factor != 1.0:
-                values = np.trunc(values.astype(np.float64) * scaling.factor)
-            return values.astype(dtype)
+            return (values if factor == 1.0 else np.trunc(values.astype(np.float64) * factor)).astype(dtype)
         wide = values.astype(accumulator_dtype(values.dtype))
-        if scaling.divisor != 1:
-            wide = wide / wide.dtype.type(scaling.divisor)
-        if scaling.factor != 1.0:
-            wide = wide * wide.dtype.type(scaling.factor)
+        if factor != 1.0:
+            wide = wide * wide.dtype.type(factor)
         return (wide.astype(np.float32) if dtype == BFLOAT16 else wide).astype(dtype)

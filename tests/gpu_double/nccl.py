@@ -19,7 +19,11 @@ _NAMES = {code: name for name, code in DTYPES.items()}
 
 
 class NcclErrorDouble(RuntimeError):
-    """Stands for `cupy.cuda.nccl.NcclError`."""
+    """Stands for `cupy.cuda.nccl.NcclError`; by default, that of an error of CUDA's."""
+
+    def __init__(self, text: str, status: int = 1) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class NcclDouble:

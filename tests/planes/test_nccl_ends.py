@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlite.core.errors import HorovodInternalError
+from hvdlite.core.errors import HorovodInternalError, PeerLostError
 from hvdlite.core.types import ReduceOp
 from hvdlite.planes.base import WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
@@ -149,6 +149,52 @@ def test_an_error_in_work_under_way_ends_the_job_naming_the_rank(gpus: Gpus) -> 
         raise HorovodInternalError
 
 
+@pytest.mark.parametrize("seconds", [30.0, 0.2], ids=["named", "nobody knows"])
+@pytest.mark.parametrize("when", ["making", "launching", "under way"])
+def test_if_nccl_hears_first_that_a_rank_is_gone_the_verdict_is_waited_for(gpus: Gpus, when: str, seconds: float,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus.options["verdict_seconds"] = seconds
+    lost = NcclErrorDouble("NCCL_ERROR_REMOTE_ERROR: a peer is gone", 6)
+    failed = threading.Event()
+
+    def fail(*_: Any) -> None:
+        failed.set()
+        raise lost
+
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        if when == "making":
+            runtime.devices.record_event(0)
+        gpu = gpus.made[rank] if when == "making" else begun(gpus, runtime)
+        if rank == 1:
+            allreduce(gpus, runtime, "x", np.ones(3))
+            assert failed.wait(20)
+            if seconds == 30.0:
+                runtime.fail("Died", "out of reach", "")
+            with pytest.raises(HorovodInternalError):
+                allreduce(gpus, runtime, "y", np.ones(3)).wait(20)
+            # No abort reaches a thread in ncclCommInitRank whose peer never comes: it is left behind.
+            left = {thread.name for thread in threading.enumerate()}
+            assert when != "making" or "hvdlite-nccl-1" in left
+            return
+        if when == "making":
+            monkeypatch.setattr(gpu.device, "communicator", fail)
+        else:
+            (communicator,) = gpu.nccl.communicators
+            monkeypatch.setattr(communicator, "allReduce" if when == "launching" else "check_async_error", fail)
+            gpu.hold(gpu.stream)
+        with pytest.raises(PeerLostError) as caught:
+            while True:
+                handle = allreduce(gpus, runtime, "x", np.ones(3))
+                handle.wait(20)
+                handle.completion.block_stream(gpu.make_stream())
+        assert caught.value.rank == (1 if seconds == 30.0 else -1), caught.value
+        if seconds != 30.0:
+            assert "a peer is gone" in str(caught.value) and "A rank has died" in str(caught.value)
+        gpu.release(gpu.stream)
+    worlds.threads(2, step)
+
+
 def test_a_rank_that_dies_while_a_communicator_is_made_is_an_error_on_the_others(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
         if runtime.world.rank == 0:
@@ -167,13 +213,20 @@ def _raise(*_: Any) -> None:
 
 # docs/protocol.md#one-gpu-per-rank
 def test_ranks_on_one_gpu_are_named_unless_it_is_allowed(gpus: Gpus) -> None:
-    one, other = PeerInfo("a", "GPU-1", 22809), PeerInfo("a", "GPU-1", 22809)
+    one, other = PeerInfo("a", "GPU-1", "x", 22809), PeerInfo("a", "GPU-1", "x", 22809)
     with pytest.raises(HorovodInternalError, match=r"ranks 0 and 3 use the same GPU.*torch.cuda.set_device"):
         check_peers({0: one, 3: other}, shared=False)
     check_peers({0: one, 3: other}, shared=True)
-    check_peers({0: PeerInfo("a", "0000:01", 22809), 1: PeerInfo("b", "0000:01", 22809)}, shared=False)
+    slices = {rank: PeerInfo("a", "GPU-1", uuid, 22809) for rank, uuid in enumerate("xy")}
+    with pytest.raises(HorovodInternalError, match=r"ranks 0 and 1 use slices \(MIG\) of one GPU.*NCCL 2.28.9 refuses"):
+        check_peers(slices, shared=False)
+    slices = {rank: PeerInfo("a", "GPU-1", uuid, 23007) for rank, uuid in enumerate("xyy")}
+    check_peers({rank: slices[rank] for rank in (0, 1)}, shared=False)
+    with pytest.raises(HorovodInternalError, match="ranks 1 and 2 use the same GPU"):
+        check_peers(slices, shared=False)
+    check_peers({0: PeerInfo("a", "0000:01", "x", 22809), 1: PeerInfo("b", "0000:01", "y", 22809)}, shared=False)
     with pytest.raises(HorovodInternalError, match=r"rank 0 has NCCL 2.28.9 and rank 1 has 2.27.3"):
-        check_peers({0: one, 1: PeerInfo("a", "GPU-2", 22703)}, shared=False)
+        check_peers({0: one, 1: PeerInfo("a", "GPU-2", "y", 22703)}, shared=False)
     gpus.options["shared_gpu"] = False
     real = gpus.plane
 

@@ -18,7 +18,6 @@ from hvdlite.core.device import DeviceArray
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite.planes.nccl import kernels
-from hvdlite.planes.nccl.kernels import NO_SCALING, Scaling
 from tests.gpu_double.kernels import calculated
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
@@ -66,13 +65,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
     yield compile_for
 
 
-def move(compiled: Any, copies: list[tuple[int, int, int]], source: str, target: str, scaling: Scaling = NO_SCALING,
+def move(compiled: Any, copies: list[tuple[int, int, int]], source: str, target: str, factor: float = 1.0,
          fill_value: int = 0) -> int:
     """Do what `CupyDevice.move` does; return the number of launches."""
-    library = compiled(kernels.source_code(source, target, not scaling.is_identity))
+    library = compiled(kernels.source_code(source, target, factor != 1.0))
     assert library.table_size() == kernels.TABLE.itemsize
     launches = 0
-    for table in kernels.tables(copies, kernels.chunk(source, target), scaling, fill_value):
+    for table in kernels.tables(copies, kernels.chunk(source, target), factor, fill_value):
         entry = table[0]
         library.run(ctypes.c_void_p(table.ctypes.data), int(entry["first"][entry["entries"]]), kernels.THREADS)
         launches += 1
@@ -112,26 +111,26 @@ def test_copies_bits(compiled: Any, dtype: str, shift: int) -> None:
 
 @pytest.mark.parametrize("source", ["float32", "float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("target", ["float32", "float16", "bfloat16", "float64"])
-@pytest.mark.parametrize("scaling", [NO_SCALING, Scaling(0.25), Scaling(3.0, 3)], ids=["plain", "scaled", "divided"])
-def test_casts_and_calculates_like_the_host(compiled: Any, source: str, target: str, scaling: Scaling) -> None:
+@pytest.mark.parametrize("factor", [1.0, 0.25, 1 / 3])
+def test_casts_and_calculates_like_the_host(compiled: Any, source: str, target: str, factor: float) -> None:
     values = shifted(sample(SUPPORTED_DTYPES[source], 5003), 0)
     if source in ("float16", "float32", "bfloat16"):
         values[:4] = [np.inf, -np.inf, np.nan, 0.0]
     out = shifted(np.zeros(values.size, SUPPORTED_DTYPES[target]), 0)
-    move(compiled, [(values.ctypes.data, out.ctypes.data, values.size)], source, target, scaling)
-    expected = calculated(values, scaling, out.dtype)
+    move(compiled, [(values.ctypes.data, out.ctypes.data, values.size)], source, target, factor)
+    expected = calculated(values, factor, out.dtype)
     wide = np.float64
     step = {"float16": 2e-3, "bfloat16": 1e-2}.get(target, 1e-6)
-    np.testing.assert_allclose(out.astype(wide), expected.astype(wide), rtol=0 if scaling is NO_SCALING else step)
+    np.testing.assert_allclose(out.astype(wide), expected.astype(wide), rtol=0 if factor == 1.0 else step)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
 def test_integers_are_truncated_toward_zero_in_place(compiled: Any, dtype: str) -> None:
-    for scaling in (Scaling(0.5), Scaling(1.0, 3), Scaling(2.0, 7)):
+    for factor in (0.5, 1 / 3, 2 / 7):
         values = shifted(sample(SUPPORTED_DTYPES[dtype], 4099) // 2, 0)
-        expected = calculated(values.copy(), scaling, values.dtype)
-        move(compiled, [(values.ctypes.data, values.ctypes.data, values.size)], dtype, dtype, scaling)
-        assert np.array_equal(values, expected), scaling
+        expected = calculated(values.copy(), factor, values.dtype)
+        move(compiled, [(values.ctypes.data, values.ctypes.data, values.size)], dtype, dtype, factor)
+        assert np.array_equal(values, expected), factor
 
 
 @pytest.mark.parametrize("dtype", NAMES)
@@ -140,7 +139,7 @@ def test_fills_with_the_identity(compiled: Any, dtype: str) -> None:
     for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
         out = shifted(sample(kind, 777), 1)
         value = identity(op, kind)
-        move(compiled, [(0, out.ctypes.data, out.size)], dtype, dtype, NO_SCALING, kernels.bits(value, kind))
+        move(compiled, [(0, out.ctypes.data, out.size)], dtype, dtype, 1.0, kernels.bits(value, kind))
         expected = np.full(777, np.float32(value)).astype(kind) if kind == BFLOAT16 else np.full(777, value, kind)
         assert out.tobytes() == expected.tobytes(), op
 

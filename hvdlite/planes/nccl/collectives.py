@@ -18,7 +18,7 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import Plan
 from hvdlite.planes.nccl.device import Communicator, Device
-from hvdlite.planes.nccl.kernels import NEEDED, NO_SCALING, Scaling, bits
+from hvdlite.planes.nccl.kernels import NEEDED, bits
 
 BYTES: Final = 1
 """ncclUint8."""
@@ -142,7 +142,8 @@ class NcclReduction:
         self.op = SUM if response.op is ReduceOp.AVERAGE else _OPS[response.op]
         if divisor == size > 1 and not launch.has_kernels:
             self.op, divisor = MEAN, 1
-        self.prescale, self.postscale = Scaling(response.prescale, divisor), Scaling(response.postscale)
+        self.postscale = response.postscale
+        self._prescale = response.prescale / divisor
         self._fill_value = bits(identity(response.op, SUPPORTED_DTYPES[response.dtype]), SUPPORTED_DTYPES[self.dtype]) \
             if self.parts == 1 else bits(-0.0, SUPPORTED_DTYPES[self.dtype])
 
@@ -150,14 +151,18 @@ class NcclReduction:
         """Return the number of elements of `dtype` for a number of the tensor's elements."""
         return elements * self.parts
 
-    def copy_scaled(self, copies: Sequence[CopySpec], scaling: Scaling = NO_SCALING) -> None:
+    def prescale(self, source: DeviceArray) -> float:
+        """Return by what a source is still to be multiplied."""
+        return self._prescale / source.prescale
+
+    def copy_scaled(self, copies: Sequence[CopySpec], factor: float = 1.0) -> None:
         """Copy and scale arrays; arrays without a source are filled with the op's identity element."""
         launch = self._launch
-        copies = [pair for pair in copies if pair[2] and (pair[0] != pair[1] or not scaling.is_identity)]
-        if not copies or launch.device.batched_copy(copies, self.dtype, self.dtype, launch.stream, scaling,
+        copies = [pair for pair in copies if pair[2] and (pair[0] != pair[1] or factor != 1.0)]
+        if not copies or launch.device.batched_copy(copies, self.dtype, self.dtype, launch.stream, factor,
                                                     self._fill_value):
             return
-        if not scaling.is_identity or not all(pair[0] for pair in copies):
+        if factor != 1.0 or not all(pair[0] for pair in copies):
             raise HorovodInternalError(f"factors, and ranks without a contribution, {NEEDED}")
         for source, target, count in copies:
             launch.device.copy(source, target, count * self.width, launch.stream)
@@ -187,8 +192,8 @@ def _reduce_one(work: Launch, reduction: NcclReduction) -> None:
     origin = target = output.pointer
     if source is None:
         reduction.copy_scaled([(0, target, count)])
-    elif not reduction.prescale.is_identity:
-        reduction.copy_scaled([(source.pointer, target, count)], reduction.prescale)
+    elif (factor := reduction.prescale(source)) != 1.0:
+        reduction.copy_scaled([(source.pointer, target, count)], factor)
     else:
         origin = source.pointer
     work.communicator.allReduce(origin, target, count, reduction.code, reduction.op, work.stream)
@@ -203,15 +208,15 @@ def _reduce_fused(work: Launch, reduction: NcclReduction) -> None:
         return
     staging = work.staging.get(total * reduction.width)
     addresses = [staging + place * reduction.width for place in places]
-    present: list[CopySpec] = []
-    absent: list[CopySpec] = []
+    copies: dict[float, list[CopySpec]] = {}  # by factor
     for index, (address, size) in enumerate(zip(addresses, sizes, strict=True)):
         source = work.source(index)
-        (absent if source is None else present).append((0 if source is None else source.pointer, address, size))
+        origin, factor = (0, 1.0) if source is None else (source.pointer, reduction.prescale(source))
+        copies.setdefault(factor, []).append((origin, address, size))
     if not sizes:  # joined
-        absent.append((0, staging, total))
-    reduction.copy_scaled(absent)
-    reduction.copy_scaled(present, reduction.prescale)
+        copies[1.0] = [(0, staging, total)]
+    for factor, alike in copies.items():
+        reduction.copy_scaled(alike, factor)
     work.communicator.allReduce(staging, staging, total, reduction.code, reduction.op, work.stream)
     outputs = [output.pointer for output in work.plan.outputs if isinstance(output, DeviceArray)]
     reduction.copy_scaled(list(zip(addresses, outputs, sizes, strict=True)), reduction.postscale)
@@ -243,13 +248,14 @@ def _reduce(work: Launch) -> None:
 
 def _contribution(work: Launch, reduction: NcclReduction, source: DeviceArray | None, count: int) -> int:
     """Return the address of this rank's contribution to a reduction: prescaled, or the identity element."""
-    if source is not None and reduction.prescale.is_identity:
+    factor = 1.0 if source is None else reduction.prescale(source)
+    if source is not None and factor == 1.0:
         return source.pointer
     staging = work.staging.get(count * reduction.width)
     if source is None:
         reduction.copy_scaled([(0, staging, count)])
     else:
-        reduction.copy_scaled([(source.pointer, staging, count)], reduction.prescale)
+        reduction.copy_scaled([(source.pointer, staging, count)], factor)
     return staging
 
 
@@ -261,7 +267,7 @@ def _reducescatter(work: Launch) -> None:
         return
     mine = rows[work.rank] * per_row
     source = work.source()
-    if source is None or not reduction.prescale.is_identity or output is None:
+    if source is None or reduction.prescale(source) != 1.0 or output is None:
         staging = work.staging.get((total + mine) * reduction.width)
         origin = _contribution(work, reduction, source, total)
         target = staging + total * reduction.width if output is None else output.pointer

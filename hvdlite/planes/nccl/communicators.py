@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from hvdlite.core.errors import HorovodInternalError
+from hvdlite.core.errors import HorovodInternalError, PeerLostError
 from hvdlite.planes.base import OobChannel, WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl import collectives
@@ -17,6 +17,9 @@ from hvdlite.planes.nccl.collectives import DTYPES, StagingBuffer
 from hvdlite.planes.nccl.device import Device
 from hvdlite.planes.nccl.peer_info import PeerInfo, check_peers
 from hvdlite.planes.nccl.watcher import CommunicatorRef
+
+_PEER_STATUSES: Final = (2, 6)
+"""ncclSystemError and ncclRemoteError, which NCCL also returns when another rank is gone."""
 
 _log = logging.getLogger("hvdlite")
 
@@ -66,7 +69,8 @@ class Communicators:
         device, mine = self._device, ranks.index(self._rank)
         unique_id = self._thread.run(device.unique_id, wait_until) if mine == 0 else b""
         has_kernels = self._thread.run(device.has_kernels, wait_until)
-        text = msgspec.msgpack.encode(PeerInfo(self._host, device.bus_id(), device.version, has_kernels, unique_id))
+        text = msgspec.msgpack.encode(PeerInfo(
+            self._host, device.bus_id(), device.uuid(), device.version, has_kernels, unique_id))
         answer = _ANSWER.decode(self._oob.gather_and_broadcast(f"nccl.{process_set_id}", ranks, text,
                                                                functools.partial(self._check_peers, ranks), wait_until))
         if answer.problem:
@@ -118,10 +122,12 @@ class Communicators:
 
 
 def nccl_error(rank: int, device: Device, communicator: Any, what: str, error: Exception) -> HorovodInternalError:
-    """Return the error that a rank raises when NCCL or CUDA fails in `what`."""
+    """Return the error that a rank raises when NCCL or CUDA fails in `what`; `PeerLostError` if it may be another rank's."""
     if isinstance(error, MemoryError):
         return HorovodInternalError(f"rank {rank}: out of memory in {what}: {error}")
     if not isinstance(error, (device.failure[0], KeyError)):
         return HorovodInternalError(f"rank {rank}: CUDA failed in {what} on GPU {device.index}: {error}")
-    return HorovodInternalError(f"rank {rank}: NCCL failed in {what} on GPU {device.index}: "
-                                f"{device.explain(communicator, error)}; NCCL_DEBUG=INFO tells more")
+    text = f"rank {rank}: NCCL failed in {what} on GPU {device.index}: {device.explain(communicator, error)}"
+    if getattr(error, "status", 0) in _PEER_STATUSES:
+        return PeerLostError(f"{text}. A rank has died, or the network between GPUs has failed; NCCL_DEBUG=INFO tells more")
+    return HorovodInternalError(f"{text}; NCCL_DEBUG=INFO tells more")

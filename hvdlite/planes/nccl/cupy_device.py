@@ -17,7 +17,6 @@ from hvdlite.core.errors import HorovodInternalError
 from hvdlite.planes.nccl import kernels, library
 from hvdlite.planes.nccl.device import Communicator
 from hvdlite.planes.nccl.driver import Driver
-from hvdlite.planes.nccl.kernels import NO_SCALING, Scaling
 
 _log = logging.getLogger("hvdlite")
 
@@ -68,6 +67,9 @@ class CupyDevice:
 
     def bus_id(self) -> str:
         return str(self._runtime.deviceGetPCIBusId(self.index))
+
+    def uuid(self) -> str:
+        return bytes(self._runtime.getDeviceProperties(self.index)["uuid"]).hex()
 
     def make_event(self) -> int:
         with self._here():
@@ -149,13 +151,13 @@ class CupyDevice:
         table, blocks = kernels.layout(source, target)
         self._start(kernel, blocks, table, stream)
 
-    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, scaling: Scaling = NO_SCALING,
+    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, factor: float = 1.0,
                      fill_value: int = 0) -> bool:
-        calculates = not scaling.is_identity
-        kernel = self._kernel((source, target, calculates), lambda: kernels.source_code(source, target, calculates))
+        scales = factor != 1.0
+        kernel = self._kernel((source, target, scales), lambda: kernels.source_code(source, target, scales))
         if kernel is None:
             return False
-        for table in kernels.tables(copies, kernels.chunk(source, target), scaling, fill_value):
+        for table in kernels.tables(copies, kernels.chunk(source, target), factor, fill_value):
             entry = table[0]
             self._start(kernel, int(entry["first"][entry["entries"]]), table, stream)
         return True

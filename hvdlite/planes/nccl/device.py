@@ -13,7 +13,6 @@ from typing import Protocol
 
 from hvdlite.core.device import CopySpec, DeviceArray
 from hvdlite.core.errors import UnsupportedError
-from hvdlite.planes.nccl.kernels import NO_SCALING, Scaling
 
 
 class Communicator(Protocol):
@@ -53,6 +52,9 @@ class Device(Protocol):
 
         Another current device, 0 by default, would get a context, which takes some hundred MiB of its memory.
         """
+
+    def uuid(self) -> str:
+        """Return what is unique to the GPU, or to the slice of it (MIG) that this process uses."""
 
     def bus_id(self) -> str:
         """Return an identifier of this GPU on its host."""
@@ -98,7 +100,7 @@ class Device(Protocol):
             HorovodInternalError: if kernels cannot be compiled.
         """
 
-    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, scaling: Scaling = NO_SCALING,
+    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, factor: float = 1.0,
                      fill_value: int = 0) -> bool:
         """Copy, cast, scale and fill many arrays with as few kernels as possible; False if there are none."""
 

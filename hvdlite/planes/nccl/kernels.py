@@ -9,7 +9,6 @@ The source is plain C++ except for three macros and two conversions, so that tes
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from collections.abc import Iterator, Sequence
 
@@ -28,8 +27,7 @@ NEEDED = "need CUDA kernels, which cannot be compiled here: install NVRTC (pip i
 
 TABLE = np.dtype([
     ("source", np.uint64, ENTRIES), ("target", np.uint64, ENTRIES), ("count", np.int64, ENTRIES),
-    ("first", np.int32, ENTRIES + 1), ("entries", np.int32), ("factor", np.float64), ("divisor", np.int64),
-    ("filler", np.uint64)])
+    ("first", np.int32, ENTRIES + 1), ("entries", np.int32), ("factor", np.float64), ("filler", np.uint64)])
 """Laid out as `struct Table` below; `first[i]` is the first block of array i, `first[entries]` the number of blocks."""
 LAYOUT = np.dtype([("source", np.uint64), ("target", np.uint64), ("count", np.int64), ("dimensions", np.int64),
                    ("shape", np.int64, DIMENSIONS), ("strides", np.int64, DIMENSIONS)])
@@ -41,32 +39,13 @@ _STORED = {"int8": "signed char", "uint8": "unsigned char", "int16": "short", "u
            "bfloat16": "unsigned short", "float32": "float", "float64": "double"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Scaling:
-    """The factor and the divisor that are applied to each value; none by default. Integers are truncated toward zero.
+def source_code(source: str, target: str, scales: bool) -> str:
+    """Return the CUDA source of the copy kernel for two dtypes; if it neither scales nor casts, it copies bits.
 
-    CuPy compiles with -ftz=true: float32 values below 1.2e-38 become zero. Without scaling, bits are copied.
-
-    Attributes:
-        factor: each value is multiplied by it.
-        divisor: each value is divided by it first.
+    Values are multiplied by a factor; integers are truncated toward zero. CuPy compiles with -ftz=true: float32 values below
+    1.2e-38 become zero.
     """
-
-    factor: float = 1.0
-    divisor: int = 1
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether values are unchanged."""
-        return self.factor == 1.0 and self.divisor == 1
-
-
-NO_SCALING = Scaling()
-
-
-def source_code(source: str, target: str, scaling: bool) -> str:
-    """Return the CUDA source of the copy kernel for two dtypes; without scaling and cast it copies bits."""
-    if source == target and not scaling:
+    if source == target and not scales:
         width = SUPPORTED_DTYPES[source].itemsize
         unsigned = _UNITS[width]
         stored, loaded, value = (unsigned, unsigned), "x", "x"
@@ -78,10 +57,8 @@ def source_code(source: str, target: str, scaling: bool) -> str:
             "double" if "float64" in (source, target) else "float"
         loaded = f"from_{source}(x)" if source in ("float16", "bfloat16") else f"({wide})x"
         value = "y"
-        if scaling:
-            divided = "(y / (wide)table.divisor)"
-            value = f"(table.factor == 1.0 ? {divided} : (wide)((double){divided} * table.factor))" if integers else \
-                "(y / (wide)table.divisor * (wide)table.factor)"
+        if scales:
+            value = "(wide)((double)y * table.factor)" if integers else "(y * (wide)table.factor)"
         value = f"to_{target}((float){value})" if target in ("float16", "bfloat16") else f"({stored[1]}){value}"
         length = 16 // max(SUPPORTED_DTYPES[source].itemsize, SUPPORTED_DTYPES[target].itemsize)
     return _SOURCE.format(entries=ENTRIES, threads=THREADS, unroll=UNROLL, source=stored[0], target=stored[1], wide=wide,
@@ -116,7 +93,7 @@ def chunk(source: str, target: str) -> int:
     return THREADS * UNROLL * (16 // max(SUPPORTED_DTYPES[source].itemsize, SUPPORTED_DTYPES[target].itemsize))
 
 
-def tables(copies: Sequence[CopySpec], elements: int, scaling: Scaling = NO_SCALING, fill_value: int = 0) -> Iterator[Array]:
+def tables(copies: Sequence[CopySpec], elements: int, factor: float = 1.0, fill_value: int = 0) -> Iterator[Array]:
     """Yield the tables of the required launches; `table["first"][0][table["entries"][0]]` is the grid.
 
     Args:
@@ -132,8 +109,7 @@ def tables(copies: Sequence[CopySpec], elements: int, scaling: Scaling = NO_SCAL
         entry["source"][:count], entry["target"][:count], entry["count"][:count] = some.T
         blocks = -(-entry["count"][:count] // elements)
         entry["first"][1:count + 1] = np.cumsum(blocks)
-        entry["entries"], entry["factor"], entry["divisor"], entry["filler"] = (
-            count, scaling.factor, scaling.divisor, fill_value)
+        entry["entries"], entry["factor"], entry["filler"] = count, factor, fill_value
         yield table
 
 
@@ -151,7 +127,6 @@ struct Table {{
     long long count[{entries}];
     int first[{entries} + 1], entries;
     double factor;
-    long long divisor;
     unsigned long long filler;
 }};
 struct alignas(sizeof({source}) * {length}) Sources {{ {source} v[{length}]; }};

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.planes.nccl.library import version_text
+
+_SEVERAL_ON_ONE: Final = 23000
+"""The version from which NCCL accepts several ranks on one GPU."""
 
 
 class PeerInfo(msgspec.Struct, frozen=True):
@@ -15,6 +19,7 @@ class PeerInfo(msgspec.Struct, frozen=True):
 
     host: str
     gpu: str  # from `Device.bus_id`
+    uuid: str  # from `Device.uuid`
     version: int  # the code of the NCCL version
     has_kernels: bool = True  # from `Device.has_kernels`; ranks use kernels only where all have them
     unique_id: bytes = b""  # the communicator's id; set by the first rank only
@@ -34,13 +39,19 @@ def check_peers(ranks: Mapping[int, PeerInfo], *, shared: bool) -> None:
         if ranks[rank].version != ranks[first].version:
             raise HorovodInternalError(f"rank {first} has NCCL {version_text(ranks[first].version)} and rank {rank} has "
                                        f"{version_text(ranks[rank].version)}: install one version everywhere")
-    users: dict[tuple[str, str], int] = {}
-    for rank in sorted(ranks):
-        host, gpu = ranks[rank].host, ranks[rank].gpu
-        other = users.setdefault((host, gpu), rank)
-        if other != rank and not shared:
+    users: dict[tuple[str, str, str], int] = {}
+    owners: dict[tuple[str, str], int] = {}
+    for rank in sorted(ranks) if not shared else ():
+        mine = ranks[rank]
+        other = users.setdefault((mine.host, mine.gpu, mine.uuid), rank)
+        if other != rank:
             raise HorovodInternalError(
-                f"ranks {other} and {rank} use the same GPU ({gpu}): call "
+                f"ranks {other} and {rank} use the same GPU ({mine.gpu}): call "
                 "torch.cuda.set_device(hvd.local_rank()) after init(), before anything is put on a GPU; start at most as "
                 "many ranks a host as it has GPUs. For tests, HVDLITE_SHARED_GPU=1 allows it (NCCL before 2.30 also needs "
                 "another NCCL_HOSTID for each rank)")
+        other = owners.setdefault((mine.host, mine.gpu), rank)
+        if other != rank and mine.version < _SEVERAL_ON_ONE:
+            raise HorovodInternalError(
+                f"ranks {other} and {rank} use slices (MIG) of one GPU ({mine.gpu}), which NCCL "
+                f"{version_text(mine.version)} refuses: use NCCL 2.30 or newer, or another GPU for each rank")

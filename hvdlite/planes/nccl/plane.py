@@ -29,7 +29,7 @@ from typing import Any, Final
 import numpy as np
 
 from hvdlite.core.device import Completion, CopySpec, DeviceArray, Event
-from hvdlite.core.errors import HorovodInternalError, UnsupportedError
+from hvdlite.core.errors import HorovodInternalError, PeerLostError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import GpuProgress, OverdueWork
 from hvdlite.planes.base import FusionBuffer, OobChannel, Plan, WaitUntil
@@ -61,6 +61,9 @@ left behind, with its stream; it ends when NCCL gives up."""
 LINGER_SECONDS: Final = 0.1
 """Time for the other GPUs to leave the final all-reduce."""
 
+VERDICT_SECONDS: Final = 2.0
+"""See `NcclPlane`; on one host the end of a process ends its connections at once."""
+
 MakeDevice = Callable[[int | None], Device]
 """Opens the GPU with the given index; None chooses it by the local rank."""
 
@@ -77,13 +80,16 @@ class NcclPlane:
         shared_gpu: whether several ranks may share a GPU.
         exit_timeout: see `EXIT_SECONDS`; 0 skips the final all-reduce.
         clock: in seconds; for work that takes long.
+        verdict_seconds: how long the control plane may need to learn that a rank is gone. NCCL may hear of it earlier, but
+            does not say which.
     """
 
     name = "nccl"
 
     def __init__(self, rank: int, host: str, oob: OobChannel, wake: Callable[[], None], make_device: MakeDevice,
                  unavailable_reason: Callable[[], str] = library.unavailable_reason, *, shared_gpu: bool = False,
-                 exit_timeout: float = EXIT_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+                 exit_timeout: float = EXIT_SECONDS, clock: Callable[[], float] = time.monotonic,
+                 verdict_seconds: float = VERDICT_SECONDS) -> None:
         self._rank, self._host, self._oob, self._make_device = rank, host, oob, make_device
         self._find_unavailable_reason = unavailable_reason
         self._thread = LaunchThread(f"hvdlite-nccl-{rank}", wake, lambda: self._opened(None).make_current())
@@ -97,6 +103,7 @@ class NcclPlane:
         self._events: EventPool | None = None
         self._reason: str | None = None  # why there is no GPU, once it is known
         self._closing = False
+        self._has_ended, self._verdict_seconds = threading.Event(), verdict_seconds
         self._entered = threading.local()  # has an attribute in threads that have called `enter_thread`
         self._reclaim: Callable[[], None] | None = None  # see `DeviceAccess.wrap`
         self._pid = os.getpid()
@@ -130,10 +137,10 @@ class NcclPlane:
         event = self.record_event(other)
         self._opened(None).wait(stream, event.handle)
 
-    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int) -> bool:
+    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, factor: float = 1.0) -> bool:
         if source not in DTYPES or target not in DTYPES:
             return False
-        return self._opened(None).batched_copy(copies, source, target, stream)
+        return self._opened(None).batched_copy(copies, source, target, stream, factor)
 
     # --- for the runtime ------------------------------------------------------------------------------------------
 
@@ -147,6 +154,7 @@ class NcclPlane:
         if self._device is None:
             return ()
         try:
+            self.enter_thread()
             done, reached = self._watcher.progress()
         except self._device.failure:  # the watcher tells it
             return ()
@@ -161,16 +169,23 @@ class NcclPlane:
     def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
         device = self._opened(None)
         self.enter_thread()
-        process_set_id = plan.response.process_set_id
-        self._communicators.create(process_set_id, plan.ranks, wait_until)
-        launched = self._thread.run(lambda: self._launch(device, plan), wait_until)
+        try:
+            self._communicators.create(plan.response.process_set_id, plan.ranks, wait_until)
+            launched = self._thread.run(lambda: self._launch(device, plan), wait_until)
+        except PeerLostError:
+            self._thread.run(self._verdict, wait_until)  # if there is one, this raises it
+            raise
         if not plan.outputs:  # this rank has joined: no entry keeps the work alive, but other ranks need it
             launched.for_entry(None)
         return launched
 
     def launch(self, plan: Plan) -> Completion:
         """See `DevicePlane.launch`."""
-        return self._launch(self._opened(None), plan)
+        try:
+            return self._launch(self._opened(None), plan)
+        except PeerLostError:
+            self._verdict()
+            raise
 
     def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         pass  # its communicator is created when it is needed
@@ -199,9 +214,8 @@ class NcclPlane:
     def row_major(self, array: DeviceArray) -> DeviceArray:
         """See `DevicePlane.row_major`."""
         device = self._opened(None)
-        copied = DeviceArray(0, array.shape, array.dtype, array.device)
-        copied = self._allocate(device, copied.nbytes).part(0, copied.size, array.dtype)
-        copied.shape = array.shape
+        copied = self._allocate(device, array.nbytes).part(0, array.size, array.dtype)
+        copied.shape, copied.prescale = array.shape, array.prescale
         if array.ready is not None:
             device.wait(device.stream, array.ready.handle)
         device.copy_row_major(array, copied, device.stream)
@@ -213,6 +227,7 @@ class NcclPlane:
         Args:
             failure: the error that ends the job early: work in progress is not waited for, and waits for it raise this.
         """
+        self._has_ended.set()
         if self._device is None or self._pid != os.getpid():  # a forked child must not call CUDA
             return
         device, communicators = self._device, self._communicators
@@ -283,7 +298,8 @@ class NcclPlane:
                 self._events = EventPool(device)
                 self._staging = StagingBuffer(device, functools.partial(self._allocate, device))
                 self._watcher = Watcher(device, lambda: self._communicators.check(), lambda error: self._report(error),
-                                        self._overdue_times, lambda work: self._report_overdue(work), self._clock)
+                                        self._overdue_times, lambda work: self._report_overdue(work), self._clock,
+                                        is_known=lambda error: isinstance(error, PeerLostError) and self._verdict())
                 self._communicators = Communicators(self._rank, self._host, self._oob, self._thread, device, self._staging,
                                                     shared_gpu=self._shared_gpu)
                 self._device = device
@@ -330,6 +346,10 @@ class NcclPlane:
                 what += f" and {len(response.names) - 1} more"
             raise nccl_error(self._rank, device, communicator, what, error) from error
 
+    def _verdict(self) -> bool:
+        """Another rank may be gone: wait until the control plane says which; return whether the job has ended."""
+        return self._has_ended.wait(self._verdict_seconds)
+
 
 def _ready_events(plan: Plan) -> list[Event]:
     """Return the distinct ready events of a plan's arrays."""
@@ -339,11 +359,13 @@ def _ready_events(plan: Plan) -> list[Event]:
 
 
 def create_nccl_plane(rank: int, local_rank: int, host: str, oob: OobChannel, wake: Callable[[], None],
-                      environment: Mapping[str, str], *, shared_gpu: bool) -> NcclPlane:
+                      environment: Mapping[str, str], *, shared_gpu: bool, verdict_seconds: float) -> NcclPlane:
     """Return an `NcclPlane` over this host's GPUs.
 
     Args:
         local_rank: chooses the GPU if this rank participates before it has used one.
         environment: the environment of the process.
+        shared_gpu, verdict_seconds: see `NcclPlane`.
     """
-    return NcclPlane(rank, host, oob, wake, lambda index: CupyDevice(index, local_rank, environment), shared_gpu=shared_gpu)
+    return NcclPlane(rank, host, oob, wake, lambda index: CupyDevice(index, local_rank, environment), shared_gpu=shared_gpu,
+                     verdict_seconds=verdict_seconds)

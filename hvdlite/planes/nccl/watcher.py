@@ -111,12 +111,14 @@ class Watcher:
         times: in seconds, ascending: when work that is not done is reported.
         report: called with that work.
         clock: in seconds.
+        is_known: called before `fail`: whether the job has ended for another reason.
     """
 
     def __init__(self, device: Device, check: Callable[[], None], fail: Callable[[Exception], None],
                  times: Sequence[float] = (), report: Callable[[OverdueWork], None] = lambda work: None,
-                 clock: Callable[[], float] = time.monotonic) -> None:
-        self._device, self._check, self._fail = device, check, fail
+                 clock: Callable[[], float] = time.monotonic, *,
+                 is_known: Callable[[Exception], bool] = lambda error: False) -> None:
+        self._device, self._check, self._fail, self._is_known = device, check, fail, is_known
         self._times, self._report, self._clock = times, report, clock
         self._done: dict[int, int] = {}  # by process set: the sequence number of the last plan that is done
         self._pending: deque[LaunchedWork] = deque()
@@ -182,6 +184,8 @@ class Watcher:
         except Exception as error:
             text = error if isinstance(error, HorovodInternalError) else HorovodInternalError(
                 f"a GPU failed while work was under way: {self._device.explain(None, error)}")
+            if self._is_known(text):
+                return
             self.end(text)
             self._fail(text)
 

@@ -98,6 +98,9 @@ class ArrayPlaces:
     def filled(self) -> Event | None:
         return None
 
+    def take_back(self, places: Sequence[int]) -> Sequence[Gradient]:
+        return self.results(places)
+
     def results(self, places: Sequence[int] | None) -> Sequence[Gradient]:
         lead, source, outlines = self._outline if places is None else self._outlined(places)
         block = aligned_empty((lead + source.size,), np.dtype(np.uint8))

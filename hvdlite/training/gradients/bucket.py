@@ -255,7 +255,7 @@ class Bucket(Generic[Parameter]):
         self.state = BROKEN
         self.set.runtime.mark_stale(self.plan.layout.layout)
         placed, later, unused = [self.plan.members[place] for place in self._placed], self._later, self._unused
-        set_held(placed, self.plan.places.results(self._placed))
+        set_held(placed, self.plan.places.take_back(self._placed))
         self._placed, self._later, self._unused = [], [], []
         self._send_alone([*placed, *later], is_given=True)
         self._send_alone(unused, is_given=False)

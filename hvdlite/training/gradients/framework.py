@@ -67,6 +67,9 @@ class Places(Protocol):
     def filled(self) -> Event | None:
         """Return after what the places hold what was put there; None on the host."""
 
+    def take_back(self, places: Sequence[int]) -> Sequence[Gradient]:
+        """Return what was put into these places, as gradients: it is not reduced there after all."""
+
     def results(self, places: Sequence[int] | None) -> Sequence[Gradient]:
         """Return what lies in these places, or in all, as gradients; once for what is filled."""
 
