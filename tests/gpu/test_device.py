@@ -13,7 +13,7 @@ from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import DeviceArray
 from hvdlite.planes.nccl import library
 from hvdlite.planes.nccl.kernels import ENTRIES, bits
-from tests.device_double import calculated
+from tests.gpu_double.kernels import calculated
 
 NAMES = [name for name in SUPPORTED_DTYPES if name != "bool" and "complex" not in name]
 

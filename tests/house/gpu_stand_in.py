@@ -1,16 +1,10 @@
-"""Stand-ins by which the checks of `benchmarks.gpu_check` run on the CPU: torch.cuda over the host, and doubles of GPUs.
-
-A function that stands in for one of torch's takes the arguments that torch's would take, and no others.
-"""
+"""What the checks of `benchmarks.gpu_check` need to run on the CPU, over the double of a GPU (`tests/gpu_double`)."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import itertools
 import threading
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,40 +20,11 @@ from benchmarks.gpu_two_ranks import Kernel
 from hvdlite import api
 from hvdlite.planes.nccl import library
 from hvdlite.runtime.runtime import Runtime
-from tests.device_double import GpuDouble, Gpus, view
-from tests.gpu_worlds import spin
-from tests.torch import gpu_double
+from tests.gpu_double import torch_cuda
+from tests.gpu_double.cuda import view
+from tests.gpu_double.gpu import GpuDouble
+from tests.gpu_double.worlds import Gpus
 from tests.worlds import threads
-
-
-class Stream:
-    """Stands for torch's streams; work on it is done at once."""
-
-    cuda_stream = 0
-
-    def wait_stream(self, stream: Stream) -> None:
-        assert isinstance(stream, Stream)
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-
-class Event:
-    """Stands for torch's events."""
-
-    _clock = itertools.count(1)
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.time = next(self._clock)
-
-    def elapsed_time(self, end: Event) -> float:
-        return float(end.time - self.time)
-
-    def synchronize(self) -> None:
-        pass
 
 
 class HostSetup(Setup):
@@ -73,9 +38,9 @@ class HostSetup(Setup):
     def gpu(self) -> Any:
         return torch.device("cpu")
 
-    def device(self, index: int) -> GpuDouble:
+    def device(self, index: int) -> Any:
         self._gpus.made.append(GpuDouble())
-        return self._gpus.made[-1]
+        return self._gpus.made[-1].device
 
     def malloc(self, nbytes: int) -> int:
         self._memory.append(np.ones(nbytes, np.uint8))
@@ -112,44 +77,12 @@ def install(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Gpus:
     Args:
         count: of GPUs.
     """
-    gpus = gpu_double.install(monkeypatch)
-
-    def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        real = inspect.signature(getattr(owner, name))
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            real.bind(*arguments, **options)
-            return replacement(*arguments, **options)
-        monkeypatch.setattr(owner, name, call)
-
-    def synchronize() -> None:
-        for gpu in (each for each in gpus.made if not each.closed_streams):
-            for stream in gpu._streams:
-                event = gpu.make_event()
-                gpu.record(event, stream)
-                spin(lambda gpu=gpu, event=event: gpu.is_event_done(event))  # type: ignore[misc]
-                gpu.destroy_event(event)
-    for owner, name, replacement in (
-            (torch.cuda, "synchronize", synchronize), (torch.cuda, "_sleep", lambda cycles: None),
-            (torch.cuda, "current_stream", Stream), (torch.cuda, "set_sync_debug_mode", lambda mode: None),
-            (torch.cuda, "mem_get_info", lambda: (64 << 20, 128 << 20)), (torch.cuda, "empty_cache", lambda: None),
-            (torch.cuda, "reset_peak_memory_stats", lambda: None), (torch.cuda, "max_memory_allocated", lambda: 1 << 20),
-            (torch.cuda, "get_device_properties", lambda gpu: types.SimpleNamespace(
-                name="a double", multi_processor_count=1, major=9, minor=0)),
-            (torch.cuda, "device_count", lambda: count), (torch.cuda.nccl, "version", lambda: (2, 28, 9)),
-            (dist, "all_reduce", lambda tensor, op: None)):
-        replace(owner, name, replacement)
-    for owner, name, replacement in (
-            (torch.cuda, "stream", lambda stream: contextlib.nullcontext(stream)),
-            (torch.cuda, "Stream", Stream), (torch.cuda, "Event", lambda enable_timing: Event()),
-            (torch.cuda, "ExternalStream", lambda address, device: Stream()),
-            (torch.futures, "Future", lambda devices, real=torch.futures.Future: real()),
-            (hvd, "init", lambda: None), (hvd, "shutdown", lambda: None)):
-        monkeypatch.setattr(owner, name, replacement)
-    runtime = types.SimpleNamespace(streamGetPriority=lambda stream: -5)
-    nccl = types.SimpleNamespace(get_version=lambda: 22809)
-    monkeypatch.setattr(library, "load", lambda environment: types.SimpleNamespace(
-        __version__="14.2.0", cuda=types.SimpleNamespace(runtime=runtime, nccl=nccl)))
+    gpus = torch_cuda.install(monkeypatch)
+    torch_cuda.install_torch(monkeypatch, gpus, count)
+    for name in ("init", "shutdown"):
+        monkeypatch.setattr(hvd, name, lambda: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: None)
+    monkeypatch.setattr(library, "load", lambda environment: gpus.made[0].cupy)
     real_names = gpu_training.names_within
     monkeypatch.setattr(gpu_training, "names_within", lambda events: [*real_names(events), "cudaLaunchKernel"])
     monkeypatch.setattr(gpu_two_ranks, "kernels_within", lambda events: [

@@ -14,7 +14,9 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import FusionBuffer, Plan, Plane, WaitUntil
 from hvdlite.planes.nccl.plane import NcclPlane
-from tests.device_double import GpuDouble, Meetings, plane, view
+from tests.gpu_double.cuda import view
+from tests.gpu_double.gpu import GpuDouble, plane
+from tests.gpu_double.nccl import Meetings
 from tests.planes.makers import Board, BoardOob
 
 _REDUCTIONS = (Collective.ALLREDUCE, Collective.REDUCE, Collective.REDUCESCATTER)
@@ -48,7 +50,7 @@ class OnDouble:
         self.real.remove_process_set(process_set_id, wait_until)
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
-        own = self.gpu.allocate(nbytes)
+        own = self.gpu.device.allocate(nbytes)
         memory = view(own.pointer, nbytes, np.dtype(np.uint8))
         self.memory = own  # keep it
         return FusionBuffer(memory)
@@ -59,6 +61,7 @@ class OnDouble:
     def close(self) -> None:
         self.real.close(None)
         self.gpu.end()
+        assert self.gpu.contexts <= {self.gpu.device.index}
 
 
 def wrapped(array: Any) -> DeviceArray | None:

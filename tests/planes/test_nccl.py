@@ -13,9 +13,8 @@ from hvdlite.core.errors import HorovodInternalError, MismatchError, Unsupported
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
-from tests.device_double import Gpus
-from tests.gpu_worlds import allreduce, begun, spin
-from tests.gpu_worlds import gpus as gpus
+from tests.gpu_double.worlds import Gpus, allreduce, begun, spin
+from tests.gpu_double.worlds import gpus as gpus
 
 SUM, AVERAGE = ReduceOp.SUM, ReduceOp.AVERAGE
 

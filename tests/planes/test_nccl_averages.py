@@ -11,9 +11,8 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.planes.nccl.collectives import MEAN, SUM
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
-from tests.device_double import Gpus
-from tests.gpu_worlds import allreduce
-from tests.gpu_worlds import gpus as gpus
+from tests.gpu_double.worlds import Gpus, allreduce
+from tests.gpu_double.worlds import gpus as gpus
 
 AVERAGE = ReduceOp.AVERAGE
 
@@ -53,7 +52,7 @@ def averages(gpus: Gpus, runtime: Runtime) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_nccl_sums_what_is_to_be_averaged(gpus: Gpus, size: int) -> None:
     worlds.threads(size, lambda runtime: averages(gpus, runtime))
-    assert {op for gpu in gpus.made for op in gpu.reductions} == {SUM}
+    assert {op for gpu in gpus.made for op in gpu.nccl.reductions} == {SUM}
 
 
 def test_one_rank_needs_no_kernel_for_an_average_in_place(gpus: Gpus) -> None:
@@ -71,7 +70,7 @@ def test_all_ranks_use_nccls_average_if_one_has_no_kernels(gpus: Gpus) -> None:
         gpus.made[runtime.world.rank].kernels = runtime.world.rank != 1
         averages(gpus, runtime)
     worlds.threads(3, step)
-    assert all(MEAN in gpu.reductions for gpu in gpus.made)
+    assert all(MEAN in gpu.nccl.reductions for gpu in gpus.made)
 
 
 def test_large_halves_do_not_overflow(gpus: Gpus) -> None:

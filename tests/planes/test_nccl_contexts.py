@@ -7,16 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 
 from hvdlite.planes.nccl.cupy_device import CupyDevice
 from hvdlite.planes.nccl.device import EventPool
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
-from tests.device_double import Gpus
-from tests.gpu_worlds import allreduce, begun, spin
-from tests.gpu_worlds import gpus as gpus
-from tests.planes.cuda_double import CudaDouble
+from tests.gpu_double.gpu import GpuDouble
+from tests.gpu_double.worlds import Gpus, allreduce, begun, spin
+from tests.gpu_double.worlds import gpus as gpus
 
 
 def in_a_thread(function: Callable[[], Any]) -> Any:
@@ -34,38 +32,47 @@ def use(device: CupyDevice) -> None:
     device.wait(0, event.handle)
     memory = [device.allocate(100)]
     device.zero(memory[0])
+    assert device.batched_copy([(memory[0].pointer, memory[0].pointer, 25)], "float32", "float32", device.stream)
     in_a_thread(memory.clear)
 
 
-def test_no_thread_makes_a_context_on_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = CudaDouble()
-    device = in_a_thread(lambda: cuda.device(monkeypatch, 2))
+def test_no_thread_makes_a_context_on_another_gpu() -> None:
+    gpu = in_a_thread(lambda: GpuDouble(2))
+    device = gpu.device
     in_a_thread(lambda: use(device))
 
     def own() -> None:
         device.make_current()
         use(device)
-        assert cuda.getDevice() == 2
+        assert gpu.getDevice() == 2
     in_a_thread(own)
-    assert cuda.contexts == {2} and not cuda.allocated
+    assert gpu.contexts == {2} and not gpu.allocated
+    gpu.end()
 
 
-def test_a_thread_of_the_users_gets_its_device_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = CudaDouble()
-    device = cuda.device(monkeypatch, 2)
+def test_a_thread_of_the_users_gets_its_device_back() -> None:
+    gpu = GpuDouble(2)
+    device = gpu.device
 
     def users() -> int:
-        cuda.setDevice(1)
+        gpu.setDevice(1)
         use(device)
-        return cuda.getDevice()
+        return gpu.getDevice()
     assert in_a_thread(users) == 1
 
     def own() -> int:
         device.make_current()
-        cuda.setDevice(1)  # by a framework
+        gpu.setDevice(1)  # by a framework
         use(device)
-        return cuda.getDevice()
+        return gpu.getDevice()
     assert in_a_thread(own) == 2
+    gpu.end()
+
+
+def test_the_planes_stream_comes_first() -> None:
+    gpu = GpuDouble()
+    assert gpu.streamGetPriority(gpu.stream) == -5
+    gpu.end()
 
 
 def test_all_threads_of_the_plane_enter_its_gpu(gpus: Gpus) -> None:
@@ -75,7 +82,7 @@ def test_all_threads_of_the_plane_enter_its_gpu(gpus: Gpus) -> None:
         rank = runtime.world.rank
         runtime.devices.record_event(0)
         gpu = gpus.made[rank]
-        gpu.make_current = lambda: entered[rank].add(threading.current_thread().name)  # type: ignore[method-assign]
+        gpu.device.make_current = lambda: entered[rank].add(threading.current_thread().name)  # type: ignore[method-assign]
         begun(gpus, runtime)
         made = gpus.wrap(runtime, np.ones(2))
         real = made.empty

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hvdlite.planes.nccl.driver import Driver
-from tests.planes.cuda_double import CudaDouble, CudaError
+from tests.gpu_double.cuda import CudaError
+from tests.gpu_double.gpu import GpuDouble
 
 COMPILER = shutil.which("gcc") or shutil.which("cc")
 _STUB = """
@@ -74,11 +75,12 @@ def test_without_a_driver() -> None:
     (0, -1, True), (600, -1, False), (None, 0, True), (None, 600, False), (700, 700, None)])
 def test_an_event_is_done_when_the_driver_or_cupy_says_so(driver: int | None, runtime: int, expected: bool | None,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = CudaDouble()
-    device = cuda.device(monkeypatch, 0)
-    cuda.driver_status, cuda.runtime_status = driver, runtime
+    gpu = GpuDouble()
+    monkeypatch.setattr(gpu, "event_status", lambda event: driver)
+    monkeypatch.setattr(gpu, "eventQuery", lambda event: runtime)
     if expected is None:
         with pytest.raises(CudaError, match="status 700"):
-            device.is_event_done(1)
+            gpu.device.is_event_done(1)
     else:
-        assert device.is_event_done(1) is expected
+        assert gpu.device.is_event_done(1) is expected
+    gpu.end()

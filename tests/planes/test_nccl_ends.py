@@ -20,10 +20,10 @@ from hvdlite.planes.nccl.peer_info import PeerInfo, check_peers
 from hvdlite.planes.nccl.watcher import CommunicatorRef, abort
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
-from tests.device_double import GpuDouble, Gpus
-from tests.gpu_worlds import allreduce, begun, spin
-from tests.gpu_worlds import gpus as gpus
-from tests.planes.communicator_double import CommunicatorDouble, Meetings, NcclErrorDouble
+from tests.gpu_double.gpu import GpuDouble
+from tests.gpu_double.nccl import CommunicatorDouble, Meetings, NcclErrorDouble
+from tests.gpu_double.worlds import Gpus, allreduce, begun, spin
+from tests.gpu_double.worlds import gpus as gpus
 
 SUM, AVERAGE = ReduceOp.SUM, ReduceOp.AVERAGE
 
@@ -154,8 +154,7 @@ def test_an_error_in_work_under_way_ends_the_job_naming_the_rank(gpus: Gpus) -> 
 def test_if_nccl_hears_first_that_a_rank_is_gone_the_verdict_is_waited_for(gpus: Gpus, when: str, seconds: float,
                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     gpus.options["verdict_seconds"] = seconds
-    lost = NcclErrorDouble("NCCL_ERROR_REMOTE_ERROR: a peer is gone")
-    lost.status = 6  # type: ignore[attr-defined]
+    lost = NcclErrorDouble("NCCL_ERROR_REMOTE_ERROR: a peer is gone", 6)
     failed = threading.Event()
 
     def fail(*_: Any) -> None:
@@ -179,9 +178,9 @@ def test_if_nccl_hears_first_that_a_rank_is_gone_the_verdict_is_waited_for(gpus:
             assert when != "making" or "hvdlite-nccl-1" in left
             return
         if when == "making":
-            monkeypatch.setattr(gpu, "communicator", fail)
+            monkeypatch.setattr(gpu.device, "communicator", fail)
         else:
-            (communicator,) = gpu.communicators
+            (communicator,) = gpu.nccl.communicators
             monkeypatch.setattr(communicator, "allReduce" if when == "launching" else "check_async_error", fail)
             gpu.hold(gpu.stream)
         with pytest.raises(PeerLostError) as caught:
@@ -202,7 +201,7 @@ def test_a_rank_that_dies_while_a_communicator_is_made_is_an_error_on_the_others
             with pytest.raises(HorovodInternalError, match="rank 1"):
                 allreduce(gpus, runtime, "x", np.ones(3)).wait(20)
         else:
-            gpus.made[1].bus_id = _raise  # type: ignore[method-assign]
+            gpus.made[1].device.bus_id = _raise  # type: ignore[method-assign]
             with pytest.raises(HorovodInternalError):
                 allreduce(gpus, runtime, "x", np.ones(3)).wait(20)
     worlds.threads(2, step)
@@ -233,7 +232,7 @@ def test_ranks_on_one_gpu_are_named_unless_it_is_allowed(gpus: Gpus) -> None:
 
     def same(rank: int, oob: Any, wake: Any) -> Any:
         made = real(rank, oob, wake)
-        gpus.made[-1].gpu = "GPU-7"
+        gpus.made[-1].identity = "GPU-7"
         return made
     gpus.plane = same  # type: ignore[method-assign]
 
@@ -280,7 +279,7 @@ def test_aborts_run_side_by_side_and_a_stuck_one_is_left_behind() -> None:
 
     refs = [CommunicatorRef(Communicator(hangs)) for hangs in (False, False, True)]  # type: ignore[arg-type]
     began = time.monotonic()
-    assert abort(refs, gpu, 0.5) == 1
+    assert abort(refs, gpu.device, 0.5) == 1
     assert time.monotonic() - began < 10
     stuck.set()
     gpu.end()

@@ -18,7 +18,7 @@ from hvdlite.core.device import DeviceArray
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite.planes.nccl import kernels
-from tests.device_double import calculated
+from tests.gpu_double.kernels import calculated
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler to run the kernel's source on the host")

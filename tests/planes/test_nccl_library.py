@@ -15,7 +15,7 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes import selection
 from hvdlite.planes.nccl import kernels, library
 from hvdlite.planes.nccl.plane import NcclPlane
-from tests.device_double import GpuDouble, plane
+from tests.gpu_double.gpu import GpuDouble, plane
 
 SUM, AVERAGE = ReduceOp.SUM, ReduceOp.AVERAGE
 
@@ -40,7 +40,7 @@ def test_without_cupy_the_reason_names_the_extra(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(library, "cuda_of_torch", lambda: 13)
     assert library.unavailable_reason() == "CuPy is not installed: pip install 'hvdlite[nccl-cuda13]'"
-    without = NcclPlane(0, "host", None, lambda: None, lambda index: GpuDouble())  # type: ignore[arg-type]
+    without = NcclPlane(0, "host", None, lambda: None, lambda index: GpuDouble().device)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="nccl-cuda13"):
         without.record_event(0)
 

@@ -20,9 +20,9 @@ from hvdlite.negotiation.messages import BucketReady
 from hvdlite.runtime.gradient_sets import Moment
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
-from tests.device_double import Gpus, view
-from tests.gpu_worlds import allreduce
-from tests.gpu_worlds import gpus as gpus
+from tests.gpu_double.cuda import view
+from tests.gpu_double.worlds import Gpus, allreduce
+from tests.gpu_double.worlds import gpus as gpus
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="there are no futexes")
 LABEL, MEMBERS = "set", 3
@@ -193,7 +193,7 @@ def test_an_error_of_a_launch_ends_the_job(locked: Gpus) -> None:
     def step(runtime: Runtime) -> None:
         trainer = Trainer(locked, runtime)
         trainer.until_locked()
-        (communicator,) = locked.made[runtime.world.rank].communicators
+        (communicator,) = locked.made[runtime.world.rank].nccl.communicators
 
         def fail(*_: Any) -> None:
             raise KeyError(3)

@@ -16,10 +16,10 @@ from hvdlite.planes.nccl.collectives import StagingBuffer
 from hvdlite.runtime.gradient_sets import Moment
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
-from tests.device_double import CudaErrorDouble, GpuDouble, Gpus, plane, view
-from tests.gpu_worlds import allreduce, begun, spin
-from tests.gpu_worlds import gpus as gpus
-from tests.planes.cuda_double import CudaDouble
+from tests.gpu_double.cuda import CudaError, view
+from tests.gpu_double.gpu import GpuDouble, plane
+from tests.gpu_double.worlds import Gpus, allreduce, begun, spin
+from tests.gpu_double.worlds import gpus as gpus
 
 SUM = ReduceOp.SUM
 
@@ -50,7 +50,7 @@ def test_what_the_framework_keeps_unused_is_taken_back_first(gpus: Gpus) -> None
 
 def test_other_errors_are_told_as_what_they_are(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
-        begun(gpus, runtime).fault = CudaErrorDouble("cudaErrorIllegalAddress: an illegal memory access was encountered")
+        begun(gpus, runtime).fault = CudaError(700, "cudaErrorIllegalAddress: an illegal memory access was encountered")
         with pytest.raises(HorovodInternalError, match=r"rank \d: CUDA failed in allreduce of 'g'.* on GPU 0: "
                                                        r"cudaErrorIllegalAddress") as caught:
             fused(gpus, runtime)
@@ -107,8 +107,8 @@ def test_a_buckets_memory_is_zero() -> None:
 
 def test_staging_memory_is_allocated_seldom() -> None:
     gpu = GpuDouble()
-    staging = StagingBuffer(gpu, gpu.allocate)
-    for nbytes in range(1000, 100_000, 1000):
+    staging = StagingBuffer(gpu.device, gpu.device.allocate)
+    for nbytes in range(1024, 100_000, 1024):
         staging.get(nbytes)
     assert len(gpu.allocations) < 10
     assert all(later >= 2 * earlier for earlier, later in itertools.pairwise(gpu.allocations))
@@ -116,19 +116,18 @@ def test_staging_memory_is_allocated_seldom() -> None:
     assert gpu.allocations[-1] == 1 << 20
     gpu.memory = (1 << 20) + 4096
     staging.get((1 << 20) + 1)
-    assert gpu.allocations[-1] == (1 << 20) + 1, "there is no memory for more than what is needed"
+    assert gpu.allocations[-1] == (1 << 20) + 256, "there is no memory for more than what is needed"
     gpu.end()
 
 
 @pytest.mark.parametrize(("status", "expected"), [(2, MemoryError), (700, RuntimeError)])
-def test_only_cudas_own_status_is_out_of_memory(status: int, expected: type[Exception],
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = CudaDouble()
-    device = cuda.device(monkeypatch, 0)
-    cuda.malloc_status = status
+def test_only_cudas_own_status_is_out_of_memory(status: int, expected: type[Exception]) -> None:
+    gpu = GpuDouble()
+    gpu.fault = CudaError(status)
     with pytest.raises(expected, match=f"status {status}") as caught:
-        device.allocate(100)
+        gpu.device.allocate(100)
     assert isinstance(caught.value, MemoryError) == (status == 2)
+    gpu.end()
 
 
 # --- memory of the framework's, which it reuses in the order of a stream ---------------------------------------------------

@@ -17,9 +17,9 @@ from hvdlite.planes.nccl.device import EventPool
 from hvdlite.planes.nccl.watcher import LaunchedGroup, LaunchedWork, Watcher
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
-from tests.device_double import GpuDouble, Gpus
-from tests.gpu_worlds import allreduce, begun
-from tests.gpu_worlds import gpus as gpus
+from tests.gpu_double.gpu import GpuDouble
+from tests.gpu_double.worlds import Gpus, allreduce, begun
+from tests.gpu_double.worlds import gpus as gpus
 
 WORK = OverdueWork(1, 7, (0, 2, 3), "x", 61.0)
 
@@ -71,7 +71,7 @@ def busy_gpu(gpu: Any, go_on: threading.Event) -> None:
 
 def stuck_launch(gpu: Any, go_on: threading.Event) -> None:
     """Let the thread that launches be blocked, as when a GPU's queue is full."""
-    (communicator,) = gpu.communicators
+    (communicator,) = gpu.nccl.communicators
     real = communicator.allReduce
 
     def late(*arguments: Any) -> None:
@@ -134,11 +134,12 @@ def test_a_gpu_that_stays_late_ends_the_job(gpus: Gpus, clock: Clock) -> None:
 
 def test_work_that_takes_long_is_reported_once_for_each_time() -> None:
     gpu, clock, told = GpuDouble(), Clock(), list[float]()
-    watcher = Watcher(gpu, lambda: None, lambda error: None, (60.0, 800.0), lambda work: told.append(work.seconds), clock)
+    watcher = Watcher(gpu.device, lambda: None, lambda error: None, (60.0, 800.0), lambda work: told.append(work.seconds),
+                      clock)
     gpu.hold(gpu.stream)
-    pool = EventPool(gpu)
+    pool = EventPool(gpu.device)
     group = LaunchedGroup(0, 1, (0, 1), ("x", "y", "z"), [], clock())
-    work = LaunchedWork(gpu, pool.record(gpu.stream), watcher, group)
+    work = LaunchedWork(gpu.device, pool.record(gpu.stream), watcher, group)
     work.for_entry(None)
     for now, count in ((150.0, 0), (165.0, 1), (500.0, 1), (1000.0, 2)):
         clock.now = now

@@ -15,10 +15,9 @@ from hvdlite.core.config import Config
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
-from tests.device_double import Gpus
-from tests.gpu_worlds import allreduce, spin
-from tests.gpu_worlds import gpus as gpus
-from tests.planes.communicator_double import CommunicatorDouble, NcclErrorDouble
+from tests.gpu_double.nccl import CommunicatorDouble, NcclErrorDouble
+from tests.gpu_double.worlds import Gpus, allreduce, spin
+from tests.gpu_double.worlds import gpus as gpus
 
 
 def in_world(epoch: int, size: int, step: Callable[[Runtime], None]) -> None:
@@ -72,7 +71,7 @@ def lose(gpus: Gpus, made: int, launched: threading.Barrier, runtime: Runtime) -
 def test_survivors_come_free_and_the_next_world_has_communicators_of_its_own(gpus: Gpus, victim_size: int) -> None:
     launched = threading.Barrier(victim_size)
     in_world(1, victim_size, functools.partial(lose, gpus, 0, launched))
-    old = [each for gpu in gpus.made for each in gpu.communicators]
+    old = [each for gpu in gpus.made for each in gpu.nccl.communicators]
     assert all(each.ended for each in old)
     sizes: list[int] = []
 
@@ -83,7 +82,7 @@ def test_survivors_come_free_and_the_next_world_has_communicators_of_its_own(gpu
         assert handle.completion is not None
         handle.completion.wait()
         assert (values == 3).all()
-        (communicator,) = gpus.made[victim_size + runtime.world.rank].communicators
+        (communicator,) = gpus.made[victim_size + runtime.world.rank].nccl.communicators
         assert communicator not in old
         sizes.append(communicator.size)
     in_world(2, 2, step)
@@ -116,14 +115,15 @@ def test_a_communicator_that_is_made_too_late_is_aborted(gpus: Gpus) -> None:
     may_meet, come = threading.Event(), threading.Barrier(3)
 
     def step(runtime: Runtime) -> None:
-        gpu = _opened(gpus, runtime)
-        real = gpu.communicator
+        gpus.wrap(runtime, np.ones(1))
+        device: Any = gpus.made[runtime.world.rank].device
+        real = device.communicator
 
         def late(*arguments: Any) -> Any:
             come.wait(20)
             may_meet.wait(20)
             return real(*arguments)
-        gpu.communicator = late
+        device.communicator = late
         handle = allreduce(gpus, runtime, "x", np.ones(3))
         if runtime.world.rank == 0:
             come.wait(20)
@@ -154,10 +154,6 @@ def test_a_communicator_whose_ranks_are_connecting_is_aborted(gpus: Gpus, monkey
         with pytest.raises(HorovodInternalError, match="a rank was lost"):
             handle.wait()
     in_world(1, 2, step)
-    assert [gpu.closed_streams for gpu in gpus.made] == [1, 1], "launch threads have ended, so that all is released"
+    assert not any(gpu.held()["streams"] for gpu in gpus.made), "launch threads have ended, so that all is released"
     assert not any(gpu.held()["communicators"] for gpu in gpus.made)
 
-
-def _opened(gpus: Gpus, runtime: Runtime) -> Any:
-    gpus.wrap(runtime, np.ones(1))
-    return gpus.made[runtime.world.rank]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,50 +16,23 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.runtime import gpu_arrays
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
-from tests.device_double import Gpus
-from tests.gpu_worlds import install_gpus
-
-
-class ArrayDouble(np.ndarray):
-    """Stands for `cupy.ndarray`."""
-
-    @property
-    def data(self) -> Any:  # type: ignore[override]
-        return types.SimpleNamespace(ptr=self.ctypes.data)
-
-    @property
-    def device(self) -> Any:  # type: ignore[override]
-        @contextlib.contextmanager
-        def entered() -> Iterator[None]:
-            yield
-        made = entered()
-        made.id = 0  # type: ignore[attr-defined]
-        return made
-
-
-class StreamDouble(contextlib.nullcontext):  # type: ignore[type-arg]
-    """Stands for CuPy's current stream."""
-
-    ptr = 0
-
-
-def on_gpu(values: Any) -> ArrayDouble:
-    return np.array(values).view(ArrayDouble)
+from tests.gpu_double.cupy import ArrayDouble, on_gpu
+from tests.gpu_double.gpu import GpuDouble
+from tests.gpu_double.worlds import Gpus, install_gpus
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     made, current = install_gpus(monkeypatch), threading.local()
-    cuda = types.SimpleNamespace(get_current_stream=StreamDouble)
-    module = types.SimpleNamespace(ndarray=ArrayDouble, cuda=cuda, ascontiguousarray=lambda array: on_gpu(array.copy("C")),
-                                   empty=lambda shape, dtype: np.empty(shape, dtype).view(ArrayDouble))
-    monkeypatch.setitem(sys.modules, "cupy", module)
+    somewhere = GpuDouble()
+    monkeypatch.setitem(sys.modules, "cupy", somewhere.cupy)
     monkeypatch.setattr(hvdlite.ops, "runtime", lambda: current.runtime)
     monkeypatch.setattr(hvdlite.ops, "rank", lambda: current.runtime.world.rank)
     monkeypatch.setattr(api.worlds(), "current", lambda: current.runtime)
     made.current = current  # type: ignore[attr-defined]
     yield made
     made.end()
+    somewhere.end()
 
 
 def test_every_collective(gpus: Any) -> None:

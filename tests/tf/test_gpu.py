@@ -15,9 +15,9 @@ import hvdlite_tf as hvd
 from hvdlite import api
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
-from tests.device_double import Gpus
+from tests.gpu_double.cupy import on_gpu
+from tests.gpu_double.worlds import Gpus
 from tests.runtime.test_gpu_arrays import gpus as gpus
-from tests.runtime.test_gpu_arrays import on_gpu
 
 
 def test_tensorflow_numbers_only_the_gpus_that_it_sees(tf: Any, monkeypatch: pytest.MonkeyPatch) -> None:

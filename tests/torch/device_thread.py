@@ -15,8 +15,9 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_map
 
 from hvdlite_torch import cuda
-from tests.device_double import GpuDouble, Gpus, plane
-from tests.torch.gpu_double import install
+from tests.gpu_double.gpu import GpuDouble, plane
+from tests.gpu_double.torch_cuda import install
+from tests.gpu_double.worlds import Gpus
 
 NAME = "gpudouble"
 _IN_PLACE = {torch.ops.aten.add_.Tensor, torch.ops.aten.copy_.default, torch.ops.aten.div_.Tensor,

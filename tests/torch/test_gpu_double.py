@@ -17,8 +17,9 @@ from hvdlite import api  # noqa: E402
 from hvdlite.core.errors import UnsupportedError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, cuda  # noqa: E402
+from tests.gpu_double.torch_cuda import install  # noqa: E402
+from tests.gpu_double.worlds import Gpus  # noqa: E402
 from tests.torch import test_buckets, test_optimizer  # noqa: E402
-from tests.torch.gpu_double import Gpus, install  # noqa: E402
 from tests.torch.models import by_bucket, net, settle, train, wrapped  # noqa: E402  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -136,8 +137,8 @@ def test_gradients_from_several_streams_are_waited_for(gpus: Gpus, to_none: bool
         noted: list[int] = []
         for parameter in parameters:  # the last one's gradient is made elsewhere
             parameter.register_hook(lambda _, own=parameter: setattr(streams, "now", other if own is parameters[-1] else 0))
-        real = gpu.wait
-        monkeypatch.setattr(gpu, "wait", lambda stream, event: (noted.append(stream), real(stream, event))[1])
+        real = gpu.device.wait
+        monkeypatch.setattr(gpu.device, "wait", lambda stream, event: (noted.append(stream), real(stream, event))[1])
         optimizer.zero_grad(set_to_none=to_none)
         torch.nn.functional.mse_loss(model(torch.ones(4, 6)), torch.ones(4, 3)).backward()
         streams.now = 0
@@ -160,8 +161,8 @@ def test_every_bucket_waits_for_all_streams_that_made_gradients(gpus: Gpus, monk
         for index, parameter in enumerate(parameters):  # one gradient of each bucket is made elsewhere
             parameter.register_hook(lambda _, own=index: setattr(streams, "now", other if own > 1 else 0))
         noted: list[int] = []
-        real = gpu.wait
-        monkeypatch.setattr(gpu, "wait", lambda stream, event: (noted.append(stream), real(stream, event))[1])
+        real = gpu.device.wait
+        monkeypatch.setattr(gpu.device, "wait", lambda stream, event: (noted.append(stream), real(stream, event))[1])
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(torch.ones(4, 6)), torch.ones(4, 3)).backward()
         streams.now = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import threading
@@ -41,14 +40,20 @@ class CupyDevice:
 
     def __init__(self, index: int | None, local_rank: int, environment: Mapping[str, str]) -> None:
         cupy = library.load(environment)
-        self._cupy, self._runtime = cupy, cupy.cuda.runtime
-        self._nccl = importlib.import_module("cupy.cuda.nccl")
+        self._open(cupy, Driver(), local_rank % cupy.cuda.runtime.getDeviceCount() if index is None else index)
+
+    def _open(self, cupy: Any, driver: Driver, index: int) -> None:
+        """Open a GPU.
+
+        Args:
+            cupy: the module, with `cupy.cuda.nccl`.
+        """
+        self._cupy, self._runtime, self._nccl = cupy, cupy.cuda.runtime, cupy.cuda.nccl
+        self._driver, self.index = driver, index
         # Kernel errors come from the driver. KeyError: a status of NCCL that CuPy does not know.
         self.failure: tuple[type[Exception], ...] = (self._nccl.NcclError, self._runtime.CUDARuntimeError,
                                                      cupy.cuda.driver.CUDADriverError, MemoryError, KeyError)
         self.version: int = self._nccl.get_version()
-        self.index: int = local_rank % self._runtime.getDeviceCount() if index is None else index
-        self._driver = Driver()
         self._own_threads = threading.local()  # has an attribute in threads that called `make_current`
         with self._here():
             self.stream = self._runtime.streamCreateWithPriority(self._runtime.streamNonBlocking, _HIGHEST_PRIORITY)

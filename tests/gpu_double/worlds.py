@@ -1,4 +1,4 @@
-"""Worlds of threads whose ranks have doubles of GPUs."""
+"""Worlds of threads whose ranks have doubles of GPUs. See `tests/gpu_double/__init__.py`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,47 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdlite.core.device import DeviceArray
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime import assemble
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
-from tests.device_double import GpuDouble, Gpus
+from tests.gpu_double.gpu import GpuDouble, plane
+from tests.gpu_double.nccl import Meetings
+
+
+class Gpus:
+    """The doubles of all ranks of the worlds that a test makes.
+
+    Attributes:
+        made: every one, in order.
+        planes: theirs.
+        options: of planes.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[GpuDouble] = []
+        self.planes: list[Any] = []
+        self.options: dict[str, Any] = {}
+        self.meetings = Meetings()
+
+    def plane(self, rank: int, oob: Any, wake: Any) -> Any:
+        gpu = GpuDouble(0, self.meetings)
+        self.made.append(gpu)
+        self.planes.append(plane(rank, oob, wake, gpu, **self.options))
+        return self.planes[-1]
+
+    def end(self) -> None:
+        for gpu in self.made:
+            gpu.end()
+            assert gpu.error is None, gpu.error
+
+    def wrap(self, runtime: Any, array: Any, stream: int = 0) -> DeviceArray:
+        """Let a NumPy array pass for a rank's GPU memory."""
+        def empty(shape: tuple[int, ...]) -> DeviceArray:
+            return self.wrap(runtime, np.empty(shape, array.dtype), stream)
+        return runtime.devices.wrap(array.ctypes.data, array.shape, array.dtype, 0, stream=stream, owner=array, empty=empty,
+                                    reclaim=self.made[runtime.world.rank].reclaim)
 
 
 def install_gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:

@@ -1,52 +1,76 @@
-"""A test double of NCCL: communicators of ranks that are threads, over memory of the host. See `tests/device_double.py`."""
+"""Stands for the module `cupy.cuda.nccl`, over ranks that are threads. See `tests/gpu_double/__init__.py`."""
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES, accumulator_dtype
 from hvdlite.planes.nccl.collectives import DTYPES, MAXIMUM, MEAN, MINIMUM, PRODUCT, SUM
+from tests.gpu_double.cuda import PATIENCE, AbortedError, CudaDouble, view
 
-PATIENCE = 20.0
 _NAMES = {code: name for name, code in DTYPES.items()}
 
 
-class Gpu(Protocol):
-    """What a communicator needs of a GPU.
+class NcclErrorDouble(RuntimeError):
+    """Stands for `cupy.cuda.nccl.NcclError`; by default, that of an error of CUDA's."""
+
+    def __init__(self, text: str, status: int = 1) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class NcclDouble:
+    """The module, in one process.
 
     Attributes:
+        communicators: those that somebody refers to.
         reductions: NCCL's ops of the reductions that were called, in order.
-        error: an error in what was launched.
+        cuda: where work is launched.
     """
 
-    reductions: list[int]
-    error: Exception | None
+    NcclError = NcclErrorDouble
+    available = True
+
+    def __init__(self, cuda: CudaDouble, meetings: Meetings) -> None:
+        self.cuda, self._meetings = cuda, meetings
+        self.communicators: weakref.WeakSet[CommunicatorDouble] = weakref.WeakSet()
+        self.reductions: list[int] = []
+        self._group = threading.local()
+
+    def get_version(self) -> int:
+        return 22809
+
+    def get_unique_id(self) -> bytes:
+        return self._meetings.new_id()
+
+    def NcclCommunicator(self, size: int, unique_id: bytes, rank: int) -> CommunicatorDouble:
+        self.communicators.add(made := CommunicatorDouble(self, self._meetings.meet(unique_id, size), rank))
+        return made
+
+    def groupStart(self) -> None:
+        self._group.calls = []
+
+    def groupEnd(self) -> None:
+        calls, self._group.calls = self._group.calls, None
+        for kind in ("send", "other", "recv"):  # a group is one launch: nobody waits for a send that comes later
+            for stream, what, work in calls:
+                if kind == (what if what in ("send", "recv") else "other"):
+                    self.cuda.launch(stream, what, work)
 
     def call(self, stream: int, what: str, work: Callable[[], None]) -> None:
         """Launch a call of a communicator, at the end of its group if there is one."""
-
-
-class NcclErrorDouble(RuntimeError):
-    """Stands for `cupy.cuda.nccl.NcclError`."""
-
-
-class AbortedError(Exception):
-    """Ends what was launched on an aborted communicator."""
-
-
-def view(pointer: int, count: int, dtype: np.dtype[Any]) -> Any:
-    """Return the memory at an address."""
-    nbytes = count * dtype.itemsize
-    if not nbytes:
-        return np.empty(0, dtype)
-    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(pointer)).view(dtype)
+        grouped = getattr(self._group, "calls", None)
+        if grouped is None:
+            self.cuda.launch(stream, what, work)
+        else:
+            grouped.append((stream, what, work))
 
 
 class Meetings:
@@ -98,10 +122,11 @@ class Meeting:
 class CommunicatorDouble:
     """Stands for `cupy.cuda.nccl.NcclCommunicator`."""
 
-    def __init__(self, gpu: Gpu, meeting: Meeting, rank: int) -> None:
-        self._gpu, self._meeting, self._rank = gpu, meeting, rank
+    comm = 0  # for NCCL's last error, of any communicator
+
+    def __init__(self, nccl: NcclDouble, meeting: Meeting, rank: int) -> None:
+        self._nccl, self._meeting, self._rank = nccl, meeting, rank
         self.size = meeting.size
-        self.comm = id(self)
         self._calls = itertools.count()
         self._sends: dict[int, Iterator[int]] = {}
         self._receives: dict[int, Iterator[int]] = {}
@@ -128,26 +153,26 @@ class CommunicatorDouble:
             if len(told) > 1:
                 raise NcclErrorDouble(f"the ranks' calls differ: {sorted(map(str, told))}")
             take([call[rank][1] for rank in range(meeting.size)])
-        self._gpu.call(stream, what, work)
+        self._nccl.call(stream, what, work)
 
     def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
         def take(values: list[Any]) -> None:
             view(target, count, _dtype(dtype))[...] = _reduced(values, op)
-        self._gpu.reductions.append(op)
+        self._nccl.reductions.append(op)
         self._collective("allReduce", stream, (count, dtype, op), (source, count, dtype), take)
 
     def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
         def take(values: list[Any]) -> None:
             if self._rank == root:
                 view(target, count, _dtype(dtype))[...] = _reduced(values, op)
-        self._gpu.reductions.append(op)
+        self._nccl.reductions.append(op)
         self._collective("reduce", stream, (count, dtype, op, root), (source, count, dtype), take)
 
     def reduceScatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
         def take(values: list[Any]) -> None:
             mine = slice(self._rank * count, (self._rank + 1) * count)
             view(target, count, _dtype(dtype))[...] = _reduced([each[mine] for each in values], op)
-        self._gpu.reductions.append(op)
+        self._nccl.reductions.append(op)
         self._collective("reduceScatter", stream, (count, dtype, op), (source, count * self._meeting.size, dtype), take)
 
     def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
@@ -169,7 +194,7 @@ class CommunicatorDouble:
                 self._meeting.sent[self._rank, peer, number] = view(source, count, _dtype(dtype)).copy()
                 self._meeting.changed.notify_all()
         assert peer != self._rank
-        self._gpu.call(stream, "send", work)
+        self._nccl.call(stream, "send", work)
 
     def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
         number = next(self._receives.setdefault(peer, itertools.count()))
@@ -181,11 +206,11 @@ class CommunicatorDouble:
             if len(values) != count:
                 raise NcclErrorDouble(f"{count} elements are expected and {len(values)} were sent")
             view(target, count, _dtype(dtype))[...] = values
-        self._gpu.call(stream, "recv", work)
+        self._nccl.call(stream, "recv", work)
 
     def check_async_error(self) -> None:
-        if self._gpu.error is not None:
-            raise NcclErrorDouble(str(self._gpu.error))
+        if self._nccl.cuda.error is not None:
+            raise NcclErrorDouble(str(self._nccl.cuda.error))
 
     def abort(self) -> None:
         self.ended = True
