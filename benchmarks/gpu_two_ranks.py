@@ -56,8 +56,11 @@ class Twins:
 
     def _model(self) -> Any:
         import torch
-        torch.manual_seed(0)
-        return torch.nn.Sequential(*[torch.nn.Linear(self._width, self._width) for _ in range(8)]).to(self._gpu)
+        model = torch.nn.Sequential(*[torch.nn.Linear(self._width, self._width) for _ in range(8)])
+        generator = torch.Generator().manual_seed(0)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=self._width ** -0.5, generator=generator)
+        return model.to(self._gpu)
 
     def batch(self) -> Any:
         import torch
