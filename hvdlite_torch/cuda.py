@@ -62,15 +62,15 @@ def as_tensor(array: DeviceArray) -> torch.Tensor:
     """Return a tensor over an array."""
     dtype = next(dtype for dtype, name in _DTYPES.items() if name == array.dtype)
     flat = bytes_tensor(array.flat()).view(dtype) if array.nbytes else torch.empty(0, dtype=dtype,
-                                                                                   device=memory_device(array))
+                                                                                   device=memory_device(array.device))
     if not array.strides:
         return flat.view(array.shape)
     return flat.as_strided(array.shape, array.strides)
 
 
-def memory_device(array: DeviceArray) -> torch.device:
-    """Return an array's device, as torch's object."""
-    return torch.device("cuda", array.device)
+def memory_device(index: int) -> torch.device:
+    """Return a GPU, as torch's object."""
+    return torch.device("cuda", index)
 
 
 def wrap(tensor: torch.Tensor, devices: DeviceAccess) -> DeviceArray:
@@ -88,14 +88,27 @@ def _wrapped(tensor: torch.Tensor, devices: DeviceAccess, index: int, stream: in
     if dtype is None:
         raise UnsupportedError(f"dtype {tensor.dtype} is not supported")
     return devices.wrap(tensor.data_ptr(), tuple(tensor.shape), dtype, index, stream=stream, owner=tensor,
-                        empty=functools.partial(_empty, tensor, devices, index, stream), reclaim=torch.cuda.empty_cache)
+                        empty=functools.partial(_empty, tensor.dtype, devices, index, stream),
+                        allocate=functools.partial(allocate, devices, index, stream))
 
 
-def _empty(like: torch.Tensor, devices: DeviceAccess, index: int, stream: int, shape: tuple[int, ...]) -> DeviceArray:
+def _empty(dtype: torch.dtype, devices: DeviceAccess, index: int, stream: int, shape: tuple[int, ...]) -> DeviceArray:
     """Allocate a result; called by the background thread. `stream` may still use the memory that torch allocates."""
     with allocating(index, stream):
-        tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
+        tensor = torch.empty(shape, dtype=dtype, device=memory_device(index))
     return _wrapped(tensor, devices, index, stream)
+
+
+def allocate(devices: DeviceAccess, index: int, stream: int, nbytes: int) -> DeviceArray:
+    """Allocate memory for the plane; called by its threads, like `_empty`.
+
+    Raises:
+        MemoryError: when torch has none, also after it has given back what it keeps unused.
+    """
+    try:
+        return _empty(torch.uint8, devices, index, stream, (nbytes,))
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"{nbytes} bytes: {error}") from None
 
 
 def allocating(index: int, stream: int) -> Any:

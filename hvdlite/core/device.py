@@ -151,13 +151,13 @@ class DeviceAccess(Protocol):
 
     def wrap(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, *, stream: int, owner: object,
              empty: Callable[[tuple[int, ...]], DeviceArray] | None = None,
-             reclaim: Callable[[], None] | None = None) -> DeviceArray:
+             allocate: Callable[[int], DeviceArray] | None = None) -> DeviceArray:
         """Describe a dense array whose values were produced on `stream`; later work on the stream is not waited for.
 
         Args:
             empty: see `DeviceArray`.
-            reclaim: makes the framework free the GPU memory that it keeps unused; called, on any thread, if the plane finds
-                no memory.
+            allocate: returns so many bytes of the framework's memory, which the framework uses again in the order of
+                `stream`; called on any thread. Raises MemoryError.
 
         Raises:
             UnsupportedError: for a second GPU, and while `stream` is being captured into a CUDA graph.

@@ -60,17 +60,15 @@ def empty_like(like: DeviceArray) -> DeviceArray:
 
 
 def _wrapped(array: Any, devices: DeviceAccess, stream: Any) -> DeviceArray:
-    def empty(shape: tuple[int, ...]) -> DeviceArray:
-        with array.device, stream:  # CuPy reuses memory in the order of a stream: the caller's
-            made = cupy().empty(shape, array.dtype)
+    device, dtype = array.device, array.dtype
+
+    def empty(shape: tuple[int, ...], dtype: Any = dtype) -> DeviceArray:
+        with device, stream:  # CuPy reuses memory in the order of a stream: the caller's
+            made = cupy().empty(shape, dtype)
         return _wrapped(made, devices, stream)
     return devices.wrap(int(array.data.ptr), tuple(array.shape), array.dtype, int(array.device.id),
-                        stream=int(stream.ptr), owner=array, empty=empty, reclaim=_free_pool)
-
-
-def _free_pool() -> None:
-    """Free the memory that CuPy keeps unused."""
-    cupy().get_default_memory_pool().free_all_blocks()
+                        stream=int(stream.ptr), owner=array, empty=empty,
+                        allocate=lambda nbytes: empty((nbytes,), "u1"))
 
 
 class GpuHandle:

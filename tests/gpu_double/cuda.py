@@ -83,8 +83,6 @@ class CudaDouble:
         error: the first error in what was launched.
         graph: whether the framework's stream is being captured.
         memory: how many bytes can be allocated at once; None is any number.
-        cached: how many more bytes could be allocated if the framework gave back what it does not use; see `reclaim`.
-        reclaimed: how often it has.
         allocations: the sizes of the successful ones, in order.
         allocated: the sizes of those that are not freed, by address.
         fault: raised by allocations, like an error of CUDA that came before.
@@ -100,7 +98,6 @@ class CudaDouble:
         self.error: Exception | None = None
         self.graph = False
         self.memory: int | None = None
-        self.cached = self.reclaimed = 0
         self.allocations: list[int] = []
         self.allocated: dict[int, int] = {}
         self.fault: Exception | None = None
@@ -139,12 +136,6 @@ class CudaDouble:
             work()
         else:
             self._streams[stream].put(work)
-
-    def reclaim(self) -> None:
-        """What a framework does to give back memory."""
-        self.reclaimed += 1
-        if self.memory is not None:
-            self.memory, self.cached = self.memory + self.cached, 0
 
     def held(self) -> dict[str, int]:
         """Return how much of each kind of thing has been made and not given up."""

@@ -48,8 +48,7 @@ class Gpus:
         """Let a NumPy array pass for a rank's GPU memory."""
         def empty(shape: tuple[int, ...]) -> DeviceArray:
             return self.wrap(runtime, np.empty(shape, array.dtype), stream)
-        return runtime.devices.wrap(array.ctypes.data, array.shape, array.dtype, 0, stream=stream, owner=array, empty=empty,
-                                    reclaim=self.made[runtime.world.rank].reclaim)
+        return runtime.devices.wrap(array.ctypes.data, array.shape, array.dtype, 0, stream=stream, owner=array, empty=empty)
 
 
 def install_gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlite.core.errors import HorovodInternalError
+from hvdlite.core.device import DeviceArray
+from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite.planes.nccl.collectives import StagingBuffer
 from hvdlite.runtime.gradient_sets import Moment
@@ -35,16 +36,33 @@ def test_no_memory_says_where(gpus: Gpus) -> None:
         begun(gpus, runtime).memory = 1 << 16
         with pytest.raises(HorovodInternalError, match=r"rank \d: out of memory in allreduce of 'g'.* on GPU 0"):
             fused(gpus, runtime)
-        assert gpus.made[runtime.world.rank].reclaimed <= 1
     worlds.threads(2, step)
 
 
-def test_what_the_framework_keeps_unused_is_taken_back_first(gpus: Gpus) -> None:
+@pytest.mark.parametrize("captures", [False, True])
+def test_memory_is_the_frameworks_and_is_used_when_its_stream_has_left_it(gpus: Gpus, captures: bool) -> None:
+    """What the stream still does with it comes first. While the stream is captured, the device's memory is used."""
     def step(runtime: Runtime) -> None:
-        gpu = begun(gpus, runtime)
-        gpu.memory, gpu.cached = 1 << 16, 1 << 20
-        fused(gpus, runtime)
-        assert gpu.reclaimed == 1
+        gpu, devices, asked = begun(gpus, runtime), runtime.devices, list[int]()
+        owner = np.full(1 << 20, 7.0)
+        stream = gpu.make_stream()
+
+        def allocate(nbytes: int) -> DeviceArray:
+            asked.append(nbytes)
+            if captures:
+                raise UnsupportedError("the stream is captured")
+            gpu.launch(stream, "use", lambda: owner.fill(9.0))
+            return DeviceArray(owner.ctypes.data, (nbytes,), np.dtype(np.uint8), 0, owner, devices.record_event(stream))
+        values = [np.ones(1 << 14) for _ in range(2)]
+        arrays = [devices.wrap(each.ctypes.data, each.shape, each.dtype, 0, stream=0, owner=each, allocate=allocate)
+                  for each in values]
+        before = len(gpu.allocations)
+        handle = runtime.grouped_allreduce("g", arrays, arrays, SUM)
+        handle.wait()
+        for completion in handle.completions():
+            completion.wait()
+        assert asked and all((each == 2).all() for each in values)
+        assert (len(gpu.allocations) > before) == captures
     worlds.threads(2, step)
 
 
@@ -55,7 +73,6 @@ def test_other_errors_are_told_as_what_they_are(gpus: Gpus) -> None:
                                                        r"cudaErrorIllegalAddress") as caught:
             fused(gpus, runtime)
         assert "out of memory" not in str(caught.value) and "NCCL_DEBUG" not in str(caught.value)
-        assert gpus.made[runtime.world.rank].reclaimed == 0
     worlds.threads(2, step)
 
 

@@ -82,5 +82,5 @@ def install_device(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(cuda, "cuda_index", lambda tensor: int(isinstance(tensor, OnDevice)))
     monkeypatch.setattr(cuda, "bytes_tensor", lambda array: OnDevice(bytes_tensor(array)) if array.device
                         else bytes_tensor(array))
-    monkeypatch.setattr(cuda, "memory_device", lambda array: torch.device(NAME if array.device else "cpu"))
+    monkeypatch.setattr(cuda, "memory_device", lambda index: torch.device(NAME if index else "cpu"))
     return gpus

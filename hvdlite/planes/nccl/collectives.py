@@ -53,7 +53,7 @@ class StagingBuffer:
     """Memory between tensors and NCCL; it grows on demand, and all launches on the stream share it.
 
     Args:
-        allocate: like `Device.allocate`, after the framework has given back what it does not use, if need be.
+        allocate: returns memory for the device's stream; the framework may use it for another stream once it is dropped.
     """
 
     def __init__(self, device: Device, allocate: Callable[[int], DeviceArray]) -> None:
@@ -68,15 +68,20 @@ class StagingBuffer:
         """
         size = 0 if self._memory is None else self._memory.nbytes
         if self._memory is None or size < nbytes:
-            self._memory = None  # free the smaller one first: CUDA waits until it is unused
-            if 2 * size > nbytes:  # to allocate synchronizes the GPU: do it seldom
-                try:
-                    self._memory = self._device.allocate(2 * size)
-                except MemoryError:
-                    self._memory = self._allocate(nbytes)
-            else:
+            self.release()
+            try:
+                self._memory = self._allocate(max(2 * size, nbytes))  # to grow waits for the GPU: do it seldom
+            except MemoryError:
+                if 2 * size <= nbytes:
+                    raise
                 self._memory = self._allocate(nbytes)
         return self._memory.pointer
+
+    def release(self) -> None:
+        """Drop the memory, when the stream does not use it any more."""
+        if self._memory is not None:
+            self._device.synchronize()
+            self._memory = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -135,10 +135,13 @@ class CupyDevice:
         except self._runtime.CUDARuntimeError as error:  # the GPU has failed, or the process ends
             _log.debug("memory of GPU %d is not freed: %s", self.index, error)
 
+    def synchronize(self) -> None:
+        self._runtime.streamSynchronize(self.stream)
+
     def zero(self, array: DeviceArray) -> None:
         with self._here():
             self._runtime.memsetAsync(array.pointer, 0, array.nbytes, self.stream)
-            self._runtime.streamSynchronize(self.stream)
+        self.synchronize()
 
     def copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
         self._runtime.memcpyAsync(target, source, nbytes, self._runtime.memcpyDeviceToDevice, stream)

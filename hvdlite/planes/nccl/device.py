@@ -87,6 +87,9 @@ class Device(Protocol):
             MemoryError: if there is not enough memory.
         """
 
+    def synchronize(self) -> None:
+        """Wait for the device's stream."""
+
     def zero(self, array: DeviceArray) -> None:
         """Fill a dense array with zeros; waits for all work on the plane's stream."""
 

@@ -105,7 +105,7 @@ class NcclPlane:
         self._closing = False
         self._has_ended, self._verdict_seconds = threading.Event(), verdict_seconds
         self._entered = threading.local()  # has an attribute in threads that have called `enter_thread`
-        self._reclaim: Callable[[], None] | None = None  # see `DeviceAccess.wrap`
+        self._allocate_by: Callable[[int], DeviceArray] | None = None  # see `DeviceAccess.wrap`
         self._pid = os.getpid()
 
     # --- for adapters ----------------------------------------------------------------------------------------------
@@ -120,9 +120,9 @@ class NcclPlane:
 
     def wrap(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, *, stream: int, owner: object,
              empty: Callable[[tuple[int, ...]], DeviceArray] | None = None,
-             reclaim: Callable[[], None] | None = None) -> DeviceArray:
+             allocate: Callable[[int], DeviceArray] | None = None) -> DeviceArray:
         used = self._opened(device)
-        self._reclaim = reclaim or self._reclaim
+        self._allocate_by = allocate or self._allocate_by
         if used.index != device:
             raise UnsupportedError(f"rank {self._rank} uses GPU {used.index} and cannot also use GPU {device}: a rank has "
                                    "one GPU")
@@ -251,6 +251,9 @@ class NcclPlane:
         """Destroy streams and events: a process of an elastic job makes new ones in each world."""
         assert self._events is not None
         try:
+            last, deadline = self._events.record(device.stream), time.monotonic() + FREED_SECONDS
+            while not device.is_event_done(last.handle) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)  # the framework may use memory again that is dropped now
             self._events.close()
             device.close()
         except device.failure as error:
@@ -306,16 +309,16 @@ class NcclPlane:
         return self._device
 
     def _allocate(self, device: Device, nbytes: int) -> DeviceArray:
-        """Return new memory, if need be after the framework has given back what it keeps unused."""
-        try:
+        """Return new memory of the framework's, or the device's where no framework has lent an array yet."""
+        if self._allocate_by is None:
             return device.allocate(nbytes)
-        except MemoryError:
-            if self._reclaim is None:
-                raise
-        _log.info("rank %d: GPU %d has no %d bytes left; the framework gives back what it does not use", self._rank,
-                  device.index, nbytes)
-        self._reclaim()
-        return device.allocate(nbytes)
+        try:
+            memory = self._allocate_by(nbytes)
+        except UnsupportedError:  # its stream is being captured
+            return device.allocate(nbytes)
+        if memory.ready is not None:
+            device.wait(device.stream, memory.ready.handle)
+        return memory.after(None)
 
     def _zeroed(self, device: Device, nbytes: int) -> DeviceArray:
         """Return zeroed memory: the gaps between a bucket's tensors are never written, but reduced with them."""
