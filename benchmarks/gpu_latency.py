@@ -60,19 +60,17 @@ def launch(sheet: Sheet, setup: Setup) -> None:
 
 
 def several_ranks(sheet: Sheet, setup: Setup) -> None:
-    """Compare the host's time of a step with DDP's, and measure launches, reported ones and locked ones."""
+    """Compare a step with DDP's, and measure launches, where other ranks take part: locked ones and reported ones."""
     gpu, work = setup.gpu(), setup.work
     import hvdlite_torch as hvd
     data = images(setup, gpu, work.small_batch, work.small_pixels)
-    hvd.init()
-    sheet.note("path", setup.path())
+    of = [kind for kind in kinds() if kind not in ("plain", "sharing")]
     setup.join_torch(gpu)
-    of = [kind for kind in kinds() if kind != "sharing"]
-    contest(sheet, "many layers", makers(setup, of, work.small_model, data), work.times(20), work.times(9))
-    setup.leave_torch()
     for name, locked in (("locked", "1"), ("reported", "0")):
-        hvd.shutdown()
         os.environ["HVDLITE_LOCKED_ROUNDS"] = locked
         hvd.init()
+        contest(sheet, f"{name}, many layers", makers(setup, of, work.small_model, data), work.times(20), work.times(9))
         measure_launches(sheet, setup, stepper(setup, "wrapped", work.small_model, data), name, 100)
-    hvd.shutdown()
+        sheet.note("path", setup.path())
+        hvd.shutdown()
+    setup.leave_torch()
