@@ -12,6 +12,7 @@ import numpy as np
 
 import hvdlite as hvd
 from hvdlite.negotiation.mailboxes import AREAS
+from tests.held import join_threads
 
 
 def held() -> tuple[int, int, int]:
@@ -30,6 +31,7 @@ def starts(seconds: float) -> tuple[int, int, int, int]:
         assert hvd.allreduce(np.full(10, hvd.rank()), op=hvd.Sum)[0] == sum(range(hvd.size()))
         third = bool(hvd.broadcast(np.array(time.monotonic() >= until - seconds * 2 / 3), 0))
         hvd.shutdown()
+        join_threads()
         count += 1
         if before is None and third:
             before = held()

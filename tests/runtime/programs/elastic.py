@@ -15,11 +15,7 @@ from hvdlite.core.errors import HorovodInternalError, LaunchError, UnsupportedEr
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.training.elastic import run
 from hvdlite.training.elastic_state import ObjectState
-
-
-def descriptors() -> int:
-    """Return how many files this process has open."""
-    return len(os.listdir("/proc/self/fd"))
+from tests.held import open_files
 
 
 def shared_mappings() -> int:
@@ -37,7 +33,6 @@ def train(gate: str, elements: int = 1000, every: int = 1) -> dict[str, Any]:
     api.init()
     state: Any = ObjectState(weights=np.zeros(elements), step=0, sizes=[])
     worlds: list[tuple[int, int]] = []
-    held: list[tuple[int, int]] = []
 
     @run
     def loop(state: Any) -> str:
@@ -52,8 +47,6 @@ def train(gate: str, elements: int = 1000, every: int = 1) -> dict[str, Any]:
             state.sizes = [*state.sizes, api.size()]
             state.step += 1
             print(f"step {state.step} of {len(worlds)}", flush=True)
-            if state.step % 10 == 0:
-                held.append((descriptors(), shared_mappings()))
             if gradient[-1]:
                 return "done"
             if state.step % every == 0:
@@ -66,7 +59,7 @@ def train(gate: str, elements: int = 1000, every: int = 1) -> dict[str, Any]:
     assert total == api.size()
     api.shutdown()
     return {"worlds": worlds, "pid": os.getpid(), "digest": hashlib.sha256(state.weights.tobytes()).hexdigest(),
-            "steps": state.step, "held": held,
+            "steps": state.step,
             "environment": (int(os.environ["HOROVOD_RANK"]), int(os.environ["HVDLITE_SIZE"]))}
 
 
@@ -74,7 +67,7 @@ def change(count: int) -> dict[str, Any]:
     """Pass through `count` more worlds with the same members; return what is held in the second and in the last one."""
     api.init()
     state: Any = ObjectState(step=0)
-    held: list[tuple[int, int, int]] = []
+    held: list[tuple[dict[str, int], int, list[str]]] = []
 
     class Follower:
         """Counts what it is told."""
@@ -97,7 +90,7 @@ def change(count: int) -> dict[str, Any]:
             ops.allreduce(np.ones(100_000), op=api.Sum)
             state.step += 1
             state.commit()
-        held.append((descriptors(), shared_mappings(), threading.active_count()))
+        held.append((open_files(), shared_mappings(), sorted(thread.name for thread in threading.enumerate())))
         ops.barrier()  # the end of the world reaches some ranks in it
         if len(held) <= count:
             raise HorovodInternalError("a collective has failed")

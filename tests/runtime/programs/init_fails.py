@@ -15,26 +15,17 @@ from hvdlite.core.errors import ConfigError, LaunchError, PeerFailedError, Unsup
 from hvdlite.memory.shared import SharedMemory
 from hvdlite.planes.selection import choose_plane
 from hvdlite.runtime import assemble
+from tests.held import open_files
 from tests.raising import raises
 
 
-def open_files() -> list[str]:
-    targets = []
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            targets.append(os.readlink(f"/proc/self/fd/{number}"))
-        except OSError:
-            pass  # the listing's own
-    return targets
-
-
-def left() -> tuple[list[str], list[str]]:
-    """Return the names of our threads, and the kinds of open files."""
+def left() -> tuple[list[str], dict[str, int]]:
+    """Return the names of our threads, and the open files by their kinds."""
     for thread in threading.enumerate():
         if thread.name.startswith("hvdlite"):
             thread.join(10)
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("hvdlite")]
-    return names, sorted(target.split(":")[0] for target in open_files())
+    return names, open_files()
 
 
 class Job:

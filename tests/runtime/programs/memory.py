@@ -13,6 +13,7 @@ import numpy as np
 import hvdlite as hvd
 from hvdlite import api
 from hvdlite.training.gradients.arrays import ArrayReducer
+from tests.held import join_threads
 
 BUCKET = 8 << 20
 """Bytes of such a set, on each rank. A rank maps its own part, and what it reduces in the other's."""
@@ -80,9 +81,7 @@ def jobs_one_after_the_other_leave_nothing(collects: bool) -> None:
         hvd.shutdown()
         if collects:
             gc.collect()
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread():
-                thread.join(20)
+        join_threads()
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
     first = job()

@@ -18,6 +18,7 @@ import hvdlite as hvd
 from hvdlite import api
 from hvdlite.diagnostics.progress import read
 from hvdlite.training.gradients.arrays import ArrayReducer
+from tests.held import join_threads
 
 
 def collectives(size: int) -> None:
@@ -167,6 +168,7 @@ def init_and_shutdown_again_leak_nothing() -> None:
         hvd.init()
         hvd.allreduce(np.ones(1))
         hvd.shutdown()
+        join_threads()
         counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
     assert all(last <= max(early) for last, *early in zip(counts[-1], *counts[:5], strict=True)), counts
 

@@ -14,14 +14,15 @@ import hvdlite_torch as hvd
 from hvdlite import api
 from hvdlite.core import launch_contract
 from hvdlite.runtime.runtime import Runtime
+from tests.held import join_threads, open_files
 from tests.torch.models import by_bucket
 
 
 def held() -> dict[str, Any]:
-    """Return what this process has of a world: descriptors, mappings of files, threads and runtimes."""
+    """Return what this process has of a world: open files, mappings of shared memory, threads and runtimes."""
     gc.collect()
     maps = [line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if len(line.split()) > 5]
-    return {"descriptors": len(os.listdir("/proc/self/fd")),
+    return {"open": open_files(),
             "shared": sum("memfd" in name or "/dev/shm" in name for name in maps),
             "threads": sorted(thread.name for thread in threading.enumerate()),
             "runtimes": sum(isinstance(each, Runtime) for each in gc.get_objects())}
@@ -49,9 +50,9 @@ def many_worlds(count: int) -> list[dict[str, Any]]:
         hvd.check_replicas(model.state_dict())
         if world in (1, count - 1):
             states.append(held())
+            hvd.barrier()
         hvd.shutdown()
-    for thread in set(threading.enumerate()) - {threading.current_thread()}:
-        thread.join(30)  # the server of reports ends by itself
+        join_threads()
     api.worlds().followers.world_ended()
     api.worlds().followers.collect()
     return [*states, held()]
