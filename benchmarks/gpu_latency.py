@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator
 
@@ -60,17 +59,15 @@ def launch(sheet: Sheet, setup: Setup) -> None:
 
 
 def several_ranks(sheet: Sheet, setup: Setup) -> None:
-    """Compare a step with DDP's, and measure launches, where other ranks take part: locked ones and reported ones."""
+    """Compare a step with DDP's, and measure launches, where other ranks take part."""
     gpu, work = setup.gpu(), setup.work
     import hvdlite_torch as hvd
     data = images(setup, gpu, work.small_batch, work.small_pixels)
     of = [kind for kind in kinds() if kind not in ("plain", "sharing")]
     setup.join_torch(gpu)
-    for name, locked in (("locked", "1"), ("reported", "0")):
-        os.environ["HVDLITE_LOCKED_ROUNDS"] = locked
-        hvd.init()
-        contest(sheet, f"{name}, many layers", makers(setup, of, work.small_model, data), work.times(20), work.times(9))
-        measure_launches(sheet, setup, stepper(setup, "wrapped", work.small_model, data), name, 100)
-        sheet.note("path", setup.path())
-        hvd.shutdown()
+    hvd.init()
+    contest(sheet, "many layers", makers(setup, of, work.small_model, data), work.times(20), work.times(9))
+    measure_launches(sheet, setup, stepper(setup, "wrapped", work.small_model, data), "launches", 100)
+    sheet.note("path", setup.path())
+    hvd.shutdown()
     setup.leave_torch()

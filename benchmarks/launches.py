@@ -3,7 +3,7 @@
 The processes, messages and threads are the real ones. Only the GPU is a double that does nothing, and notes when the
 communicator is called. Figures are in microseconds:
 
-    own         on each rank: from its own full bucket to its call. In locked rounds a rank that is early waits for the rest.
+    own         on each rank: from its own full bucket to its call
     collective  from the moment when the last rank's bucket is full to the last rank's call: until then NCCL cannot begin
 """
 
@@ -152,10 +152,9 @@ def _figures(values: Any) -> Sequence[float]:
     return [round(float(each), 1) for each in np.percentile(values, [50, 99])]
 
 
-def measure(hogs: str, locked: bool) -> None:
+def measure(hogs: str) -> None:
     """Start the ranks for one setting, and print what they found."""
-    environment = {**os.environ, "HVDLITE_LOCKED_ROUNDS": str(int(locked)), "HVDLITE_BUCKET_SIZE": "65536",
-                   "HVDLITE_BUCKET_EDGE": "65536"}
+    environment = {**os.environ, "HVDLITE_BUCKET_SIZE": "65536", "HVDLITE_BUCKET_EDGE": "65536"}
     command = [sys.executable, "-m", "hvdlite_runner", "-np", "2",
                sys.executable, "-m", "benchmarks.launches", "--rank", hogs]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
@@ -163,8 +162,8 @@ def measure(hogs: str, locked: bool) -> None:
     if ended.returncode or not lines:
         sys.exit(ended.stdout + ended.stderr)
     figures = json.loads(lines[0])
-    setting = f"{'locked' if locked else 'reported'}, {'beside a GIL hog' if hogs == 'hogs' else 'idle'}"
-    print(f"{setting:30}" + "".join(f"{each:10}" for kind in ("own", "collective") for each in figures[kind]), flush=True)
+    setting = "beside a GIL hog" if hogs == "hogs" else "idle"
+    print(f"{setting:20}" + "".join(f"{each:10}" for kind in ("own", "collective") for each in figures[kind]), flush=True)
 
 
 def main() -> None:
@@ -176,11 +175,10 @@ def main() -> None:
     if options.rank:
         rank(options.rank == "hogs")
         return
-    print(f"{'':30}" + "".join(f"{each:>10}" for each in ("own p50", "p99", "coll. p50", "p99")))
+    print(f"{'':20}" + "".join(f"{each:>10}" for each in ("own p50", "p99", "coll. p50", "p99")))
     for _ in range(options.repeats):
         for hogs in ("idle", "hogs"):
-            for locked in (False, True):
-                measure(hogs, locked)
+            measure(hogs)
 
 
 if __name__ == "__main__":

@@ -172,9 +172,6 @@ class Config:
     mailbox_limit: int = knob(
         64 * KIB, _size, "blocking allreduces of up to this many bytes that repeat go through mailboxes in shared memory; "
         "0 turns mailboxes off")
-    locked_rounds: bool = knob(
-        True, _flag, "in jobs of one host, launch learned buckets on GPUs when all ranks have announced them in shared "
-        "memory, without a message to rank 0", must_match=True)
     spin_microseconds: int = knob(
         80, _at_least(0), "microseconds for which the background thread polls before it sleeps, while the script is "
         "blocked in a wait; 0 turns polling off")

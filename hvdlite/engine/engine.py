@@ -75,13 +75,10 @@ class Engine:
         self._recorder, self._clock = recorder, connections.clock
         self.history = CallHistory()
         self._mailboxes = Mailboxes(self._rank, connections.mailbox_area, self._state, controller.report_mailbox,
-                                    self._inbox.post, self._exchanged, lambda act: self._inbox.post(Task(act)), self._take,
-                                    self._launch, self._launch_failed,
-                                    lambda: None if connections.devices is None else connections.devices.enter_thread())
+                                    self._inbox.post, self._exchanged, lambda act: self._inbox.post(Task(act)), self._take)
         self._execution = Execution(
             self._rank, connections.plane, connections.devices, self._state, recorder, self._clock, self._mailboxes,
-            wait_until=self._wait_until, release_name=self._inbox.release, mark_stale=controller.mark_stale,
-            enqueue=self._take)
+            wait_until=self._wait_until, release_name=self._inbox.release, mark_stale=controller.mark_stale)
         self._decisions = Decisions(controller, coordinator, self._execution, self._state, self._waiters, recorder,
                                     self._status)
         self._health = HealthCheck(watchdog, coordinator, self._execution, self._clock, look_seconds,
@@ -218,8 +215,6 @@ class Engine:
                 self.history.add(request.name)
                 self._execution.add(item)
                 self._controller.enqueue(request)
-            case BucketEntry() | RoundDone() if self._mailboxes.keep(item):
-                pass
             case BucketEntry(bucket=bucket, ready=ready):
                 self.history.add(item.handle.name)
                 self._execution.add_bucket(item)
@@ -235,8 +230,7 @@ class Engine:
             case MailboxStale():
                 self._mailboxes.stale(item)
             case BlockedWaiters():
-                if not self._mailboxes.hurry(item):
-                    self._controller.block(item.blocked(list(self._state.groups)))
+                self._controller.block(item.blocked(list(self._state.groups)))
             case Task():
                 item.run()
 
@@ -287,16 +281,6 @@ class Engine:
         if call.is_done:
             self.history.add(name)
             self._recorder.exchanged(name)
-
-    def _launch(self, entry: BucketEntry) -> None:
-        """Launch a bucket that all ranks have announced; any thread may call this, one at a time."""
-        self.history.add(entry.handle.name)
-        self._execution.launch(entry)
-
-    def _launch_failed(self, error: Exception) -> None:
-        """That has failed; any thread may call this."""
-        notice = failure_notice(error, self._rank)
-        self._inbox.post(Task(lambda: self.fail(notice)))
 
     def _send_side_message(self, message: SideMessage) -> None:
         self._controller.send_side_message(message)

@@ -47,14 +47,12 @@ class Execution:
         wait_until: lets the planes wait.
         mailboxes: this rank's.
         release_name: makes an entry's key usable again; called before its handle is completed.
-        enqueue: lets a call that was made in a mailbox become a request.
         mark_stale: gives up a layout on all ranks.
     """
 
     def __init__(self, rank: int, plane: Plane, devices: DevicePlane | None, state: JobState, recorder: FlightRecorder,
                  clock: Clock, mailboxes: Mailboxes, *, wait_until: WaitUntil,
-                 release_name: Callable[[tuple[int, str]], None], mark_stale: Callable[[int], None],
-                 enqueue: Callable[[Entry], None]) -> None:
+                 release_name: Callable[[tuple[int, str]], None], mark_stale: Callable[[int], None]) -> None:
         self.partners: tuple[int, ...] = ()
         self.moving_since = NOT_MOVING
         self._rank, self._plane, self._devices = rank, plane, devices
@@ -63,7 +61,7 @@ class Execution:
         if devices is not None:
             devices.add_process_set(GLOBAL_PROCESS_SET_ID, self._process_sets[GLOBAL_PROCESS_SET_ID])
         self._wait_until, self._release_name, self._mark_stale = wait_until, release_name, mark_stale
-        self._mailboxes, self._enqueue = mailboxes, enqueue
+        self._mailboxes = mailboxes
         self._entries: dict[tuple[int, str], Entry] = {}  # enqueued and not completed; likewise below
         self._buckets: dict[int, BucketEntry] = {}
         self._plans: defaultdict[int, int] = defaultdict(int)  # by process set
@@ -130,21 +128,6 @@ class Execution:
         for instruction in instructions:
             self._follow(instruction)
 
-    def launch(self, entry: BucketEntry) -> None:
-        """Launch a bucket that all ranks have announced; any thread may call this, one at a time."""
-        assert self._devices is not None
-        entry.complete(BucketRelease(bucket_id=entry.ready.bucket_id), self._devices.launch(self._announced(entry)))
-
-    def _launch_here(self, entry: BucketEntry) -> None:
-        assert self._devices is not None
-        completion = self._devices.execute(self._announced(entry), self._wait_until)
-        entry.complete(BucketRelease(bucket_id=entry.ready.bucket_id), completion)
-
-    def _announced(self, entry: BucketEntry) -> Plan:
-        """Return the plan of a bucket. Only plans of this thread are counted."""
-        response, memory = entry.bucket.definition.response, [entry.memory]
-        return Plan(0, self._process_sets[response.process_set_id], response, memory, memory, entry.bucket.buffer_slice)
-
     def fail(self, error: HorovodInternalError) -> None:
         """Fail what is under way."""
         for entry in list(self._entries.values()):
@@ -191,7 +174,6 @@ class Execution:
                 self._mailboxes.freeze(mailbox_id)
             case CloseMailbox(mailbox_id):
                 self._mailboxes.close(mailbox_id)
-                self._mailboxes.close_lock(mailbox_id, self._launch_here)
 
     def _learn(self, layout: Layout) -> None:
         ranks = layout.buckets[0].response.contributors

@@ -1,6 +1,6 @@
 """A lock for which the background thread never waits: what it has to do under the lock is done when that is free.
 
-Its holder may be interrupted by a signal handler that waits for the background thread, or be inside a call of NCCL.
+Its holder may be interrupted by a signal handler that waits for the background thread.
 """
 
 from __future__ import annotations

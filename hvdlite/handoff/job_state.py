@@ -7,7 +7,6 @@ import threading
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.handoff.buckets import LearnedLayout
 from hvdlite.handoff.groups import Group
-from hvdlite.handoff.locked_rounds import LockedRounds
 from hvdlite.handoff.mailbox import MailboxEnd
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
@@ -19,7 +18,6 @@ class JobState:
         process_sets: the process sets that exist.
         layouts: the learned layouts that have memory, by the label of their gradient set.
         mailboxes: the mailboxes that are open, by process set and stem.
-        locks: the locks that are open, by the label of their gradient set.
         tuned: the knobs that have been changed since the beginning.
         joins: how often all ranks have joined.
         failure: the error that ended the job; None while the job runs.
@@ -31,7 +29,6 @@ class JobState:
         self.process_sets = ProcessSetTable(size)
         self.layouts: dict[str, LearnedLayout] = {}
         self.mailboxes: dict[tuple[int, str], MailboxEnd] = {}
-        self.locks: dict[str, LockedRounds] = {}
         self.tuned: dict[str, int] = {}
         self.joins = 0
         self.failure: HorovodInternalError | None = None

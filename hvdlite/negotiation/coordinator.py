@@ -12,8 +12,7 @@ Rules (docs/protocol.md#decisions, #report-order)
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.negotiation.deadlock import BlockedRanks
@@ -21,7 +20,6 @@ from hvdlite.negotiation.fusion import fuse
 from hvdlite.negotiation.gathering import Ranks
 from hvdlite.negotiation.layouts import BucketSizes
 from hvdlite.negotiation.messages import (
-    Blocked,
     BucketReady,
     Decision,
     DirectMessage,
@@ -84,7 +82,6 @@ class Coordinator:
         self._orders = _Orders()
         self._failure: FailureNotice | None = None
         self._failure_sent = False
-        self._held: list[Callable[[], None]] = []  # what waits until the lock is closed, in the order in which it came
         self._last_merged: tuple[Request, ...] = ()  # of a host; the next one's are often equal, and these are in the cache
 
     # --- what is reported --------------------------------------------------------------------------------------------
@@ -135,8 +132,6 @@ class Coordinator:
     def tune(self, settings: Mapping[str, int], now: float) -> None:
         """Change knobs on all ranks with the next decision; layouts are learned again when the sizes of buckets change."""
         self.has_news = True
-        if self._waits_for_lock(lambda: self.tune(settings, now), now):
-            return
         self._orders.tuned.extend(settings.items())
         self.tuned.update(settings)
         policy = self.negotiator.policy
@@ -240,44 +235,19 @@ class Coordinator:
         self._receive_items((rank,), report.items, now)
         if report.blocked is not None:
             self._call_waits.update(rank, report.blocked.groups, now)
-            self._note_blocked(rank, report.blocked)
+            self.blocked.update(rank, report.blocked)
         if report.leaving:
             self._call_waits.update(rank, (), now)
-            self._leave(rank, now)
-
-    def _note_blocked(self, rank: int, blocked: Blocked) -> None:
-        if self.negotiator.locks.is_ending:  # what it waits for is not known yet
-            self._held.append(lambda: self._note_blocked(rank, blocked))
-        else:
-            self.blocked.update(rank, blocked)
-
-    def _leave(self, rank: int, now: float) -> None:
-        if not self._waits_for_lock(lambda: self._leave(rank, now), now) and rank not in self.negotiator.left:
-            self._orders.left.append(rank)
-            self.negotiator.leave(rank, now)
-
-    def _waits_for_lock(self, act: Callable[[], None], now: float) -> bool:
-        """Return whether something is to be done when the lock is closed; it is ended for that."""
-        self.negotiator.locks.end(now)
-        if self.negotiator.locks.is_ending:
-            self._held.append(act)
-        return self.negotiator.locks.is_ending
-
-    def _take_up(self) -> None:
-        """The lock may be closed: go on with what has waited for that. It may wait for the next one."""
-        while self._held and not self.negotiator.locks.is_ending:
-            held, self._held = self._held, []
-            for act in held:
-                act()
+            if rank not in self.negotiator.left:
+                self._orders.left.append(rank)
+                self.negotiator.leave(rank, now)
 
     def _receive_items(self, ranks: Ranks, items: Iterable[ReportItem | MergedRequests | RankReport], now: float) -> None:
         """Handle the items of a report in order; a host's are of all its ranks, unless they say otherwise."""
         negotiator = self.negotiator
         try:
             for item in items:
-                if negotiator.mailboxes.lock is not None and negotiator.locks.holds(item, now):
-                    self._held.append(functools.partial(self._receive_items, ranks, (item,), now))
-                elif isinstance(item, BucketReady):
+                if isinstance(item, BucketReady):
                     negotiator.receive_bucket(ranks, item, now)
                 elif isinstance(item, Request):
                     negotiator.receive_request(ranks, item, now)
@@ -289,7 +259,6 @@ class Coordinator:
                     negotiator.receive_round_done(ranks, item)
                 elif isinstance(item, MailboxFrozen):
                     negotiator.receive_frozen(ranks[0], item)
-                    self._take_up()
                 elif isinstance(item, MailboxStale):
                     negotiator.mailboxes.stale(ranks[0], item, now)
                 elif isinstance(item, MergedRequests):

@@ -36,7 +36,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from hvdlite.core.array import SUPPORTED_DTYPES
-from hvdlite.core.device import CPU
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.gathering import Ranks, first_of
@@ -75,7 +74,6 @@ class GradientSetTable:
 
     Attributes:
         layouts: those of all sets.
-        locked: the layout of the lock (`locks.py`), which is in use although nobody reports its buckets; 0 if there is none.
     """
 
     def __init__(self, reports: Aggregator, limits: BucketSizes, capacity: int) -> None:
@@ -86,7 +84,6 @@ class GradientSetTable:
         self.limits = limits
         self._capacity = capacity
         self._gradient_sets: dict[str, _GradientSet] = {}
-        self.locked = 0
         self._next_layout = self._next_bucket = 1
 
     def observe(self, requests: Mapping[int, Request]) -> int | None:
@@ -140,8 +137,8 @@ class GradientSetTable:
         layout = Layout(layout_id=self._next_layout, label=label, first_round=round_id + 2, buckets=buckets,
                         unbucketed=tuple(sorted(gradient_set.sparse)))
         in_use = self.layouts.in_use
-        idle = [layout_id for layout_id, other in in_use.items() if layout_id != self.locked
-                and not any(bucket.bucket_id in self._reports.buckets for bucket in other.buckets)]
+        idle = [layout_id for layout_id, other in in_use.items()
+                if not any(bucket.bucket_id in self._reports.buckets for bucket in other.buckets)]
         evicted = idle[:max(0, len(in_use) + 1 - self._capacity)]
         self._use(gradient_set, layout)
         return layout, evicted
@@ -172,11 +169,7 @@ class GradientSetTable:
     def released(self, layout: Layout, round_id: int) -> None:
         """Note that a bucket of a round is released."""
         self.layouts.in_use[layout.layout_id] = self.layouts.in_use.pop(layout.layout_id)  # used most recently
-        self.reduced_by_bucket(layout.label, round_id)
-
-    def reduced_by_bucket(self, label: str, round_id: int) -> None:
-        """Learn nothing from a round, because a bucket of it is not answered member by member."""
-        self._gradient_sets[label].last_bucket_round = round_id
+        self._gradient_sets[layout.label].last_bucket_round = round_id
 
     def evict(self, layout_id: int, sequence: int, *, back_off: bool = True) -> list[tuple[Ranks, Request]] | None:
         """End a layout in decision `sequence`; return what ranks have reported of it, as (ranks, request).
@@ -244,22 +237,6 @@ class GradientSetTable:
         """Return the size of a learned bucket, padding included."""
         bucket = self.layouts.bucket(bucket_id)
         return bucket.elements * SUPPORTED_DTYPES[bucket.response.dtype].itemsize
-
-    def is_on_gpu(self, bucket_id: int) -> bool:
-        """Return whether a bucket is learned, and in the memory of GPUs."""
-        found = self.layouts.find(bucket_id)
-        return found is not None and found[0].response.device != CPU
-
-    def may_learn_on_gpu(self, label: str) -> bool:
-        """Return whether a set has no layout, and has had a member in the memory of GPUs in this round."""
-        gradient_set = self._gradient_sets.get(label)
-        return gradient_set is not None and self.layouts.named(label) is None and any(
-            first_of(requests).device != CPU for requests in gradient_set.ready.values())
-
-    def layout_named(self, label: str) -> Layout | None:
-        """Return the layout of a set, if it has one that is not suspended."""
-        layout = self.layouts.named(label)
-        return None if layout is None or self.layouts.is_suspended(layout) else layout
 
     def layouts_in(self, process_set_id: int) -> list[int]:
         """Return the layouts in use of a process set."""

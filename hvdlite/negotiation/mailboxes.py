@@ -25,7 +25,7 @@ from typing import Final
 
 from hvdlite.core.device import CPU
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.messages import Layout, Mailbox, MailboxFrozen, MailboxStale, Request
+from hvdlite.negotiation.messages import Mailbox, MailboxFrozen, MailboxStale, Request
 from hvdlite.negotiation.stalls import Stall
 
 OPENS_AFTER: Final = 2
@@ -38,8 +38,6 @@ SMALL: Final = 31 << 10
 """Mailboxes have room for tensors of up to so many bytes, or for the largest that are allowed."""
 AREAS: Final = 64
 """Areas of a job."""
-LOCK: Final = "the buckets of "
-"""How the stem of a lock begins; its gradient set's label follows."""
 STEMS: Final = 1024
 """Stems whose calls are counted; of more, counting begins anew."""
 OPERATIONS: Final = frozenset({ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT})
@@ -54,7 +52,7 @@ def stem_of(name: str) -> str:
 
 
 @dataclasses.dataclass
-class OpenMailbox:
+class _Open:
     """A mailbox that is not closed."""
 
     mailbox: Mailbox
@@ -64,7 +62,6 @@ class OpenMailbox:
     since: float = 0.0  # when it was frozen
     waiting: dict[int, str] = dataclasses.field(default_factory=dict)  # tensors that ranks wait for, by rank
     warned: bool = False
-    soon: int = SOON
 
 
 @dataclasses.dataclass
@@ -85,7 +82,6 @@ class MailboxTable:
         opened, frozen, closed: for the next decision.
         applied: returns the last decision that all ranks have applied.
         is_suspended: whether none is opened now.
-        lock: the one that is a lock, if there is one; see `locks.py`.
     """
 
     def __init__(self, limit: int) -> None:
@@ -94,10 +90,9 @@ class MailboxTable:
         self.closed: list[int] = []
         self.applied: Callable[[], int] = lambda: -1
         self.is_suspended = False
-        self.lock: OpenMailbox | None = None
         self._limit = limit
-        self._open: dict[int, OpenMailbox] = {}
-        self._stems: dict[StemKey, OpenMailbox] = {}  # likewise
+        self._open: dict[int, _Open] = {}
+        self._stems: dict[StemKey, _Open] = {}  # likewise
         self._calls: dict[StemKey, int] = {}  # as requests, since the last mailbox was opened
         self._needed: dict[StemKey, int] = {}  # calls, where it is not `OPENS_AFTER`
         self._areas: list[_Area] = []
@@ -134,46 +129,19 @@ class MailboxTable:
         elif self._calls[key] >= self._needed.get(key, OPENS_AFTER):
             self._open_for(key, members, min(SMALL, self._limit) if nbytes <= SMALL else self._limit, now)
 
-    def open_lock(self, layout: Layout, layout_round: int, rounds: int, opens_after: int) -> bool:
-        """Open a lock for a layout, if there is none and this is the time; return whether it is open now.
-
-        Args:
-            layout_round: the first round that is announced in it.
-            rounds: how many plain rounds there were, one after the other.
-            opens_after: how many are needed at first; the number is doubled each time that a lock has ended soon.
-        """
-        members = layout.buckets[0].response.contributors
-        key = layout.buckets[0].response.process_set_id, LOCK + layout.label
-        if (self.lock is not None or self.is_suspended or len(members) < 2
-                or rounds < self._needed.get(key, opens_after)):
-            return False
-        self._needed.setdefault(key, opens_after)
-        self.lock = self._open_for(key, members, 0, 0.0, layout.layout_id, layout_round)  # no other area is like it
-        if self.lock is None:
-            return False
-        self.lock.soon = SOON * len(layout.buckets)
-        return True
-
-    def freeze_lock(self, now: float) -> None:
-        """End the lock, if there is one."""
-        if self.lock is not None:
-            self._freeze(self.lock, now)
-
-    def _open_for(self, key: StemKey, members: tuple[int, ...], capacity: int, now: float, layout_id: int = 0,
-                  layout_round: int = 0) -> OpenMailbox | None:
+    def _open_for(self, key: StemKey, members: tuple[int, ...], capacity: int, now: float) -> None:
         number = self._free_area(members, capacity)
         if number is None:
             self._take_back(members, capacity, now)
-            return None
+            return
         area = self._areas[number]
         area.closed_in = None
         mailbox = Mailbox(mailbox_id=self._next_id, stem=key[1], process_set_id=key[0], area=number, capacity=capacity,
-                          first_round=area.next_round, layout_id=layout_id, layout_round=layout_round)
+                          first_round=area.next_round)
         self._next_id += 1
-        opened = self._open[mailbox.mailbox_id] = self._stems[key] = OpenMailbox(mailbox, members, area.next_round - 1)
+        self._open[mailbox.mailbox_id] = self._stems[key] = _Open(mailbox, members, area.next_round - 1)
         self._calls.pop(key, None)
         self.opened.append(mailbox)
-        return opened
 
     def _free_area(self, members: tuple[int, ...], capacity: int) -> int | None:
         applied = self.applied()
@@ -234,12 +202,12 @@ class MailboxTable:
             found.last_round = max(found.last_round, frozen.round_id)
             self._answered(found, rank, sequence)
 
-    def _freeze(self, found: OpenMailbox, now: float) -> None:
+    def _freeze(self, found: _Open, now: float) -> None:
         if found.awaited is None:
             found.awaited, found.since = set(found.members), now
             self.frozen.append(found.mailbox.mailbox_id)
 
-    def _answered(self, found: OpenMailbox, rank: int, sequence: int) -> None:
+    def _answered(self, found: _Open, rank: int, sequence: int) -> None:
         assert found.awaited is not None
         found.awaited.discard(rank)
         if found.awaited:
@@ -251,9 +219,7 @@ class MailboxTable:
         area.next_round, area.closed_in = found.last_round + 1, sequence
         key = mailbox.process_set_id, mailbox.stem
         del self._stems[key]
-        if found is self.lock:
-            self.lock = None
-        if found.last_round - mailbox.first_round + 1 < found.soon:
+        if found.last_round - mailbox.first_round + 1 < SOON:
             self._needed[key] = min(2 * self._needed.get(key, OPENS_AFTER), MOST_CALLS)
         else:
             self._needed.pop(key, None)
@@ -276,11 +242,11 @@ class MailboxTable:
             each.warned = True
         return [_stall(each, now) for each in found]
 
-    def _ending(self) -> Iterator[OpenMailbox]:
+    def _ending(self) -> Iterator[_Open]:
         return (found for found in self._open.values() if found.awaited is not None)
 
 
-def _stall(found: OpenMailbox, now: float) -> Stall:
+def _stall(found: _Open, now: float) -> Stall:
     awaited = found.awaited or set()
     name = next(iter(found.waiting.values()), found.mailbox.stem)
     return Stall(name, now - found.since, tuple(sorted(found.waiting)), tuple(sorted(awaited - found.waiting.keys())))

@@ -326,8 +326,7 @@ class Layout(Message, frozen=True, kw_only=True):
 class Mailbox(Message, frozen=True, kw_only=True):
     """Shared memory through which threads that block in small allreduces exchange values without the coordinator.
 
-    See `negotiation/mailboxes.py`. With a layout it is a *lock*: ranks announce full buckets in it; see
-    `negotiation/locks.py`.
+    See `negotiation/mailboxes.py`.
     """
 
     mailbox_id: int  # never used again
@@ -335,9 +334,7 @@ class Mailbox(Message, frozen=True, kw_only=True):
     process_set_id: int
     area: int  # where it is: 0, 1, 2, ...; the next number is a new area, a lower one belonged to a closed mailbox
     capacity: int  # bytes of the largest tensor
-    first_round: int  # numbers of rounds are never used again in an area; of a lock: of slots
-    layout_id: int = 0  # of a lock: the layout
-    layout_round: int = 0  # of a lock: the first round of the gradient set that is announced in it
+    first_round: int  # numbers of rounds are never used again in an area
 
 
 class BucketRelease(Message, frozen=True, kw_only=True):

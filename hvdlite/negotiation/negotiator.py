@@ -26,7 +26,6 @@ from hvdlite.negotiation.fusion import payload_bytes, receive_splits, response_t
 from hvdlite.negotiation.gathering import Gathered, Ranks, Requests, first_of, grouped
 from hvdlite.negotiation.gradient_sets import GradientSetTable
 from hvdlite.negotiation.layouts import BucketSizes, release_of, requests_of
-from hvdlite.negotiation.locks import Locks
 from hvdlite.negotiation.mailboxes import MailboxTable
 from hvdlite.negotiation.messages import (
     BucketReady,
@@ -60,7 +59,6 @@ class Policy:
     layout_capacity: int = 1
     join_divides_by_active: bool = False  # whether Average divides by the ranks that have not joined
     mailbox_limit: int = 0
-    locked_rounds: bool = False  # whether there are locks; see `Locks`
     deterministic: bool = False  # whether the cut into buckets and fused responses must not depend on timing
 
 
@@ -90,7 +88,6 @@ class Negotiator:
         gradient_sets: rounds and layouts.
         reports: what some ranks have reported, and others have not.
         mailboxes: through which small allreduces go without requests.
-        locks: which gradient set is reduced without reports.
         rounds: rounds of gradient sets that are over on all ranks.
         reduced_bytes: bytes reduced on each rank since the beginning.
 
@@ -107,7 +104,6 @@ class Negotiator:
         self._process_sets = self.reports.process_sets
         self.gradient_sets = GradientSetTable(self.reports, policy.bucket_sizes, policy.layout_capacity)
         self.mailboxes = MailboxTable(policy.mailbox_limit)
-        self.locks = Locks(self.mailboxes, self.gradient_sets, self._process_sets, is_enabled=policy.locked_rounds)
         self.rounds = 0
         self.reduced_bytes = 0
         self._size = size
@@ -131,8 +127,6 @@ class Negotiator:
 
     def receive_request(self, ranks: Ranks, request: Request, now: float) -> None:
         """Handle a request that one rank makes, or several ranks of a host together."""
-        if request.label:
-            self.locks.requested(request)
         if request.label and request.collective is Collective.ALLREDUCE:
             layout_id = self.gradient_sets.layout_of(request)
             if layout_id is not None:
@@ -202,10 +196,7 @@ class Negotiator:
 
     def receive_frozen(self, rank: int, frozen: MailboxFrozen) -> None:
         """Handle that a rank does not write to a mailbox any more."""
-        lock = self.mailboxes.lock
         self.mailboxes.member_frozen(rank, frozen, self._sequence)
-        if lock is not None and self.mailboxes.lock is None:
-            self.locks.closed(lock)
 
     def leave(self, rank: int, now: float) -> None:
         """Handle that a rank leaves: what waits for it is refused."""
@@ -241,7 +232,6 @@ class Negotiator:
         release = release_of(last.bucket_id, gathered.parts)
         self.outcome.released.append(release)
         self.gradient_sets.released(layout, last.round_id)
-        self.locks.released(last, release)
         self.reduced_bytes += self.gradient_sets.nbytes(release.bucket_id)
 
     def _add(self, ranks: Ranks, request: Request, now: float) -> Gathered[Request]:
@@ -331,7 +321,6 @@ class Negotiator:
             self._end_layout(layout_id, back_off=False)
         if layout is not None:
             self.outcome.learned.append(layout)
-        self.locks.end_round(done.label, done.round_id, has_joined=bool(self.joins.ranks or self.left))
 
     def _join(self, rank: int, now: float) -> None:
         """Do not wait for a rank any more."""

@@ -193,7 +193,7 @@ class Aggregator:
         self.process_sets.remove(process_set_id)
 
     def _end_round(self, done: RoundDone) -> None:
-        """Note that a round is over, and those before it: ranks that went through them by a lock have not reported them."""
+        """Note that a round is over, and those before it: who has finished one has done with them."""
         name = done.process_set_id, done.label
         self.last_rounds[name] = done.round_id
         self.rounds.take_if(lambda each: (each.process_set_id, each.label) == name and each.round_id <= done.round_id)

@@ -162,7 +162,7 @@ class DevicePlane(DeviceAccess, Protocol):
     name: str
 
     def enter_thread(self) -> None:
-        """Make the GPU the current device of the calling thread, one of our own, for good."""
+        """Make the GPU the current device of the calling thread, the background thread, for good."""
 
     def set_error_handler(self, report: Callable[[Exception], None]) -> None:
         """Set the function that is called, from any thread, with an error in launched work."""
@@ -179,13 +179,6 @@ class DevicePlane(DeviceAccess, Protocol):
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
         """Launch `plan`. Sources must be kept, and outputs are not valid, until the returned completion is done."""
-
-    def launch(self, plan: Plan) -> Completion:
-        """Like `execute`, on the calling thread, any thread. No other plan is launched meanwhile.
-
-        Args:
-            plan: of a process set whose ranks have executed another one. It is not counted.
-        """
 
     def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         """Like `Plane.add_process_set`."""

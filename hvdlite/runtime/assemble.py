@@ -28,7 +28,6 @@ from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import ProcessProbe
 from hvdlite.engine.connections import Connections, GroupParts, GroupPlane
 from hvdlite.engine.limits import EAGER_TRAFFIC
-from hvdlite.engine.mailboxes import Areas
 from hvdlite.engine.oob import GroupOob, OobChannel
 from hvdlite.memory.futex import AVAILABLE as FUTEXES
 from hvdlite.memory.shared import SharedMemory
@@ -59,17 +58,17 @@ _log = logging.getLogger("hvdlite")
 
 
 def coordinator_for(world: World, config: Config, learned: Learned | None = None, *,
-                    mailbox_limit: int = 0, locked_rounds: bool = False) -> Coordinator | None:
+                    mailbox_limit: int = 0) -> Coordinator | None:
     """Return the coordinator on rank 0, None elsewhere.
 
     Args:
         learned: in the last world of an elastic job.
-        mailbox_limit, locked_rounds: see `Policy`.
+        mailbox_limit: see `Policy`.
     """
     if world.rank != 0:
         return None
     policy = Policy(config.fusion_threshold, BucketSizes(config.bucket_edge, config.bucket_size), config.bucket_layouts,
-                    config.join_divides_by_active, mailbox_limit, locked_rounds, config.deterministic)
+                    config.join_divides_by_active, mailbox_limit, config.deterministic)
     coordinator = Coordinator(world.size, policy, reduce_payloads, epoch=world.epoch)
     if learned is not None:
         if learned.tuned:
@@ -80,13 +79,8 @@ def coordinator_for(world: World, config: Config, learned: Learned | None = None
 
 def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank, plane: plane,
                      casts: Casts | None = None, devices: DevicePlaneMaker | None = None, *,
-                     epoch: int = 0, learned: Learned | None = None,
-                     areas: Callable[[int], Areas] | None = None) -> list[Runtime]:
-    """Return the runtimes of `size` ranks that live in this process, not yet started; `wrap` may inject faults.
-
-    Args:
-        areas: makes the memory of locks for a rank.
-    """
+                     epoch: int = 0, learned: Learned | None = None) -> list[Runtime]:
+    """Return the runtimes of `size` ranks that live in this process, not yet started; `wrap` may inject faults."""
     hub = LoopbackHub()
     casts = casts or Casts.of_numpy()
     runtimes = []
@@ -95,9 +89,8 @@ def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank
         plane = wrap(rank, LoopbackPlane(rank, hub, control.wake_rank, casts))
         oob = OobChannel(rank)
         gpu_plane = None if devices is None else devices(rank, oob, control.wake)
-        connections = Connections(control, plane, oob, gpu_plane, mailbox_area=None if areas is None else areas(rank))
-        locked = areas is not None and config.locked_rounds
-        runtimes.append(Runtime(world, config, connections, coordinator_for(world, config, learned, locked_rounds=locked)))
+        connections = Connections(control, plane, oob, gpu_plane)
+        runtimes.append(Runtime(world, config, connections, coordinator_for(world, config, learned)))
     return runtimes
 
 
@@ -174,8 +167,7 @@ def _assembled(meeting: Meeting, casts: Casts, stack_dump: StackDumpTarget, envi
     connections = Connections(control, plane, oob, devices, probe, common_clock(welcome),
                               memory.mailbox_area if has_mailboxes else None, group_parts, info.rank_names)
     limit = min(config.mailbox_limit, EAGER_TRAFFIC // world.size) if has_mailboxes else 0
-    locked = has_mailboxes and config.locked_rounds and not config.autotune  # autotune counts what is reported
-    coordinator = coordinator_for(world, config, learned, mailbox_limit=limit, locked_rounds=locked)
+    coordinator = coordinator_for(world, config, learned, mailbox_limit=limit)
     runtime = Runtime(world, config, connections, coordinator, hosts)
     if not info.owns_directory:
         if world.rank == local[0]:

@@ -89,9 +89,7 @@ class GradientSets:
         if ready.unused:
             self._waiters.progress.absent(len(ready.unused))
         entry = BucketEntry(bucket, ready, self._waiters, event)
-        lock = self._state.locks.get(bucket.definition.members[0].label) if self._state.locks else None
-        if lock is None or not lock.take(entry):
-            self._inbox.put(entry)
+        self._inbox.put(entry)
         return entry.handle
 
     def close_round(self, label: str, number: int, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:

@@ -1,7 +1,4 @@
-"""Random faults in a model of elastic training: `python -m tests.negotiation --steps 100000`; exit with 1 if one fails.
-
-With `--locks 10000` it plays so many jobs with locked rounds instead.
-"""
+"""Random faults in a model of elastic training: `python -m tests.negotiation --steps 100000`; exit with 1 if one fails."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import time
 import traceback
 
 from tests.membership.model import play_job
-from tests.negotiation.locked_ranks import Play, let_locks_open_soon
 from tests.negotiation.trainer import TrainingJob
 
 
@@ -20,10 +16,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.negotiation")
     parser.add_argument("--steps", type=int, default=100_000, help="training steps that members of all jobs make together")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--locks", type=int, default=0, help="jobs with locked rounds to play instead")
     options = parser.parse_args()
-    if options.locks:
-        return play_locks(options.first, options.locks)
     began = time.monotonic()
     steps, worlds, deaths, stale, failed, seed = 0, 0, 0, 0, 0, options.first
     while steps < options.steps and failed < 10:
@@ -37,25 +30,6 @@ def main() -> int:
         deaths += sum(not process.is_alive for process in job.processes.values())
     print(f"{steps} steps in {worlds} worlds of {seed - options.first} jobs; {deaths} processes ended, {stale} messages "
           f"came to a later world; {failed} jobs failed; {time.monotonic() - began:.0f} s")
-    return 1 if failed else 0
-
-
-def play_locks(first: int, games: int) -> int:
-    """Play jobs with locked rounds; see `locked_ranks.py`."""
-    let_locks_open_soon(setattr)
-    began, locked, failed = time.monotonic(), 0, 0
-    for seed in range(first, first + games):
-        game = Play(seed)
-        try:
-            game.play()
-        except Exception:
-            traceback.print_exc()
-            print(f"seed {seed}")
-            failed += 1
-            if failed == 10:
-                break
-        locked += game.locked
-    print(f"{games} jobs launched {locked} buckets by locks; {failed} jobs failed; {time.monotonic() - began:.0f} s")
     return 1 if failed else 0
 
 

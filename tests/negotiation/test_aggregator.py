@@ -63,7 +63,7 @@ def test_a_round_ends_once_and_a_repetition_changes_nothing() -> None:
 
 def test_a_round_that_is_over_ends_those_before_it() -> None:
     job = Aggregator((0, 1), 2)
-    assert not job.finish_round((0,), DONE), "the other rank went through this one by a lock"
+    assert not job.finish_round((0,), DONE), "the other rank does not tell when"
     assert not job.finish_round((0,), RoundDone("net", 2)) and job.finish_round((1,), RoundDone("net", 2))
     assert not job.rounds and not job.finish_round((1,), DONE)
     job.check_invariants()

@@ -96,7 +96,7 @@ class NcclPlane:
         self._report: Callable[[Exception], None] = lambda error: None
         self._overdue_times: tuple[float, ...] = ()
         self._report_overdue: Callable[[OverdueWork], None] = lambda work: None
-        self._launched: dict[int, int] = {}  # by process set: how many plans were launched; equal on all its ranks
+        self._launched: dict[int, int] = {}  # by process set: the sequence number of the last plan launched
         self._shared_gpu, self._exit_timeout, self._clock = shared_gpu, exit_timeout, clock
         self._opening = threading.Lock()
         self._device: Device | None = None
@@ -104,7 +104,7 @@ class NcclPlane:
         self._reason: str | None = None  # why there is no GPU, once it is known
         self._closing = False
         self._has_ended, self._verdict_seconds = threading.Event(), verdict_seconds
-        self._entered = threading.local()  # has an attribute in threads that have called `enter_thread`
+        self._has_entered = False  # the background thread
         self._allocate_by: Callable[[int], DeviceArray] | None = None  # see `DeviceAccess.wrap`
         self._pid = os.getpid()
 
@@ -162,9 +162,9 @@ class NcclPlane:
                      for number, launched in sorted(self._launched.items()))
 
     def enter_thread(self) -> None:
-        if not hasattr(self._entered, "here"):
+        if not self._has_entered:
             self._opened(None).make_current()
-            self._entered.here = True
+            self._has_entered = True
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
         device = self._opened(None)
@@ -178,14 +178,6 @@ class NcclPlane:
         if not plan.outputs:  # this rank has joined: no entry keeps the work alive, but other ranks need it
             launched.for_entry(None)
         return launched
-
-    def launch(self, plan: Plan) -> Completion:
-        """See `DevicePlane.launch`."""
-        try:
-            return self._launch(self._opened(None), plan)
-        except PeerLostError:
-            self._verdict()
-            raise
 
     def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         pass  # its communicator is created when it is needed
@@ -339,9 +331,8 @@ class NcclPlane:
             collectives.launch(Launch(device, communicator, self._staging, plan, plan.ranks.index(self._rank),
                                       ref.has_kernels))
             assert self._events is not None
-            sequence = self._launched.get(response.process_set_id, 0) + 1
-            self._launched[response.process_set_id] = sequence
-            group = LaunchedGroup(response.process_set_id, sequence, plan.ranks, response.names, ready, self._clock())
+            self._launched[response.process_set_id] = plan.sequence
+            group = LaunchedGroup(response.process_set_id, plan.sequence, plan.ranks, response.names, ready, self._clock())
             return LaunchedWork(device, self._events.record(device.stream), self._watcher, group)
         except device.failure as error:
             what = f"{response.collective.name.lower()} of '{response.names[0]}'"
