@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from hvdlite.membership.messages import Alive, MemberHello, MemberReady, frame
-from hvdlite_runner.member_server import MOST_MESSAGES, STRANGERS, MemberServer
+from hvdlite_runner.member_server import MOST_BYTES, MOST_MESSAGES, STRANGERS, MemberServer
 from tests.worlds import HANGS_SECONDS
 
 
@@ -56,6 +56,27 @@ LIES = [packed(type="BoundaryTold", change=1, boundary=2**64 - 1),
 def test_numbers_that_cannot_be_are_refused(tmp_path: Path, content: bytes) -> None:
     heard = server_hears(tmp_path, content + frame(MemberReady()))
     assert [(member, problem[:20]) for member, _, problem in heard] == [(3, ""), (3, "not a message: Expec")], heard
+
+
+def test_few_messages_of_too_many_bytes_are_a_flood_too(tmp_path: Path) -> None:
+    heard = []
+    with selectors.DefaultSelector() as selector, contextlib.closing(MemberServer(
+            selector, str(tmp_path), lambda *each: heard.append(each), lambda: 0.0)), socket.socket(socket.AF_UNIX) as member:
+        member.connect(str(tmp_path / "member.sock"))
+        member.sendall(frame(MemberHello(3, 1000)))
+        large = packed(type="Alive", epoch=1, in_user_code=False, unknown="x" * 60_000)
+        thread = threading.Thread(target=send_all, args=(member, large * (MOST_BYTES // len(large) + 2)))
+        thread.start()
+        while not any(problem for _, _, problem in heard):
+            turn(selector)
+        member.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert f"the limit is {MOST_BYTES:,}" in heard[-1][2] and len(heard) < MOST_MESSAGES
+
+
+def send_all(sock: socket.socket, content: bytes) -> None:
+    with contextlib.suppress(OSError):
+        sock.sendall(content)
 
 
 def test_a_member_that_floods_is_not_heard_any_more_and_others_are_heard_meanwhile(tmp_path: Path) -> None:

@@ -106,6 +106,15 @@ def test_the_table_stays_below_the_output() -> None:
     assert len(written) == 4, "no rank is left"
 
 
+def test_what_a_rank_says_cannot_steer_the_terminal() -> None:
+    written: list[str] = []
+    now = [0.0]
+    monitor = Monitor(written.append, {0: "host\x1b[2J"}, in_place=False, clock=lambda: now[0])
+    now[0] = 1.0
+    monitor.take("localhost", ProgressReply({0: reading(1, 0, 0.0, 0.1)}, "ranks wait for '\x1b]0;title\x07'"))
+    assert "\x1b" not in "".join(written) and "title" in "".join(written)
+
+
 def test_who_waits_for_whom() -> None:
     stall = {"name": "x", "waited_seconds": 3.2, "submitted": [0, 1, 2], "missing": [3]}
     report = {"stalls": [{**stall, "name": "y", "waited_seconds": 1.0}, stall], "diagnosis": ["rank 3 is in load()"]}
