@@ -19,7 +19,7 @@ import torch
 
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import DeviceAccess, DeviceArray
-from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.handle import Handle, Handles
 
@@ -107,8 +107,10 @@ def allocate(devices: DeviceAccess, index: int, stream: int, nbytes: int) -> Dev
     """
     try:
         return _empty(torch.uint8, devices, index, stream, (nbytes,))
-    except torch.OutOfMemoryError as error:
+    except torch.cuda.OutOfMemoryError as error:
         raise MemoryError(f"{nbytes} bytes: {error}") from None
+    except RuntimeError as error:
+        raise HorovodInternalError(f"CUDA failed in allocating {nbytes} bytes on GPU {index}: {error}") from error
 
 
 def allocating(index: int, stream: int) -> Any:

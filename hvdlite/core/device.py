@@ -38,7 +38,7 @@ class DeviceArray:
         ready: the event after which the values are available and the memory may be written; None: immediately.
         empty: creates an uninitialised array like this one, of another shape; None if no result is allocated like it.
         strides: in elements; () is row-major.
-        prescale: by what the values are multiplied already, of what a reduction multiplies its contributions by.
+        prescale: a factor that has been applied to the values already; a reduction applies only what is missing of its own.
     """
 
     pointer: int

@@ -156,8 +156,9 @@ class Engine:
             self._serve()
         except JobFailed as failed:
             self._state.failure = failure_error(failed.notice, self._rank, self._connections.rank_names)
-            if (failed.notice.origin not in (self._rank, -1) and not (self._waiters or self._mailboxes.in_use
-                         or any(group.is_waiting for group in list(self._state.groups)))
+            if (failed.notice.origin != self._rank and failed.notice.kind != "stopped"
+                    and not (self._waiters or self._mailboxes.in_use
+                             or any(group.is_waiting for group in list(self._state.groups)))
                     and failed.notice.kind != MismatchError.__name__):  # which the ranks concerned raise themselves
                 # No thread raises it now.
                 _log.error("rank %d: %s", self._rank, str(self._state.failure).splitlines()[0])

@@ -18,7 +18,7 @@ from hvdlite.negotiation.messages import FailureNotice
 def failure_notice(error: Exception, rank: int) -> FailureNotice:
     """Return what `rank` tells the others about an error on it. It may have suffered from a rank that nobody can name."""
     if isinstance(error, PeerLostError) and error.rank == -1:
-        return FailureNotice(-1, "stopped", str(error))
+        return FailureNotice(-1, "lost", str(error))
     return FailureNotice(rank, type(error).__name__, str(error))
 
 
@@ -38,7 +38,7 @@ def failure_error(notice: FailureNotice, rank: int, names: Sequence[str] = ()) -
     if notice.kind == PeerLeftError.__name__:
         return PeerLeftError(f"rank {origin} left the job while others still needed it: {notice.message}",
                              notice.origin)
-    if notice.kind == "stopped":
+    if notice.origin == -1:
         return PeerLostError(notice.message, notice.origin)
     if notice.kind == "lost":
         return PeerLostError(f"rank {origin} was lost: {notice.message}", notice.origin)

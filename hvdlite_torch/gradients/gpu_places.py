@@ -31,12 +31,14 @@ class GpuPlaces(TorchPlaces):
         self._index = bucket.memory.device
         self._has_others = False  # other streams have computed gradients of this round
         self._bucket = bucket
+        self._seen = set[int]()  # streams on which the memory has been used
         dtype = str(bucket.memory.dtype)
-        if gradients.plane.batched_copy([], dtype, dtype, 0, bucket.prescale):
+        if bucket.prescale and gradients.plane.batched_copy([], dtype, dtype, 0, bucket.prescale):
             bucket.prescaled = bucket.prescale
         super().__init__(gradients, bucket, parameters)
 
     def fill(self, places: Sequence[int], gradients: Sequence[torch.Tensor], is_own: bool) -> bool:
+        self._outlive_stream()
         self._has_others = self._join_streams()  # also for gradients that are already in their views
         return super().fill(places, gradients, is_own)
 
@@ -45,12 +47,18 @@ class GpuPlaces(TorchPlaces):
             torch._foreach_mul_([self.places[place].home for place in places], 1 / self._bucket.prescaled)
         return super().take_back(places)
 
+    def results(self, places: Sequence[int] | None) -> Sequence[torch.Tensor]:
+        self._outlive_stream()
+        return super().results(places)
+
     def filled(self) -> Event | None:
         return self.gradients.plane.record_event(cuda.current_stream(self._index))
 
     def from_row_major(self, place: int, values: AnyArray) -> None:
         if isinstance(values, DeviceArray):
             self.places[place].home.copy_(cuda.as_tensor(values))
+            if isinstance(values.owner, torch.Tensor):
+                cuda.record_stream([values.owner])
         else:
             super().from_row_major(place, values)
 
@@ -63,6 +71,15 @@ class GpuPlaces(TorchPlaces):
 
     def _belongs(self, place: Place, tensor: torch.Tensor) -> bool:
         return cuda.is_on_gpu(tensor)
+
+    def _outlive_stream(self) -> None:
+        """Let torch keep the bucket's memory, once it is dropped, until the current stream has used it: torch reuses it in
+        the order of the stream for which the plane had it allocated, which may be another one."""
+        stream, owner = cuda.current_stream(self._index), self._bucket.memory.owner  # type: ignore[union-attr]
+        if stream not in self._seen:
+            self._seen.add(stream)
+            if isinstance(owner, torch.Tensor):
+                cuda.record_stream([owner])
 
     def _join_streams(self) -> bool:
         """Make the current stream wait for all streams that computed gradients; return whether there are others."""
@@ -90,15 +107,20 @@ class GpuPlaces(TorchPlaces):
             homes, values = self._copy_other_strides(homes, values, factor)
         casts = list(zip(map(_dtype, values), map(_dtype, homes), strict=True))
         copies = list(zip(map(_address, values), map(_address, homes), map(_size, homes), strict=True))
-        stream = cuda.current_stream(self._index)
-        for of, to in set(casts):
-            alike = copies if casts.count((of, to)) == len(casts) else [
+        kinds, stream, plane = set(casts), cuda.current_stream(self._index), self.gradients.plane
+        names = {dtype: cuda.dtype_name(dtype) for dtype in itertools.chain(*kinds)}
+        if len(kinds) > 1 and not all(plane.batched_copy([], names[of], names[to], stream, factor) for of, to in kinds):
+            kinds = set()  # all by kernels, or none: gradients in their places would be multiplied twice
+        for of, to in kinds:
+            alike = copies if len(kinds) == 1 else [
                 copy for copy, cast in zip(copies, casts, strict=True) if cast == (of, to)]
-            if not self.gradients.plane.batched_copy(alike, cuda.dtype_name(of), cuda.dtype_name(to), stream, factor):
-                torch._foreach_copy_(homes, values)
-                if factor != 1.0:
-                    torch._foreach_mul_(homes, factor)
-                return
+            if not plane.batched_copy(alike, names[of], names[to], stream, factor):
+                kinds = set()
+                break
+        if not kinds and homes:
+            torch._foreach_copy_(homes, values)
+            if factor != 1.0:
+                torch._foreach_mul_(homes, factor)
 
     def _copy_other_strides(self, homes: list[torch.Tensor], values: list[torch.Tensor],
                             factor: float) -> tuple[list[torch.Tensor], ...]:

@@ -148,13 +148,13 @@ class TorchPlaces:
                           and len({(place.context is None, place.shows_view) for place in self.places}) == 1
                           and all(map(self._is_here, parameters)))
         small = [self.places[place] for place in self.small]
-        self._batch = _Batch(small, self._copy_in, self._changes) if self._is_plain and len(small) > 1 else None
+        self._batch = _Batch(small, self._changes) if self._is_plain and len(small) > 1 else None
 
     def fill(self, places: Sequence[int], gradients: Sequence[torch.Tensor], is_own: bool) -> bool:
         if not all(map(operator.is_not, gradients, itertools.repeat(None))):
             return False
         if places is self.small and self._batch is not None and self._belongs(self._batch.places[0], gradients[0]):
-            targets = self._batch.fill(gradients, is_own)
+            targets = self._batch.fill(gradients, is_own, self._copy_in)
             if targets is not None:
                 self._aim(self._batch.places, targets)
                 return True
@@ -321,14 +321,12 @@ class _Batch:
     What is constant is listed once; what has to be looked at in every round is compared as a list.
 
     Args:
-        copy: copies gradients into places.
-        changes: whether it changes them, also those that lie there already.
+        changes: whether gradients are changed when they are copied in, also those that lie there already.
     """
 
-    def __init__(self, places: Sequence[Place], copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
-                 changes: bool) -> None:
+    def __init__(self, places: Sequence[Place], changes: bool) -> None:
         self.places = places
-        self._copy, self._changes = copy, changes
+        self._changes = changes
         self._shows_views = places[0].shows_view
         self._homes = [place.home for place in places]
         self._addresses = [place.address for place in places]
@@ -339,10 +337,14 @@ class _Batch:
         self._idle = _users(self._views(), self._storages)
         self._no_targets: list[torch.Tensor | None] = [None] * len(places)
 
-    def fill(self, gradients: Sequence[torch.Tensor], is_own: bool) -> Sequence[torch.Tensor | None] | None:
+    def fill(self, gradients: Sequence[torch.Tensor], is_own: bool,
+             copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None]) -> Sequence[torch.Tensor | None] | None:
         """Like `TorchPlaces.fill`; return the targets.
 
         Return None, and change nothing, when a gradient or a place is not an ordinary one.
+
+        Args:
+            copy: copies gradients into places.
         """
         views = self._views()
         if list(map(_kind, gradients)) != self._kinds:
@@ -354,14 +356,14 @@ class _Batch:
             if not (all(map(operator.is_, gradients, views)) and self._have_addresses(gradients)):
                 return None
             if self._changes:
-                self._copy(self._homes, self._homes)
+                copy(self._homes, self._homes)
             return targets
         elif any(others := have_others(gradients, is_own)):
             targets = [gradient if has_other else None for gradient, has_other in zip(gradients, others, strict=True)]
         if _users(views, self._storages) != self._idle or not self._have_addresses(views):
             return None
         with torch.no_grad():
-            self._copy(self._homes, list(gradients))
+            copy(self._homes, list(gradients))
         return targets
 
     def _views(self) -> list[torch.Tensor]:

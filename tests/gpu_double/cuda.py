@@ -166,8 +166,8 @@ class CudaDouble:
     def deviceGetPCIBusId(self, index: int) -> str:
         return self.identity
 
-    def getDeviceProperties(self, index: int) -> dict[str, bytes]:
-        return {"uuid": self.identity.encode()}
+    def uuid(self, index: int) -> str:
+        return self.identity
 
     def deviceSynchronize(self) -> None:
         for stream in self._streams.keys() - self._closed:

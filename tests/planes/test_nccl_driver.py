@@ -25,6 +25,11 @@ int cuEventQuery(volatile int* event) {
     while (!event[0]) usleep(100);
     return event[0] == 1 ? 0 : event[0];
 }
+int cuDeviceGet(int* device, int index) { *device = index + 40; return index == 7; }
+int cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
+    for (int i = 0; i < 16; i++) uuid[i] = i == 1 ? 0 : device;
+    return 0;
+}
 int cuDevicePrimaryCtxGetState(int index, unsigned* flags, int* active) { *flags = 0; *active = index == 2; return 0; }
 """
 
@@ -60,6 +65,7 @@ def test_a_query_that_blocks_does_not_block_python(stub: str) -> None:
 def test_what_else_the_driver_is_asked(stub: str) -> None:
     driver = Driver(stub)
     assert [driver.has_context(index) for index in range(4)] == [False, False, True, False]
+    assert driver.uuid(2) == "2a00" + "2a" * 14 and driver.uuid(7) == ""
     assert driver.relax_captures() == 0
     assert driver.relax_captures(0) == 2
     assert driver.relax_captures() == 0
@@ -68,7 +74,7 @@ def test_what_else_the_driver_is_asked(stub: str) -> None:
 def test_without_a_driver() -> None:
     driver = Driver("libnothing-of-this-name.so.1")
     driver.relax_captures()
-    assert driver.event_status(1) is None and driver.has_context(0)
+    assert driver.event_status(1) is None and driver.has_context(0) and driver.uuid(0) == ""
 
 
 @pytest.mark.parametrize(("driver", "runtime", "expected"), [

@@ -20,7 +20,7 @@ from hvdlite.planes.nccl.peer_info import PeerInfo, check_peers
 from hvdlite.planes.nccl.watcher import CommunicatorRef, abort
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
-from tests.gpu_double.gpu import GpuDouble
+from tests.gpu_double.gpu import GpuDouble, plane
 from tests.gpu_double.nccl import CommunicatorDouble, Meetings, NcclErrorDouble
 from tests.gpu_double.worlds import Gpus, allreduce, begun, spin
 from tests.gpu_double.worlds import gpus as gpus
@@ -193,6 +193,13 @@ def test_if_nccl_hears_first_that_a_rank_is_gone_the_verdict_is_waited_for(gpus:
             assert "a peer is gone" in str(caught.value) and "A rank has died" in str(caught.value)
         gpu.release(gpu.stream)
     worlds.threads(2, step)
+
+
+def test_leaving_is_no_verdict() -> None:
+    for failure in (None, HorovodInternalError("rank 1 was lost")):
+        used = plane(0, None, lambda: None, GpuDouble(), verdict_seconds=0.01)
+        used.close(failure)
+        assert used._verdict() == (failure is not None)
 
 
 def test_a_rank_that_dies_while_a_communicator_is_made_is_an_error_on_the_others(gpus: Gpus) -> None:

@@ -59,9 +59,9 @@ def test_numbers_that_cannot_be_are_refused(tmp_path: Path, content: bytes) -> N
 
 
 def test_few_messages_of_too_many_bytes_are_a_flood_too(tmp_path: Path) -> None:
-    heard = []
-    with selectors.DefaultSelector() as selector, contextlib.closing(MemberServer(
-            selector, str(tmp_path), lambda *each: heard.append(each), lambda: 0.0)), socket.socket(socket.AF_UNIX) as member:
+    heard: list[tuple[int, bytes, str]] = []
+    with selectors.DefaultSelector() as selector, socket.socket(socket.AF_UNIX) as member, contextlib.closing(MemberServer(
+            selector, str(tmp_path), lambda *each: heard.append(each), lambda: 0.0)):
         member.connect(str(tmp_path / "member.sock"))
         member.sendall(frame(MemberHello(3, 1000)))
         large = packed(type="Alive", epoch=1, in_user_code=False, unknown="x" * 60_000)

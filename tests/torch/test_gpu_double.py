@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import types
 from collections import Counter
@@ -14,13 +15,13 @@ torch = pytest.importorskip("torch")
 
 import hvdlite_torch as hvd  # noqa: E402
 from hvdlite import api  # noqa: E402
-from hvdlite.core.errors import UnsupportedError  # noqa: E402
+from hvdlite.core.errors import HorovodInternalError, UnsupportedError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, cuda  # noqa: E402
 from tests.gpu_double.torch_cuda import install  # noqa: E402
 from tests.gpu_double.worlds import Gpus  # noqa: E402
 from tests.torch import test_buckets, test_optimizer  # noqa: E402
-from tests.torch.models import by_bucket, net, settle, train, wrapped  # noqa: E402  # noqa: E402
+from tests.torch.models import by_bucket, net, settle, train, wrapped  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 SIZE = pytest.mark.parametrize("size", [3]).mark
@@ -185,14 +186,67 @@ def test_without_kernels_torch_copies(gpus: Gpus) -> None:
     threads(2, step)
 
 
-def test_torchs_lack_of_memory_is_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("raised", "expected"), [
+    (torch.cuda.OutOfMemoryError("CUDA out of memory"), "100 bytes: CUDA out of memory"),
+    (RuntimeError("CUDA error: an illegal access"), "CUDA failed in allocating 100 bytes on GPU 3: .*illegal access")])
+def test_what_torch_raises_when_it_allocates(raised: Exception, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
 
-    def full(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    monkeypatch.setattr(cuda, "_empty", full)
-    with pytest.raises(MemoryError, match="100 bytes: CUDA out of memory"):
-        cuda.allocate(None, 0, 0, 100)  # type: ignore[arg-type]
+    def fail(*_: Any, **__: Any) -> Any:
+        raise raised
+    monkeypatch.setattr(cuda, "_empty", fail)
+    with pytest.raises((MemoryError, HorovodInternalError), match=expected):
+        cuda.allocate(None, 3, 0, 100)  # type: ignore[arg-type]
+
+
+def test_a_buckets_memory_outlives_every_stream_that_uses_it(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reuses it in the order of one stream, for which it was allocated."""
+    streams, seen = threading.local(), list[tuple[int, int]]()
+    allocate = cuda.allocate
+
+    def allocated(*arguments: Any) -> Any:
+        array = allocate(*arguments)
+        return dataclasses.replace(array, owner=cuda.bytes_tensor(array))
+    monkeypatch.setattr(cuda, "allocate", allocated)
+    monkeypatch.setattr(cuda, "current_stream", lambda index: getattr(streams, "now", 0))
+    monkeypatch.setattr(cuda, "record_stream", lambda tensors: seen.append((streams.now, tensors[0].data_ptr())))
+
+    def step(runtime: Runtime) -> None:
+        streams.now = 0
+        model = net()
+        optimizer = wrapped(runtime, model)
+        settle(runtime, model, optimizer)
+        streams.now = gpus.made[runtime.world.rank].make_stream()
+        for _ in range(2):
+            train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
+        memory = next(iter(model.parameters())).grad.data_ptr()
+        used = sorted(stream for stream, address in seen if 0 <= memory - address < 4096)
+        assert used == [0, streams.now]
+    threads(2, step)
+
+
+def test_without_one_of_several_kernels_nothing_is_multiplied_twice(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(runtime: Runtime) -> None:
+        model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(8, dtype=dtype))
+                                        for dtype in (torch.float16, torch.float32)])
+        optimizer = wrapped(runtime, model, compression=Compression.fp16)
+        for turn in range(6):
+            optimizer.zero_grad(set_to_none=False)
+            sum((parameter * (runtime.world.rank + 1.0)).sum().float() for parameter in model).backward()
+            optimizer.synchronize()
+            for parameter in model:
+                torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 1.5))
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            if turn == 3:
+                assert by_bucket(optimizer)
+                plane = runtime.devices
+                real = plane.batched_copy
+
+                def batched_copy(copies: Any, source: str, target: str, *rest: Any, real: Any = real) -> bool:
+                    return (source, target) != ("float32", "float16") and bool(real(copies, source, target, *rest))
+                monkeypatch.setattr(plane, "batched_copy", batched_copy)
+    threads(2, step)
 
 
 def test_no_memory_on_one_ranks_gpu_means_no_buckets_on_all(gpus: Gpus) -> None:

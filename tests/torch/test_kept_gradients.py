@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,6 +17,8 @@ from hvdlite.core.errors import MismatchError, UnsupportedError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
+from hvdlite_torch.gradients.places import TorchPlaces  # noqa: E402
+from hvdlite_torch.gradients.torch_gradients import TorchGradients  # noqa: E402
 from tests.torch.models import by_bucket, net, reducer_of, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -317,3 +323,19 @@ def test_a_gradient_that_was_written_to_and_leaves_its_bucket_is_no_new_one() ->
             assert torch.equal(small.grad, torch.full((10,), 3.0)) and torch.equal(large.grad, torch.full((5000,), 1.5))
         del kept
     threads(2, step)
+
+
+def test_places_are_in_no_cycle() -> None:
+    """They hold the memory of a bucket, which is not to wait for a collection of garbage."""
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
+    memory = [np.zeros(3, np.float32) for _ in parameters]
+    bucket: Any = types.SimpleNamespace(logical=memory.__getitem__, memory=memory[0])
+    gc.disable()
+    try:
+        places = TorchPlaces(TorchGradients(Compression.none, False), bucket, parameters)
+        assert places._batch is not None
+        is_there = weakref.ref(places)
+        del places
+        assert is_there() is None
+    finally:
+        gc.enable()

@@ -158,7 +158,7 @@ class NcclReduction:
 
     def prescale(self, source: DeviceArray) -> float:
         """Return by what a source is still to be multiplied."""
-        return self._prescale / source.prescale
+        return 1.0 if source.prescale == self._prescale else self._prescale / source.prescale
 
     def copy_scaled(self, copies: Sequence[CopySpec], factor: float = 1.0) -> None:
         """Copy and scale arrays; arrays without a source are filled with the op's identity element."""

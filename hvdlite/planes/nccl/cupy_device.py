@@ -69,7 +69,7 @@ class CupyDevice:
         return str(self._runtime.deviceGetPCIBusId(self.index))
 
     def uuid(self) -> str:
-        return bytes(self._runtime.getDeviceProperties(self.index)["uuid"]).hex()
+        return self._driver.uuid(self.index)
 
     def make_event(self) -> int:
         with self._here():

@@ -24,9 +24,10 @@ class Driver:
             library: Any = ctypes.CDLL(name)
             self._exchange, self._query, self._state = (
                 library.cuThreadExchangeStreamCaptureMode, library.cuEventQuery, library.cuDevicePrimaryCtxGetState)
+            self._get, self._uuid = library.cuDeviceGet, library.cuDeviceGetUuid_v2  # the first version knows no slices
         except (OSError, AttributeError) as error:
             _log.warning("a CUDA graph that another thread captures may be spoilt by hvdlite's: %s", error)
-            self._exchange = self._query = self._state = None
+            self._exchange = self._query = self._state = self._uuid = None
             return
         self._query.argtypes = [ctypes.c_void_p]
 
@@ -44,6 +45,13 @@ class Driver:
     def event_status(self, event: int) -> int | None:
         """Return the status of an event: 0 when it is done. None without a driver."""
         return None if self._query is None else int(self._query(event))
+
+    def uuid(self, index: int) -> str:
+        """Return what is unique to a GPU, or to the slice of it (MIG) that this process uses; "" without a driver."""
+        number, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+        if self._uuid is None or self._get(ctypes.byref(number), index) or self._uuid(uuid, number):
+            return ""
+        return bytes(uuid).hex()
 
     def has_context(self, index: int) -> bool:
         """Return whether this process uses a GPU; True without a driver."""

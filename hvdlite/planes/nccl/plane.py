@@ -104,6 +104,7 @@ class NcclPlane:
         self._reason: str | None = None  # why there is no GPU, once it is known
         self._closing = False
         self._has_ended, self._verdict_seconds = threading.Event(), verdict_seconds
+        self._failure: HorovodInternalError | None = None  # what has ended the job
         self._has_entered = False  # the background thread
         self._allocate_by: Callable[[int], DeviceArray] | None = None  # see `DeviceAccess.wrap`
         self._pid = os.getpid()
@@ -122,11 +123,12 @@ class NcclPlane:
              empty: Callable[[tuple[int, ...]], DeviceArray] | None = None,
              allocate: Callable[[int], DeviceArray] | None = None) -> DeviceArray:
         used = self._opened(device)
-        self._allocate_by = allocate or self._allocate_by
         if used.index != device:
             raise UnsupportedError(f"rank {self._rank} uses GPU {used.index} and cannot also use GPU {device}: a rank has "
                                    "one GPU")
-        return DeviceArray(pointer, shape, dtype, device, owner, self.record_event(stream), empty)
+        ready = self.record_event(stream)
+        self._allocate_by = allocate or self._allocate_by
+        return DeviceArray(pointer, shape, dtype, device, owner, ready, empty)
 
     def record_event(self, stream: int) -> PooledEvent:
         check_not_captured(self._opened(None), stream)
@@ -206,6 +208,7 @@ class NcclPlane:
     def row_major(self, array: DeviceArray) -> DeviceArray:
         """See `DevicePlane.row_major`."""
         device = self._opened(None)
+        self.enter_thread()
         copied = self._allocate(device, array.nbytes).part(0, array.size, array.dtype)
         copied.shape, copied.prescale = array.shape, array.prescale
         if array.ready is not None:
@@ -219,6 +222,7 @@ class NcclPlane:
         Args:
             failure: the error that ends the job early: work in progress is not waited for, and waits for it raise this.
         """
+        self._failure = failure
         self._has_ended.set()
         if self._device is None or self._pid != os.getpid():  # a forked child must not call CUDA
             return
@@ -306,7 +310,7 @@ class NcclPlane:
             return device.allocate(nbytes)
         try:
             memory = self._allocate_by(nbytes)
-        except UnsupportedError:  # its stream is being captured
+        except UnsupportedError:  # the stream of the array that was lent last is being captured
             return device.allocate(nbytes)
         if memory.ready is not None:
             device.wait(device.stream, memory.ready.handle)
@@ -341,8 +345,9 @@ class NcclPlane:
             raise nccl_error(self._rank, device, communicator, what, error) from error
 
     def _verdict(self) -> bool:
-        """Another rank may be gone: wait until the control plane says which; return whether the job has ended."""
-        return self._has_ended.wait(self._verdict_seconds)
+        """Another rank may be gone: wait until the control plane says which; return whether the job has failed."""
+        self._has_ended.wait(self._verdict_seconds)
+        return self._failure is not None
 
 
 def _ready_events(plan: Plan) -> list[Event]:
