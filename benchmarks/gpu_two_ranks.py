@@ -181,4 +181,6 @@ def look(sheet: Sheet, setup: Setup, twins: Twins) -> None:
     assert len(reductions) == buckets, f"{len(reductions)} kernels of NCCL's reduced {buckets} buckets"
     backward = max(kernel.end for kernel in found if kernel.library == "torch")
     early = sum(kernel.begin < backward for kernel in reductions)
+    sheet.add("from the first kernel of the step to the backward pass's last", (backward - found[0].begin) / 1e3, "ms")
+    sheet.add("from it to the first all-reduce", (reductions[0].begin - found[0].begin) / 1e3, "ms")
     sheet.add("all-reduces that began before the backward pass ended on the GPU", early, f"of {buckets}")
