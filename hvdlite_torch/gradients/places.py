@@ -47,7 +47,6 @@ _uses: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambd
 """Return how often torch itself refers to a tensor."""
 COUNTS = hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.Tensor, "_use_count")
 """Whether torch can tell who uses a tensor; else gradients are never views of buckets."""
-_cdata = operator.attrgetter("_cdata")
 _version = operator.attrgetter("_version")
 _view_of = operator.attrgetter("view")
 _home_of = operator.attrgetter("home")
@@ -60,24 +59,30 @@ def _users(tensors: Sequence[torch.Tensor], storages: Sequence[int]) -> list[tup
     return list(zip(map(_use_count, storages), map(sys.getrefcount, tensors), map(_uses, tensors), strict=True))
 
 
-def _users_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
-    return _users(tensors, list(map(_cdata, map(torch.Tensor.untyped_storage, tensors))))
+def _users_at(tensors: Sequence[torch.Tensor], index: int) -> tuple[int, int, int]:
+    """Like `_users`, of one in the sequence: for few, maps cost more than they save."""
+    return (_use_count(tensors[index].untyped_storage()._cdata), sys.getrefcount(tensors[index]), _uses(tensors[index]))
 
 
-_FRESH = _users_of([torch.empty(1)])[0]
+_FRESH = _users_at([torch.empty(1)], 0)
 """The users of a tensor that nobody else uses."""
 
 
-def have_others(gradients: Sequence[torch.Tensor], is_own: bool) -> Sequence[object]:
-    """Return for each gradient, which only the caller's sequence has, whether somebody else uses it; of sparse ones any.
+def has_other(gradients: Sequence[torch.Tensor], index: int, is_own: bool) -> bool:
+    """Return whether somebody else uses a gradient, which only the caller's sequence has; of a sparse one any.
 
     Args:
-        is_own: whether the script has made them.
+        is_own: whether the script has made it.
     """
-    written = [1] * len(gradients) if is_own else list(map(_version, gradients))
-    if not any(written) or not all(gradient.layout is torch.strided for gradient in gradients):  # nearly always the first
-        return written
-    return [was_written and users != _FRESH for was_written, users in zip(written, _users_of(gradients), strict=True)]
+    return bool(is_own or gradients[index]._version) and (
+        gradients[index].layout is not torch.strided or _users_at(gradients, index) != _FRESH)
+
+
+def have_others(gradients: Sequence[torch.Tensor], is_own: bool) -> Sequence[bool]:
+    """Like `has_other`, for each of them."""
+    if not (is_own or any(map(_version, gradients))):  # nearly always
+        return [False] * len(gradients)
+    return [has_other(gradients, index, is_own) for index in range(len(gradients))]
 
 
 class Place:
@@ -119,7 +124,8 @@ class Place:
         """
         if self.home.data_ptr() != self.address:
             return True
-        self.current_view()
+        if self.view.data_ptr() != self.address:
+            self._make_view()
         return (_use_count(self.storage), sys.getrefcount(self.view), _uses(self.view)) != self._idle
 
     def _make_view(self) -> None:
@@ -151,6 +157,8 @@ class TorchPlaces:
         self._batch = _Batch(small, self._changes) if self._is_plain and len(small) > 1 else None
 
     def fill(self, places: Sequence[int], gradients: Sequence[torch.Tensor], is_own: bool) -> bool:
+        if len(places) == 1:
+            return gradients[0] is not None and self._fill_one(places[0], gradients, is_own)
         if not all(map(operator.is_not, gradients, itertools.repeat(None))):
             return False
         if places is self.small and self._batch is not None and self._belongs(self._batch.places[0], gradients[0]):
@@ -161,7 +169,7 @@ class TorchPlaces:
         chosen = [self.places[place] for place in places]
         others = have_others(gradients, is_own)
         homes, values, kept, all_fit = [], [], list[torch.Tensor | None](), True
-        for place, parameter, gradient, has_other in zip(
+        for place, parameter, gradient, is_used in zip(
                 chosen, map(self.parameters.__getitem__, places), gradients, others, strict=True):
             if place.context is None and place.holds(gradient):
                 kept.append(None)
@@ -175,13 +183,29 @@ class TorchPlaces:
                 continue
             homes.append(place.home)
             values.append(value)
-            is_target = has_other or not place.shows_view or gradient.requires_grad or gradient.is_cuda != place.home.is_cuda
-            kept.append(gradient if is_target and gradient.layout is torch.strided else None)
+            kept.append(gradient if self._is_target(place, gradient, is_used) else None)
         if not all_fit:
             return False
         if homes:
             self._copy_in(homes, values)
         self._aim(chosen, kept)
+        return True
+
+    def _fill_one(self, index: int, gradients: Sequence[torch.Tensor], is_own: bool) -> bool:
+        """Like `fill`, of one place, without what lists and maps cost: every large gradient comes here by itself."""
+        is_used, gradient, place, target = has_other(gradients, 0, is_own), gradients[0], self.places[index], None
+        homes = [place.home]
+        if place.context is None and place.holds(gradient):
+            if self._changes:
+                self._copy_in(homes, homes)
+        else:
+            value = self._fitting(place, self.parameters[index], gradient)
+            if value is None:
+                return False
+            self._copy_in(homes, [value])
+            target = gradient if self._is_target(place, gradient, is_used) else None
+        if target is not None or self._has_targets:
+            self._aim([place], [target])
         return True
 
     def vacate(self, place: int, old: torch.Tensor) -> torch.Tensor:
@@ -310,6 +334,11 @@ class TorchPlaces:
             gradient, place.context = self.gradients.compression.compress(gradient)
         return gradient if gradient.dtype is self._fitting_dtype(place) and gradient.shape == place.shape else None
 
+    def _is_target(self, place: Place, gradient: torch.Tensor, is_used: bool) -> bool:
+        """Return whether the result is to be copied back into a gradient that has been copied into its place."""
+        return (gradient.layout is torch.strided
+                and (is_used or not place.shows_view or gradient.requires_grad or gradient.is_cuda != place.home.is_cuda))
+
     def _belongs(self, place: Place, tensor: torch.Tensor) -> bool:
         """Return whether a gradient like `tensor` is reduced in this memory: models are moved."""
         return not self.gradients.has_plane_for(place.dtype) or not cuda.is_on_gpu(tensor)
@@ -359,7 +388,7 @@ class _Batch:
                 copy(self._homes, self._homes)
             return targets
         elif any(others := have_others(gradients, is_own)):
-            targets = [gradient if has_other else None for gradient, has_other in zip(gradients, others, strict=True)]
+            targets = [gradient if is_used else None for gradient, is_used in zip(gradients, others, strict=True)]
         if _users(views, self._storages) != self._idle or not self._have_addresses(views):
             return None
         with torch.no_grad():

@@ -199,6 +199,20 @@ def test_what_torch_raises_when_it_allocates(raised: Exception, expected: str, m
         cuda.allocate(None, 3, 0, 100)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_an_average_of_the_only_gradient_of_a_bucket(gpus: Gpus, to_none: bool) -> None:
+    def step(runtime: Runtime) -> None:
+        model = torch.nn.Linear(8, 4, bias=False)
+        optimizer = wrapped(runtime, model)
+        for _ in range(5):
+            optimizer.zero_grad(set_to_none=to_none)
+            (model.weight * (runtime.world.rank + 1.0)).sum().backward()
+            optimizer.synchronize()
+            torch.testing.assert_close(model.weight.grad, torch.full((4, 8), 1.5))
+        assert by_bucket(optimizer)
+    threads(2, step)
+
+
 def test_a_buckets_memory_outlives_every_stream_that_uses_it(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch reuses it in the order of one stream, for which it was allocated."""
     streams, seen = threading.local(), list[tuple[int, int]]()
