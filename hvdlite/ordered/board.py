@@ -84,7 +84,8 @@ class Board:
 
     def leave(self, completed: int) -> None:
         """See `waiter.Others`; those that sleep see it when they are woken."""
-        self._area.lines[self._index][0] = 1 + completed
+        if self._area.lines:  # else a thread of this rank is late: the group was closed, which others have seen
+            self._area.lines[self._index][0] = 1 + completed
 
     def close(self) -> None:
         """Look at the memory no more."""

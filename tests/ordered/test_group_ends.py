@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hvdlite.core.errors import HorovodInternalError, OperationTimeoutError, PeerLeftError
-from hvdlite.ordered import waiter
+from hvdlite.ordered import group_end, waiter
 from hvdlite.ordered.call import Call
 from hvdlite.ordered.group_end import GroupEnd
 from tests.ordered.worlds import HANGS_SECONDS, HOSTS, Reports, allreduce, barrier, groups, play, result_of, sums
@@ -229,3 +229,24 @@ def test_a_partner_that_stops_in_the_middle_is_suspected() -> None:
         return reports.suspected
 
     assert play(groups(2, patience=0.1), step)[0] >= 1
+
+
+def test_a_thread_that_is_late_when_its_group_is_closed_gets_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine: its memory is gone by then."""
+    monkeypatch.setattr(group_end, "JOIN_SECONDS", 0.0)
+    ends, closed = groups(2), threading.Event()
+
+    def perform(*_: object) -> None:
+        assert closed.wait(HANGS_SECONDS)
+        raise HorovodInternalError("the call is given up")
+    monkeypatch.setattr(ends[0]._executor, "perform", perform)
+    ended: list[Call] = []
+    late = threading.Thread(target=lambda: ended.append(ends[0].start([barrier()], blocking=True)))
+    late.start()
+    while not ends[0].is_waiting:
+        pass
+    ends[0].close()
+    ends[1].close()
+    closed.set()
+    late.join(HANGS_SECONDS)
+    assert len(ended) == 1 and isinstance(ended[0].error, HorovodInternalError)
