@@ -11,7 +11,6 @@ import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import AnyArray, Completion, DeviceArray, Event
-from hvdlite.core.types import ReduceOp
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import BlockedWaiters, Handle
 from hvdlite.negotiation.controller import SplitBucket
@@ -63,10 +62,9 @@ class LearnedBucket:
 
     @property
     def prescale(self) -> float:
-        """By what every rank's gradients are multiplied before they are summed; for an average, also 1 / ranks."""
+        """By what every rank's gradients are multiplied before they are summed."""
         response = self.definition.response
-        divisor = (response.divisor or len(response.contributors)) if response.op is ReduceOp.AVERAGE else 1
-        return response.prescale / divisor
+        return response.prescale_over(len(response.contributors))
 
     def logical(self, index: int) -> AnyArray:
         """Return a member's place as an array of its shape, in the order in which the framework lays it out."""

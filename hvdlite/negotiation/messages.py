@@ -302,6 +302,10 @@ class Response(Message, frozen=True, kw_only=True):
     device: str = "cpu"  # where the tensors are, as in the requests
     ranks_in_step: tuple[int, ...] = ()  # of a gradient set: ranks that reported it from within their step; () when all did
 
+    def prescale_over(self, ranks: int) -> float:
+        """Return by what each of so many ranks multiplies its contribution before a sum; for an average, also 1 / ranks."""
+        return self.prescale / ((self.divisor or ranks) if self.op is ReduceOp.AVERAGE else 1)
+
 
 class Bucket(Message, frozen=True, kw_only=True):
     """Members of a gradient set that are reduced together, and their slices of the bucket."""

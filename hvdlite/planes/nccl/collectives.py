@@ -130,9 +130,9 @@ class Launch:
 class NcclReduction:
     """The arithmetic of one reduction: NCCL's op, and the kernels before and after it.
 
-    An average is a sum of contributions that are divided before. NVLS, NCCL's reduction in the switches of NVLink, computes
-    sums, minima and maxima only, and so do the kernels for symmetric memory; ncclAvg switches both off. ncclAvg remains for
-    communicators in which a rank has no kernels.
+    An average is a sum of contributions that are multiplied by 1/N before. NVLS, NCCL's reduction in the switches of NVLink,
+    computes sums, minima and maxima only; ncclAvg switches it off. That remains for communicators in which a rank has no
+    kernels.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -143,12 +143,11 @@ class NcclReduction:
         self.width = SUPPORTED_DTYPES[self.dtype].itemsize
         self.code = DTYPES[self.dtype]
         size = len(launch.plan.ranks)
-        divisor = (response.divisor or size) if response.op is ReduceOp.AVERAGE else 1
-        self.op = SUM if response.op is ReduceOp.AVERAGE else _OPS[response.op]
-        if divisor == size > 1 and not launch.has_kernels:
-            self.op, divisor = MEAN, 1
+        is_average = response.op is ReduceOp.AVERAGE
+        self.op, self._prescale = SUM if is_average else _OPS[response.op], response.prescale_over(size)
+        if is_average and response.divisor in (0, size) and size > 1 and not launch.has_kernels:
+            self.op, self._prescale = MEAN, response.prescale
         self.postscale = response.postscale
-        self._prescale = response.prescale / divisor
         self._fill_value = bits(identity(response.op, SUPPORTED_DTYPES[response.dtype]), SUPPORTED_DTYPES[self.dtype]) \
             if self.parts == 1 else bits(-0.0, SUPPORTED_DTYPES[self.dtype])
 
