@@ -1,4 +1,4 @@
-"""The authority of an elastic job: it alone orders worlds (docs/protocol.md#worlds). Pure.
+"""The authority of a job: it alone orders worlds (docs/protocol.md#worlds). Pure. A job that is not elastic has one world.
 
 The launcher owns one, passes what happens as events, and does what the commands say. An event is taken in first; then the
 rule of the world's state is applied, until it does not lead to another state. `members.py` has the states of members and
@@ -23,16 +23,7 @@ _WORLD_LOST: Final = "its world was lost before it entered elastic.run"
 
 
 class Authority:
-    """Decides who is in which world.
-
-    What the launcher guarantees:
-
-    - It carries out commands in their order. Orders for a member that has not connected yet are kept until it says
-      `MemberHello`. It passes on all messages of a member in their order, and before the member's `MemberGone`.
-    - There is a `MemberGone` for each process that it has started, when its descendants are dead, too; after a `Kill`, soon.
-    - `HostLost` stands for the `MemberGone` of all members of the host. It comes when they cannot be alive any more.
-    - `TimePassed` comes at `wake_at`. `now` never falls.
-    - After `EndJob` no event has an effect.
+    """Decides who is in which world; `events.py` says what the launcher guarantees.
 
     Args:
         limits: what the user allows.
@@ -69,6 +60,9 @@ class Authority:
                 self._gone(world.everybody[id], event)
             case events.HostLost(host, reason):
                 self._lost(host, reason)
+        if self._limits.one_world:
+            self._follow_only_world()
+            return self._commands
         self._commands += world.expire(now)
         state = None
         while state is not world.state and not self.is_over:
@@ -82,10 +76,12 @@ class Authority:
 
     def wake_at(self) -> float | None:
         """Return when `TimePassed` is due; None: after the next other event only."""
+        if self.is_over or self._limits.one_world:
+            return None
         times = [self.world.until, *(min(member.wait.kill_at, member.wait.ask_at) for member in self.world.alive())]
         if self.world.state is not WorldState.FINISHED:
             times.append(self._hosts.next_end(self._now))
-        return None if self.is_over or min(times) == math.inf else min(times)
+        return None if min(times) == math.inf else min(times)
 
     @property
     def is_over(self) -> bool:
@@ -101,14 +97,6 @@ class Authority:
     def members(self) -> tuple[int, ...]:
         """The members of the last world by rank, those that are gone included."""
         return tuple(member.id for member in self.world.members)
-
-    def rank_of(self, member: int) -> int | None:
-        """Return a member's rank in the last world; None for one that is not in it."""
-        return self.members.index(member) if member in self.members else None
-
-    def host_of(self, member: int) -> str:
-        """Return the host on which a member was started."""
-        return self.world.everybody[member].host
 
     def summary(self) -> list[str]:
         """Return lines for the end of the job: how many worlds there were, and who was lost and why."""
@@ -185,7 +173,8 @@ class Authority:
     def _lost(self, host: str, reason: str) -> None:
         """All members of a host are gone; this counts as one failure of the host, and as none of the training."""
         world, barred = self.world, self._hosts.lose(host, self._now)
-        self._note(f"host {host} was lost: {reason}")
+        if not self._limits.one_world:
+            self._note(f"host {host} was lost: {reason}")
         lost = [member for member in world.alive() if member.host == host]
         failed = [member for member in world.living() if member in lost]
         for member in lost:
@@ -196,6 +185,8 @@ class Authority:
             self._note_barred(host)
 
     def _failed(self, failure: Failure, *, is_consequence: bool = False) -> None:
+        if self._limits.one_world:
+            return None if self.is_over else self._end_job(failure.shell_code, str(failure), failure)
         if self.world.state is WorldState.FINISHED:
             is_rank_0 = failure.member == self.members[0]
             self._note(self._history.add_at_end(failure, is_rank_0=is_rank_0, is_consequence=is_consequence))
@@ -224,6 +215,13 @@ class Authority:
             self._commands += self.world.begin(self.world.alive())
         elif self._limits.hosts_are_fixed:
             self._give_up("")
+
+    def _follow_only_world(self) -> None:
+        """Start all ranks at once, and end when all have ended with 0. A failure ends the job at once (`_failed`)."""
+        if self.world.state is WorldState.FOUNDING:
+            self._found()
+        elif not self.is_over and all(member.state is MemberState.GONE for member in self.world.members):
+            self._end_job(0, "")
 
     def _follow_world(self) -> None:
         """Do what follows from the states of the world's members, while it is in force."""
@@ -397,4 +395,6 @@ class Authority:
 
     def _end_job(self, code: int, reason: str, blamed: Failure | None = None) -> None:
         self.world.enter(WorldState.OVER)
-        self._commands.append(events.EndJob(code, reason, blamed.member if blamed and blamed.code is not None else None))
+        by_loss = blamed is not None and blamed.code is None
+        grace = 0.0 if code == 0 else events.GRACE_AFTER_LOSS if by_loss else events.GRACE
+        self._commands.append(events.EndJob(code, reason, blamed.member if blamed and not by_loss else None, grace))

@@ -1,4 +1,15 @@
-"""What the authority of an elastic job hears, what it commands, and what the user allows it; see `membership.authority`."""
+"""What the authority of a job hears, what it commands, and what the user allows it; see `membership.authority`.
+
+What the launcher guarantees:
+
+- It carries out commands in their order. Orders for a member that has not connected yet are kept until it says
+  `MemberHello`. It passes on all messages of a member in their order, and before the member's `MemberGone`.
+- There is a `MemberGone` for each process that it has started, in an elastic job when its descendants are dead, too; after a
+  `Kill`, soon.
+- `HostLost` stands for the `MemberGone` of all members of the host. It comes when they cannot be alive any more.
+- `TimePassed` comes at `wake_at`. `now` never falls.
+- After `EndJob` no event has an effect.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +21,15 @@ from hvdlite.membership.messages import MemberMessage, MemberOrder
 
 TOO_FEW: Final = 75
 """The exit code of a job that had too few members for too long: EX_TEMPFAIL, try again later."""
+GRACE: Final = 3.0
+"""Seconds between a failure and SIGTERM for the other ranks: they are notified of it, and their own messages are useful."""
+GRACE_AFTER_LOSS: Final = 1.0
+"""The same after the loss of a host, whose detection has taken seconds already."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The options of an elastic job.
+    """What a job may do, by its options.
 
     Attributes:
         start_np: the founders.
@@ -31,6 +46,7 @@ class Limits:
         failures_per_host: so many failures of a host within `failure_window` seconds bar it.
         failures_without_progress: so many worlds in a row that are lost by failures without a new commit end the job.
         hosts_are_fixed: no other hosts or slots can come, so a job below `min_np` does not wait for them.
+        one_world: the job is not elastic: the first failure or lost host ends it.
     """
 
     start_np: int
@@ -45,6 +61,7 @@ class Limits:
     failure_window: float = 600.0
     failures_without_progress: int = 3
     hosts_are_fixed: bool = False
+    one_world: bool = False
 
     def __post_init__(self) -> None:
         if self.min_np < 1:
@@ -165,11 +182,13 @@ class EndJob:
 
     Attributes:
         member: the one whose end is to blame; None if it is none in particular.
+        grace: seconds until what is left gets SIGTERM.
     """
 
     code: int
     reason: str = ""
     member: int | None = None
+    grace: float = 0.0
 
 
 Command = StartMember | Tell | Kill | Note | WorldBegun | EndJob

@@ -206,13 +206,14 @@ class World:
     boundaries: dict[int, int] = dataclasses.field(default_factory=dict)
     reason: str = ""
 
-    def alive(self, states: Iterable[MemberState] = MemberState) -> list[Member]:
+    def alive(self, states: Collection[MemberState] | None = None) -> list[Member]:
         """Return the members, of this world or not, whose processes have not ended, by their ids.
 
         Args:
             states: only those in one of these states.
         """
-        return [each for each in self.everybody.values() if each.state is not MemberState.GONE and each.state in states]
+        there = [each for each in self.everybody.values() if each.state is not MemberState.GONE]
+        return there if states is None else [each for each in there if each.state in states]
 
     def living(self) -> list[Member]:
         """Return the members of this world, by rank, without those that are gone or dismissed."""

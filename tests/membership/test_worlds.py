@@ -13,7 +13,7 @@ def test_founders_start_when_there_are_enough_slots() -> None:
     assert talk.started() == [] and talk.epoch == 0
     talk.hosts(a=2, b=2)
     assert talk.started() == [(0, "a", 0), (1, "a", 1), (2, "b", 0)]
-    assert WorldBegun(1, (0, 1, 2)) in talk.commands and talk.epoch == 1 and talk.authority.host_of(2) == "b"
+    assert WorldBegun(1, (0, 1, 2)) in talk.commands and talk.epoch == 1 and talk.authority.world.everybody[2].host == "b"
 
 
 def test_too_few_slots_end_the_job_after_the_timeout() -> None:
@@ -30,7 +30,7 @@ def test_rules_1_and_3_a_world_is_ordered_when_all_of_the_last_one_are_idle_or_g
     assert not talk.idle(0, commits=5).idle(3, commits=5).commands
     order = talk.idle(2, commits=5).order()
     assert (order.epoch, order.members, order.commits, order.restore) == (2, (0, 2, 3), 5, True)
-    assert talk.authority.rank_of(3) == 2 and talk.authority.rank_of(1) is None
+    assert talk.authority.members.index(3) == 2 and 1 not in talk.authority.members
 
 
 def test_a_member_that_sees_the_loss_first_ends_the_world_for_all() -> None:
