@@ -43,10 +43,12 @@ setup(
     python_requires=">=3.10",
     # A top-level module called `runner` would collide on people's machines, so the folder is installed under this name.
     packages=[*find_packages(include=["hvdlite", "hvdlite.*", "hvdlite_torch", "hvdlite_torch.*", "hvdlite_tf",
-                                      "hvdlite_tf.*"]), "hvdlite_runner"],
+                                      "hvdlite_tf.*"]),
+              "hvdlite_runner", *(f"hvdlite_runner.{name}" for name in find_packages("runner"))],
     package_dir={"hvdlite_runner": "runner"},
     package_data={"hvdlite": ["py.typed", "horovod_compat/path/horovod/__init__.py"],
-                  "hvdlite_torch": ["py.typed"], "hvdlite_tf": ["py.typed"], "hvdlite_runner": ["py.typed", "ssh_config"]},
+                  "hvdlite_torch": ["py.typed"], "hvdlite_tf": ["py.typed"], "hvdlite_runner": ["py.typed"],
+                  "hvdlite_runner.agents": ["ssh_config"]},
     install_requires=["numpy>=1.24", "ml_dtypes>=0.3.1", "msgspec>=0.18", "cloudpickle>=2.2", "pyyaml>=6"],
     extras_require={
         "torch": TORCH,

@@ -1,10 +1,14 @@
-"""The entry point of `hvdrun`: options become a job, a report or a check."""
+"""The entry point of `hvdrun`: options become a job, a report or a check.
+
+Most of the time in which a job starts goes into imports, so what reports need is imported where one is asked for.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import importlib.util
+import math
 import os
 import shlex
 import shutil
@@ -18,21 +22,26 @@ from hvdlite.core.errors import ConfigError, LaunchError
 from hvdlite.core.file_limit import reserve_descriptors
 from hvdlite.core.own_programs import module_command
 from hvdlite.core.texts import printable
-from hvdlite_runner import allocations, mpirun, placement, scaling
-from hvdlite_runner.commands import CommandError, check_input, current_directory, resolve_command
-from hvdlite_runner.discovery import discover_once
-from hvdlite_runner.doctor import run_doctor
-from hvdlite_runner.elastic import run_elastic_job
-from hvdlite_runner.elastic_options import ELASTIC_ONLY, ElasticSettings, elastic_settings, is_elastic
-from hvdlite_runner.job import JobSettings, run_job
-from hvdlite_runner.monitor import Monitor
-from hvdlite_runner.options import HOROVOD_FLAGS, MEANINGLESS_FLAGS, USAGE_ERROR, parser
+from hvdlite.membership.events import Limits
+from hvdlite_runner import mpirun, placement
+from hvdlite_runner.agents import allocations
+from hvdlite_runner.agents.shells import Shell
+from hvdlite_runner.host.commands import CommandError, check_input, current_directory, resolve_command
+from hvdlite_runner.job.discovery import discover_once
+from hvdlite_runner.job.loop import run_job
+from hvdlite_runner.job.settings import JobSettings
+from hvdlite_runner.options import (
+    ELASTIC_ONLY,
+    HOROVOD_FLAGS,
+    MEANINGLESS_FLAGS,
+    USAGE_ERROR,
+    elastic_limits,
+    is_elastic,
+    parser,
+)
+from hvdlite_runner.output.job_output import OutputSettings, ProgressObserver
+from hvdlite_runner.output.streams import prepare_standard_streams
 from hvdlite_runner.placement import LOCAL, Host
-from hvdlite_runner.profile import profile
-from hvdlite_runner.report import show_report
-from hvdlite_runner.shells import Shell
-from hvdlite_runner.streams import prepare_standard_streams
-from hvdlite_runner.time_to_target import Target, compare_times
 
 _DESCRIPTORS = 10
 """What a job needs without its ranks: the reaper, the job's directory, wake-up pipes, selectors."""
@@ -61,8 +70,10 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if options.horovod_check:
         return _check_scripts(options, environ)
     if options.report is not None:
+        from hvdlite_runner.reports.report import show_report
         return show_report(options.report, as_json=options.json)
     if options.doctor:
+        from hvdlite_runner.reports.doctor import run_doctor
         hosts, shell = _hosts(options, environ)
         allocation = allocations.find_allocation(environ, _read)
         return run_doctor(_rename_local(hosts, environ) or [Host(LOCAL)], shell,
@@ -70,30 +81,33 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
                           allocation.scheduler if allocation else "", options.json)
     if options.until is not None and options.sweep is None:
         raise LaunchError("--until compares values of an option: give --sweep too, such as --sweep batch-size=64,128,256")
-    if is_elastic(options):
-        return _run_elastic(options, environ)
     if sum([options.scaling is not None, options.sweep is not None, options.profile]) > 1:
         raise LaunchError("give only one of --scaling, --sweep and --profile")
-    if options.scaling is not None:
-        jobs = [(str(size), job_settings(options, environ, size)) for size in options.scaling]
-        return scaling.compare_sizes(jobs, environ, options.results or "scaling")
-    if options.sweep is not None:
-        name, values = scaling.parse_sweep(options.sweep)
-        target = None if options.until is None else Target.parse(options.until)
-        jobs = [(value, job_settings(options, environ, more=[f"--{name}", value])) for value in values]
-        if target is not None:
-            return compare_times(name, target, jobs, environ, options.results or "sweep")
-        return scaling.sweep(name, jobs, environ, options.results or "sweep")
+    if options.scaling is not None or options.sweep is not None:
+        return _compare(options, environ)
     if options.profile:
+        from hvdlite_runner.reports.profile import profile
         return profile(job_settings(options, environ), environ, options.results or "profile")
-    if options.mpi:
+    if options.mpi and not is_elastic(options):
         command = mpi_command(options, environ)
         for line in [*options_without_effect(options), *([shlex.join(command)] if options.verbose else [])]:
             print(f"hvdrun: {line}", file=sys.stderr)
         os.execvpe(command[0], command, {**environ, "PYTHONUNBUFFERED": "1", **_environment(options, environ)})
-    settings = job_settings(options, environ)
-    rank_hosts = {rank: host_ranks.host.name for host_ranks in settings.hosts for rank in host_ranks.ranks}
-    return run_job(settings, environ, _monitor(options, rank_hosts))
+    return run_job(job_settings(options, environ), environ, _monitor(options))
+
+
+def _compare(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    from hvdlite_runner.reports import scaling
+    from hvdlite_runner.reports.time_to_target import Target, compare_times
+    if options.scaling is not None:
+        jobs = [(str(size), job_settings(options, environ, size)) for size in options.scaling]
+        return scaling.compare_sizes(jobs, environ, options.results or "scaling")
+    name, values = scaling.parse_sweep(options.sweep)
+    target = None if options.until is None else Target.parse(options.until)
+    jobs = [(value, job_settings(options, environ, more=[f"--{name}", value])) for value in values]
+    if target is not None:
+        return compare_times(name, target, jobs, environ, options.results or "sweep")
+    return scaling.sweep(name, jobs, environ, options.results or "sweep")
 
 
 def _check_scripts(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -107,16 +121,11 @@ def _check_scripts(options: argparse.Namespace, environ: Mapping[str, str]) -> i
                           env={**environ, **quiet}).returncode
 
 
-def _run_elastic(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    settings, elastic = elastic_job_settings(options, environ)
-    rank_hosts: dict[int, str] = {}
-    return run_elastic_job(settings, elastic, environ, _monitor(options, rank_hosts), rank_hosts)
-
-
-def _monitor(options: argparse.Namespace, rank_hosts: Mapping[int, str]) -> Monitor | None:
+def _monitor(options: argparse.Namespace) -> ProgressObserver | None:
     if not options.monitor:
         return None
-    return Monitor(lambda text: print(text, end="", file=sys.stderr, flush=True), rank_hosts, sys.stderr.isatty())
+    from hvdlite_runner.reports.monitor import Monitor
+    return Monitor(lambda text: print(text, end="", file=sys.stderr, flush=True), sys.stderr.isatty())
 
 
 def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: int | None = None,
@@ -128,49 +137,36 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: 
         more: arguments after the command's own.
 
     Raises:
-        LaunchError: when there is no command, or the hosts have too few slots.
+        LaunchError: when there is no command, the hosts have too few slots, or options contradict each other.
         ConfigError: for an invalid knob, before any rank is started.
-        CommandError: for a command that cannot be started.
+        CommandError: for a command that cannot be started here, if the job is one of this host.
     """
     command = [*_command(options), *more]
     hosts, shell = _hosts(options, environ)
-    assignment = _assign_ranks(options, _rename_local(hosts, environ), size or options.np)
-    if any(host_ranks.host.name == LOCAL for host_ranks in assignment):
-        resolve_command(command, environ.get("PATH"))  # each host repeats this check
-    if options.stdin and assignment[0].host.name != LOCAL:
-        raise LaunchError(f"--stdin: rank 0 runs on host {assignment[0].host.name}, and only a rank of this host can have "
-                          "the standard input of hvdrun")
-    return _settings(options, environ, assignment, command, shell)
-
-
-def elastic_job_settings(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[JobSettings, ElasticSettings]:
-    """Return the elastic job that the options describe. Its hosts are not those of the `JobSettings`.
-
-    Raises:
-        LaunchError: when there is no command, or for options that contradict each other.
-        ConfigError: for an invalid knob, before any rank is started.
-        CommandError: for a command that this host cannot start, if the job is one of this host.
-    """
-    command = _command(options)
-    hosts, shell = _hosts(options, environ)
-    elastic = elastic_settings(options, {**environ, **_environment(options, environ)}, hosts)
-    if any(elastic.is_local(name) for name in elastic.slots):
-        resolve_command(command, environ.get("PATH"))
-    return _settings(options, environ, (), command, shell), elastic
-
-
-def _settings(options: argparse.Namespace, environ: Mapping[str, str], assignment: Sequence[placement.HostRanks],
-              command: Sequence[str], shell: Shell) -> JobSettings:
     settings = _environment(options, environ)
+    if is_elastic(options):
+        limits, slots = elastic_limits(options, {**environ, **settings}, hosts)
+    else:
+        slots = _assign_slots(options, _rename_local(hosts, environ), size or options.np)
+        ranks = sum(slots.values())
+        limits = Limits(ranks, ranks, ranks, elastic_timeout=math.inf, hosts_are_fixed=True, one_world=True)
+        first = next(iter(slots))
+        if options.stdin and first != LOCAL:
+            raise LaunchError(f"--stdin: rank 0 runs on host {first}, and only a rank of this host can have the standard "
+                              "input of hvdrun")
     control = environment_name("control")
-    return JobSettings(
-        assignment, command, settings, shell, working_directory=options.working_directory or "",
+    made = JobSettings(
+        command, limits, slots, options.host_discovery_script if is_elastic(options) else None, options.slots_per_host or 1,
+        environ.get("SLURMD_NODENAME", ""), settings, shell, working_directory=options.working_directory or "",
         start_timeout=timeout_or_inf(Config.from_environment({**environ, **settings}).start_timeout),
         interfaces=_interfaces(options), coordinator_port=options.coordinator_port,
         over_tcp=settings.get(control, environ.get(control)) == "tcp", share_cores="OMP_NUM_THREADS" not in environ,
-        output_directory=options.output_filename, prefix=options.prefix, timestamps=options.timestamps, show=options.show,
-        fold=options.fold, bind=options.bind, has_input=options.stdin, verbose=options.verbose,
+        output=OutputSettings(options.output_filename, options.prefix, options.timestamps, options.show, options.fold),
+        bind=options.bind, has_input=options.stdin and not is_elastic(options), verbose=options.verbose,
         task_directory=options.task_directory, notice="\n".join(options_without_effect(options)))
+    if any(made.is_local(name) for name in slots):
+        resolve_command(command, environ.get("PATH"))  # each host repeats this check
+    return made
 
 
 def options_without_effect(options: argparse.Namespace) -> list[str]:
@@ -199,11 +195,11 @@ def mpi_command(options: argparse.Namespace, environ: Mapping[str, str]) -> list
     """
     command = resolve_command(_command(options), environ.get("PATH"))
     hosts, shell = _hosts(options, environ)
-    assignment = _assign_ranks(options, hosts, options.np)
+    slots = _assign_slots(options, hosts, options.np)
     flavour = mpirun.flavour_of(options.mpirun)
     remote = any(host.name != LOCAL for host in _rename_local(hosts, environ))
     return mpirun.mpirun_command(
-        flavour, options.mpirun, sum(len(host_ranks.ranks) for host_ranks in assignment), hosts if remote else [],
+        flavour, options.mpirun, sum(slots.values()), hosts if remote else [],
         {**environ, **_environment(options, environ)}, command, arguments=shlex.split(options.mpi_args),
         binding=shlex.split(options.binding_args), ssh=shell.ssh_arguments,
         interfaces=_interfaces(options), root=os.geteuid() == 0, output_directory=options.output_filename,
@@ -219,10 +215,10 @@ def _command(options: argparse.Namespace) -> list[str]:
     return command
 
 
-def _assign_ranks(options: argparse.Namespace, hosts: Sequence[Host], size: int | None) -> list[placement.HostRanks]:
+def _assign_slots(options: argparse.Namespace, hosts: Sequence[Host], size: int | None) -> dict[str, int]:
     if not hosts and size is None:
         raise LaunchError("pass the number of ranks with -np N")
-    return placement.assign_ranks(size, hosts or [Host(LOCAL, size or 1)])
+    return placement.assign_slots(size, hosts or [Host(LOCAL, size or 1)])
 
 
 def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[Host], Shell]:

@@ -32,24 +32,23 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 # --- orders: launcher to worker group ----------------------------------------------------------------------------------
 
 
-class Start(Message, frozen=True):
-    """Start these ranks."""
+class ProcessStart(msgspec.Struct, frozen=True, array_like=True):
+    """A process that is to be started."""
 
-    worlds: list[tuple[int, ...]]  # the fields of each `World`
+    key: int  # a rank, or the id of a member of an elastic job; its events carry it
+    world: tuple[int, ...]  # the fields of its first `World`
+    environment: dict[str, bytes]  # its own variables
+    core_share: tuple[int, int] | None = None  # (i, n): bind it to the i-th of n parts of the host's cores
+
+
+class Start(Message, frozen=True):
+    """Start processes."""
+
+    processes: list[ProcessStart]
     command: list[bytes]  # words of any bytes
     environment: dict[str, bytes]  # added to the worker group's environment; may contain the job's key
-    bind: bool = False
+    is_elastic: bool = False  # they have the members' socket; one that ends takes its descendants with it, and is reaped
     has_input: bool = False  # whether rank 0 is among them and gets the standard input of the worker group's process
-
-
-class StartMember(Message, frozen=True):
-    """Start a member of an elastic job; its events carry its id where those of other jobs carry a rank."""
-
-    member: int
-    world: tuple[int, ...]  # the fields of its first `World`
-    command: list[bytes]  # words of any bytes
-    environment: dict[str, bytes]  # like that of `Start`, with the member's own variables
-    core_share: tuple[int, int] | None = None  # (i, n): bind it to the i-th of n parts of the host's cores
 
 
 class TaskPiece(Message, frozen=True):
@@ -146,17 +145,17 @@ class Pong(Message, frozen=True):
 class Started(Message, frozen=True):
     """A rank's process runs."""
 
-    rank: int
+    rank: int  # in this and the next messages: the process's key
     pid: int
     unbound: str = ""  # why it is not bound to its cores, if it was to be
 
 
 class StartRefused(Message, frozen=True):
-    """The ranks cannot be started."""
+    """A process cannot be started."""
 
+    rank: int
     reason: str
     code: int  # as a shell reports it
-    member: int = -1  # of an elastic job: which one cannot be started
 
 
 class Output(Message, frozen=True):
@@ -174,7 +173,7 @@ class Exited(Message, frozen=True):
     code: int  # negative: by that signal
     by_us: bool  # after it had been told to
     record: dict[str, Any] | None  # the fields of its `FailureRecord`; `when` is its age in seconds: clocks differ
-    progress: dict[str, Any]  # see `monitor.reading_of`; and "metrics", see `diagnostics.metrics`
+    progress: dict[str, Any]  # see `host.progress.reading_of`; and "metrics", see `diagnostics.metrics`
 
 
 class FromMember(Message, frozen=True):
@@ -195,6 +194,8 @@ class Result(Message, frozen=True):
 
 class AgentDone(Message, frozen=True):
     """All processes of the job on this host have ended."""
+
+    reason: str = ""  # why the agent has ended them without a `Stop`
 
 
 class RouteReply(Message, frozen=True):
@@ -227,13 +228,13 @@ class SpeedReply(Message, frozen=True):
 
 
 class ProgressReply(Message, frozen=True):
-    """The answer to `ProgressRequest`: by rank; see `monitor.sample`."""
+    """The answer to `ProgressRequest`: by rank; see `host.progress.sample`."""
 
     ranks: dict[int, dict[str, Any]]
     waits: str = ""  # which ranks wait for which, from rank 0's host
 
 
-Order = (Start | StartMember | TaskPiece | KillMember | ToMember | Signal | Stop | Pause | Ping | RouteRequest
+Order = (Start | TaskPiece | KillMember | ToMember | Signal | Stop | Pause | Ping | RouteRequest
          | ProbeRequest | HostInfoRequest | SpeedRequest | ProgressRequest)
 Event = (AgentReady | Pong | Started | StartRefused | Output | Exited | FromMember | Result | AgentDone | RouteReply
          | ProbeReply | HostInfoReply | SpeedReply | ProgressReply)

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from hvdlite.core.errors import LaunchError
+from hvdlite_runner.agents.shells import forwarded
 from hvdlite_runner.placement import Host
-from hvdlite_runner.shells import forwarded
 
 OPEN_MPI, MPICH, INTEL = "Open MPI", "MPICH", "Intel MPI"
 _LARGE: Final = 64

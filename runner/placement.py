@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
 
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.world import Hosts, World
 
 LOCAL = "localhost"
 """The name of the launcher's own host."""
@@ -30,19 +28,6 @@ class Host:
     def address(self) -> str:
         """The name or address without a user."""
         return self.name.rpartition("@")[2]
-
-
-@dataclasses.dataclass(frozen=True)
-class HostRanks:
-    """The ranks of one host."""
-
-    host: Host
-    worlds: tuple[World, ...]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ids of its ranks, ascending."""
-        return tuple(world.rank for world in self.worlds)
 
 
 def parse_hosts(text: str) -> list[Host]:
@@ -117,8 +102,8 @@ def parse_host(text: str) -> tuple[str, int | None]:
     return name, None if digits is None else int(digits)
 
 
-def assign_ranks(size: int | None, hosts: Sequence[Host]) -> list[HostRanks]:
-    """Fill the hosts' slots in order; leave out hosts without a rank.
+def assign_slots(size: int | None, hosts: Sequence[Host]) -> dict[str, int]:
+    """Fill the hosts' slots in order; return the slots of each host that are filled, without hosts that have none.
 
     Args:
         size: the number of ranks; None for one on each slot.
@@ -132,9 +117,13 @@ def assign_ranks(size: int | None, hosts: Sequence[Host]) -> list[HostRanks]:
         raise LaunchError(f"-np {size} is more than the {count} slots of {offered}")
     if (size or count) > MOST_SLOTS:
         raise LaunchError(f"the hosts have {count:,} slots, and a job at most {MOST_SLOTS:,} ranks: pass -np N")
-    taken = list(itertools.islice((host for host in hosts for _ in range(host.slots)), size))
-    layout = Hosts.of([host.name for host in taken])
-    return [HostRanks(taken[ranks[0]], tuple(layout.world(rank) for rank in ranks)) for ranks in layout.ranks_by_host]
+    left, filled = size or count, {}
+    for host in hosts:
+        taken = min(left, host.slots)
+        left -= taken
+        if taken:
+            filled[host.name] = taken
+    return filled
 
 
 def rename_local_hosts(hosts: Sequence[Host], local: Callable[[str], bool]) -> list[Host]:
@@ -166,3 +155,14 @@ def cores_for(rank: int, size: int, cores: list[int]) -> list[int]:
     """Return the cores that `rank` is bound to: an equal share, or one core in turn when there are too few."""
     share = len(cores) // size
     return cores[rank * share:(rank + 1) * share] if share else [cores[rank % len(cores)]]
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks as ranges: 0-3,5."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

@@ -36,7 +36,7 @@ from hvdlite.membership.events import (
     TimePassed,
 )
 from hvdlite.membership.messages import AskAlive, Frames, Listening, MemberMessage, WorldOrder, frame
-from hvdlite_runner.member_server import MemberServer
+from hvdlite_runner.host.member_server import MemberServer
 from tests import temporary, warm, worlds
 
 
@@ -182,7 +182,7 @@ class ElasticJob:
                     self.asked += isinstance(order, AskAlive)
                     if isinstance(order, WorldOrder):
                         self.orders[order.epoch] = order
-                    self._server(self._authority.host_of(member)).send(member, frame(order))
+                    self._server(self._authority.world.everybody[member].host).send(member, frame(order))
                 case Kill(member):
                     self.kill(member)
                 case Note(text):
@@ -218,7 +218,7 @@ class ElasticJob:
     def _ended(self, member: int) -> None:
         self._selector.unregister(self._ends[member])
         os.close(self._ends.pop(member))
-        host = self._authority.host_of(member)
+        host = self._authority.world.everybody[member].host
         if host not in self._servers:
             return  # the launcher is lost: nobody hears of it
         self._servers[host].forget(member)

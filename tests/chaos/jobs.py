@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hvdlite_runner.reaper import marked_processes
+from hvdlite_runner.host.reaper import marked_processes
 from tests.bootstrap.other_user import OTHER
 from tests.chaos.rows import Row, Trouble
 from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, ROOT, clean_environment, free_port, shared_memory

@@ -32,8 +32,8 @@ from hvdlite.membership.messages import Frames, MemberHello, frame
 from hvdlite.negotiation.messages import Decision, Message, Report, Request, Response
 from hvdlite.planes.base import Plan
 from hvdlite_runner import messages as runner_messages
-from hvdlite_runner.host_probe import ProbeServer, probe
-from hvdlite_runner.member_server import MemberServer
+from hvdlite_runner.agents.host_probe import ProbeServer, probe
+from hvdlite_runner.host.member_server import MemberServer
 from tests.bootstrap.meeting import meet, rank_info
 from tests.chaos.rows import Row, Trouble
 from tests.planes import makers

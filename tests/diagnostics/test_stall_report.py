@@ -20,7 +20,7 @@ from hvdlite.diagnostics.stall_report import RankState, StallReport, first_diffe
 from hvdlite.negotiation.messages import RankStatus
 from hvdlite.negotiation.stalls import MessageStall, Stall
 from hvdlite_runner.cli import main
-from hvdlite_runner.report import find_job
+from hvdlite_runner.reports.report import find_job
 from tests.bootstrap.other_user import as_other_user, needs_root, other_user, shared_by_all
 from tests.diagnostics.programs import stall_report as programs
 from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, ROOT, Processes, processes

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from hvdlite_runner.reaper import marked_processes
+from hvdlite_runner.host.reaper import marked_processes
 from tests.runner.networks import Hosts
 from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, ROOT, clean_environment, shared_memory
 

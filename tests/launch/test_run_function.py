@@ -19,11 +19,11 @@ import hvdlite
 from hvdlite.core.errors import LaunchError, PeerLostError, ProtocolError
 from hvdlite.launch import run_function, run_task
 from hvdlite.launch.run_function import sign, verified
-from hvdlite_runner import worker_group
+from hvdlite_runner.host import worker_group
+from hvdlite_runner.host.reaper import marked_processes
+from hvdlite_runner.host.worker_group import WorkerGroup
+from hvdlite_runner.job.task_files import TaskFiles, pieces_of
 from hvdlite_runner.messages import PIECE_BYTES, Result, TaskPiece
-from hvdlite_runner.reaper import marked_processes
-from hvdlite_runner.task_files import TaskFiles, pieces_of
-from hvdlite_runner.worker_group import WorkerGroup
 from tests.launch.failing import check_first_exception
 from tests.worlds import HANGS_SECONDS
 
@@ -48,7 +48,7 @@ def test_a_function_for_which_the_disk_has_no_room_is_one_line(tmp_path: Path, m
     with pytest.raises(LaunchError, match=r"/key on .*: No space left on device; make room there, or set TMPDIR"):
         hvdlite.run(print, np=1)
     with selectors.DefaultSelector() as selector, pytest.raises(LaunchError, match=r"to task on .*: No space left"):
-        WorkerGroup(selector, print, {}).add_task(TaskPiece(b"function"))
+        WorkerGroup(selector, print, {}).obey(TaskPiece(b"function"))
 
 
 def test_a_result_for_which_the_disk_has_no_room_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

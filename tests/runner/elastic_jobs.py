@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdlite_runner.reaper import marked_processes
+from hvdlite_runner.host.reaper import marked_processes
 from tests.worlds import HANGS_SECONDS, HVDRUN, clean_environment
 
 PROGRAM = str(Path(__file__).parent / "programs" / "member.py")

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from hvdlite_runner.reaper import marked_processes
+from hvdlite_runner.host.reaper import marked_processes
 from tests.worlds import HANGS_SECONDS, HVDRUN, shared_memory
 
 

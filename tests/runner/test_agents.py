@@ -16,12 +16,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.core.errors import ProtocolError
-from hvdlite_runner.messages import MAGIC, AgentReady, Exited, Frames, Output, Ping, Signal, Start, Stop, TaskPiece, frame
-from hvdlite_runner.reaper import marked_processes
+from hvdlite_runner.host.reaper import marked_processes
+from hvdlite_runner.messages import (
+    MAGIC,
+    AgentReady,
+    Exited,
+    Frames,
+    Output,
+    Ping,
+    ProcessStart,
+    Signal,
+    Start,
+    Stop,
+    TaskPiece,
+    frame,
+)
 from tests.worlds import HANGS_SECONDS, HVDRUN, clean_environment
 
 ORDERS = [Ping(), Signal(15), Stop(), TaskPiece(b"\0parcel"),
-          Start([(0, 2, 0, 1, 0, 2)], [b"python", b"\xff"], {"A": b"b"}, True)]
+          Start([ProcessStart(0, (0, 2, 0, 1, 0, 2), {}, (0, 2))], [b"python", b"\xff"], {"A": b"b"}, True)]
 EVENTS = [AgentReady("3.11.2", "0.1.0", "a", 8, 77), Output(3, "stderr", b"\xff\n"), Exited(3, -9, False, {"rank": 3}, {})]
 
 
@@ -120,6 +133,14 @@ def test_a_remote_shell_that_does_something_else(shell: Path, script: str, told:
     assert ended.returncode == 2 and re.search(told, ended.stderr), ended.stderr
 
 
+def test_a_host_that_is_lost_while_others_are_still_reached(shell: Path) -> None:
+    """It is one line with its reason, and no rank is started."""
+    shell.write_text('#!/bin/sh\nif [ $1 = c ]; then sleep 4; else (sleep 2; kill -9 -$$) & fi\nshift\nexec sh -c "$*"\n')
+    ended = hvdrun(shell, "-H", "b:1,c:1", "echo", "started")
+    assert ended.returncode == 2 and ended.stdout == "" and ended.stderr.count("\n") == 1, ended
+    assert ended.stderr.startswith("hvdrun: host b was lost: rsh ended with code -9"), ended.stderr
+
+
 def test_a_remote_shell_that_is_not_there() -> None:
     ended = hvdrun(Path("/no/rsh"), "-H", "b:1", "true")
     assert ended.returncode == 2 and "cannot start /no/rsh" in ended.stderr and ended.stderr.count("\n") == 1
@@ -208,6 +229,16 @@ def test_an_agent_ends_its_ranks_when_the_launcher_is_silent(
         raise AssertionError("the rank still runs")
     os.kill(job.pid, signal.SIGCONT)
     assert job.wait(HANGS_SECONDS) == 1
+
+
+def test_an_agent_that_is_ended_is_a_lost_host_with_the_signal(
+        long_job: Callable[[str], tuple[subprocess.Popen[str], int]]) -> None:
+    """Its ranks were killed because of that; they have not failed."""
+    job, agent = long_job("100")
+    os.kill(agent, signal.SIGTERM)
+    _, errors = job.communicate(timeout=HANGS_SECONDS)
+    assert job.returncode == 1
+    assert errors.splitlines()[-1] == "hvdrun: host b was lost: its agent has ended: it got SIGTERM (with ranks 0)", errors
 
 
 def _is_shell(pid: int) -> bool:

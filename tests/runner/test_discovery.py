@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
 
 from hvdlite.core.errors import LaunchError
-from hvdlite_runner.discovery import LIMIT_SECONDS, DiscoveryScript, FixedHosts, discover_once, parse_discovered
+from hvdlite_runner.job.discovery import LIMIT_SECONDS, DiscoveryScript, FixedHosts, discover_once, parse_discovered
 
 
 @pytest.mark.parametrize(("text", "found"), [
@@ -53,6 +54,8 @@ def wait_until_gone(group: int) -> None:
     with pytest.raises((ProcessLookupError, PermissionError)):
         while True:
             os.killpg(group, 0)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-group, os.WNOHANG)  # this process has adopted them, if an earlier test has made it a subreaper
             os.sched_yield()
 
 

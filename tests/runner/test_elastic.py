@@ -13,9 +13,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from hvdlite.membership.events import StartMember
-from hvdlite_runner.job import JobSettings
-from hvdlite_runner.member_starts import MemberStarts
+from hvdlite.membership.events import Limits, StartMember
+from hvdlite_runner.job.settings import JobSettings
+from hvdlite_runner.job.starts import Starts
 from hvdlite_runner.placement import LOCAL
 from tests.runner.elastic_jobs import HostsFile, Job, begun
 
@@ -151,12 +151,14 @@ def test_members_are_bound_to_equal_parts_of_the_cores(folder: Path) -> None:
 def test_each_slot_of_a_machine_has_cores_of_its_own() -> None:
     """Whatever its host is called, and whether it was there from the beginning."""
     names = {"localhost": 2, "127.0.0.1": 1}
-    hosts, workers = Mock(), Mock()
+    hosts = Mock()
     hosts.machine_of.return_value, hosts.slots_of.return_value = LOCAL, names
-    starts = MemberStarts(JobSettings((), ["sh"], {}, bind=True, share_cores=False), None, workers, hosts, "key")
+    settings = JobSettings(["sh"], Limits(2), names, bind=True, share_cores=False)
+    starts = Starts(settings, hosts, {}, "key", print)
     founders = [StartMember(0, "localhost", 0, 0, 2, is_joiner=False), StartMember(1, "127.0.0.1", 0, 1, 2, is_joiner=False)]
     joiner = StartMember(2, "localhost", 1, 2, 3, is_joiner=True)
-    shares = [order.core_share for some in (founders, [joiner]) for _, order in starts.orders(some)]
+    shares = [each.core_share for some in (founders, [joiner]) for order in starts.orders(some).values()
+              for each in order.processes]
     assert shares == [(0, 3), (2, 3), (1, 3)]
 
 

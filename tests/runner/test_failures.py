@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from hvdlite.core.launch_contract import FailureRecord
-from hvdlite_runner.failures import Exit, record_of, root_cause
+from hvdlite_runner.job.ending import Exit, record_of, root_cause
 
 
 def record(rank: int, origin: int, when: float) -> FailureRecord:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from hvdlite.planes.nccl.bandwidth import measure
-from hvdlite_runner import gpu_topology, host_probe
-from hvdlite_runner.doctor import hints, problems, text
-from hvdlite_runner.gpu_topology import read_topology, topology_hints, topology_lines
+from hvdlite_runner.agents import gpu_topology, host_probe
+from hvdlite_runner.agents.gpu_topology import read_topology, topology_hints, topology_lines
+from hvdlite_runner.reports.doctor import hints, problems, text
 from tests.runner.test_doctor import HOST, found
 
 RECORDS = Path(__file__).parent / "topologies"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite_runner.remote_agent import AGENT_TIMEOUT
+from hvdlite_runner.agents.remote_agent import AGENT_TIMEOUT
 from tests.runner.elastic_jobs import HostsFile, Job
 from tests.runner.networks import Hosts, unavailable
 from tests.worlds import HANGS_SECONDS

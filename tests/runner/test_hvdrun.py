@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite_runner.reaper import marked_processes
+from hvdlite_runner.host.reaper import marked_processes
 from tests.worlds import HANGS_SECONDS, HVDRUN, clean_environment, shared_memory
 
 PYTHON = sys.executable
@@ -225,7 +225,7 @@ def test_stubborn_ranks_and_their_own_sessions_end_too(number: int) -> None:
     run.process.wait(HANGS_SECONDS)
 
 
-ENDLESS_PATIENCE = "import sys, hvdlite_runner.cli, hvdlite_runner.termination as end; end.INTERRUPT_GRACE = 1000.0; " \
+ENDLESS_PATIENCE = "import sys, hvdlite_runner.cli, hvdlite_runner.job.ending as end; end.INTERRUPT_GRACE = 1000.0; " \
                    "sys.exit(hvdlite_runner.cli.main(sys.argv[1:]))"
 def test_a_second_interrupt_kills_at_once() -> None:
     run = Running("-np", "1", PYTHON, DEAF, launcher=[PYTHON, "-c", ENDLESS_PATIENCE])

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from hvdlite.membership.messages import Alive, MemberHello, MemberReady, frame
-from hvdlite_runner.member_server import MOST_BYTES, MOST_MESSAGES, STRANGERS, MemberServer
+from hvdlite_runner.host.member_server import MOST_BYTES, MOST_MESSAGES, STRANGERS, MemberServer
 from tests.worlds import HANGS_SECONDS
 
 

@@ -12,11 +12,10 @@ import pytest
 
 from hvdlite.core.config import Config
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.world import World
+from hvdlite.core.world import Hosts, World
 from hvdlite.membership.events import Limits
-from hvdlite_runner.cli import elastic_job_settings, job_settings, options_without_effect
-from hvdlite_runner.elastic_options import ElasticSettings
-from hvdlite_runner.job import JobSettings
+from hvdlite_runner.cli import job_settings, main, options_without_effect
+from hvdlite_runner.job.settings import JobSettings
 from hvdlite_runner.options import parser
 
 PATH = f"/usr/bin:/bin:{Path(sys.executable).parent}"
@@ -38,7 +37,8 @@ def parsed(*arguments: str) -> JobSettings:
 
 
 def worlds(settings: JobSettings) -> list[World]:
-    return [world for group in settings.hosts for world in group.worlds]
+    layout = Hosts.of([name for name, count in settings.slots.items() for _ in range(count)])
+    return [layout.world(rank) for rank in range(settings.limits.start_np)]
 
 
 def test_the_command_line() -> None:
@@ -47,7 +47,7 @@ def test_the_command_line() -> None:
                       "sh", "-c", "true", "-np", "7")
     assert worlds(settings) == [World(rank, 3, rank, 3) for rank in range(3)]
     assert settings.command == ["sh", "-c", "true", "-np", "7"]  # what follows the command is the command's
-    assert settings.bind and not settings.prefix
+    assert settings.bind and not settings.output.prefix
     assert settings.environment == {
         "HVDLITE_START_TIMEOUT": "9", "HVDLITE_STALL_CHECK_TIME_SECONDS": "5", "HVDLITE_LOG_LEVEL": "debug",
         "HVDLITE_FUSION_THRESHOLD": "0M"}
@@ -80,10 +80,10 @@ def test_options_without_effect_are_told_with_mpi_too() -> None:
 
 def test_every_option_of_horovodrun_is_taken() -> None:
     options = parser().parse_args(["-np", "2", "-H", "localhost:2", *HOROVODRUN.split(), "sh"])
-    settings, elastic = elastic_job_settings(options, {"PATH": PATH})
+    settings = job_settings(options, {"PATH": PATH})
     notice = settings.notice
     assert options.command == ["sh"] and "--cycle-time-ms does nothing here" in notice
-    assert elastic.limits == Limits(2, 1, 2, 3, 9.0, cooldown=(1.0, 9.0), hosts_are_fixed=True)
+    assert settings.limits == Limits(2, 1, 2, 3, 9.0, cooldown=(1.0, 9.0), hosts_are_fixed=True)
     assert "--mpi-args does nothing without --mpi" in notice
     assert "--slots-per-host does nothing without --host-discovery-script" in notice
     for other in (["-hostfile", "f"], ["--hostfile", "f"], ["--host-discovery-script", "f"], ["--mpi"], ["-cb"],
@@ -91,8 +91,8 @@ def test_every_option_of_horovodrun_is_taken() -> None:
         parser().parse_args([*other, "sh"])
 
 
-def elastic(*arguments: str, **environ: str) -> ElasticSettings:
-    return elastic_job_settings(parser().parse_args(arguments), {"PATH": PATH, "OMP_NUM_THREADS": "1", **environ})[1]
+def elastic(*arguments: str, **environ: str) -> JobSettings:
+    return job_settings(parser().parse_args(arguments), {"PATH": PATH, "OMP_NUM_THREADS": "1", **environ})
 
 
 def test_an_elastic_job() -> None:
@@ -125,6 +125,17 @@ def test_an_elastic_job() -> None:
 def test_options_of_elastic_jobs_that_contradict_each_other(arguments: str, told: str) -> None:
     with pytest.raises(LaunchError, match=re.escape(told)):
         elastic(*arguments.split())
+
+
+@pytest.mark.parametrize(("arguments", "told"), [
+    ("--mpi -np 2 --min-np 1 true", "--mpi excludes elastic training"),
+    ("--scaling 1,2 --min-np 1 true", "--scaling and --sweep compare jobs of fixed sizes"),
+    ("--until a=1 -np 2 true", "--until compares values of an option"),
+    ("--scaling 1,2 --profile -np 2 true", "give only one of --scaling, --sweep and --profile"),
+])
+def test_jobs_that_exclude_each_other_are_refused_before_anything_starts(
+        arguments: str, told: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments.split()) == 2 and capfd.readouterr().err.startswith(f"hvdrun: {told}")
 
 
 def test_horovods_other_names_of_knobs() -> None:

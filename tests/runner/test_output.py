@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite_runner.output import LONGEST_LINE, Console
+from hvdlite_runner.output.console import LONGEST_LINE, Console
 
 
 class Screen:

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.world import World
-from hvdlite_runner.placement import Host, assign_ranks, cores_for, parse_hostfile, parse_hosts, rename_local_hosts
+from hvdlite.core.world import Hosts, World
+from hvdlite_runner.placement import Host, assign_slots, cores_for, parse_hostfile, parse_hosts, rename_local_hosts
 
 
 def test_hosts() -> None:
@@ -30,15 +30,17 @@ def test_a_hostfile_in_everybodys_format() -> None:
 
 
 def test_ranks_are_placed_by_slots_and_know_their_place_on_uneven_hosts() -> None:
-    groups = assign_ranks(5, parse_hosts("a:1,b:3,c:4"))
-    assert [(group.host.name, group.ranks) for group in groups] == [("a", (0,)), ("b", (1, 2, 3)), ("c", (4,))]
-    assert [world for group in groups for world in group.worlds] == [
+    slots = assign_slots(5, parse_hosts("a:1,b:3,c:4"))
+    assert list(slots.items()) == [("a", 1), ("b", 3), ("c", 1)]
+    layout = Hosts.of([name for name, count in slots.items() for _ in range(count)])
+    assert layout.ranks_by_host == ((0,), (1, 2, 3), (4,))
+    assert [layout.world(rank) for rank in range(5)] == [
         World(0, 5, 0, 1, 0, 3), World(1, 5, 0, 3, 1, 3), World(2, 5, 1, 3, 0, 1), World(3, 5, 2, 3, 0, 1),
         World(4, 5, 0, 1, 2, 3)]
-    assert len(assign_ranks(None, parse_hosts("a:2,b:2"))[1].worlds) == 2
-    assert [group.host.name for group in assign_ranks(2, parse_hosts("a:2,b:2"))] == ["a"]
+    assert assign_slots(None, parse_hosts("a:2,b:2")) == {"a": 2, "b": 2}
+    assert assign_slots(2, parse_hosts("a:2,b:2")) == {"a": 2}
     with pytest.raises(LaunchError, match="-np 9 is more than the 8 slots of a:1,b:3,c:4"):
-        assign_ranks(9, parse_hosts("a:1,b:3,c:4"))
+        assign_slots(9, parse_hosts("a:1,b:3,c:4"))
 
 
 def test_cores_are_shared_evenly_or_taken_in_turn() -> None:
@@ -54,6 +56,6 @@ def test_more_slots_than_any_host_has_are_a_mistake(text: str) -> None:
 
 def test_many_hosts_with_many_slots_are_placed_as_far_as_ranks_need_them() -> None:
     hosts = parse_hosts(",".join(f"h{number}:1000000" for number in range(1000)))
-    assert [host_ranks.ranks for host_ranks in assign_ranks(2, hosts)] == [(0, 1)]
+    assert assign_slots(2, hosts) == {"h0": 2}
     with pytest.raises(LaunchError, match="1,000,000,000 slots"):
-        assign_ranks(None, hosts)
+        assign_slots(None, hosts)

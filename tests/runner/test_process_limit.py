@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from hvdlite.core.errors import LaunchError
-from hvdlite_runner.messages import Event, Start, StartRefused
-from hvdlite_runner.remote_agent import Pinger
-from hvdlite_runner.streams import Streams
-from hvdlite_runner.worker_group import WorkerGroup
+from hvdlite_runner.agents.remote_agent import Pinger
+from hvdlite_runner.host.worker_group import WorkerGroup
+from hvdlite_runner.messages import Event, ProcessStart, Start, StartRefused
+from hvdlite_runner.output.streams import Streams
 from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, clean_environment
 
 NO_THREADS = r"cannot start .*thread.*`ulimit -u` \(RLIMIT_NPROC.*pids.max"
@@ -68,7 +68,7 @@ def test_no_process_for_the_reaper_or_for_a_rank(monkeypatch: pytest.MonkeyPatch
         try:
             with monkeypatch.context() as full:
                 full.setattr(subprocess, "Popen", no_process)
-                group.start(Start([(0, 1, 0, 1, 0, 1)], [b"true"], {}))
+                group.obey(Start([ProcessStart(0, (0, 1, 0, 1, 0, 1), {})], [b"true"], {}))
         finally:
             group.end()
     (refused,) = told

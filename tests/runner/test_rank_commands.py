@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.core.world import World
-from hvdlite_runner.commands import CommandError, check_input, rank_environment, resolve_command
+from hvdlite_runner.host.commands import CommandError, check_input, rank_environment, resolve_command
 
 PATH = f"/usr/bin:/bin:{Path(sys.executable).parent}"
 

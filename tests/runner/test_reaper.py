@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite_runner import processes
-from hvdlite_runner.processes import Reaper
-from hvdlite_runner.reaper import Process, kill_all, kill_job, members, process_table
+from hvdlite_runner.host import processes
+from hvdlite_runner.host.processes import Reaper
+from hvdlite_runner.host.reaper import Process, kill_all, kill_job, members, process_table
 from tests.worlds import HANGS_SECONDS
 
 
@@ -57,7 +57,7 @@ def test_a_process_that_has_got_the_id_of_another_one_is_not_killed(sleeper: sub
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are found in /proc")
 def test_the_reaper_of_a_job_inside_a_job_outlives_it_and_removes_its_directory(tmp_path: Path) -> None:
-    script = ("import os, selectors, signal; from hvdlite_runner.worker_group import WorkerGroup; "
+    script = ("import os, selectors, signal; from hvdlite_runner.host.worker_group import WorkerGroup; "
               "WorkerGroup(selectors.DefaultSelector(), print, os.environ).prepare(); print('ready', flush=True); "
               "signal.pause()")
     mark = f"TEST_JOB={tmp_path}"

@@ -9,7 +9,6 @@ import termios
 import threading
 import time
 import tty
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +16,9 @@ import pytest
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import OUTPUT_LOST
-from hvdlite_runner.job_output import JobOutput
 from hvdlite_runner.messages import Output
-from hvdlite_runner.streams import FULL, Streams, Target
+from hvdlite_runner.output.job_output import JobOutput, OutputSettings
+from hvdlite_runner.output.streams import FULL, Streams, Target
 from tests.worlds import HANGS_SECONDS
 
 
@@ -157,9 +156,7 @@ def test_a_stopped_terminal_blocks_until_it_goes_on() -> None:
 
 
 def job_output(directory: Path | None, stdout: int, stderr: int) -> JobOutput:
-    settings = types.SimpleNamespace(output_directory=None if directory is None else str(directory), prefix=True,
-                                     timestamps=False, show="all", fold=False)
-    return JobOutput(settings, None, stdout=stdout, stderr=stderr)
+    return JobOutput(OutputSettings(None if directory is None else str(directory)), None, stdout=stdout, stderr=stderr)
 
 
 def test_a_full_disk_ends_the_files_and_not_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

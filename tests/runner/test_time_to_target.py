@@ -14,7 +14,7 @@ import hvdlite
 from hvdlite.core.errors import LaunchError
 from hvdlite.diagnostics import metrics
 from hvdlite.diagnostics.metrics import Evaluation, MetricsFile
-from hvdlite_runner.time_to_target import Run, Target, rows, summary
+from hvdlite_runner.reports.time_to_target import Run, Target, rows, summary
 from tests.worlds import HVDRUN, clean_environment
 
 RISING = [Evaluation(10.0, 1, {"accuracy": 0.8, "lr": 0.1}), Evaluation(20.0, 2, {"accuracy": 0.9}),

@@ -15,10 +15,11 @@ import hvdlite
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.ledger import Ledger
 from hvdlite.diagnostics import progress
+from hvdlite_runner.host.progress import sample, stall_lines
 from hvdlite_runner.messages import ProgressReply
-from hvdlite_runner.monitor import Monitor, rows, sample, stall_lines, text
-from hvdlite_runner.profile import rows as profile_rows
-from hvdlite_runner.scaling import Throughput, parse_sweep, saturation, scaling_rows, summary
+from hvdlite_runner.reports.monitor import Monitor, rows, text
+from hvdlite_runner.reports.profile import rows as profile_rows
+from hvdlite_runner.reports.scaling import Throughput, parse_sweep, saturation, scaling_rows, summary
 from tests.worlds import HVDRUN, clean_environment
 
 
@@ -92,7 +93,8 @@ def test_the_table_shows_rates_of_the_last_interval() -> None:
 def test_the_table_stays_below_the_output() -> None:
     written: list[str] = []
     now = [0.0]
-    monitor = Monitor(written.append, {0: "localhost"}, in_place=True, clock=lambda: now[0])
+    monitor = Monitor(written.append, in_place=True, clock=lambda: now[0])
+    monitor.begin_world({0: "localhost"})
     for second in (1.0, 2.0):
         now[0] = second
         monitor.take("localhost", ProgressReply({0: reading(int(second), 0, 0.0, 0.1)}))
@@ -109,7 +111,8 @@ def test_the_table_stays_below_the_output() -> None:
 def test_what_a_rank_says_cannot_steer_the_terminal() -> None:
     written: list[str] = []
     now = [0.0]
-    monitor = Monitor(written.append, {0: "host\x1b[2J"}, in_place=False, clock=lambda: now[0])
+    monitor = Monitor(written.append, in_place=False, clock=lambda: now[0])
+    monitor.begin_world({0: "host\x1b[2J"})
     now[0] = 1.0
     monitor.take("localhost", ProgressReply({0: reading(1, 0, 0.0, 0.1)}, "ranks wait for '\x1b]0;title\x07'"))
     assert "\x1b" not in "".join(written) and "title" in "".join(written)
@@ -123,13 +126,11 @@ def test_who_waits_for_whom() -> None:
 
 
 def test_looking_at_a_worker_group(tmp_path: Path) -> None:
-    class WorkerGroup:
-        directory = str(tmp_path)
-        running = {5: subprocess.Popen(["sleep", "100"])}  # noqa: RUF012
+    process = subprocess.Popen(["sleep", "100"])
     progress.Progress().publish(str(tmp_path), 5)
-    ranks, waits = sample(WorkerGroup())  # type: ignore[arg-type]
-    WorkerGroup.running[5].kill()
-    WorkerGroup.running[5].wait()
+    ranks, waits = sample(str(tmp_path), {5: process.pid})
+    process.kill()
+    process.wait()
     assert ranks[5]["memory"] > 0 and ranks[5]["idle"] == -1.0 and waits == ""
 
 
@@ -196,7 +197,8 @@ def test_memory_and_use_of_a_swept_run() -> None:
 def test_the_line_below_the_table_names_the_slow_rank() -> None:
     written: list[str] = []
     now = [0.0]
-    monitor = Monitor(written.append, {0: "localhost", 1: "localhost"}, in_place=False, clock=lambda: now[0])
+    monitor = Monitor(written.append, in_place=False, clock=lambda: now[0])
+    monitor.begin_world({0: "localhost", 1: "localhost"})
     for second in range(1, 4):
         now[0] = float(second)
         late, early = ([10.0 * second, 10 * second, blocked * second, 8.0 * second] for blocked in (1.0, 5.0))
@@ -208,7 +210,8 @@ def test_the_line_below_the_table_names_the_slow_rank() -> None:
 def test_a_job_of_long_steps_is_judged_too() -> None:
     written: list[str] = []
     now = [0.0]
-    monitor = Monitor(written.append, {0: "localhost", 1: "localhost"}, in_place=False, clock=lambda: now[0])
+    monitor = Monitor(written.append, in_place=False, clock=lambda: now[0])
+    monitor.begin_world({0: "localhost", 1: "localhost"})
     for second in range(400):
         now[0], steps = float(second), second // 60
         late, early = ([60.0 * steps, steps, blocked * steps, 50.0 * steps] for blocked in (6.0, 30.0))

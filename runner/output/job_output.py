@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import selectors
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import OUTPUT_LOST
 from hvdlite.core.texts import printable
-from hvdlite_runner.messages import Output, Started
-from hvdlite_runner.monitor import ProgressObserver
-from hvdlite_runner.output import Console, format_ranks
-from hvdlite_runner.placement import LOCAL
-from hvdlite_runner.streams import Streams, Target
+from hvdlite_runner.messages import Output, ProgressReply, Started
+from hvdlite_runner.output.console import Console
+from hvdlite_runner.output.streams import Streams, Target
+from hvdlite_runner.placement import LOCAL, format_ranks
 
 READER_SECONDS: Final = 300.0
 """Seconds to wait at the end for a reader that takes nothing."""
@@ -28,28 +28,50 @@ _NOTE_SECONDS: Final = 3.0
 """Seconds until the user is told that there is a wait."""
 
 
-class OutputSettings(Protocol):
-    """The part of a job's settings that is about its output."""
+class ProgressObserver:
+    """A receiver of the ranks' progress, which does nothing with it."""
 
-    @property
-    def output_directory(self) -> str | None:
-        """A folder for the processes' output, if any."""
+    def attach(self, write: Callable[[str], None], is_busy: Callable[[], bool]) -> None:
+        """Begin with a job.
 
-    @property
-    def prefix(self) -> bool:
-        """Whether lines begin with their rank."""
+        Args:
+            write: writes text to the terminal, after the job's output.
+            is_busy: returns whether the terminal takes nothing at the moment.
+        """
 
-    @property
-    def timestamps(self) -> bool:
-        """Whether lines begin with the time."""
+    def begin_world(self, rank_hosts: Mapping[int, str]) -> None:
+        """Take the host of each rank: of a job's ranks once, of an elastic job's again for each world."""
 
-    @property
-    def show(self) -> str:
-        """"all", "rank0" or "errors"."""
+    def take(self, host: str, event: ProgressReply) -> None:
+        """Take the progress of a host's ranks."""
 
-    @property
-    def fold(self) -> bool:
-        """Whether a line that several ranks print is shown once."""
+    def ended(self, rank: int, reading: dict[str, Any]) -> None:
+        """Take the last progress of a rank that has ended."""
+
+    def clear_table(self) -> None:
+        """Remove the table, because something else is about to be written on the terminal."""
+
+    def finish(self) -> None:
+        """End the output, because the job is over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputSettings:
+    """How the output of a job's processes is shown.
+
+    Attributes:
+        directory: a folder for the output of each process, if any.
+        prefix: whether lines begin with their rank.
+        timestamps: whether lines begin with the time.
+        show: "all", "rank0" or "errors".
+        fold: whether a line that several ranks print is shown once.
+    """
+
+    directory: str | None = None
+    prefix: bool = True
+    timestamps: bool = False
+    show: str = "all"
+    fold: bool = False
 
 
 class JobOutput:
@@ -96,9 +118,9 @@ class JobOutput:
         Raises:
             LaunchError: when they cannot be created.
         """
-        if self._settings.output_directory is None:
+        if self._settings.directory is None:
             return
-        base = Path(self._settings.output_directory)
+        base = Path(self._settings.directory)
         try:
             base.mkdir(parents=True, exist_ok=True)
             folder = self._streams.open_folder(base / folder_name)
@@ -112,7 +134,7 @@ class JobOutput:
             reason = f"{path}: {error.strerror}"
             if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(path):
                 reason = f"{path} is a symbolic link, which hvdrun does not follow: remove it"
-            raise LaunchError(f"cannot write to --output-filename {self._settings.output_directory}: {reason}") from None
+            raise LaunchError(f"cannot write to --output-filename {self._settings.directory}: {reason}") from None
 
     def feed(self, event: Output) -> None:
         """Show output of a process, and write it to its file."""
@@ -179,7 +201,7 @@ class JobOutput:
             self.note(f"{target.label}: {target.reason()}; the job goes on without it")
         elif not self._a_file_failed:
             self._a_file_failed = True
-            self.note(f"--output-filename {self._settings.output_directory}: {target.label}: {target.reason()}; the file "
+            self.note(f"--output-filename {self._settings.directory}: {target.label}: {target.reason()}; the file "
                       "ends here, and others may too")
 
     def _write(self, name: str, text: str) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from hvdlite.core.errors import LaunchError, ProtocolError
 from hvdlite.core.launch_contract import DIRECTORY_PREFIX, PROCESSES_FILE, REPORT_SOCKET, is_private_directory
-from hvdlite.core.socket_paths import check_same_user, short_socket_path
 from hvdlite.diagnostics.process_probe import ProcessProbe
+from hvdlite_runner.host.progress import ask
 
 TIMEOUT_SECONDS = 8.0
 """Seconds to wait for rank 0, which itself waits for the ranks' answers."""
@@ -95,23 +93,3 @@ def _probe(directory: Path) -> ProcessProbe:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise LaunchError(f"{directory} is not the directory of a running job whose ranks have met: rank 0 does not answer, "
                           f"and {PROCESSES_FILE} does not list the ranks ({error})") from None
-
-
-def ask(path: Path, timeout: float) -> dict[str, Any]:
-    """Return rank 0's answer at its socket: the "text" and the "report".
-
-    Raises:
-        ProtocolError: when another user listens there.
-        OSError: when there is no answer in time.
-        ValueError: when the answer is invalid.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(timeout)
-        with short_socket_path(str(path)) as short:
-            connection.connect(short)
-        check_same_user(connection)
-        parts = []
-        while part := connection.recv(1 << 16):
-            parts.append(part)
-    answer: dict[str, Any] = json.loads(b"".join(parts))
-    return answer

@@ -14,7 +14,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,8 +24,9 @@ from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FIL
 from hvdlite.core.process_limit import explained
 from hvdlite.core.world import World
 from hvdlite.diagnostics import metrics
-from hvdlite_runner import commands, monitor
-from hvdlite_runner.member_server import MemberServer
+from hvdlite_runner.host import commands, progress
+from hvdlite_runner.host.member_server import MemberServer
+from hvdlite_runner.host.processes import RankProcess, Reaper, kill, kill_descendants
 from hvdlite_runner.messages import (
     PIECE_BYTES,
     Event,
@@ -33,17 +34,17 @@ from hvdlite_runner.messages import (
     FromMember,
     KillMember,
     Output,
+    ProcessStart,
+    ProgressReply,
     Result,
+    Signal,
     Start,
     Started,
-    StartMember,
     StartRefused,
     TaskPiece,
     ToMember,
 )
 from hvdlite_runner.placement import cores_for
-from hvdlite_runner.processes import RankProcess, Reaper, kill, kill_descendants
-from hvdlite_runner.task_files import append_private_file, pieces_of
 
 KILL_SECONDS: Final = 5.0
 """Seconds to go on killing remaining processes."""
@@ -63,16 +64,17 @@ class WorkerGroup:
     of the job. The end of a member is reported when its descendants are dead, too, and then it is reaped.
 
     Args:
+        stops: returns whether no more processes are to be started.
         selector: its keys' `data` are functions to call when the descriptor is ready.
         tell: called with events, in order.
         inherited: the environment to which the ranks' variables are added.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, tell: Callable[[Event], None],
-                 inherited: Mapping[str, str]) -> None:
+    def __init__(self, selector: selectors.BaseSelector, tell: Callable[[Event], None], inherited: Mapping[str, str],
+                 stops: Callable[[], bool] = lambda: False) -> None:
         self.directory = ""
         self.running: dict[int, RankProcess] = {}
-        self._selector, self._tell, self._inherited = selector, tell, inherited
+        self._selector, self._tell, self._inherited, self._stops = selector, tell, inherited, stops
         self._reaper: Reaper | None = None
         self._processes: dict[int, RankProcess] = {}
         self._open: dict[tuple[int, str], int] = {}  # descriptors of streams that have not ended
@@ -110,12 +112,26 @@ class WorkerGroup:
         if self._reaper is not None:
             self._reaper.forget(pid)
 
-    def add_task(self, order: TaskPiece) -> None:
-        """Write a piece of the function that the ranks are to call.
+    def obey(self, order: Start | TaskPiece | KillMember | ToMember | Signal) -> None:
+        """Carry out an order.
 
         Raises:
-            LaunchError: when there is no room for it.
+            LaunchError: when there is no room for the function that the ranks are to call.
         """
+        if isinstance(order, Start):
+            self._start(order)
+        elif isinstance(order, TaskPiece):
+            self._add_task(order)
+        elif isinstance(order, Signal):
+            self._signal(order.signum)
+        elif isinstance(order, ToMember):
+            assert self._members is not None
+            self._members.send(order.member, order.content)
+        elif order.member in self.running:
+            self._killed.add(order.member)
+            self.running[order.member].send(signal.SIGKILL)
+
+    def _add_task(self, order: TaskPiece) -> None:
         path = Path(self.directory) / TASK_FILE
         try:
             append_private_file(path, order.content)
@@ -123,66 +139,43 @@ class WorkerGroup:
             raise LaunchError(f"cannot write the function and its arguments to {path} on {socket.gethostname()}: "
                               f"{error.strerror}; make room there, or set TMPDIR to a place that has it") from None
 
-    def start(self, order: Start, stop: Callable[[], bool] = lambda: False) -> None:
-        """Start ranks, or report why they cannot be started; `stop` is called before each one."""
-        worlds = [World(*each) for each in order.worlds]
-        cores = sorted(os.sched_getaffinity(0)) if order.bind and hasattr(os, "sched_getaffinity") else []
+    def _start(self, order: Start) -> None:
+        """Start processes, or report why one cannot be started."""
+        if order.is_elastic and self._members is None:
+            self._members = MemberServer(self._selector, self.directory, lambda *heard: self._tell(FromMember(*heard)))
+        count = len(order.processes)
         try:
-            with reserve_descriptors(_DESCRIPTORS * len(worlds), f"starting {len(worlds)} ranks on one host"):
-                self._start_all(order, worlds, cores, stop)
+            with reserve_descriptors(_DESCRIPTORS * count, f"starting {count} processes on one host"):
+                for each in order.processes:
+                    if self._stops() or not (self._start_process(each, order) or order.is_elastic):
+                        return
         except LaunchError as error:
-            self._tell(StartRefused(str(error), commands.NOT_EXECUTABLE))
+            for each in order.processes:
+                if each.key not in self._processes:
+                    self._tell(StartRefused(each.key, str(error), commands.NOT_EXECUTABLE))
 
-    def _start_all(self, order: Start, worlds: Sequence[World], cores: list[int], stop: Callable[[], bool]) -> None:
-        for world in worlds:
-            if stop():
-                return
-            mine = cores_for(world.local_rank, world.local_size, cores) if cores else []
-            if not self._start_process(world.rank, world, order, mine, has_input=order.has_input and world.rank == 0):
-                return
-
-    def obey(self, order: StartMember | KillMember | ToMember) -> None:
-        """Carry out an order about a member of an elastic job."""
-        if self._members is None:
-            self._members = MemberServer(self._selector, self.directory,
-                                         lambda *heard: self._tell(FromMember(*heard)))
-        if isinstance(order, StartMember):
-            self._start_member(order)
-        elif isinstance(order, ToMember):
-            self._members.send(order.member, order.content)
-        elif order.member in self.running:
-            self._killed.add(order.member)
-            self.running[order.member].send(signal.SIGKILL)
-
-    def _start_member(self, order: StartMember) -> None:
+    def _start_process(self, each: ProcessStart, order: Start) -> bool:
         cores: list[int] = []
-        if order.core_share is not None and hasattr(os, "sched_getaffinity"):
-            cores = cores_for(*order.core_share, sorted(os.sched_getaffinity(0)))
-        try:
-            with reserve_descriptors(_DESCRIPTORS, "starting a member of the job"):
-                self._start_process(order.member, World(*order.world), order, cores, member=order.member)
-        except LaunchError as error:
-            self._tell(StartRefused(str(error), commands.NOT_EXECUTABLE, order.member))
-
-    def _start_process(self, key: int, world: World, order: Start | StartMember, cores: list[int],
-                       member: int = -1, *, has_input: bool = False) -> bool:
-        settings = {name: os.fsdecode(value) for name, value in order.environment.items()}
+        if each.core_share is not None and hasattr(os, "sched_getaffinity"):
+            cores = cores_for(*each.core_share, sorted(os.sched_getaffinity(0)))
+        world = World(*each.world)
+        settings = {name: os.fsdecode(value) for name, value in {**order.environment, **each.environment}.items()}
         environment = commands.rank_environment(world, self.directory, self._inherited, settings)
         words = [os.fsdecode(word) for word in order.command]
         try:
             command = commands.resolve_command(words, environment.get("PATH"))
             assert self._reaper is not None
             with self._reaper.marks(), explained(f"the process of rank {world.rank}"):
-                process = RankProcess(key, command, environment, cores, has_input=has_input)
+                process = RankProcess(each.key, command, environment, cores, has_input=order.has_input and world.rank == 0)
             self._adopt(process)
         except OSError as error:
             if error.errno in OUT_OF_DESCRIPTORS:
                 raise
             refused = commands.refused(words, error)
-            self._tell(StartRefused(str(refused), refused.code, member))
+            self._tell(StartRefused(each.key, str(refused), refused.code))
             return False
         except commands.CommandError as error:
-            self._tell(StartRefused(str(error), error.code, member))
+            self._tell(StartRefused(each.key, str(error), error.code))
             return False
         return True
 
@@ -198,8 +191,7 @@ class WorkerGroup:
             self._selector.register(process.pidfd, selectors.EVENT_READ, self.notice)
         self._tell(Started(process.rank, process.pid, process.unbound))
 
-    def signal(self, signum: int) -> None:
-        """Send a signal to the ranks that still run."""
+    def _signal(self, signum: int) -> None:
         self._asked = True
         for process in self.running.values():
             process.send(signum)
@@ -219,14 +211,18 @@ class WorkerGroup:
                 self._members.forget(rank)
                 self._read_rest([key for key in self._open if key[0] == rank])
             record = FailureRecord.read(self.directory, rank)
-            progress = {**monitor.reading_of(self.directory, rank), "metrics": metrics.read(self.directory, rank)}
+            reading = {**progress.reading_of(self.directory, rank), "metrics": metrics.read(self.directory, rank)}
             self._tell(Exited(rank, code, self._asked or rank in self._killed,
                               None if record is None else {**dataclasses.asdict(record),
-                                                           "when": time.time() - record.when}, progress))
+                                                           "when": time.time() - record.when}, reading))
             if self._members is not None:
                 self._collect(process)
         if self._reaper is not None:
             self._reaper.reap()
+
+    def sample(self) -> ProgressReply:
+        """Return the progress of the processes that run."""
+        return ProgressReply(*progress.sample(self.directory, {rank: each.pid for rank, each in self.running.items()}))
 
     def needs_polling(self) -> bool:
         """Whether the end of some rank is only noticed by calling `notice`."""
@@ -331,3 +327,24 @@ class WorkerGroup:
         if path.exists():
             for content, is_last in pieces_of(path, PIECE_BYTES):
                 self._tell(Result(rank, content, is_last))
+
+
+def pieces_of(path: Path, size: int) -> Iterator[tuple[bytes, bool]]:
+    """Yield a file's content in pieces, and whether each is the last one; an empty file has one."""
+    with open(path, "rb") as file:
+        content = file.read(size)
+        while following := file.read(size):
+            yield content, False
+            content = following
+        yield content, True
+
+
+def append_private_file(path: Path, content: bytes) -> None:
+    """Append to a file that only this user can read.
+
+    Raises:
+        OSError: when it cannot be written completely.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)

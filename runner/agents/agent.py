@@ -24,13 +24,16 @@ from typing import Final
 from hvdlite._version import __version__
 from hvdlite.core.errors import LaunchError, ProtocolError
 from hvdlite.core.held_port import HeldPort
-from hvdlite_runner import host_probe, monitor
-from hvdlite_runner.commands import cores
+from hvdlite_runner.agents import host_probe
+from hvdlite_runner.agents.shells import PROBLEM_CODE
+from hvdlite_runner.host.commands import cores
+from hvdlite_runner.host.worker_group import POLL_WITHOUT_PIDFD, WorkerGroup
 from hvdlite_runner.messages import (
     MAGIC,
     AgentDone,
     AgentReady,
     Event,
+    Exited,
     Frames,
     HostInfoReply,
     HostInfoRequest,
@@ -40,7 +43,6 @@ from hvdlite_runner.messages import (
     Pong,
     ProbeReply,
     ProbeRequest,
-    ProgressReply,
     ProgressRequest,
     Result,
     RouteReply,
@@ -49,14 +51,11 @@ from hvdlite_runner.messages import (
     SpeedReply,
     SpeedRequest,
     Start,
-    StartMember,
     Stop,
     TaskPiece,
     ToMember,
     frame,
 )
-from hvdlite_runner.shells import PROBLEM_CODE
-from hvdlite_runner.worker_group import POLL_WITHOUT_PIDFD, WorkerGroup
 
 _CHECK_SECONDS: Final = 1.0
 _FULL, _EMPTY = 4 << 20, 1 << 20  # bytes waiting for the launcher: stop reading from the ranks, and resume
@@ -83,6 +82,7 @@ class Agent:
         self._unsent = bytearray(MAGIC)
         self._last_heard = time.monotonic()
         self._ending = False
+        self._reason = ""  # why it ends, if the launcher has not told it to
         self._launcher_pauses = False
         self._probe_server: host_probe.ProbeServer | None = None
         self._held_ports: tuple[HeldPort, ...] = ()  # at which rank 0 will listen
@@ -99,10 +99,10 @@ class Agent:
                     key.data()
                 self._workers.notice()
                 if time.monotonic() - self._last_heard > self._silence:
-                    self._ending = True
+                    self._end(f"it had heard nothing of hvdrun for {self._silence:g} s")
         finally:
             self._workers.end()
-        self._tell(AgentDone())
+        self._tell(AgentDone(self._reason))
         self._wait_for_launcher(0)
 
     def _wake_for_signals(self) -> None:
@@ -117,7 +117,10 @@ class Agent:
         self._selector.register(reader, selectors.EVENT_READ, lambda: os.read(reader, 4096))
 
     def _asked_to_end(self, signum: int, frame: object) -> None:
-        self._ending = True
+        self._end(f"it got {signal.Signals(signum).name}")
+
+    def _end(self, reason: str) -> None:
+        self._ending, self._reason = True, reason
 
     def _receive(self) -> None:
         try:
@@ -132,16 +135,10 @@ class Agent:
         self._last_heard = time.monotonic()
 
     def _obey(self, order: object) -> None:
-        if isinstance(order, Start):
-            self._free_port()
-            self._workers.start(order)
-        elif isinstance(order, TaskPiece):
-            self._workers.add_task(order)
-        elif isinstance(order, (StartMember, KillMember, ToMember)):
-            self._free_port()
+        if isinstance(order, (Start, TaskPiece, KillMember, ToMember, Signal)):
+            if isinstance(order, Start):
+                self._free_port()
             self._workers.obey(order)
-        elif isinstance(order, Signal):
-            self._workers.signal(order.signum)
         elif isinstance(order, Pause):
             self._launcher_pauses = order.paused
             self._push()
@@ -161,7 +158,7 @@ class Agent:
             except OSError as error:
                 self._tell(SpeedReply(0.0, 0.0, str(error)))
         elif isinstance(order, ProgressRequest):
-            self._tell(ProgressReply(*monitor.sample(self._workers)))
+            self._tell(self._workers.sample())
 
     def _free_port(self) -> None:
         """Stop listening for probes: rank 0 will listen there."""
@@ -181,6 +178,8 @@ class Agent:
                           store_port=self._probe_server.store.port)
 
     def _tell(self, event: Event) -> None:
+        if self._reason and isinstance(event, Exited):
+            return  # it was killed because of this reason
         self._unsent += frame(event)
         self._push()
         if isinstance(event, Result):

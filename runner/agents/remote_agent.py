@@ -21,6 +21,7 @@ from hvdlite._version import __version__
 from hvdlite.core.config import environment_name
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.process_limit import explained
+from hvdlite_runner.agents.shells import Shell, explain, forwarded
 from hvdlite_runner.messages import (
     PING_SECONDS,
     QUIET,
@@ -33,7 +34,6 @@ from hvdlite_runner.messages import (
     frame,
 )
 from hvdlite_runner.placement import Host
-from hvdlite_runner.shells import Shell, explain, forwarded
 
 AGENT_TIMEOUT: Final = environment_name("agent_timeout")
 _CLOSE_SECONDS: Final = 2.0  # for a remote shell whose agent has ended: srun informs its controller
@@ -209,8 +209,11 @@ class RemoteAgent:
         for event in events:
             if isinstance(event, AgentReady):
                 self.ready = event
-            self.over |= isinstance(event, AgentDone)
-            self._tell(self, event)
+            if isinstance(event, AgentDone) and event.reason:
+                self._reason, content = f"was lost: its agent has ended: {event.reason}", b""
+            else:
+                self.over |= isinstance(event, AgentDone)
+                self._tell(self, event)
         self.last_heard = time.monotonic()  # the current time: `tell` may have blocked on the terminal
         if not content:
             self._selector.unregister(self._process.stdout)
@@ -227,7 +230,7 @@ def bootstrap_input(directory: str, environ: Mapping[str, str], silence: float) 
     """
     given = json.dumps({"python": list(sys.version_info[:2]), "version": __version__, "directory": directory,
                         "silence": silence, "environment": forwarded(environ)}).encode()
-    source = Path(__file__).with_name("agent_bootstrap.py").read_text(encoding="utf-8")  # not imported: importing runs it
+    source = Path(__file__).with_name("bootstrap.py").read_text(encoding="utf-8")  # not imported: importing runs it
     return repr(source).encode() + b"\n" + b"%08x" % len(given) + given
 
 

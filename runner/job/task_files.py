@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hvdlite.core import launch_contract
+from hvdlite_runner.host.worker_group import append_private_file, pieces_of
 from hvdlite_runner.messages import PIECE_BYTES, Result
 
 
@@ -88,24 +89,3 @@ class TaskFiles:
         """Remove the folder if the caller cannot do so any more."""
         if self.is_abandoned and self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def pieces_of(path: Path, size: int) -> Iterator[tuple[bytes, bool]]:
-    """Yield a file's content in pieces, and whether each is the last one; an empty file has one."""
-    with open(path, "rb") as file:
-        content = file.read(size)
-        while following := file.read(size):
-            yield content, False
-            content = following
-        yield content, True
-
-
-def append_private_file(path: Path, content: bytes) -> None:
-    """Append to a file that only this user can read.
-
-    Raises:
-        OSError: when it cannot be written completely.
-    """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)

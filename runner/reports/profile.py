@@ -13,9 +13,10 @@ from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import OUTPUT_LOST
 from hvdlite.core.ledger import Ledger
 from hvdlite.diagnostics.slowness import diagnose
-from hvdlite_runner.job import JobSettings, run_job
-from hvdlite_runner.monitor import ThroughputRecorder
-from hvdlite_runner.tables import show_table, write_csv, write_plot
+from hvdlite_runner.job.loop import run_job
+from hvdlite_runner.job.settings import JobSettings
+from hvdlite_runner.reports.monitor import ThroughputRecorder
+from hvdlite_runner.reports.tables import show_table, write_csv, write_plot
 
 PARTS: Final = ("input", "forward", "backward", "waits", "optimizer", "other")
 _COLORS: Final = ("tab:red", "tab:blue", "tab:cyan", "tab:orange", "tab:green", "tab:gray")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from hvdlite.core import launch_contract
-from hvdlite_runner import reaper
+from hvdlite_runner.host import reaper
 
 _PR_SET_CHILD_SUBREAPER: Final = 36  # linux/prctl.h
 _LIMIT_RANGE: Final = 1 << 16

@@ -5,18 +5,22 @@ from __future__ import annotations
 import itertools
 import json
 import selectors
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.texts import printable
-from hvdlite_runner import host_probe
-from hvdlite_runner.agents import Agents, probed
-from hvdlite_runner.gpu_topology import topology_hints, topology_lines
-from hvdlite_runner.messages import Event, HostInfoReply, HostInfoRequest, SpeedReply, SpeedRequest
+from hvdlite.membership.events import Limits
+from hvdlite_runner.agents import host_probe
+from hvdlite_runner.agents.gpu_topology import topology_hints, topology_lines
+from hvdlite_runner.agents.remote_agent import RemoteAgent
+from hvdlite_runner.agents.shells import CONNECT_SECONDS, Shell
+from hvdlite_runner.job.hosts import HostPool
+from hvdlite_runner.job.routes import probed
+from hvdlite_runner.job.settings import JobSettings
+from hvdlite_runner.messages import HostInfoReply, HostInfoRequest, SpeedReply, SpeedRequest
 from hvdlite_runner.placement import LOCAL, Host
-from hvdlite_runner.remote_agent import RemoteAgent, bootstrap_input
-from hvdlite_runner.shells import CONNECT_SECONDS, Shell
 
 _FACTS_SECONDS: Final = 120.0  # frameworks may be imported from a cold disk
 _SMALL: Final = {"files": (1024, "", "each rank opens some hundred files and sockets: ulimit -n 65536"),
@@ -44,38 +48,37 @@ def probe_hosts(hosts: Sequence[Host], shell: Shell, directory: str, environ: Ma
     """Return {"hosts": facts by name, "unreachable": lines, "pairs": speeds}; a failing host does not stop the others."""
     found: dict[str, Any] = {"hosts": {}, "unreachable": [], "pairs": []}
     with selectors.DefaultSelector() as selector:
-        agents = Agents(selector, _ignore, lambda remote: None)
+        slots = {host.name: host.slots for host in hosts}
+        settings = JobSettings((), Limits(1, one_world=True), slots, shell=shell, working_directory=directory,
+                               start_timeout=2.0 * CONNECT_SECONDS)
+        pool = HostPool(selector, settings, environ)
         try:
-            remotes = [host for host in hosts if host.name != LOCAL]
-            try:
-                agents.reach(remotes, shell, bootstrap_input(directory, environ, shell.silence), 2.0 * CONNECT_SECONDS)
-            except LaunchError as error:
-                found["unreachable"] = str(error).splitlines()
-            present = [remote for remote in agents.remotes if remote.ready is not None and not remote.over]
-            if len(remotes) < len(hosts):
+            pool.set_slots(slots)
+            while pool.turn(now := time.monotonic()) is None:
+                pool.take_events(pool.wait(now))
+            found["unreachable"] = "\n".join(pool.problems()).splitlines()
+            present = [remote for remote in pool.remotes if not remote.over]
+            if LOCAL in pool.slots_of(LOCAL):
                 found["hosts"][LOCAL] = host_probe.host_info(environ)
-            for remote, answer in agents.ask({remote: HostInfoRequest() for remote in present}, HostInfoReply,
-                                             _FACTS_SECONDS).items():
+            for remote, answer in pool.ask({remote: HostInfoRequest() for remote in present}, HostInfoReply,
+                                           _FACTS_SECONDS).items():
                 found["hosts"][remote.host.name] = answer.facts
             ends: list[RemoteAgent | None] = [None] if LOCAL in found["hosts"] else []
             for first, second in itertools.combinations([*ends, *present], 2):
-                found["pairs"].append(_pair(agents, first, second))
+                found["pairs"].append(_pair(pool, first, second))
         finally:
-            agents.end(CONNECT_SECONDS)
+            pool.stop()
+            pool.end(CONNECT_SECONDS)
     return found
 
 
-def _ignore(remote: RemoteAgent, event: Event) -> None:
-    """Ignore events that are not answers: there are none."""
-
-
-def _pair(agents: Agents, first: RemoteAgent | None, second: RemoteAgent | None) -> dict[str, Any]:
+def _pair(pool: HostPool, first: RemoteAgent | None, second: RemoteAgent | None) -> dict[str, Any]:
     """Measure latency and bandwidth between two hosts; None as the first is the launcher's own."""
     assert second is not None
     pair = {"from": second.host.name, "to": first.host.name if first is not None else LOCAL}
     try:
-        with probed(agents, first, [second.host.address]) as routed:
-            speed = agents.ask({second: SpeedRequest(routed.addresses, routed.port)}, SpeedReply)[second]
+        with probed(pool, first, [second.host.address]) as (routed, _):
+            speed = pool.ask({second: SpeedRequest(routed.addresses, routed.port)}, SpeedReply)[second]
     except LaunchError as error:
         return {**pair, "problem": str(error)}
     if speed.problem:

@@ -16,10 +16,11 @@ import msgspec
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import OUTPUT_LOST
 from hvdlite.core.ledger import Ledger
-from hvdlite_runner.job import JobSettings, run_job
-from hvdlite_runner.monitor import ThroughputRecorder
+from hvdlite_runner.job.loop import run_job
+from hvdlite_runner.job.settings import JobSettings
 from hvdlite_runner.options import USAGE_ERROR
-from hvdlite_runner.tables import show_table, write_csv, write_plot
+from hvdlite_runner.reports.monitor import ThroughputRecorder
+from hvdlite_runner.reports.tables import show_table, write_csv, write_plot
 
 SATURATED: Final = 0.9
 """Throughput saturates at the smallest value that reaches this share of the best one."""

@@ -2,138 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
-import os
-import shutil
-import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
-from hvdlite.core.errors import ProtocolError
-from hvdlite.core.launch_contract import REPORT_SOCKET
 from hvdlite.core.ledger import Ledger
 from hvdlite.core.texts import printable
-from hvdlite.diagnostics import progress
 from hvdlite.diagnostics.slowness import LEAST_STEPS, Slowness, diagnose
+from hvdlite_runner.host.progress import STALL_SECONDS
 from hvdlite_runner.messages import ProgressReply
-from hvdlite_runner.output import format_ranks
+from hvdlite_runner.output.job_output import ProgressObserver
 from hvdlite_runner.placement import LOCAL
-from hvdlite_runner.report import ask
 
-STALL_SECONDS: Final = 2.0
-"""Seconds without a step after which rank 0 is asked which ranks wait for which."""
 WINDOW: Final = 20.0
 """Seconds over which ranks are compared, to see why they are slow; more where these have fewer than `LEAST_STEPS` steps."""
 _KEPT: Final = 200  # updates with new ledgers, at most
-_ASK_SECONDS: Final = 0.5
-_GPU_SECONDS: Final = 2.0
-
-
-class WorkerGroupLike(Protocol):
-    """The part of a worker group that the monitor uses."""
-
-    directory: str
-    running: dict[int, Any]
-
-
-class ProgressObserver:
-    """A receiver of the ranks' progress, which does nothing with it."""
-
-    def attach(self, write: Callable[[str], None], is_busy: Callable[[], bool]) -> None:
-        """Begin with a job.
-
-        Args:
-            write: writes text to the terminal, after the job's output.
-            is_busy: returns whether the terminal takes nothing at the moment.
-        """
-
-    def take(self, host: str, event: ProgressReply) -> None:
-        """Take the progress of a host's ranks."""
-
-    def ended(self, rank: int, reading: dict[str, Any]) -> None:
-        """Take the last progress of a rank that has ended."""
-
-    def clear_table(self) -> None:
-        """Remove the table, because something else is about to be written on the terminal."""
-
-    def finish(self) -> None:
-        """End the output, because the job is over."""
-
-
-def sample(workers: WorkerGroupLike) -> tuple[dict[int, dict[str, Any]], str]:
-    """Return the readings of a host's processes, and, on rank 0's host while one waits, which ranks wait for which."""
-    pids = {rank: process.pid for rank, process in workers.running.items()}
-    loads = _gpu_loads(pids)
-    ranks = {}
-    for rank, pid in pids.items():
-        ranks[rank] = {**reading_of(workers.directory, rank), "memory": resident(pid), "gpu": loads.get(pid, "")}
-    waits = ""
-    socket_path = Path(workers.directory) / REPORT_SOCKET  # on rank 0's host
-    if any(each["idle"] > STALL_SECONDS for each in ranks.values()) and socket_path.exists():
-        waits = _stall_summary(socket_path)
-    return ranks, waits
-
-
-def reading_of(directory: str, rank: int) -> dict[str, Any]:
-    """Return the fields of a rank's `Reading`; `idle` is negative before its first step."""
-    reading = progress.read(directory, rank)
-    return {**dataclasses.asdict(reading), "idle": reading.idle if math.isfinite(reading.idle) else -1.0,
-            "ledger": msgspec.to_builtins(reading.ledger)}
-
-
-def resident(pid: int) -> int:
-    """Return the bytes of memory that a process uses; 0 on systems other than Linux."""
-    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
-
-
-def _stall_summary(path: Path) -> str:
-    """Ask rank 0; return "" when it does not answer immediately."""
-    with contextlib.suppress(OSError, ValueError, KeyError, ProtocolError):
-        return "\n".join(stall_lines(ask(path, _ASK_SECONDS)["report"]))
-    return ""
-
-
-def stall_lines(report: Mapping[str, Any]) -> list[str]:
-    """Return a line with the longest wait of a stall report and its reason."""
-    if not report["stalls"]:
-        return []
-    stall = max(report["stalls"], key=lambda each: float(each["waited_seconds"]))
-    return [f"ranks {format_ranks(stall['submitted'])} wait for {format_ranks(stall['missing'])}: '{stall['name']}', "
-            f"{stall['waited_seconds']:.0f} s", *(f"  {line}" for line in report["diagnosis"])]
-
-
-def _gpu_loads(pids: Mapping[int, int]) -> dict[int, str]:
-    """Return "load memory" of the GPU that each process uses, by process id; empty without nvidia-smi.
-
-    In a container nvidia-smi may report other process ids; then the i-th rank is assumed to use the i-th GPU.
-    """
-    if shutil.which("nvidia-smi") is None:
-        return {}
-    cards = _nvidia_smi("gpu", "uuid,utilization.gpu,memory.used")
-    load = {words[0]: words[1] for words in cards}
-    apps = {int(pid): f"{load.get(uuid, '?')}% {memory} MiB" for pid, uuid, memory in _nvidia_smi(
-        "compute-apps", "pid,gpu_uuid,used_memory") if pid.isdigit()}
-    if any(pid in apps for pid in pids.values()):
-        return apps
-    ordered = [pids[rank] for rank in sorted(pids)]
-    return {pid: f"{words[1]}% {words[2]} MiB" for pid, words in zip(ordered, cards, strict=False)}
-
-
-def _nvidia_smi(subject: str, fields: str) -> list[list[str]]:
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        asked = subprocess.run(["nvidia-smi", f"--query-{subject}={fields}", "--format=csv,noheader,nounits"],
-                               capture_output=True, text=True, check=False, timeout=_GPU_SECONDS)
-        return [[word.strip() for word in line.split(",")] for line in asked.stdout.splitlines()]
-    return []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,13 +73,13 @@ class Monitor(ProgressObserver):
 
     Args:
         write: writes text to the terminal, before `attach`.
-        rank_hosts: each rank's host.
         in_place: whether the table may be overwritten.
     """
 
-    def __init__(self, write: Callable[[str], None], rank_hosts: Mapping[int, str], in_place: bool,
+    def __init__(self, write: Callable[[str], None], in_place: bool,
                  clock: Callable[[], float] = time.monotonic) -> None:
-        self._write, self._rank_hosts, self._in_place, self._clock = write, rank_hosts, in_place, clock
+        self._write, self._in_place, self._clock = write, in_place, clock
+        self._rank_hosts: Mapping[int, str] = {}
         self._now: dict[int, dict[str, Any]] = {}
         self._before: dict[int, dict[str, Any]] = {}
         self._when = clock()
@@ -204,6 +91,10 @@ class Monitor(ProgressObserver):
     def attach(self, write: Callable[[str], None], is_busy: Callable[[], bool]) -> None:
         """Write with the job's output from now on; while the terminal takes nothing, leave tables out."""
         self._write, self._is_busy = write, is_busy
+
+    def begin_world(self, rank_hosts: Mapping[int, str]) -> None:
+        """Show the ranks of another world."""
+        self._rank_hosts, self._now = rank_hosts, {}
 
     def take(self, host: str, event: ProgressReply) -> None:
         """Add the progress of a host's ranks; the launcher's own host is the last one of each round."""

@@ -28,8 +28,8 @@ from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
 from hvdlite.core.held_port import HeldPort
 from hvdlite.core.own_programs import module_command
 from hvdlite.core.process_limit import explained
-from hvdlite_runner.commands import cores
-from hvdlite_runner.gpu_topology import gpu_topology
+from hvdlite_runner.agents.gpu_topology import gpu_topology
+from hvdlite_runner.host.commands import cores
 
 PROBE_SECONDS: Final = 3.0
 """Seconds that a port has to answer."""

@@ -44,7 +44,7 @@ def start_agent() -> None:
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     try:
         from hvdlite._version import __version__ as version
-        from hvdlite_runner.agent import main
+        from hvdlite_runner.agents.agent import main
     except ImportError as error:
         return stop("%s cannot import hvdlite: %s; install it there: %s -m pip install hvdlite==%s"
                     % (sys.executable, error, sys.executable, given["version"]))

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from hvdlite_runner.placement import format_ranks
+
 _END: Final = re.compile(r"\r\n|\r|\n")
 LONGEST_LINE: Final = 1 << 16
 """Characters after which a line is written before its end has come."""
@@ -64,7 +66,7 @@ class Console:
     def __init__(self, write: Callable[[str, str], None], prefix: Callable[[str, str], str], *,
                  shown: Callable[[int, str], bool] = lambda rank, name: True, fold: int = 0,
                  clock: Callable[[], float] = lambda: 0.0,
-                 names: Callable[[Iterable[int]], str] = lambda ranks: format_ranks(ranks)) -> None:
+                 names: Callable[[Iterable[int]], str] = format_ranks) -> None:
         self.fold = fold
         self._write, self._prefix, self._shown = write, prefix, shown
         self._clock, self._names = clock, names
@@ -183,14 +185,3 @@ class Console:
         if self._cursor_of is not None:
             self._write(self._cursor_of[1], "\n")
             self._cursor_of = None
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as ranges: 0-3,5."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

@@ -1,0 +1,1 @@
+"""Other hosts, and how they are reached."""

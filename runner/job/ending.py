@@ -1,0 +1,266 @@
+"""How a job ends: the signals for its processes, the failure that was the first, and the exit code of hvdrun."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Final
+
+from hvdlite.core.launch_contract import RESULTS_LOST, FailureRecord
+from hvdlite.membership.events import EndJob
+from hvdlite_runner.placement import format_ranks
+
+KILL_AFTER: Final = 1.5
+"""Seconds between SIGTERM and SIGKILL after a failure."""
+INTERRUPT_GRACE: Final = 5.0
+"""Seconds between the user's signal and SIGKILL."""
+
+
+class Ending:
+    """The signals that end a job's processes, and when they are due.
+
+    | what happens | the processes get |
+    |---|---|
+    | the job is over (`EndJob`) | SIGTERM after its grace, SIGKILL `KILL_AFTER` later |
+    | Ctrl-C | SIGINT, and SIGKILL after `INTERRUPT_GRACE` |
+    | SIGTERM or SIGHUP | SIGTERM, and SIGKILL after `INTERRUPT_GRACE` |
+    | a second signal of the user | SIGKILL |
+    | a signal while the job is cleaned up | nothing; it ends the wait for readers of the output |
+
+    The first row counts once, and not after a signal of the user.
+
+    Attributes:
+        user_signal: the first signal of the user; 0 for none.
+        late_signal: the first one while or after the job is cleaned up.
+        is_over: whether the job is being cleaned up.
+    """
+
+    def __init__(self) -> None:
+        self.user_signal = self.late_signal = 0
+        self.is_over = False
+        self._pending: list[tuple[float, int]] = []  # (time, signal), in order
+
+    def has_ended(self, grace: float) -> None:
+        """Schedule the signals after the end of the job."""
+        if not self._pending and not self.user_signal:
+            now = time.monotonic()
+            self._pending = [(now + grace, signal.SIGTERM), (now + grace + KILL_AFTER, signal.SIGKILL)]
+
+    def interrupt(self, signum: int, frame: FrameType | None = None) -> None:
+        """Schedule the signals after a signal of the user."""
+        now = time.monotonic()
+        if self.is_over:
+            self.late_signal = self.late_signal or signum
+            return
+        if self.user_signal:
+            self._pending = [(now, signal.SIGKILL)]
+        else:
+            self.user_signal = signum
+            first = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
+            self._pending = [(now, first), (now + INTERRUPT_GRACE, signal.SIGKILL)]
+
+    def due(self) -> Iterator[int]:
+        """Yield the signals that are due, and remove them from the schedule."""
+        while self._pending and self._pending[0][0] <= time.monotonic():
+            yield self._pending.pop(0)[1]
+
+    def wait(self) -> float | None:
+        """Return the seconds until the next signal; None if none is scheduled."""
+        return max(0.0, self._pending[0][0] - time.monotonic()) if self._pending else None
+
+    @contextmanager
+    def handlers(self, selector: selectors.BaseSelector) -> Iterator[None]:
+        """Handle SIGINT, SIGTERM and SIGHUP (but not under nohup) by an orderly end of the job.
+
+        SIGCHLD is handled as well: it wakes the loop for adopted orphans. If it were ignored, as inherited from some
+        parents, the kernel would not keep exit codes.
+        """
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        selector.register(reader, selectors.EVENT_READ, lambda: os.read(reader, 4096))
+        ending = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            ending.remove(signal.SIGHUP)
+        before = {signal.SIGTSTP: signal.getsignal(signal.SIGTSTP)}
+        before |= {signum: signal.signal(signum, self.interrupt) for signum in ending}
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+            os.close(reader)
+            os.close(writer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exit:
+    """The end of a process; the launcher lists ends in the order in which it saw them."""
+
+    rank: int  # the process's key: in an elastic job the member's id
+    code: int  # negative: killed by that signal
+    ended_by_us: bool = False  # after the launcher had told it to end
+
+    @property
+    def failed(self) -> bool:
+        """Whether it failed."""
+        return self.code != 0
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code as a shell reports it: 128 + n for signal n."""
+        return 128 - self.code if self.code < 0 else self.code
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        try:
+            return f"killed by signal {-self.code} ({signal.Signals(-self.code).name})"
+        except ValueError:
+            return f"killed by signal {-self.code}"
+
+
+def record_of(fields: Mapping[str, Any], now: float) -> FailureRecord:
+    """Return the failure record of an `Exited` event, with its time on this host's clock.
+
+    Args:
+        now: this host's time, in seconds since the epoch.
+    """
+    return FailureRecord(**{**fields, "when": now - float(fields["when"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """The first failure, and the ranks that ended because of it."""
+
+    exit: Exit
+    record: FailureRecord | None
+    consequences: tuple[int, ...]
+
+    def describe(self, name: str = "", *, repeats: bool = False) -> list[str]:
+        """Return the lines that report this failure to the user.
+
+        Args:
+            name: how the process is called; default: by its rank.
+            repeats: whether a traceback that the rank has printed is printed again.
+        """
+        who = name or f"rank {self.exit.rank}"
+        if self.record is not None:
+            message = self.record.message.partition("\n")[0]
+            lines = [f"{who} failed first: {self.record.kind}: {message} ({self.exit})"]
+            if repeats or not self.record.shown:
+                lines += self.record.traceback.rstrip().splitlines()
+        else:
+            lines = [f"{who} failed first: {self.exit}"]
+        if self.consequences:
+            ranks = ", ".join(map(str, self.consequences))
+            lines.append(f"{'rank' if len(self.consequences) == 1 else 'ranks'} {ranks} ended as a consequence")
+        return lines
+
+
+def root_cause(exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> Cause | None:
+    """Return the first failure, or None when no rank failed.
+
+    A record that names another rank as its origin is a consequence, even if its rank exited first. Origins may form a chain.
+    Among ranks that failed by themselves, the earliest recorded failure wins over the earliest exit. A rank without a record
+    that ended by the launcher's SIGTERM did not fail, also if it is named: a stalled one, for instance.
+    """
+    failed = {exit.rank: exit for exit in exits if exit.failed}
+    if not failed:
+        return None
+    told = sorted((record.when, _origin(rank, records)) for rank, record in records.items()
+                  if rank in failed and record.origin != rank)
+    blamed = [rank for _, rank in told if rank in failed and (
+        records[rank].origin == rank if rank in records else
+        not (failed[rank].ended_by_us and failed[rank].code == -signal.SIGTERM))]
+    own = sorted((records[rank].when, rank) for rank in failed if rank in records and records[rank].origin == rank)
+    unrecorded = [exit.rank for exit in exits if exit.failed and exit.rank not in records and not exit.ended_by_us]
+    first = next(iter((*blamed, *(rank for _, rank in own), *unrecorded, *failed)))
+    return Cause(failed[first], records.get(first), tuple(sorted(failed.keys() - {first})))
+
+
+def _origin(rank: int, records: Mapping[int, FailureRecord]) -> int:
+    """Follow the records' origins from `rank` to the last rank; of two ranks that name each other, return one."""
+    passed = {rank}
+    while rank in records and records[rank].origin not in passed:
+        rank = records[rank].origin
+        passed.add(rank)
+    return rank
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """How a job has ended.
+
+    Attributes:
+        code: hvdrun's exit code.
+        lines: for the user.
+        key: of the process that failed first; -1 for none in particular.
+        reason: of the failure; "" if there was none.
+    """
+
+    code: int
+    lines: Sequence[str] = ()
+    key: int = -1
+    reason: str = ""
+
+
+def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, FailureRecord], *, user_signal: int = 0,
+            lost: Sequence[str] = (), problem: str = "", name: Callable[[int], str] = lambda key: "", worlds: int = 1,
+            one_world: bool = True, repeats: bool = False) -> Verdict:
+    """Return how a job has ended. The first that applies:
+
+    | what has happened | code |
+    |---|---|
+    | a signal of the user | 128 + its number |
+    | all have finished | 0; `RESULTS_LOST` where their results could not be kept |
+    | not elastic: a host was lost, before a process had failed by itself | 1 |
+    | a failure is the reason of the end | its own |
+    | any other reason: too few ranks, no progress | that of `EndJob` |
+
+    Args:
+        end: what the authority has said; None if it was not asked, because of the user's signal.
+        exits: all ends of processes, in the order in which they were seen.
+        records: by the keys of processes.
+        lost: why hosts were lost, in a job that is not elastic.
+        problem: why results could not be kept.
+        name: returns how a process is called, by its key; default: by its rank.
+        worlds: how many there were.
+        repeats: whether a traceback that the rank has printed is printed again.
+    """
+    if user_signal:
+        return Verdict(128 + user_signal, [f"ended by {signal.Signals(user_signal).name}"])
+    assert end is not None
+    if end.code == 0:
+        return Verdict(RESULTS_LOST, [problem]) if problem else Verdict(0)
+    went_on = worlds > 1  # else it has ended like any other job
+    cause = root_cause(_to_blame(end, exits, records) if went_on else exits, records)
+    if lost and (cause is None or cause.exit.ended_by_us or cause.record is not None):
+        failed = format_ranks(each.rank for each in exits if each.failed)
+        return Verdict(1, [*lost, *([f"ranks {failed} ended as a consequence"] if exits else [])], -1, "; ".join(lost))
+    if cause is not None and not one_world and cause.exit.ended_by_us and cause.record is None:
+        cause = None  # it was ended because of the reason
+    is_its_code = cause is not None and (one_world or end.code in {each.shell_code for each in exits})
+    lines = [end.reason] if went_on or not is_its_code else []
+    if cause is None:
+        return Verdict(end.code, lines, -1, end.reason)
+    if went_on:
+        cause = dataclasses.replace(cause, consequences=())  # of other worlds, too, whose ranks were others
+    told = cause.describe(name(cause.exit.rank), repeats=repeats or went_on)
+    return Verdict(cause.exit.shell_code if is_its_code else end.code, [*lines, *told], cause.exit.rank, told[0])
+
+
+def _to_blame(end: EndJob, exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> list[Exit]:
+    """Return the ends of processes that can be the cause of the end of a job that had gone on before."""
+    if end.member is None:
+        return [each for each in exits if not each.ended_by_us]
+    origin = records[end.member].origin if end.member in records else end.member
+    return [each for each in exits if each.rank in (end.member, origin)]

@@ -1,0 +1,1 @@
+"""What hvdrun writes for a job."""

@@ -1,0 +1,1 @@
+"""What hvdrun shows beside a job, or instead of one."""

@@ -1,0 +1,74 @@
+"""The loop of jobs, with doubles for its parts. What real jobs do: test_hvdrun.py, test_agents.py, test_elastic.py."""
+
+from __future__ import annotations
+
+import math
+from unittest.mock import Mock
+
+import pytest
+
+from hvdlite.membership.events import EndJob, HostLost, HostsSeen, Limits, StartMember
+from hvdlite_runner.job import loop
+from hvdlite_runner.job.loop import Job
+from hvdlite_runner.job.settings import JobSettings
+from hvdlite_runner.messages import ProcessStart, Start
+from hvdlite_runner.placement import LOCAL
+
+
+@pytest.fixture
+def job() -> Job:
+    """A job of two ranks, on this host and on host b, neither of which does anything."""
+    limits = Limits(2, 2, 2, elastic_timeout=math.inf, hosts_are_fixed=True, one_world=True)
+    job = Job(JobSettings(["true"], limits, {LOCAL: 1, "b": 1}, share_cores=False), {}, None)
+    job._hosts.end(0.0)
+    job._hosts, job._local = Mock(), Mock()
+    job._hosts.machine_of.side_effect = str
+    return job
+
+
+def orders(*machines: str) -> dict[str, Start]:
+    return {machine: Start([ProcessStart(rank, (rank, 2, 0, 1, 0, 2), {})], [b"true"], {})
+            for rank, machine in enumerate(machines)}
+
+
+def test_a_host_that_is_lost_while_routes_are_sought_is_not_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seek(starting: list[StartMember]) -> dict[str, Start]:
+        job._on_lost("b", "host b was lost: the cable was cut")
+        job._hosts.remote.return_value = None
+        return orders(LOCAL, "b")
+
+    monkeypatch.setattr(job, "_starts", Mock(orders=seek))
+    job._events.append(HostsSeen({LOCAL: 1, "b": 1}))
+    job._decide(0.0)
+    assert job._processes.running == {0} and job._end is not None
+    assert (job._end.code, job._end.reason.partition(":")[0]) == (1, "rank 1 on b")
+
+
+def test_the_loss_of_a_host_before_the_ranks_are_started_is_no_event(job: Job) -> None:
+    job._on_lost("b", "host b was lost")
+    assert not job._events
+    job._authority = Mock(epoch=1)
+    job._on_lost("b", "host b was lost")
+    assert list(job._events) == [HostLost("b", "host b was lost")]
+
+
+def test_ranks_that_are_not_started_after_the_users_signal_are_not_waited_for(
+        job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seek(starting: list[StartMember]) -> dict[str, Start]:
+        job.ending.interrupt(loop.signal.SIGINT)
+        return orders(LOCAL, "b")
+
+    job._local.running = {}
+    monkeypatch.setattr(job, "_starts", Mock(orders=seek))
+    job._events.append(HostsSeen({LOCAL: 1, "b": 1}))
+    job._decide(0.0)
+    assert job._processes.running == {1}, "host b has its order; it hears the signal next"
+
+
+def test_a_command_that_cannot_be_started_ends_the_job_with_the_first_reason(job: Job) -> None:
+    job._take("b", loop.StartRefused(1, "no such command", 127))
+    job._take(LOCAL, loop.StartRefused(0, "not executable", 126))
+    assert job._refused is not None and (str(job._refused), job._refused.code) == ("host b: no such command", 127)
+    with pytest.raises(loop.commands.CommandError):
+        job._loop()
+    assert not isinstance(job._end, EndJob)
