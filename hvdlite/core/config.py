@@ -268,8 +268,9 @@ class Config:
         known = {environment_name(name) for name in fields} | launch_contract.CONTRACT_VARIABLES
         for variable in environ:
             if variable.startswith("HVDLITE_") and variable not in known:
-                near = difflib.get_close_matches(variable, known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
+                knobs = [name.removeprefix("HVDLITE_") for name in known]  # the prefix would make all of them alike
+                near = difflib.get_close_matches(variable.removeprefix("HVDLITE_"), knobs, n=1)
+                hint = f"; did you mean HVDLITE_{near[0]}?" if near else ""
                 raise ConfigError(f"unknown environment variable {variable}{hint}")
         values: dict[str, object] = dict(arguments)
         for name, field in fields.items():

@@ -35,6 +35,13 @@ def test_a_config_file_by_names_and_in_horovods_sections(tmp_path: Path) -> None
         Config.from_environment({"HVDLITE_CONFIG_FILE": str(tmp_path / "none")})
 
 
+@pytest.mark.parametrize(("variable", "hint"), [
+    ("HVDLITE_FUSION_TRESHOLD", "; did you mean HVDLITE_FUSION_THRESHOLD?"), ("HVDLITE_NCCL_WINDOWS", ""), ("HVDLITE_", "")])
+def test_an_unknown_variable_is_told_with_the_nearest_if_one_is_near(variable: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"^unknown environment variable {variable}{re.escape(hint)}$"):
+        Config.from_environment({variable: "1"})
+
+
 def test_horovods_other_ways_to_say_it() -> None:
     assert Config.from_environment({"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_check_time_seconds == 0
     assert Config.from_environment({"HOROVOD_STALL_CHECK_DISABLE": "0"}).stall_check_time_seconds == 60
