@@ -1,13 +1,12 @@
-"""The control plane between threads of one process, for tests: no sockets, no encoding."""
+"""The control plane of a job of one rank, and of tests between threads of a process: no sockets, no encoding."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
-import time
 from collections.abc import Sequence
 
-from hvdlite.control.base import DecisionReceived, DirectMessageReceived, Event, PeerLost, ReportReceived
+from hvdlite.control.base import DecisionReceived, DirectMessageReceived, Event, ReportReceived
 from hvdlite.negotiation.messages import Decision, DirectMessage, Report
 
 
@@ -79,9 +78,3 @@ class InprocControl:
 
     def close(self) -> None:
         self._closed = True
-
-    def sever(self, reason: str = "severed by a test") -> None:
-        """Let all other ranks see this one die (fault injection)."""
-        for rank, other in enumerate(self._queues):
-            if rank != self._rank:
-                other.put(PeerLost(self._rank, f"{reason} at {time.time():.3f}"))

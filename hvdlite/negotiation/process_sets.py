@@ -30,10 +30,6 @@ class ProcessSetTable:
     def __contains__(self, process_set_id: object) -> bool:
         return process_set_id in self._ranks or (isinstance(process_set_id, int) and -self._size ** 2 <= process_set_id < 0)
 
-    def includes(self, process_set_id: int, rank: int) -> bool:
-        """Return whether a rank of the job is in a set."""
-        return process_set_id == GLOBAL_PROCESS_SET_ID or rank in self[process_set_id]
-
     def among(self, process_set_id: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of `ranks` that are in a set."""
         if process_set_id == GLOBAL_PROCESS_SET_ID:
