@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,24 +13,23 @@ if TYPE_CHECKING:
 Closure = Callable[[], Any]
 
 
-class FinalClosure:
-    """A closure for one step, after which the gradients that it computed are final.
+def final_closure(closure: Closure, optimizer: Distributed) -> Closure:
+    """Return a closure for one step, after which the gradients that it computed are final.
 
     A rank whose closure has no `backward()` takes part in the others' reduction. An optimizer may call the closure several
     times in a step; each call computes gradients anew, or accumulates onto those of the call before.
     """
+    calls = itertools.count()
 
-    def __init__(self, closure: Closure, optimizer: Distributed) -> None:
-        self._closure, self._optimizer = closure, optimizer
-        self._was_called = False
-
-    def __call__(self) -> Any:
-        """Call the closure."""
-        is_later, self._was_called = self._was_called, True
-        with self._optimizer._later_call() if is_later else nullcontext():
-            loss = self._closure()
-            self._optimizer._make_final(in_step=True)
-        return self._optimizer._reduce_loss(loss)
+    def final() -> Any:
+        with ExitStack() as stack:
+            if next(calls):  # before the first one the script may have computed gradients
+                for hooks in optimizer._sources:
+                    stack.enter_context(hooks.before_step.later_call())
+            loss = closure()
+            optimizer._make_final(in_step=True)
+        return optimizer._reduce_loss(loss)
+    return final
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:

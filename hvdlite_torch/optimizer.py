@@ -18,7 +18,7 @@ from hvdlite.training.arguments import WRAPPED, check_compression, check_passes,
 from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.groups import group_ids
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
-from hvdlite_torch.closures import FinalClosure, closure_of, with_closure
+from hvdlite_torch.closures import closure_of, final_closure, with_closure
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.hook_exchange import CommHook, check_hook
@@ -250,21 +250,6 @@ class Distributed(StagedSteps):
         for hooks in self._sources:
             hooks.finish_if_due(in_step=in_step)
 
-    @contextmanager
-    def _later_call(self) -> Iterator[None]:
-        """In a step: a call of the closure after the first one. Before that one the script may have computed gradients."""
-        steps = [hooks.before_step for hooks in self._sources]
-        for step in steps:
-            step.begin_later_call()
-        try:
-            yield
-            for step in steps:
-                step.end_later_call()
-        except BaseException:
-            for step in steps:
-                step.abandon_later_call()
-            raise
-
     def _loss_weight(self) -> float:
         """Return by what this rank's gradients are multiplied before they are averaged."""
         return 1.0
@@ -283,7 +268,7 @@ class Distributed(StagedSteps):
     def _finish_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = closure_of(args, kwargs)
         if self._synchronizes and closure is not None:
-            return with_closure(args, kwargs, FinalClosure(closure, self))
+            return with_closure(args, kwargs, final_closure(closure, self))
         if self._synchronizes:
             self._make_final(in_step=True)
         return None
