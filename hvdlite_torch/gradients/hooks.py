@@ -150,7 +150,8 @@ class Hooks(Owner):
         if len(keys) == len(parameters) and keys <= self._due and not self.elsewhere:
             taken = self.reducer.ready_small(keys)
             self._due -= taken
-            parameters = [parameter for parameter in parameters if id(parameter) not in taken]
+            parameters = [] if len(taken) == len(keys) else [
+                parameter for parameter in parameters if id(parameter) not in taken]
         if not all_of_them:
             self._recorder.parameters[:0] = parameters
             return

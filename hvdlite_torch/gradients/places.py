@@ -145,7 +145,8 @@ class TorchPlaces:
             shows_view = gradients.shows_view(parameter, context)
             self.places.append(Place(self._tensor(bucket.logical(index)), context, shows_view))
         self.small = self._small()
-        self._has_targets = False  # in this round
+        self._has_targets = False  # there have been some
+        self._has_kept_views = False  # gradients were views of their places already, which the script may move until the end
         # Results are views of all places, or copies of all; small gradients may be handled in a few calls.
         self._is_plain = (gradients.casts and not gradients.sparse_as_dense
                           and len({(place.context is None, place.shows_view) for place in self.places}) == 1
@@ -158,6 +159,7 @@ class TorchPlaces:
                 and self._belongs(self._batch.places[0], gradients[0])):
             targets = self._batch.fill(gradients, is_own, self._copy_in)
             if targets is not None:
+                self._has_kept_views = self._has_kept_views or gradients[0] is self._batch.places[0].view
                 self._aim(self._batch.places, targets)
                 return True
         chosen, kept, homes, values, all_fit = list[Place](), list[torch.Tensor | None](), [], [], True
@@ -167,7 +169,7 @@ class TorchPlaces:
             is_used = has_other(gradients, position, is_own)  # before anything here refers to it
             place, gradient = self.places[index], gradients[position]
             if place.context is None and place.holds(gradient):
-                value, target = (place.home if self._changes else None), None
+                value, target, self._has_kept_views = (place.home if self._changes else None), None, True
             else:
                 value = self._fitting(place, self.parameters[index], gradient)
                 target = gradient if self._is_target(place, gradient, is_used) else None
@@ -209,7 +211,7 @@ class TorchPlaces:
         chosen = self.places if places is None else [self.places[place] for place in places]
         if self._is_plain:
             if not self._has_targets and self.places[0].shows_view:
-                return [place.view if place.view.data_ptr() == place.address else place.current_view() for place in chosen]
+                return [place.current_view() for place in chosen] if self._has_kept_views else list(map(_view_of, chosen))
             targets = list(map(_target_of, chosen))
             if targets and all(map(operator.is_not, targets, itertools.repeat(None))):
                 self._copy(targets, list(map(_home_of, chosen)))
