@@ -15,7 +15,6 @@ from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors
-from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.groups import group_ids
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
 from hvdlite_torch.closures import closure_of, final_closure, with_closure
@@ -142,7 +141,6 @@ class Distributed(StagedSteps):
     """Mixed into the user's optimizer class. Only translates between torch's events and the reducer."""
 
     _hooks: Hooks  # of this world
-    _reducer: Reducer[torch.Tensor]
     _sources: list[Hooks]  # that reduce this optimizer's gradients: the own ones first; none while it trains alone
     _loss_reduction: tuple[str, ReduceOp] | None = None  # name and op, where losses steer the optimizer
 
@@ -165,8 +163,7 @@ class Distributed(StagedSteps):
         label = runtime.label("torch", self._process_set) if label is None else label
         self.gradient_label, self._check_name = label, f"{label}.check"
         self._hooks = settings.make_hooks(runtime, label)
-        self._reducer = self._hooks.reducer
-        self._runtime, self._active = runtime, self._reducer.is_shared
+        self._runtime, self._active = runtime, self._hooks.reducer.is_shared
         self._sources = [self._hooks] if self._active else []
         self._loss_reduction = (f"{label}.loss", settings.op) if isinstance(self, torch.optim.LBFGS) else None
         self._steps = 0
@@ -177,13 +174,13 @@ class Distributed(StagedSteps):
     def _detach(self) -> None:
         self._hooks.abandon()
         self._settings.detach()
-        del self._hooks, self._reducer
+        del self._hooks
         self._sources, self._loss_reduction = [], None
 
     def _watch(self, parameter: torch.Tensor) -> None:
         if self._active:
-            self._reducer.add(parameter, self._parameter_names[parameter],
-                              self._settings.group_ids.get(id(parameter), 0))
+            self._hooks.reducer.add(parameter, self._parameter_names[parameter],
+                                    self._settings.group_ids.get(id(parameter), 0))
             self._hooks.watch(parameter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -229,7 +226,7 @@ class Distributed(StagedSteps):
         check_passes(passes)
         self._settings.passes = passes
         if self._is_attached:
-            self._reducer.passes.per_round = passes
+            self._hooks.reducer.passes.per_round = passes
             self._hooks.before_step.cleared()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -121,8 +121,7 @@ class Place:
         """
         if self.home.data_ptr() != self.address:
             return True
-        if self.view.data_ptr() != self.address:
-            self._make_view()
+        self.current_view()
         return (_use_count(self.storage), sys.getrefcount(self.view), _uses(self.view)) != self._idle
 
     def _make_view(self) -> None:

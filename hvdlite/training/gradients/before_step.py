@@ -106,7 +106,7 @@ class BeforeStep(Generic[Parameter]):
         if call is None:
             return
         flags = np.array([call.accumulates, call.leaves_out], np.uint8)
-        reducer.runtime.allreduce(f"{reducer.label}.closure", flags, flags, ReduceOp.MAX,
+        reducer.runtime.allreduce(f"{reducer.set.label}.closure", flags, flags, ReduceOp.MAX,
                                   process_set=reducer.set.process_set_id).wait()
         if flags.all():
             raise accumulated_alone(reducer.rank, call.accumulates)
@@ -178,6 +178,7 @@ class BeforeStep(Generic[Parameter]):
         return False
 
     def _check_unchanged(self) -> None:
-        for member in self.reducer.members:
-            if (member.state is REDUCED or member.state is AGAIN) and self.reducer.members.is_written(member):
+        members = self.reducer.members
+        for member in members.reduced():
+            if members.is_written(member):
                 raise changed_alone(member.name, self.reducer.behind)

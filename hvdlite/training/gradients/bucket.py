@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
-from typing import Generic
+from typing import Any, Generic
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
 from hvdlite.core.errors import HvdliteError
@@ -207,18 +207,23 @@ class Bucket(Generic[Parameter]):
             self.rest = self.plan.members
             return
         try:
-            self._handle.wait(deferrable=deferrable)
+            self._waited(self._handle, deferrable)
         except HvdliteError as error:
             self.errors, self.rest = [error], self.plan.members
         else:
-            if self._handle.completion is not None:
-                self.set.framework.follow(self._handle.completion)
-            self.behind = self._handle.behind
             if self._handle.parts:
                 self._take_parts(self._handle, deferrable)
             else:
                 self._take_whole(self._handle)
         self.state = DONE
+
+    def _waited(self, handle: Handle, deferrable: bool) -> Any:
+        """Wait for a handle; return its result."""
+        result = handle.wait(deferrable=deferrable)
+        if handle.completion is not None:
+            self.set.framework.follow(handle.completion)
+        self.behind = {*self.behind, *handle.behind}
+        return result
 
     def _fill_later(self) -> bool:
         """Copy the small gradients that came one by one; return False when one does not fit."""
@@ -272,20 +277,17 @@ class Bucket(Generic[Parameter]):
 
     def _take_parts(self, handle: BucketHandle, deferrable: bool) -> None:
         """Take the results of a bucket whose members were answered one by one."""
-        errors, behind, rest = list[HvdliteError](), set[int](), list[Member[Parameter]]()
+        errors, rest = list[HvdliteError](), list[Member[Parameter]]()
         partial: list[tuple[Member[Parameter], Collection[int] | None]] = []
         reduced: dict[int, Gradient | None] = {}  # by place; None: it lies there
         left_out = set(self.holding)
         for place, (member, part) in enumerate(zip(self.plan.members, handle.parts, strict=True)):
             try:
-                result = part.wait(deferrable=deferrable)
-                if part.completion is not None:
-                    self.set.framework.follow(part.completion)
-                behind.update(part.behind)
+                result = self._waited(part, deferrable)
                 if result.dtype.name != self.plan.learned.definition.members[place].dtype:
                     reduced[place] = gradient_of_rows(self.set, member, result)
                 elif part.contributors:
-                    if not self.plan.learned.is_row_major(place):
+                    if self.plan.learned.definition.members[place].strides:
                         self.plan.places.from_row_major(place, result)
                     reduced[place] = None
                 if member not in left_out:
@@ -298,7 +300,6 @@ class Bucket(Generic[Parameter]):
         reduced.update(zip(dense, self.plan.places.results(dense), strict=True))
         self.reduced, self.gradients = [self.plan.members[place] for place in reduced], list(reduced.values())
         self.rest, self.partial, self.errors = rest, partial, errors
-        self.behind = {*self.behind, *behind}
 
 
 class BucketOfOne(Bucket[Parameter]):
@@ -333,10 +334,7 @@ class BucketOfOne(Bucket[Parameter]):
             return
         [member], handle = self.holding, self._one
         try:
-            result = handle.wait(deferrable=deferrable)
-            if handle.completion is not None:
-                self.set.framework.follow(handle.completion)
-            self.behind = handle.behind
+            result = self._waited(handle, deferrable)
             if self._is_given:
                 self.partial = [(member, handle.contributors)]
             if self._memory is None or result is not self._memory[0]:

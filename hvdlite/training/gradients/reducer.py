@@ -71,7 +71,6 @@ class Reducer(Generic[Parameter]):
         self.runtime = runtime
         self.rank = runtime.world.rank
         self.framework = framework
-        self.label = label
         self.set = GradientSet(runtime, framework, label, op, prescale, postscale, process_set)
         self.members: Members[Parameter] = Members(framework, f"gradient.{label}.", is_idempotent)
         self.is_idempotent = is_idempotent
@@ -227,7 +226,7 @@ class Reducer(Generic[Parameter]):
                 current.buckets[0].send()
             current.is_closed = True
             if current.alone:
-                self.runtime.close_round(self.label, current.id, self.set.process_set_id)
+                self.runtime.close_round(self.set.label, current.id, self.set.process_set_id)
             self.is_due = self.has_local = False
             self.passes.reduce(of_failed_pass=current.of_failed_pass)
 
@@ -254,7 +253,7 @@ class Reducer(Generic[Parameter]):
             except WaitDeferred:
                 if self.waits_in_backward:
                     _log.warning("rank %d: waiting for gradients in backward() made ranks wait for each other in a circle; "
-                                 "'%s' waits in step() from now on, as with wait_in=\"step\"", self.rank, self.label)
+                                 "'%s' waits in step() from now on, as with wait_in=\"step\"", self.rank, self.set.label)
                 self.waits_in_backward = False
                 return False
             except BaseException:
