@@ -32,12 +32,11 @@ def final_closure(closure: Closure, optimizer: Distributed) -> Closure:
     return final
 
 
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
-    """Return the closure among the arguments of `step`, the optimizer first; None when there is none."""
+def with_final_closure(args: tuple[Any, ...], kwargs: dict[str, Any],
+                       optimizer: Distributed) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of `step`, the optimizer first, with the final closure; None when there is no closure."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    return closure if callable(closure) else None
-
-
-def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Closure) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of `step` with another closure."""
-    return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
+    if not callable(closure):
+        return None
+    final = final_closure(closure, optimizer)
+    return ((args[0], final, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": final})

@@ -17,7 +17,7 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors
 from hvdlite.training.groups import group_ids
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
-from hvdlite_torch.closures import closure_of, final_closure, with_closure
+from hvdlite_torch.closures import with_final_closure
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.hook_exchange import CommHook, check_hook
@@ -263,12 +263,12 @@ class Distributed(StagedSteps):
     # --- stages of a step ----------------------------------------------------------------------------------------------
 
     def _finish_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = closure_of(args, kwargs)
-        if self._synchronizes and closure is not None:
-            return with_closure(args, kwargs, final_closure(closure, self))
-        if self._synchronizes:
+        if not self._synchronizes:
+            return None
+        changed = with_final_closure(args, kwargs, self)
+        if changed is None:
             self._make_final(in_step=True)
-        return None
+        return changed
 
     def _end_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for hooks in self._sources:

@@ -146,7 +146,7 @@ class Hooks(Owner):
         if not self._recorder.parameters:
             return
         parameters = self._recorder.take()
-        keys = dict.fromkeys(map(id, parameters)).keys()
+        keys = set(map(id, parameters))
         if len(keys) == len(parameters) and keys <= self._due and not self.elsewhere:
             taken = self.reducer.ready_small(keys)
             self._due -= taken
