@@ -311,7 +311,6 @@ class BucketOfOne(Bucket[Parameter]):
 
     def __init__(self, gradient_set: GradientSet[Parameter], member: Member[Parameter], *, is_given: bool) -> None:
         self.set = gradient_set
-        self.state = FILLING
         self.holding = [member]
         self._is_given = is_given
         self._memory: Alone | None = None  # None: it is sent as rows of a sparse gradient

@@ -204,10 +204,9 @@ class Reducer(Generic[Parameter]):
             if self.round is None:
                 self.admit()
                 self.set.begin_round()
-                make = self._make_bucket
                 current = Round[Parameter](self.set.round_id)
-                current.buckets = (self.layout.buckets(self.set, self.members, current.alone) if make is None
-                                   else [make(self.set, self.members)])
+                current.buckets = (self.layout.buckets(self.set, self.members, current.alone) if self._make_bucket is None
+                                   else [self._make_bucket(self.set, self.members)])
                 self.round = current
             return self.round
 
@@ -322,8 +321,7 @@ class Reducer(Generic[Parameter]):
         if self.has_local or self.has_reduced:  # else all are IDLE: most are, after the step
             self.members.forget()
         self.is_due = True
-        self.has_local = False
-        self.has_reduced = False
+        self.has_local = self.has_reduced = False
         self.passes.clear()
 
     def check_invariants(self) -> None:

@@ -34,7 +34,7 @@ class WaitIn(enum.Enum):
 
 
 class Round(Generic[Parameter]):
-    """Only data: a new round resets all of it.
+    """What is known of one round: a new one resets all of it.
 
     Args:
         id: greater than that of every round before.
