@@ -161,7 +161,7 @@ class TorchPlaces:
                 self._has_kept_views = self._has_kept_views or gradients[0] is self._batch.places[0].view
                 self._aim(self._batch.places, targets)
                 return True
-        chosen, kept, homes, values, all_fit = list[Place](), list[torch.Tensor | None](), [], [], True
+        chosen, kept, homes, values, all_fit = [], [], [], [], True
         for position, index in enumerate(places):
             if gradients[position] is None:
                 return False
@@ -178,9 +178,10 @@ class TorchPlaces:
                 values.append(value)
             chosen.append(place)
             kept.append(target)
-        if all_fit:
-            if homes:
-                self._copy_in(homes, values)
+            self._has_targets = self._has_targets or target is not None
+        if all_fit and homes:
+            self._copy_in(homes, values)
+        if all_fit and self._has_targets:
             self._aim(chosen, kept)
         return all_fit
 

@@ -204,7 +204,7 @@ class Reducer(Generic[Parameter]):
             if self.round is None:
                 self.admit()
                 self.set.begin_round()
-                current = Round[Parameter](self.set.round_id)
+                current: Round[Parameter] = Round(self.set.round_id)
                 current.buckets = (self.layout.buckets(self.set, self.members, current.alone) if self._make_bucket is None
                                    else [self._make_bucket(self.set, self.members)])
                 self.round = current
