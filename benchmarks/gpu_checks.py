@@ -257,7 +257,7 @@ def _gradients(sheet: Sheet, setup: Setup, gpu: Any) -> None:
     for _ in range(4):
         backward()
     assert has_learned(optimizer), "buckets were never learned"
-    buckets = len(optimizer._reducer.layout.plans)
+    buckets = len(optimizer._hooks.reducer.layout.plans)
     wrapped = [backward() for _ in range(turns)]
     with _timed(spent, [(Hooks, "_accumulated"), (GpuPlaces, "fill"), (GpuPlaces, "results"), (GpuPlaces, "filled"),
                         (Reducer, "wait")]):

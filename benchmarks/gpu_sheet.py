@@ -211,7 +211,7 @@ def sharing_alone() -> Iterator[None]:
 
 def has_learned(optimizer: Any) -> bool:
     """Return whether a wrapped optimizer's gradients are reduced in buckets."""
-    return bool(optimizer._reducer.layout.is_used)
+    return bool(optimizer._hooks.reducer.layout.is_used)
 
 
 class CommunicatorProxy:

@@ -64,7 +64,7 @@ def reentrant_checkpoints(sheet: Sheet, setup: Setup, gpu: Any) -> None:
             backward(ours)
     torch.cuda.synchronize()
     backward(plain)
-    buckets = len(optimizer._reducer.layout.plans)
+    buckets = len(optimizer._hooks.reducer.layout.plans)
     sheet.add("reentrant checkpoints: launches a step", len(launches) / steps, f"for {buckets} buckets")
     assert len(launches) == buckets * steps, "checkpoint segments were taken for backward passes"
     for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):

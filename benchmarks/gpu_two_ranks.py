@@ -90,7 +90,7 @@ class Twins:
 
     def first_of_buckets(self) -> Sequence[Any]:
         """Return the parameter of each learned bucket that has its gradient last."""
-        return [plan.parameters[-1] for plan in self.optimizer._reducer.layout.plans]
+        return [plan.parameters[-1] for plan in self.optimizer._hooks.reducer.layout.plans]
 
 
 def two_ranks(sheet: Sheet, setup: Setup) -> None:
@@ -169,7 +169,7 @@ def look(sheet: Sheet, setup: Setup, twins: Twins) -> None:
     if setup.artifacts is not None:
         trace.export_chrome_trace(str(setup.artifacts / TRACE))
         sheet.note("trace", TRACE)
-    buckets = len(twins.optimizer._reducer.layout.plans)
+    buckets = len(twins.optimizer._hooks.reducer.layout.plans)
     sheet.add("buckets", buckets)
     found = kernels_within(trace.events())
     for library in ("nccl", "hvdlite"):

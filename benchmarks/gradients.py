@@ -44,7 +44,7 @@ class Ours:
         self.private = [torch.zeros(parameter.shape) for parameter in self.parameters]
 
     def step(self, copied: bool) -> None:
-        reducer = self.optimizer._reducer
+        reducer = self.optimizer._hooks.reducer
         for parameter, gradient in zip(reversed(self.parameters), reversed(self.private), strict=True):
             if copied or parameter.grad is None:
                 parameter.grad = gradient

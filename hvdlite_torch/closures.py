@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,32 +13,30 @@ if TYPE_CHECKING:
 Closure = Callable[[], Any]
 
 
-class FinalClosure:
-    """A closure for one step, after which the gradients that it computed are final.
+def final_closure(closure: Closure, optimizer: Distributed) -> Closure:
+    """Return a closure for one step, after which the gradients that it computed are final.
 
     A rank whose closure has no `backward()` takes part in the others' reduction. An optimizer may call the closure several
     times in a step; each call computes gradients anew, or accumulates onto those of the call before.
     """
+    calls = itertools.count()
 
-    def __init__(self, closure: Closure, optimizer: Distributed) -> None:
-        self._closure, self._optimizer = closure, optimizer
-        self._was_called = False
-
-    def __call__(self) -> Any:
-        """Call the closure."""
-        is_later, self._was_called = self._was_called, True
-        with self._optimizer._later_call() if is_later else nullcontext():
-            loss = self._closure()
-            self._optimizer._make_final(in_step=True)
-        return self._optimizer._reduce_loss(loss)
+    def final() -> Any:
+        with ExitStack() as stack:
+            if next(calls):  # before the first one the script may have computed gradients
+                for hooks in optimizer._sources:
+                    stack.enter_context(hooks.before_step.later_call())
+            loss = closure()
+            optimizer._make_final(in_step=True)
+        return optimizer._reduce_loss(loss)
+    return final
 
 
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
-    """Return the closure among the arguments of `step`, the optimizer first; None when there is none."""
+def with_final_closure(args: tuple[Any, ...], kwargs: dict[str, Any],
+                       optimizer: Distributed) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of `step`, the optimizer first, with the final closure; None when there is no closure."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    return closure if callable(closure) else None
-
-
-def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Closure) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of `step` with another closure."""
-    return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
+    if not callable(closure):
+        return None
+    final = final_closure(closure, optimizer)
+    return ((args[0], final, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": final})

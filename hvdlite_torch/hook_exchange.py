@@ -120,7 +120,7 @@ def check_hook(hook: Any) -> None:
 
 def reduce_round(hook: CommHook, exchange: Exchange, members: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]],
                  active: int) -> list[torch.Tensor]:
-    """Let a hook average the gradients that some rank has; see `training.hook_round`."""
+    """Let a hook average the gradients that some rank has; see `training.gradients.hook_bucket`."""
     reduced = []
     with torch.no_grad():
         for name, parameter, gradient in members:

@@ -15,10 +15,9 @@ from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors
-from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.groups import group_ids
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
-from hvdlite_torch.closures import FinalClosure, closure_of, with_closure
+from hvdlite_torch.closures import with_final_closure
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.hook_exchange import CommHook, check_hook
@@ -142,7 +141,6 @@ class Distributed(StagedSteps):
     """Mixed into the user's optimizer class. Only translates between torch's events and the reducer."""
 
     _hooks: Hooks  # of this world
-    _reducer: Reducer[torch.Tensor]
     _sources: list[Hooks]  # that reduce this optimizer's gradients: the own ones first; none while it trains alone
     _loss_reduction: tuple[str, ReduceOp] | None = None  # name and op, where losses steer the optimizer
 
@@ -165,8 +163,7 @@ class Distributed(StagedSteps):
         label = runtime.label("torch", self._process_set) if label is None else label
         self.gradient_label, self._check_name = label, f"{label}.check"
         self._hooks = settings.make_hooks(runtime, label)
-        self._reducer = self._hooks.reducer
-        self._runtime, self._active = runtime, self._reducer.is_shared
+        self._runtime, self._active = runtime, self._hooks.reducer.is_shared
         self._sources = [self._hooks] if self._active else []
         self._loss_reduction = (f"{label}.loss", settings.op) if isinstance(self, torch.optim.LBFGS) else None
         self._steps = 0
@@ -177,13 +174,13 @@ class Distributed(StagedSteps):
     def _detach(self) -> None:
         self._hooks.abandon()
         self._settings.detach()
-        del self._hooks, self._reducer
+        del self._hooks
         self._sources, self._loss_reduction = [], None
 
     def _watch(self, parameter: torch.Tensor) -> None:
         if self._active:
-            self._reducer.add(parameter, self._parameter_names[parameter],
-                              self._settings.group_ids.get(id(parameter), 0))
+            self._hooks.reducer.add(parameter, self._parameter_names[parameter],
+                                    self._settings.group_ids.get(id(parameter), 0))
             self._hooks.watch(parameter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -229,7 +226,7 @@ class Distributed(StagedSteps):
         check_passes(passes)
         self._settings.passes = passes
         if self._is_attached:
-            self._reducer.passes.per_round = passes
+            self._hooks.reducer.passes.per_round = passes
             self._hooks.before_step.cleared()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -250,21 +247,6 @@ class Distributed(StagedSteps):
         for hooks in self._sources:
             hooks.finish_if_due(in_step=in_step)
 
-    @contextmanager
-    def _later_call(self) -> Iterator[None]:
-        """In a step: a call of the closure after the first one. Before that one the script may have computed gradients."""
-        steps = [hooks.before_step for hooks in self._sources]
-        for step in steps:
-            step.begin_later_call()
-        try:
-            yield
-            for step in steps:
-                step.end_later_call()
-        except BaseException:
-            for step in steps:
-                step.abandon_later_call()
-            raise
-
     def _loss_weight(self) -> float:
         """Return by what this rank's gradients are multiplied before they are averaged."""
         return 1.0
@@ -281,12 +263,12 @@ class Distributed(StagedSteps):
     # --- stages of a step ----------------------------------------------------------------------------------------------
 
     def _finish_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = closure_of(args, kwargs)
-        if self._synchronizes and closure is not None:
-            return with_closure(args, kwargs, FinalClosure(closure, self))
-        if self._synchronizes:
+        if not self._synchronizes:
+            return None
+        changed = with_final_closure(args, kwargs, self)
+        if changed is None:
             self._make_final(in_step=True)
-        return None
+        return changed
 
     def _end_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for hooks in self._sources:

@@ -91,10 +91,6 @@ class LearnedBucket:
             return devices.row_major(place.after(ready))
         return np.asarray(place, order="C")
 
-    def is_row_major(self, index: int) -> bool:
-        """Return whether a member lies in its place in row-major order."""
-        return not self.definition.members[index].strides
-
 
 class LearnedLayout:
     """A layout with memory: a fusion buffer for all its buckets on the host, and one for those on a GPU.

@@ -109,15 +109,12 @@ class GpuPlaces(TorchPlaces):
         copies = list(zip(map(_address, values), map(_address, homes), map(_size, homes), strict=True))
         kinds, stream, plane = set(casts), cuda.current_stream(self._index), self.gradients.plane
         names = {dtype: cuda.dtype_name(dtype) for dtype in itertools.chain(*kinds)}
-        if len(kinds) > 1 and not all(plane.batched_copy([], names[of], names[to], stream, factor) for of, to in kinds):
-            kinds = set()  # all by kernels, or none: gradients in their places would be multiplied twice
-        for of, to in kinds:
-            alike = copies if len(kinds) == 1 else [
-                copy for copy, cast in zip(copies, casts, strict=True) if cast == (of, to)]
-            if not plane.batched_copy(alike, names[of], names[to], stream, factor):
-                kinds = set()
-                break
-        if not kinds and homes:
+        if all(plane.batched_copy([], names[of], names[to], stream, factor) for of, to in kinds):
+            for of, to in kinds:
+                alike = copies if len(kinds) == 1 else [
+                    copy for copy, cast in zip(copies, casts, strict=True) if cast == (of, to)]
+                plane.batched_copy(alike, names[of], names[to], stream, factor)
+        else:  # all by kernels, or none: gradients in their places would be multiplied twice
             torch._foreach_copy_(homes, values)
             if factor != 1.0:
                 torch._foreach_mul_(homes, factor)

@@ -15,7 +15,7 @@ from hvdlite.training.gradients.errors import GradientOrderError
 from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.gradients.round import Round
 from hvdlite_torch import cuda
-from hvdlite_torch.gradients.owners import Owner, is_elsewhere
+from hvdlite_torch.gradients.owners import Owner
 from hvdlite_torch.gradients.recorder import Recorder
 from hvdlite_torch.gradients.runs import Run, graph_task, outermost
 from hvdlite_torch.gradients.torch_gradients import TorchGradients
@@ -60,11 +60,6 @@ class Hooks(Owner):
         self.weight = self.own_weight = 1.0
         self.on_begin: Callable[[], bool] | None = None
 
-    @property
-    def reducer(self) -> Reducer[torch.Tensor]:
-        """The reducer of the gradients."""
-        return self._reducer
-
     def watch(self, parameter: torch.Tensor, *, claims: bool = True) -> None:
         """Hand this parameter's gradients over from now on."""
         super().watch(parameter, claims=claims)
@@ -72,7 +67,7 @@ class Hooks(Owner):
 
     def abandon(self) -> None:
         """The runtime has ended, maybe in the middle of a backward pass: end here too, without waiting for anything."""
-        self._reducer.abandon()
+        self.reducer.abandon()
         self._leave_run()
         self._unguard()
         self._resting = []
@@ -111,7 +106,7 @@ class Hooks(Owner):
         self.claim()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        if self.elsewhere and is_elsewhere(parameter, self.elsewhere):
+        if self.elsewhere and self.reducer.members.is_elsewhere(parameter):
             return
         if self._note is not None and cuda.is_on_gpu(parameter):
             self._note(parameter)
@@ -131,7 +126,7 @@ class Hooks(Owner):
 
     def _record(self) -> None:
         """From here to the end of the backward pass, only record small gradients of learned buckets."""
-        layout = self._reducer.layout.plans
+        layout = self.reducer.layout.plans
         if (layout is None or self.elsewhere or self.weight != 1.0
                 or self._note is not None or torch.cuda.is_initialized()):
             return  # gradients on GPUs come from other threads, and count from the moment they are accumulated
@@ -151,17 +146,18 @@ class Hooks(Owner):
         if not self._recorder.parameters:
             return
         parameters = self._recorder.take()
-        keys = dict.fromkeys(map(id, parameters)).keys()
+        keys = set(map(id, parameters))
         if len(keys) == len(parameters) and keys <= self._due and not self.elsewhere:
-            taken = self._reducer.ready_small(keys)
+            taken = self.reducer.ready_small(keys)
             self._due -= taken
-            parameters = [parameter for parameter in parameters if id(parameter) not in taken]
+            parameters = [] if len(taken) == len(keys) else [
+                parameter for parameter in parameters if id(parameter) not in taken]
         if not all_of_them:
             self._recorder.parameters[:0] = parameters
             return
         for parameter in parameters:
             key = id(parameter)
-            if self.elsewhere and is_elsewhere(parameter, self.elsewhere):
+            if self.elsewhere and self.reducer.members.is_elsewhere(parameter):
                 continue
             if key in self._due:
                 self._due.discard(key)
@@ -206,7 +202,7 @@ class Hooks(Owner):
     def _notice_move(self, parameter: torch.Tensor) -> None:
         """If the model is on a GPU, maybe since the optimizer was made, let gradients be reduced there from now on."""
         if self._note is None and cuda.is_on_gpu(parameter):
-            framework = self._reducer.framework
+            framework = self.reducer.framework
             if isinstance(framework, TorchGradients) and framework.use_plane():
                 self._note = framework.note
                 self._note(parameter)
@@ -233,7 +229,7 @@ class Hooks(Owner):
         """Hand a gradient over now, times the weight."""
         if self.weight != 1.0 and (gradient := get_grad(parameter)) is not None:
             gradient.mul_(self.weight)
-        self._reducer.ready(parameter)
+        self.reducer.ready(parameter)
 
     def _weigh_own(self) -> None:
         if self.own_weight != 1.0:
@@ -250,7 +246,7 @@ class Hooks(Owner):
         for parameter in later:
             self.hand_over(parameter)
         self._weigh_own()
-        waits = self._reducer.end_pass()
+        waits = self.reducer.end_pass()
         if not waits:
             self.guard()
         return waits
@@ -258,7 +254,7 @@ class Hooks(Owner):
     def wait(self) -> None:
         """Wait for the results of the rounds that the pass has closed."""
         with torch.profiler.record_function("hvdlite.wait_for_gradients"):
-            self._reducer.wait_and_make_due(deferrable=True)
+            self.reducer.wait_and_make_due(deferrable=True)
         self.guard()
 
     def fail_pass(self) -> None:
@@ -266,15 +262,15 @@ class Hooks(Owner):
         with suppress(HvdliteError):  # the pass has failed anyway
             self._hand_over_recorded(all_of_them=True)
         self._leave_run()
-        self._reducer.fail_pass()
+        self.reducer.fail_pass()
         self.guard()
 
     def guard(self) -> None:
         """While a round is under way: let whatever reads a gradient end that round first."""
-        current = self._reducer.round
+        current = self.reducer.round
         if current is None:
             return
-        owner, reducer = weakref.ref(self), self._reducer
+        owner, reducer, members = weakref.ref(self), self.reducer, self.reducer.members
 
         def finish() -> None:
             hooks = owner()
@@ -284,8 +280,7 @@ class Hooks(Owner):
                     reducer.notice_late(current)
                 hooks.finish(current)
             guard.lift()
-        guard = self._guard = Guard((parameter for parameter in self._reducer.members.parameters()
-                                     if not is_elsewhere(parameter, self.elsewhere)), finish)
+        guard = self._guard = Guard(itertools.filterfalse(members.is_elsewhere, members.parameters()), finish)
 
     def finish(self, only: Round[torch.Tensor] | None = None) -> None:
         """End the round that is under way, if there is one; gradients are final then.
@@ -295,13 +290,13 @@ class Hooks(Owner):
         """
         with torch.profiler.record_function("hvdlite.wait_for_gradients"):
             try:
-                self._reducer.finish(only)
+                self.reducer.finish(only)
             finally:
                 self._unguard()
 
     def _unguard(self) -> None:
         guard = self._guard
-        if guard is not None and self._reducer.round is None:
+        if guard is not None and self.reducer.round is None:
             guard.lift()
             self._guard = None
 

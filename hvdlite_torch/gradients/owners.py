@@ -23,7 +23,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hvdlite.training.gradients.before_step import BeforeStep
 from hvdlite.training.gradients.reducer import Reducer
 
-Elsewhere = dict[int, weakref.ref[Any]]
 _having = WeakTensorKeyDictionary()
 """By parameter: weak references to the owners that have it, or had it in an earlier world, in the order of construction."""
 
@@ -36,7 +35,7 @@ class Owner:
             does not let Python see the cycle that would make.
 
     Attributes:
-        before_step: of the reducer.
+        reducer, before_step: of the gradients.
         scope: whatever optimizers have in common of which one reduces for all: a strategy's scope; None for no others.
         elsewhere: parameters, by identity, whose gradients another optimizer reduces now, which is referred to.
         has_stepped: whether the optimizer has made a step.
@@ -46,9 +45,9 @@ class Owner:
                  hook: Callable[[torch.Tensor], None]) -> None:
         self.before_step = before_step
         self.scope: object = None
-        self.elsewhere: Elsewhere = {}
+        self.elsewhere: dict[int, weakref.ref[Any]] = {}
         self.has_stepped = False
-        self._reducer = reducer
+        self.reducer = reducer
         self._hook = hook
         self._own: dict[int, torch.Tensor] = {}  # parameters with a hook, by identity
         self._hooks: dict[int, RemovableHandle] = {}  # by the parameter's identity
@@ -106,7 +105,7 @@ class Owner:
                 other.finish()
         for key, reference in list(self.elsewhere.items()):
             other = reference()
-            if other is None or self.before_step.take_over(self._own[key], other._reducer):
+            if other is None or self.before_step.take_over(self._own[key], other.reducer):
                 del self.elsewhere[key]
 
     def retire_others(self, scope: object = None) -> None:
@@ -156,12 +155,6 @@ class Owner:
                     hooks[handle.id] = hooks.pop(handle.id)
                     is_early = is_early or hooks is running._post_accumulate_grad_hooks
         return is_early
-
-
-def is_elsewhere(parameter: torch.Tensor, elsewhere: Elsewhere) -> bool:
-    """Return whether another optimizer reduces the parameter's gradients."""
-    reference = elsewhere.get(id(parameter))
-    return reference is not None and reference() is not None
 
 
 def owners(parameter: torch.Tensor) -> list[Owner]:

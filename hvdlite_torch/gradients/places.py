@@ -26,7 +26,7 @@ import itertools
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,18 +45,22 @@ _use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambd
 """Return how many tensors share a storage."""
 _uses: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 0)
 """Return how often torch itself refers to a tensor."""
+_storage_of: Callable[[torch.Tensor], int] = getattr(
+    torch._C, "_storage_id", lambda tensor: tensor.untyped_storage()._cdata)
+"""Return torch's handle of a tensor's storage."""
 COUNTS = hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.Tensor, "_use_count")
 """Whether torch can tell who uses a tensor; else gradients are never views of buckets."""
 _version = operator.attrgetter("_version")
 _view_of = operator.attrgetter("view")
 _home_of = operator.attrgetter("home")
 _target_of = operator.attrgetter("target")
-_kind = operator.attrgetter("dtype", "shape", "layout", "is_cpu", "requires_grad")
+_kind = operator.attrgetter("dtype", "shape", "layout", "requires_grad")
+_is_cpu = operator.attrgetter("is_cpu")
 
 
-def _users(tensors: Sequence[torch.Tensor], storages: Sequence[int]) -> list[tuple[int, int, int]]:
+def _users(tensors: Sequence[torch.Tensor], storages: Iterable[int]) -> tuple[list[int], list[int], list[int]]:
     """Return how many refer to each storage and to each tensor, which only the caller's sequence has."""
-    return list(zip(map(_use_count, storages), map(sys.getrefcount, tensors), map(_uses, tensors), strict=True))
+    return list(map(_use_count, storages)), list(map(sys.getrefcount, tensors)), list(map(_uses, tensors))
 
 
 def _users_at(tensors: Sequence[torch.Tensor], index: int) -> tuple[int, int, int]:
@@ -76,13 +80,6 @@ def has_other(gradients: Sequence[torch.Tensor], index: int, is_own: bool) -> bo
     """
     return bool(is_own or gradients[index]._version) and (
         gradients[index].layout is not torch.strided or _users_at(gradients, index) != _FRESH)
-
-
-def have_others(gradients: Sequence[torch.Tensor], is_own: bool) -> Sequence[bool]:
-    """Like `has_other`, for each of them."""
-    if not (is_own or any(map(_version, gradients))):  # nearly always
-        return [False] * len(gradients)
-    return [has_other(gradients, index, is_own) for index in range(len(gradients))]
 
 
 class Place:
@@ -124,8 +121,7 @@ class Place:
         """
         if self.home.data_ptr() != self.address:
             return True
-        if self.view.data_ptr() != self.address:
-            self._make_view()
+        self.current_view()
         return (_use_count(self.storage), sys.getrefcount(self.view), _uses(self.view)) != self._idle
 
     def _make_view(self) -> None:
@@ -148,7 +144,8 @@ class TorchPlaces:
             shows_view = gradients.shows_view(parameter, context)
             self.places.append(Place(self._tensor(bucket.logical(index)), context, shows_view))
         self.small = self._small()
-        self._has_targets = False  # in this round
+        self._has_targets = False  # there have been some
+        self._has_kept_views = False  # gradients were views of their places already, which the script may move until the end
         # Results are views of all places, or copies of all; small gradients may be handled in a few calls.
         self._is_plain = (gradients.casts and not gradients.sparse_as_dense
                           and len({(place.context is None, place.shows_view) for place in self.places}) == 1
@@ -157,56 +154,36 @@ class TorchPlaces:
         self._batch = _Batch(small, self._changes) if self._is_plain and len(small) > 1 else None
 
     def fill(self, places: Sequence[int], gradients: Sequence[torch.Tensor], is_own: bool) -> bool:
-        if len(places) == 1:
-            return gradients[0] is not None and self._fill_one(places[0], gradients, is_own)
-        if not all(map(operator.is_not, gradients, itertools.repeat(None))):
-            return False
-        if places is self.small and self._batch is not None and self._belongs(self._batch.places[0], gradients[0]):
+        if (places is self.small and self._batch is not None and gradients[0] is not None
+                and self._belongs(self._batch.places[0], gradients[0])):
             targets = self._batch.fill(gradients, is_own, self._copy_in)
             if targets is not None:
+                self._has_kept_views = self._has_kept_views or gradients[0] is self._batch.places[0].view
                 self._aim(self._batch.places, targets)
                 return True
-        chosen = [self.places[place] for place in places]
-        others = have_others(gradients, is_own)
-        homes, values, kept, all_fit = [], [], list[torch.Tensor | None](), True
-        for place, parameter, gradient, is_used in zip(
-                chosen, map(self.parameters.__getitem__, places), gradients, others, strict=True):
-            if place.context is None and place.holds(gradient):
-                kept.append(None)
-                if self._changes:
-                    homes.append(place.home)
-                    values.append(place.home)
-                continue
-            value = self._fitting(place, parameter, gradient)
-            if value is None:
-                all_fit = False  # go on: all gradients that were kept are to be known at once
-                continue
-            homes.append(place.home)
-            values.append(value)
-            kept.append(gradient if self._is_target(place, gradient, is_used) else None)
-        if not all_fit:
-            return False
-        if homes:
-            self._copy_in(homes, values)
-        self._aim(chosen, kept)
-        return True
-
-    def _fill_one(self, index: int, gradients: Sequence[torch.Tensor], is_own: bool) -> bool:
-        """Like `fill`, of one place, without what lists and maps cost: every large gradient comes here by itself."""
-        is_used, gradient, place, target = has_other(gradients, 0, is_own), gradients[0], self.places[index], None
-        homes = [place.home]
-        if place.context is None and place.holds(gradient):
-            if self._changes:
-                self._copy_in(homes, homes)
-        else:
-            value = self._fitting(place, self.parameters[index], gradient)
-            if value is None:
+        chosen, kept, homes, values, all_fit = [], [], [], [], True
+        for position, index in enumerate(places):
+            if gradients[position] is None:
                 return False
-            self._copy_in(homes, [value])
-            target = gradient if self._is_target(place, gradient, is_used) else None
-        if target is not None or self._has_targets:
-            self._aim([place], [target])
-        return True
+            is_used = has_other(gradients, position, is_own)  # before anything here refers to it
+            place, gradient = self.places[index], gradients[position]
+            if place.context is None and place.holds(gradient):
+                value, target, self._has_kept_views = (place.home if self._changes else None), None, True
+            else:
+                value = self._fitting(place, self.parameters[index], gradient)
+                target = gradient if self._is_target(place, gradient, is_used) else None
+                all_fit = all_fit and value is not None  # go on: all gradients that were kept are to be known at once
+            if value is not None:
+                homes.append(place.home)
+                values.append(value)
+            chosen.append(place)
+            kept.append(target)
+            self._has_targets = self._has_targets or target is not None
+        if all_fit and homes:
+            self._copy_in(homes, values)
+        if all_fit and self._has_targets:
+            self._aim(chosen, kept)
+        return all_fit
 
     def vacate(self, place: int, old: torch.Tensor) -> torch.Tensor:
         return old.clone() if self.places[place].holds(old) else old
@@ -234,7 +211,7 @@ class TorchPlaces:
         chosen = self.places if places is None else [self.places[place] for place in places]
         if self._is_plain:
             if not self._has_targets and self.places[0].shows_view:
-                return [place.view if place.view.data_ptr() == place.address else place.current_view() for place in chosen]
+                return [place.current_view() for place in chosen] if self._has_kept_views else list(map(_view_of, chosen))
             targets = list(map(_target_of, chosen))
             if targets and all(map(operator.is_not, targets, itertools.repeat(None))):
                 self._copy(targets, list(map(_home_of, chosen)))
@@ -245,17 +222,18 @@ class TorchPlaces:
 
     def _results_one_by_one(self, places: Sequence[int]) -> Sequence[torch.Tensor]:
         homes, targets, results = [], [], list[torch.Tensor]()
+        decompress = self.gradients.compression.decompress
         for index in places:
             place, parameter = self.places[index], self.parameters[index]
             target, place.target = place.target, None
             if sparse_dims := self.gradients.restored_dims(parameter):
-                results.append(self.gradients.decompressed(place.home, place.context).to_sparse(sparse_dims))
+                results.append(decompress(place.home, place.context).to_sparse(sparse_dims))
             elif target is None and place.shows_view:
                 results.append(place.current_view())
             else:
                 results.append(torch.empty_like(parameter.detach()) if target is None else target)
                 targets.append(results[-1])
-                homes.append(place.home if self.gradients.casts else self.gradients.decompressed(place.home, place.context))
+                homes.append(place.home if self.gradients.casts else decompress(place.home, place.context))
         if homes:
             self._copy(targets, homes)
             self._outlive_copy(targets)
@@ -361,9 +339,11 @@ class _Batch:
         self._addresses = [place.address for place in places]
         self._storages = [place.storage for place in places]
         dtypes = [place.dtype if place.context is None else place.context for place in places]
-        self._kinds = [(dtype, place.shape, torch.strided, place.home.is_cpu, False)
-                       for dtype, place in zip(dtypes, places, strict=True)]
+        self._kinds = [(dtype, place.shape, torch.strided, False) for dtype, place in zip(dtypes, places, strict=True)]
+        self._are_cpu = list(map(_is_cpu, self._homes))
         self._idle = _users(self._views(), self._storages)
+        fresh = [torch.empty(1)]  # autograd writes to copies that it makes for parameters, so versions tell too little
+        self._fresh = tuple(users * len(places) for users in _users(fresh, map(_storage_of, fresh)))
         self._no_targets: list[torch.Tensor | None] = [None] * len(places)
 
     def fill(self, gradients: Sequence[torch.Tensor], is_own: bool,
@@ -376,7 +356,12 @@ class _Batch:
             copy: copies gradients into places.
         """
         views = self._views()
-        if list(map(_kind, gradients)) != self._kinds:
+        try:
+            if list(map(_kind, gradients)) != self._kinds:
+                return None
+        except AttributeError:  # of None
+            return None
+        if torch.cuda.is_initialized() and list(map(_is_cpu, gradients)) != self._are_cpu:
             return None
         targets: Sequence[torch.Tensor | None] = self._no_targets
         if not self._shows_views:
@@ -387,8 +372,9 @@ class _Batch:
             if self._changes:
                 copy(self._homes, self._homes)
             return targets
-        elif any(others := have_others(gradients, is_own)):
-            targets = [gradient if is_used else None for gradient, is_used in zip(gradients, others, strict=True)]
+        elif ((is_own or any(map(_version, gradients)))
+                and _users(gradients, map(_storage_of, gradients)) != self._fresh):
+            targets = [gradients[index] if has_other(gradients, index, is_own) else None for index in range(len(gradients))]
         if _users(views, self._storages) != self._idle or not self._have_addresses(views):
             return None
         with torch.no_grad():

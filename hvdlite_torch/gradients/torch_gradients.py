@@ -95,7 +95,7 @@ class TorchGradients:
         # Flat, because the slice of a single row counts as contiguous whatever its strides, which the views refuse.
         indices = torch.from_numpy(rows[:, :8 * sparse_dims].reshape(-1)).view(torch.int64).clone()  # torch may resize it
         values = torch.from_numpy(rows[:, 8 * sparse_dims:].reshape(-1)).view(dtype)
-        values = self.decompressed(values, context).reshape(-1, *parameter.shape[sparse_dims:]) * factor
+        values = self.compression.decompress(values, context).reshape(-1, *parameter.shape[sparse_dims:]) * factor
         gradient = torch.sparse_coo_tensor(indices.reshape(-1, sparse_dims).t(), values, parameter.shape,
                                            check_invariants=False).coalesce()
         return gradient.to(parameter.device)
@@ -152,10 +152,6 @@ class TorchGradients:
             sample, context = self.compression.compress(parameter.detach().new_empty(0))
             return sample.dtype, context
         return dtype, None if dtype is parameter.dtype else parameter.dtype
-
-    def decompressed(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """Return what was sent, in the dtype of gradients."""
-        return self.compression.decompress(tensor, context)
 
     def shows_view(self, parameter: torch.Tensor, context: Any) -> bool:
         """Return whether a gradient that nobody else uses comes back as a view of its bucket."""

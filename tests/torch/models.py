@@ -51,7 +51,7 @@ def train(optimizer: Any, model: Any, x: Any, y: Any, clip: bool = False) -> Non
 
 def reducer_of(optimizer: Any) -> Any:
     """Return the gradient reducer of a wrapped optimizer, which users do not see."""
-    return optimizer._reducer
+    return optimizer._hooks.reducer
 
 
 def by_bucket(optimizer: Any) -> bool:

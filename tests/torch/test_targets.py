@@ -110,6 +110,24 @@ def test_a_gradient_that_nobody_else_uses_becomes_a_view_although_it_was_written
     threads(2, step)
 
 
+def test_of_small_gradients_that_autograd_has_copied_only_those_that_the_script_has_stay_its_own() -> None:
+    """Autograd writes to the copies that it makes of a sum's gradients; users of all small ones are counted together."""
+    def step(runtime: Runtime) -> None:
+        parameters, kept = [torch.nn.Parameter(torch.zeros(4)) for _ in range(3)], list[Any]()
+        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0), _runtime=runtime)
+        parameters[1].register_post_accumulate_grad_hook(lambda parameter: kept.append(parameter.grad))
+        for turn in range(TURNS):
+            optimizer.zero_grad()
+            sum(parameter.sum() for parameter in parameters).backward()
+            assert parameters[1].grad is kept[-1] and all((parameter.grad == 1).all() for parameter in parameters)
+            if turn > 2:
+                places = [place for bucket in reducer_of(optimizer).layout.plans for place in bucket.places.places]
+                views = {id(place.view) for place in places}
+                assert [id(parameter.grad) in views for parameter in parameters] == [True, False, True]
+            optimizer.step()
+    threads(2, step)
+
+
 def test_results_come_back_in_memory_of_the_scripts_where_a_rank_has_no_gradient() -> None:
     def step(runtime: Runtime) -> None:
         model = net()

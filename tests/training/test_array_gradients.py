@@ -24,6 +24,14 @@ def reducer_of(runtime: Runtime, *shapes: tuple[int, ...] | None, dtype: str = "
     return reducer
 
 
+def reduced_by(reducer: ArrayReducer, gradients: dict[int, Gradient]) -> dict[int, Gradient]:
+    """Make a whole round."""
+    reducer.expect(gradients)
+    for slot, gradient in reversed(gradients.items()):
+        reducer.give(slot, gradient)
+    return reducer.finish()
+
+
 def full(slot: int, value: float, dtype: Any = np.float32) -> Any:
     return np.full(SHAPES[slot], value, dtype)
 
@@ -37,7 +45,7 @@ def test_gradients_are_paired_by_their_slot(size: int) -> None:
         reducer.expect(range(3))
         for turn in range(12):
             own: dict[int, Gradient] = {} if turn % 4 == 3 else {(rank + turn) % 3: full((rank + turn) % 3, rank + 1)}
-            reduced = reducer.reduce(own)
+            reduced = reduced_by(reducer, own)
             expected = {(rank + turn) % 3: (rank + 1) / size for rank in range(size)} if turn % 4 != 3 else {}
             assert reduced.keys() == expected.keys()
             for slot, value in expected.items():
@@ -50,7 +58,7 @@ def test_a_slot_that_becomes_part_of_the_rounds_later() -> None:
         reducer = reducer_of(runtime, *SHAPES)
         for turn in range(16):
             slots = [0, 1] if turn < 6 else [0, 1, 2] if turn < 12 else [2]
-            reduced = reducer.reduce({slot: full(slot, runtime.world.rank + turn) for slot in slots})
+            reduced = reduced_by(reducer, {slot: full(slot, runtime.world.rank + turn) for slot in slots})
             assert list(reduced) == slots
             for slot in slots:
                 np.testing.assert_array_equal(reduced[slot], full(slot, turn + 0.5))
@@ -65,7 +73,7 @@ def test_results_are_aligned_and_never_written_again() -> None:
         kept = []
         for turn in range(12):
             slots = [slot for slot in range(3) if turn % 4 != slot]
-            kept.append(reducer.reduce({slot: full(slot, runtime.world.rank + turn) for slot in slots}))
+            kept.append(reduced_by(reducer, {slot: full(slot, runtime.world.rank + turn) for slot in slots}))
             assert list(kept[-1]) == slots
         for turn, reduced in enumerate(kept):
             for slot, gradient in reduced.items():
@@ -81,7 +89,7 @@ def test_a_dtype_that_changes_while_a_gradient_is_missing() -> None:
             dtype = np.float32 if turn < 6 else np.float64
             reducer.expect(range(3))
             own = {slot: full(slot, 2, dtype) for slot in range(3) if (slot, runtime.world.rank, turn) != (1, 1, 8)}
-            reduced = reducer.reduce({**own})
+            reduced = reduced_by(reducer, {**own})
             assert [reduced[slot].dtype for slot in range(3)] == [dtype] * 3  # type: ignore[union-attr]
             assert reduced[1][0, 0] == (1 if turn == 8 else 2)  # type: ignore[index]
     threads(2, step)
@@ -100,7 +108,7 @@ def test_rows_of_a_sparse_gradient_also_where_a_rank_has_none() -> None:
                 own[1] = Rows(np.array([39]), np.arange(5, dtype=np.float32)[None])
             elif turn % 4 == 3:
                 own[1] = Rows(np.zeros(0, np.int64), np.zeros((0, 5), np.float32))
-            reduced = reducer.reduce(own)
+            reduced = reduced_by(reducer, own)
             np.testing.assert_array_equal(reduced[0], full(0, 0.5))
             rows = reduced.get(1)
             if turn % 4 == 0:
@@ -128,7 +136,7 @@ def test_the_same_rows_on_all_ranks_are_added() -> None:
                                      ([0, 1 + rank], [0, 1, 0, 2], [0.5, 0.5, 1, 1]),
                                      ([4] * (1 + 2 * rank), [4] * 4, [0.5, 1, 1, 1])):
             reducer.expect([1])
-            reduced = reducer.reduce({1: Rows(np.array(own), np.full((len(own), 5), 1.0 + rank, np.float32))})
+            reduced = reduced_by(reducer, {1: Rows(np.array(own), np.full((len(own), 5), 1.0 + rank, np.float32))})
             assert isinstance(reduced[1], Rows)
             assert reduced[1].indices.tolist() == indices
             np.testing.assert_array_equal(reduced[1].values, np.repeat(values, 5).reshape(-1, 5))

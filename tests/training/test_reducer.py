@@ -1,97 +1,17 @@
-"""The reducer by itself: each row of its tables, and random events beside a small model. There are no other ranks."""
+"""The reducer by itself: each row of its tables."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hvdlite.core.errors import MismatchError
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.gradients.arrays import Slot
-from hvdlite.training.gradients.before_step import BeforeStep
 from hvdlite.training.gradients.errors import GradientOrderError
-from hvdlite.training.gradients.members import (
-    AGAIN,
-    IDLE,
-    LATE,
-    LOCAL,
-    READY,
-    REDUCED,
-    UNUSED,
-    Origin,
-    State,
-)
-from hvdlite.training.gradients.reducer import Reducer
+from hvdlite.training.gradients.members import AGAIN, IDLE, LATE, LOCAL, READY, REDUCED, UNUSED, Origin
 from hvdlite.training.gradients.round import WaitIn
-from tests.training.fake_runtime import LABEL, FakeRuntime, Written
-
-SIZES = [2, 3, 5000, 4, 6000]
-"""Of five gradients: small ones, and two that are copied as soon as they come."""
-
-
-class Set:
-    """One reducer of five slots, and what a script and autograd do with it."""
-
-    def __init__(self, *, by_bucket: bool = False, op: ReduceOp = ReduceOp.AVERAGE, passes: int = 1,
-                 wait_in: WaitIn = WaitIn.BACKWARD) -> None:
-        self.runtime = FakeRuntime()
-        self.slots = [Slot((size,), np.dtype(np.float32), is_expected=True) for size in SIZES]
-        self.reducer: Reducer[Slot] = Reducer(
-            self.runtime, Written(2), LABEL, op=op, prescale=1.0, postscale=1.0, passes=passes,  # type: ignore[arg-type]
-            wait_in=wait_in, is_idempotent=op is ReduceOp.AVERAGE)
-        self.before_step = BeforeStep(self.reducer)
-        for number, slot in enumerate(self.slots):
-            self.reducer.add(slot, str(number))
-        if by_bucket:
-            self.runtime.learn(self.slots, [member.name for member in self.reducer.members], op)
-
-    def accumulate(self, number: int, value: float = 1.0) -> None:
-        """As autograd does, before it calls the hook."""
-        slot = self.slots[number]
-        if slot.gradient is None:
-            slot.gradient = np.zeros(SIZES[number], np.float32)
-        slot.gradient += np.float32(value)  # type: ignore[operator]
-        self.reducer.ready(slot)
-
-    def backward(self, *numbers: int, value: float = 1.0) -> None:
-        """A whole backward pass."""
-        for number in numbers:
-            self.accumulate(number, value)
-        if self.reducer.end_pass():
-            self.reducer.wait_and_make_due(deferrable=True)
-        self.reducer.check_invariants()
-
-    def step(self) -> None:
-        """The optimizer's."""
-        self.before_step.make_final(in_step=True)
-        self.reducer.check_invariants()
-        self.before_step.stepped()
-        self.reducer.check_invariants()
-
-    def clear(self) -> None:
-        """By the script itself."""
-        for slot in self.slots:
-            slot.gradient = None
-
-    def state(self, number: int) -> State:
-        return list(self.reducer.members)[number].state
-
-    def origin(self, number: int) -> Origin:
-        members = self.reducer.members
-        member = list(members)[number]
-        return members.origin(member, members.gradient(member))
-
-    def value(self, number: int) -> float | None:
-        gradient: Any = self.slots[number].gradient
-        if gradient is None:
-            return None
-        assert (gradient == gradient[0]).all()
-        return float(gradient[0])
-
+from tests.training.reducer_set import SIZES, Set
 
 BY_BUCKET = pytest.mark.parametrize("by_bucket", [False, True], ids=["alone", "bucket"])
 
@@ -411,77 +331,3 @@ def test_small_members_are_given_together() -> None:
     assert own.state(0) is own.state(1) is READY and own.state(3) is IDLE and own.value(0) is None
     own.backward(3)
     assert [own.value(each) for each in range(5)] == [2.0, 2.0, None, 3.0, None]
-
-
-# --- random events ------------------------------------------------------------------------------------------------------
-
-
-class Model:
-    """What gradients have to be: of each slot the sum of all ranks' averages since it was cleared.
-
-    The other rank computes three times as much as this one whenever this one computes something. An average of
-    (reduced + local) is reduced + the average of the local parts, however rounds and passes come.
-    """
-
-    def __init__(self, own: Set) -> None:
-        self.own = own
-        self.totals: dict[int, float] = {}
-
-    def backward(self, numbers: list[int], value: float, suspended: bool) -> None:
-        for number in numbers:
-            self.totals[number] = self.totals.get(number, 0.0) + 2 * value
-        if suspended:
-            with self.own.reducer.suspended():
-                self.own.backward(*numbers, value=value)
-        else:
-            self.own.backward(*numbers, value=value)
-
-    def other(self, number: int, mine: Any) -> Any:
-        """The model knows what the sum is to be, where this rank has something that is not reduced yet."""
-        return None if mine is None else 2 * np.float32(self.reduced_with(number, mine)) - mine
-
-    def reduced_with(self, number: int, mine: Any) -> Any:
-        member = list(self.own.reducer.members)[number]
-        base = self.bases.get(number, 0.0) if member.before is REDUCED else 0.0
-        self.bases[number] = base + 2 * (mine[0] - base)
-        return np.full_like(mine, self.bases[number])
-
-    bases: dict[int, float]
-    """What was reduced last of each slot."""
-
-
-EVENTS = st.lists(st.one_of(
-    st.tuples(st.just("backward"), st.sets(st.integers(0, 4)), st.integers(1, 3), st.booleans()),
-    st.just(("defer",)), st.just(("step", True)), st.just(("step", False)), st.just(("clear",)), st.just(("learn",)),
-    st.just(("zero",))), max_size=25)
-
-
-@settings(deadline=None, max_examples=150)
-@given(EVENTS, st.sampled_from(WaitIn), st.integers(1, 2))
-def test_random_events(events: list[Any], wait_in: WaitIn, passes: int) -> None:
-    own = Set(wait_in=wait_in, passes=passes)
-    model = Model(own)
-    model.bases = {}
-    own.runtime.other = model.other
-    for event, *arguments in [*events, ("step", True)]:
-        if event == "backward":
-            numbers, value, suspended = arguments
-            model.backward(sorted(numbers), float(value), suspended)
-        elif event == "defer":
-            own.runtime.defers = True
-        elif event == "learn":
-            own.runtime.learn(own.slots, [member.name for member in own.reducer.members], ReduceOp.AVERAGE)
-        else:
-            own.runtime.defers = False
-            own.before_step.make_final(in_step=event == "step")
-            assert [own.value(number) for number in range(5)] == [model.totals.get(number) for number in range(5)]
-            own.reducer.check_invariants()
-            if event == "step" and arguments[0]:
-                own.before_step.stepped()
-                own.clear()
-            elif event == "clear":
-                own.clear()
-            else:
-                own.before_step.cleared()
-                own.clear()
-            model.totals, model.bases = {}, {}

@@ -215,11 +215,6 @@ class ArrayReducer:
         self._names = itertools.count()
         self._lock = threading.Lock()
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether there is anybody to share gradients with."""
-        return self._reducer.is_shared
-
     def add(self, shape: tuple[int, ...] | None, dtype: str, group_id: int = 0) -> int:
         """Return the index of a new slot. All ranks add those that are expected together in the same order.
 
@@ -275,13 +270,6 @@ class ArrayReducer:
             finally:
                 for slot in self._slots:
                     slot.gradient = None
-
-    def reduce(self, gradients: dict[int, Gradient]) -> dict[int, Gradient]:
-        """Make a whole round of gradients by slot; see `finish`."""
-        self.expect(gradients)
-        for slot, gradient in reversed(gradients.items()):
-            self.give(slot, gradient)
-        return self.finish()
 
 
 def scaled(array: Array, factor: float) -> Array:

@@ -8,8 +8,8 @@ step raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Generic
 
 import numpy as np
@@ -87,44 +87,38 @@ class BeforeStep(Generic[Parameter]):
         self.reducer.runtime.progress.round()
         self.cleared()
 
-    def expect_round(self) -> None:
-        """A round is due before gradients are used, whatever this rank computes."""
-        if self.reducer.round is None:
-            self.reducer.is_due = True
+    @contextmanager
+    def later_call(self) -> Iterator[None]:
+        """Return a context for a call of a step's closure after the first one, which computes gradients anew or accumulates.
 
-    def begin_later_call(self) -> None:
-        """A step's closure is called again, and computes gradients anew or accumulates them."""
-        self.expect_round()
-        if self.reducer.is_idempotent:
-            self.reducer.later_call = LaterCall()
-
-    def end_later_call(self) -> None:
-        """After `make_final`: the closure's gradients are final; all ranks call this, and compare what they did.
+        They are final at its end (`make_final`). All ranks have one, and compare there what they did.
 
         Raises:
             GradientOrderError: on all ranks, when some accumulated onto gradients that others left out.
         """
-        call, self.reducer.later_call = self.reducer.later_call, None
+        reducer = self.reducer
+        self._expect_round()
+        reducer.later_call = LaterCall() if reducer.is_idempotent else None
+        try:
+            yield
+        finally:
+            call, reducer.later_call = reducer.later_call, None  # rounds that follow raise their own errors
         if call is None:
             return
         flags = np.array([call.accumulates, call.leaves_out], np.uint8)
-        self.reducer.runtime.allreduce(f"{self.reducer.label}.closure", flags, flags, ReduceOp.MAX,
-                                       process_set=self.reducer.set.process_set_id).wait()
+        reducer.runtime.allreduce(f"{reducer.set.label}.closure", flags, flags, ReduceOp.MAX,
+                                  process_set=reducer.set.process_set_id).wait()
         if flags.all():
-            raise accumulated_alone(self.reducer.rank, call.accumulates)
+            raise accumulated_alone(reducer.rank, call.accumulates)
         if call.incomplete is not None:
             raise call.incomplete
-
-    def abandon_later_call(self) -> None:
-        """An exception has ended the call: rounds that follow are no part of it, and raise their own errors."""
-        self.reducer.later_call = None
 
     def used_elsewhere(self, parameters: Iterable[Parameter]) -> None:
         """Another reducer's step has used these gradients, or they were cleared there: later ones are reduced anew."""
         members = [member for parameter in parameters if (member := self.reducer.member(parameter)) is not None]
         self.reducer.members.forget_reduced(members)
         if members:
-            self.expect_round()
+            self._expect_round()
 
     def take_over(self, parameter: Parameter, other: Reducer[Parameter]) -> bool:
         """Return whether a gradient that another reducer has not reduced is to be reduced here."""
@@ -147,6 +141,11 @@ class BeforeStep(Generic[Parameter]):
         return [member for member in members if member.state is IDLE
                 and members.needs_round(members.origin(member, members.gradient(member)))]
 
+    def _expect_round(self) -> None:
+        """A round is due before gradients are used, whatever this rank computes."""
+        if self.reducer.round is None:
+            self.reducer.is_due = True
+
     def _finish_rest(self) -> None:
         """Reduce what was computed since the last round, which is less than a round's passes."""
         reducer = self.reducer
@@ -164,12 +163,12 @@ class BeforeStep(Generic[Parameter]):
 
     def _has_unreduced(self) -> bool:
         """Return whether a gradient is about to be used that no backward pass has given."""
-        members = self.reducer.members
-        for member in members:
-            gradient = members.gradient(member)  # of each one in every step: ask no more of what was reduced
-            if gradient is None or (member.state is REDUCED and member.reduced() is gradient):
+        members, get = self.reducer.members, self.reducer.framework.get
+        for member in members:  # in every step: ask no more of what was reduced
+            gradient = get(member.parameter)
+            if (member.state is REDUCED and member.reduced() is gradient) or gradient is None:
                 continue
-            origin = members.origin(member, gradient)
+            origin = members.origin(member, members.gradient(member))
             if members.needs_round(origin):
                 return True
             if origin is Origin.REPLACED and self._looks_for_replaced:
@@ -179,6 +178,7 @@ class BeforeStep(Generic[Parameter]):
         return False
 
     def _check_unchanged(self) -> None:
-        for member in self.reducer.members:
-            if (member.state is REDUCED or member.state is AGAIN) and self.reducer.members.is_written(member):
+        members = self.reducer.members
+        for member in members.reduced():
+            if members.is_written(member):
                 raise changed_alone(member.name, self.reducer.behind)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
-from typing import Generic
+from typing import Any, Generic
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
 from hvdlite.core.errors import HvdliteError
@@ -90,6 +90,7 @@ class Bucket(Generic[Parameter]):
     Args:
         sent: counts the buckets of the round that are sent.
         last: which one of them ends the round; 0: none, because members go by themselves.
+        alone: gets the buckets of its members when it breaks.
     """
 
     # After `finish`:
@@ -101,20 +102,21 @@ class Bucket(Generic[Parameter]):
     errors: Sequence[HvdliteError] = ()
     behind: Collection[int] = ()  # ranks that sent it from within their step, while others had not
     is_over = False  # an exception has left the wait in the middle, so that it cannot be taken up again
-    alone: Sequence[BucketOfOne[Parameter]] = ()  # of its members, after it broke
+    holding: list[Member[Parameter]]  # members that hold what has left their parameters: here those that are unused
 
-    def __init__(self, gradient_set: GradientSet[Parameter], plan: BucketPlan[Parameter], sent: Iterator[int],
-                 last: int) -> None:
+    def __init__(self, gradient_set: GradientSet[Parameter], plan: BucketPlan[Parameter], sent: Iterator[int], last: int,
+                 alone: list[Bucket[Parameter]]) -> None:
         self.set = gradient_set
         self.plan = plan
         self.state = FILLING
         self._sent = sent
         self._last = last
+        self._alone = alone
         self._size = len(plan.members)
         self._count = itertools.count(1)
         self._placed: list[int] = []  # places that hold gradients
         self._later: list[Member[Parameter]] = []  # small members whose gradients are not in their places yet
-        self._unused: list[Member[Parameter]] = []
+        self.holding = []
         self._has_own = False  # one of those was made by the script
         self._has_small = False  # a small member was given
         self._handle: BucketHandle | None = None
@@ -126,7 +128,7 @@ class Bucket(Generic[Parameter]):
             is_own: whether the script has made it.
         """
         if self.state is BROKEN:
-            self._send_alone([member], is_given=True)
+            self._send_alone(member, is_given=True)
             return
         if member.is_small:
             self._later.append(member)
@@ -138,7 +140,7 @@ class Bucket(Generic[Parameter]):
             if not self.plan.places.fill((member.place,), gradients, is_own):
                 member.held = gradients[0]
                 self._break()
-                self._send_alone([member], is_given=True)
+                self._send_alone(member, is_given=True)
                 return
             self._placed.append(member.place)
         if next(self._count) == self._size:
@@ -171,12 +173,12 @@ class Bucket(Generic[Parameter]):
     def leave_out(self, member: Member[Parameter]) -> None:
         """This rank has no gradient of a member that counts; it holds what it has."""
         if self.state is BROKEN:
-            self._send_alone([member], is_given=False)
+            self._send_alone(member, is_given=False)
             return
         self._has_small = self._has_small or member.is_small
         if member.held is not None:
             member.held = self.plan.places.vacate(member.place, member.held)
-        self._unused.append(member)
+        self.holding.append(member)
         if next(self._count) == self._size:
             self.send()
 
@@ -185,7 +187,7 @@ class Bucket(Generic[Parameter]):
         if not (self._fill_later() and self._blank_unused()):
             self._break()
             return
-        unused = tuple(sorted(member.place for member in self._unused))
+        unused = tuple(sorted(member.place for member in self.holding))
         self._handle = self.set.runtime.enqueue_bucket(
             self.plan.learned,
             BucketReady(bucket_id=self.plan.learned.definition.bucket_id, round_id=self.set.round_id, unused=unused,
@@ -199,31 +201,29 @@ class Bucket(Generic[Parameter]):
         Raises:
             WaitDeferred: when that is allowed; may be called again then, and after an interrupt.
         """
-        for alone in self.alone:
-            alone.finish(deferrable)
         if self.state is BROKEN or self.state is DONE:
             return
         if self._handle is None:  # an exception has kept it from being sent
             self.rest = self.plan.members
             return
         try:
-            self._handle.wait(deferrable=deferrable)
+            self._waited(self._handle, deferrable)
         except HvdliteError as error:
             self.errors, self.rest = [error], self.plan.members
         else:
-            if self._handle.completion is not None:
-                self.set.framework.follow(self._handle.completion)
-            self.behind = self._handle.behind
             if self._handle.parts:
                 self._take_parts(self._handle, deferrable)
             else:
                 self._take_whole(self._handle)
         self.state = DONE
 
-    @property
-    def holding(self) -> Sequence[Member[Parameter]]:
-        """After `finish`: members that still hold what has left their parameters."""
-        return self._unused
+    def _waited(self, handle: Handle, deferrable: bool) -> Any:
+        """Wait for a handle; return its result."""
+        result = handle.wait(deferrable=deferrable)
+        if handle.completion is not None:
+            self.set.framework.follow(handle.completion)
+        self.behind = {*self.behind, *handle.behind}
+        return result
 
     def _fill_later(self) -> bool:
         """Copy the small gradients that came one by one; return False when one does not fit."""
@@ -244,7 +244,7 @@ class Bucket(Generic[Parameter]):
     def _blank_unused(self) -> bool:
         """Fill the places of members without a gradient; return False when one has another shape or user."""
         response = self.plan.learned.definition.response
-        for member in self._unused:
+        for member in self.holding:
             value = identity(response.op, SUPPORTED_DTYPES[response.dtype])
             if not self.plan.places.blank(member.place, value, member.held):
                 return False
@@ -254,19 +254,21 @@ class Bucket(Generic[Parameter]):
         """Let all members that were given go by themselves."""
         self.state = BROKEN
         self.set.runtime.mark_stale(self.plan.layout.layout)
-        placed, later, unused = [self.plan.members[place] for place in self._placed], self._later, self._unused
+        placed, later, unused = [self.plan.members[place] for place in self._placed], self._later, self.holding
         set_held(placed, self.plan.places.take_back(self._placed))
-        self._placed, self._later, self._unused = [], [], []
-        self._send_alone([*placed, *later], is_given=True)
-        self._send_alone(unused, is_given=False)
+        self._placed, self._later, self.holding = [], [], []
+        for member in (*placed, *later):
+            self._send_alone(member, is_given=True)
+        for member in unused:
+            self._send_alone(member, is_given=False)
 
-    def _send_alone(self, members: Iterable[Member[Parameter]], *, is_given: bool) -> None:
-        self.alone = [*self.alone, *(BucketOfOne(self.set, member, is_given=is_given) for member in members)]
+    def _send_alone(self, member: Member[Parameter], *, is_given: bool) -> None:
+        self._alone.append(BucketOfOne(self.set, member, is_given=is_given))
 
     def _take_whole(self, handle: BucketHandle) -> None:
         members, unused = self.plan.members, handle.globally_unused
         if handle.partly_unused:
-            left_out = set(self._unused)
+            left_out = set(self.holding)
             self.partial = [(members[place], None) for place in handle.partly_unused if members[place] not in left_out]
         places = None if not unused else [place for place in range(self._size) if place not in unused]
         self.gradients = self.plan.places.results(places)
@@ -275,20 +277,17 @@ class Bucket(Generic[Parameter]):
 
     def _take_parts(self, handle: BucketHandle, deferrable: bool) -> None:
         """Take the results of a bucket whose members were answered one by one."""
-        errors, behind, rest = list[HvdliteError](), set[int](), list[Member[Parameter]]()
+        errors, rest = list[HvdliteError](), list[Member[Parameter]]()
         partial: list[tuple[Member[Parameter], Collection[int] | None]] = []
         reduced: dict[int, Gradient | None] = {}  # by place; None: it lies there
-        left_out = set(self._unused)
+        left_out = set(self.holding)
         for place, (member, part) in enumerate(zip(self.plan.members, handle.parts, strict=True)):
             try:
-                result = part.wait(deferrable=deferrable)
-                if part.completion is not None:
-                    self.set.framework.follow(part.completion)
-                behind.update(part.behind)
+                result = self._waited(part, deferrable)
                 if result.dtype.name != self.plan.learned.definition.members[place].dtype:
                     reduced[place] = gradient_of_rows(self.set, member, result)
                 elif part.contributors:
-                    if not self.plan.learned.is_row_major(place):
+                    if self.plan.learned.definition.members[place].strides:
                         self.plan.places.from_row_major(place, result)
                     reduced[place] = None
                 if member not in left_out:
@@ -301,7 +300,6 @@ class Bucket(Generic[Parameter]):
         reduced.update(zip(dense, self.plan.places.results(dense), strict=True))
         self.reduced, self.gradients = [self.plan.members[place] for place in reduced], list(reduced.values())
         self.rest, self.partial, self.errors = rest, partial, errors
-        self.behind = {*self.behind, *behind}
 
 
 class BucketOfOne(Bucket[Parameter]):
@@ -313,16 +311,11 @@ class BucketOfOne(Bucket[Parameter]):
 
     def __init__(self, gradient_set: GradientSet[Parameter], member: Member[Parameter], *, is_given: bool) -> None:
         self.set = gradient_set
-        self.state = FILLING
-        self._member = member
+        self.holding = [member]
         self._is_given = is_given
         self._memory: Alone | None = None  # None: it is sent as rows of a sparse gradient
         self._one = self._enqueue(member)
         self.state = SENT
-
-    @property
-    def holding(self) -> Sequence[Member[Parameter]]:
-        return (self._member,)
 
     def _enqueue(self, member: Member[Parameter]) -> Handle:
         framework, runtime, owner = self.set.framework, self.set.runtime, self.set
@@ -338,12 +331,9 @@ class BucketOfOne(Bucket[Parameter]):
     def finish(self, deferrable: bool) -> None:
         if self.state is DONE:
             return
-        member, handle = self._member, self._one
+        [member], handle = self.holding, self._one
         try:
-            result = handle.wait(deferrable=deferrable)
-            if handle.completion is not None:
-                self.set.framework.follow(handle.completion)
-            self.behind = handle.behind
+            result = self._waited(handle, deferrable)
             if self._is_given:
                 self.partial = [(member, handle.contributors)]
             if self._memory is None or result is not self._memory[0]:

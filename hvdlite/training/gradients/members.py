@@ -146,9 +146,14 @@ class Members(Generic[Parameter]):
         members = (*self.by_key.values(), *self.waiting.values())
         return filter(self.framework.is_trainable, map(_parameter_of, members))
 
+    def is_elsewhere(self, parameter: Parameter) -> bool:
+        """Return whether another optimizer reduces the parameter's gradients."""
+        owner = self.elsewhere.get(id(parameter))
+        return owner is not None and owner() is not None
+
     def gradient(self, member: Member[Parameter]) -> Gradient | None:
         """Return the member's gradient; None for one that another optimizer reduces."""
-        if self.elsewhere and self.elsewhere.get(id(member.parameter), _nobody)() is not None:
+        if self.elsewhere and self.is_elsewhere(member.parameter):
             return None
         return self.framework.get(member.parameter)
 
@@ -258,13 +263,14 @@ class Members(Generic[Parameter]):
             if member.state is REDUCED or member.state is AGAIN:
                 member.state = IDLE if member.state is REDUCED else LOCAL
 
-    def check(self, *, is_under_way: bool, is_closed: bool, has_reduced: bool) -> None:
+    def check(self, *, is_under_way: bool, is_closed: bool, has_local: bool, has_reduced: bool) -> None:
         """Check what always holds between two calls; for tests."""
         for member in (*self, *self.waiting.values()):
             is_given = member.state in (READY, UNUSED, LATE)
             assert is_given <= is_under_way and (is_given or not is_closed or id(member.parameter) in self.waiting), member
             assert is_given or (member.held is None and member.aside is None), member
             assert has_reduced or member.state not in (REDUCED, AGAIN), member
+            assert has_local or member.state not in (LOCAL, AGAIN), member
             if member.state in (READY, UNUSED):  # else somebody could write to what others read
                 assert self.gradient(member) is None, member
 
@@ -335,8 +341,13 @@ class Members(Generic[Parameter]):
 
     def were_zeroed(self) -> bool:
         """Return whether there are reduced gradients since the last step, all of which the script has set to zero."""
-        there = [member for member in self.reduced() if self.gradient(member) is not None]
-        return bool(there) and all(map(self.is_zeroed, there))
+        found = False
+        for member in self.reduced():
+            if self.gradient(member) is not None:
+                if not self.is_zeroed(member):
+                    return False  # nearly always the first one
+                found = True
+        return found
 
     def renew(self) -> None:
         """What has been written to the reduced gradients so far does not make them new ones."""
@@ -356,7 +367,3 @@ class Members(Generic[Parameter]):
         """Return the gradient that was reduced last; None when the parameter has another one, or none."""
         gradient = self.framework.get(member.parameter)
         return gradient if member.reduced() is gradient else None
-
-
-def _nobody() -> None:
-    pass

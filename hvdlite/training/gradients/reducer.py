@@ -71,7 +71,6 @@ class Reducer(Generic[Parameter]):
         self.runtime = runtime
         self.rank = runtime.world.rank
         self.framework = framework
-        self.label = label
         self.set = GradientSet(runtime, framework, label, op, prescale, postscale, process_set)
         self.members: Members[Parameter] = Members(framework, f"gradient.{label}.", is_idempotent)
         self.is_idempotent = is_idempotent
@@ -205,9 +204,10 @@ class Reducer(Generic[Parameter]):
             if self.round is None:
                 self.admit()
                 self.set.begin_round()
-                make = self._make_bucket
-                buckets = self.layout.buckets(self.set, self.members) if make is None else [make(self.set, self.members)]
-                self.round = Round(self.set.round_id, buckets)
+                current: Round[Parameter] = Round(self.set.round_id)
+                current.buckets = (self.layout.buckets(self.set, self.members, current.alone) if self._make_bucket is None
+                                   else [self._make_bucket(self.set, self.members)])
+                self.round = current
             return self.round
 
     def close(self) -> None:
@@ -224,8 +224,8 @@ class Reducer(Generic[Parameter]):
             if self._make_bucket is not None:
                 current.buckets[0].send()
             current.is_closed = True
-            if current.alone or any(bucket.alone for bucket in current.buckets):
-                self.runtime.close_round(self.label, current.id, self.set.process_set_id)
+            if current.alone:
+                self.runtime.close_round(self.set.label, current.id, self.set.process_set_id)
             self.is_due = self.has_local = False
             self.passes.reduce(of_failed_pass=current.of_failed_pass)
 
@@ -252,14 +252,14 @@ class Reducer(Generic[Parameter]):
             except WaitDeferred:
                 if self.waits_in_backward:
                     _log.warning("rank %d: waiting for gradients in backward() made ranks wait for each other in a circle; "
-                                 "'%s' waits in step() from now on, as with wait_in=\"step\"", self.rank, self.label)
+                                 "'%s' waits in step() from now on, as with wait_in=\"step\"", self.rank, self.set.label)
                 self.waits_in_backward = False
                 return False
             except BaseException:
                 if any(bucket.is_over for bucket in buckets):
                     self._end(current, buckets)
                 raise
-            errors = self._end(current, [*buckets, *itertools.chain(*(bucket.alone for bucket in current.buckets))])
+            errors = self._end(current, buckets)
         if errors:
             raise errors[0]
         return True
@@ -318,17 +318,17 @@ class Reducer(Generic[Parameter]):
 
     def forget(self) -> None:
         """The gradients were used or cleared: what was computed so far does not count, and a round is due."""
+        if self.has_local or self.has_reduced:  # else all are IDLE: most are, after the step
+            self.members.forget()
         self.is_due = True
-        self.has_local = False
-        self.has_reduced = False
+        self.has_local = self.has_reduced = False
         self.passes.clear()
-        self.members.forget()
 
     def check_invariants(self) -> None:
         """Between any two calls; for tests."""
         current = self.round
         self.members.check(is_under_way=current is not None, is_closed=current is not None and current.is_closed,
-                           has_reduced=self.has_reduced)
+                           has_local=self.has_local, has_reduced=self.has_reduced)
         if current is not None and current.is_closed:
             assert not any(bucket.state is FILLING for bucket in (*current.buckets, *current.alone))
 

@@ -34,16 +34,15 @@ class WaitIn(enum.Enum):
 
 
 class Round(Generic[Parameter]):
-    """Only data: a new round resets all of it.
+    """What is known of one round: a new one resets all of it.
 
     Args:
         id: greater than that of every round before.
-        buckets: by index, those in which members have places.
     """
 
-    def __init__(self, id: int, buckets: list[Bucket[Parameter]]) -> None:
+    def __init__(self, id: int) -> None:
         self.id = id
-        self.buckets = buckets
+        self.buckets: list[Bucket[Parameter]] = []  # by index, those in which members have places
         self.alone: list[Bucket[Parameter]] = []  # of one member each
         self.is_closed = False  # this rank has given every member
         self.of_failed_pass = False  # the backward pass that began it did not come to its end: another pass ends it
@@ -51,7 +50,6 @@ class Round(Generic[Parameter]):
         self.late: dict[Member[Parameter], State] = {}  # accumulated into after they were given, and the state before that
         self.behind: set[int] = set()  # ranks that took part from within their step, while others had not
         self.incomplete: HvdliteError | None = None  # for a member whose reduced part some ranks did not contribute
-
 
     def check_contributors(self, bucket: Bucket[Parameter], ranks: Collection[int]) -> None:
         """Without the reduced gradients of some of these ranks, an average of reduced gradients is too small."""
@@ -74,8 +72,13 @@ class Layout(Generic[Parameter]):
         """It does not describe the set any more, or the runtime has ended."""
         self.plans = self._learned = None
 
-    def buckets(self, gradient_set: GradientSet[Parameter], members: Members[Parameter]) -> list[Bucket[Parameter]]:
-        """Return the buckets of a new round; none when its members go by themselves."""
+    def buckets(self, gradient_set: GradientSet[Parameter], members: Members[Parameter],
+                alone: list[Bucket[Parameter]]) -> list[Bucket[Parameter]]:
+        """Return the buckets of a new round; none when its members go by themselves.
+
+        Args:
+            alone: gets the buckets of members that do so after all.
+        """
         runtime = gradient_set.runtime
         learned = runtime.layout(gradient_set.label, gradient_set.round_id)
         if gradient_set.has_new_sparse or (learned is None and not runtime.is_suspended(gradient_set.label)):
@@ -91,7 +94,7 @@ class Layout(Generic[Parameter]):
             return []
         last = len(self.plans) if sum(len(plan.members) for plan in self.plans) == len(members) else 0
         sent = itertools.count(1)
-        return [Bucket(gradient_set, plan, sent, last) for plan in self.plans]
+        return [Bucket(gradient_set, plan, sent, last, alone) for plan in self.plans]
 
 
 class LaterCall:

@@ -1,10 +1,9 @@
-"""Rounds that a communication hook reduces as a whole: for lossy schemes with state of their own."""
+"""The bucket of a communication hook: all members of a round, for lossy schemes with state of their own."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Generic
 
 import numpy as np
 
@@ -27,8 +26,8 @@ Names are those that `add` was given. The second argument says how many ranks ta
 """
 
 
-class HookRounds(Generic[Parameter]):
-    """Everything is reduced when the round is closed, by `reduce_round`.
+class HookBucket(Bucket[Parameter]):
+    """All members of one round, which `reduce_round` reduces when the round is closed.
 
     Ranks tell each other first which gradients they have. That is also where they find out that they have other members or
     have made different numbers of rounds, and where a wait is deferred when ranks wait for each other in a circle. Once a
@@ -39,52 +38,29 @@ class HookRounds(Generic[Parameter]):
         reduce_round: the function.
     """
 
-    def __init__(self, reduce_round: ReduceRound[Parameter]) -> None:
-        self.reduce_round = reduce_round
-        self._digests: dict[int, bytes] = {}  # of the members' names, by how many they are
-
-    def begin(self, gradient_set: GradientSet[Parameter], members: Members[Parameter]) -> Bucket[Parameter]:
-        """Return the bucket of all members for a new round; the one before is over."""
-        return HookBucket(gradient_set, members, self)
-
-    def names_digest(self, members: Members[Parameter]) -> bytes:
-        """Return the digest of the members' names; members are never removed."""
-        count = len(members)
-        if count not in self._digests:
-            names = "\n".join(member.name for member in members)
-            self._digests = {count: zlib.crc32(names.encode()).to_bytes(_DIGEST, "little")}
-        return self._digests[count]
-
-
-class HookBucket(Bucket[Parameter]):
-    """All members of one round, which is reduced when the round is closed."""
-
-    def __init__(self, gradient_set: GradientSet[Parameter], members: Members[Parameter],
-                 rounds: HookRounds[Parameter]) -> None:
+    def __init__(self, reduce_round: ReduceRound[Parameter], gradient_set: GradientSet[Parameter],
+                 members: Members[Parameter]) -> None:
         self.set = gradient_set
         self.state = FILLING
+        self.holding = list(members)
         self._members = members
         for member in members:
             member.bucket = 0
-        self._rounds = rounds
-        self._is_given: dict[int, bool] = {}  # members, by identity: whether they have a gradient
+        self._reduce_round = reduce_round
+        self._given = set[Member[Parameter]]()
         self._asked: Handle | None = None  # flags and digests of all ranks, see `send`
         self._entered: Handle | None = None  # done when all ranks come to the reduction
 
-    @property
-    def holding(self) -> Sequence[Member[Parameter]]:
-        return list(self._members)
-
     def fill(self, member: Member[Parameter], is_own: bool) -> None:
-        self._is_given[id(member.parameter)] = True
+        self._given.add(member)
 
     def leave_out(self, member: Member[Parameter]) -> None:
-        self._is_given[id(member.parameter)] = False
+        """It holds what it has."""
 
     def send(self) -> None:
-        members = self._members
-        present = np.fromiter(map(self._is_given.__getitem__, members.by_key), np.uint8, len(members))
-        digest = np.frombuffer(self._rounds.names_digest(members), np.uint8)
+        present = np.fromiter(map(self._given.__contains__, self.holding), np.uint8, len(self.holding))
+        names = "\n".join(member.name for member in self.holding)
+        digest = np.frombuffer(zlib.crc32(names.encode()).to_bytes(_DIGEST, "little"), np.uint8)
         has_deferred = np.array([self.set.runtime.has_deferred], np.uint8)
         self._asked = self._ask("present", np.concatenate([present, has_deferred, digest, 255 - digest]))
         self.state = SENT
@@ -110,7 +86,7 @@ class HookBucket(Bucket[Parameter]):
 
     def _end(self) -> None:
         reduced = set(self.reduced)
-        self.rest = [member for member in self._members if member not in reduced]
+        self.rest = [member for member in self.holding if member not in reduced]
         self.state = DONE
 
     def _ask(self, name: str, values: Array) -> Handle:
@@ -127,7 +103,7 @@ class HookBucket(Bucket[Parameter]):
             WaitDeferred: when that is allowed; may be called again then.
         """
         assert self._asked is not None
-        owner, count = self.set, len(self._members)
+        owner, count = self.set, len(self.holding)
         answer: Array = self._asked.wait(deferrable=deferrable)
         if (answer[-2 * _DIGEST:-_DIGEST] != 255 - answer[-_DIGEST:]).any():  # some rank has other bytes
             raise MismatchError(f"ranks disagree about the members of '{owner.label}', of which rank "
@@ -142,11 +118,10 @@ class HookBucket(Bucket[Parameter]):
     def _reduce(self, wanted: Array) -> None:
         """Let the function reduce the gradients of some members."""
         assert self._asked is not None
-        prefix = len(self._members.prefix)
-        members = [member for member, flag in zip(self._members, wanted.tolist(), strict=True) if flag]
-        self.gradients = self._rounds.reduce_round(
-            [(member.name[prefix:], member.parameter, member.held if self._is_given[id(member.parameter)] else None)
-             for member in members], len(self._asked.contributors))
+        prefix, given = len(self._members.prefix), self._given
+        members = [member for member, flag in zip(self.holding, wanted.tolist(), strict=True) if flag]
+        self.gradients = self._reduce_round(
+            [(member.name[prefix:], member.parameter, member.held if member in given else None) for member in members],
+            len(self._asked.contributors))
         self.reduced = members
-        self.partial = [(member, self._asked.contributors) for member in self._members
-                        if self._is_given[id(member.parameter)]]
+        self.partial = [(member, self._asked.contributors) for member in self.holding if member in given]
