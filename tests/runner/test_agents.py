@@ -104,6 +104,15 @@ def test_ranks_of_agents_and_of_the_launcher(shell: Path, tmp_path: Path) -> Non
     assert ended.returncode == 5 and "hvdrun: rank 2 on b failed first: exit code 5" in ended.stderr
 
 
+@pytest.mark.parametrize("control", ["auto", "tcp"])
+def test_ranks_that_are_all_on_another_host_have_an_address_if_they_connect_by_tcp(
+        shell: Path, control: str) -> None:
+    job = hvdrun(shell, "--control", control, "-H", "b:2", "sh", "-c", "echo at $HVDLITE_COORDINATOR.")
+    addresses = re.findall(r"at (.*)\.$", job.stdout, re.MULTILINE)
+    assert job.returncode == 0 and len(addresses) == 2, job.stderr
+    assert all(bool(re.fullmatch(r"127\.0\.0\.1:\d+", each)) == (control == "tcp") for each in addresses), addresses
+
+
 def test_threads_are_shared_out_on_each_host(shell: Path) -> None:
     environment = {**os.environ}
     environment.pop("OMP_NUM_THREADS", None)

@@ -11,7 +11,7 @@ from hvdlite.membership.events import EndJob, HostLost, HostsSeen, Limits, Start
 from hvdlite_runner.job import loop
 from hvdlite_runner.job.loop import Job
 from hvdlite_runner.job.settings import JobSettings
-from hvdlite_runner.messages import ProcessStart, Start
+from hvdlite_runner.messages import Exited, ProcessStart, Start
 from hvdlite_runner.placement import LOCAL
 
 
@@ -31,7 +31,8 @@ def orders(*machines: str) -> dict[str, Start]:
             for rank, machine in enumerate(machines)}
 
 
-def test_a_host_that_is_lost_while_routes_are_sought_is_not_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_lost_while_routes_are_sought_is_not_waited_for(
+        job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     def seek(starting: list[StartMember]) -> dict[str, Start]:
         job._on_lost("b", "host b was lost: the cable was cut")
         job._hosts.remote.return_value = None
@@ -42,6 +43,18 @@ def test_a_host_that_is_lost_while_routes_are_sought_is_not_waited_for(job: Job,
     job._decide(0.0)
     assert job._processes.running == {0} and job._end is not None
     assert (job._end.code, job._end.reason.partition(":")[0]) == (1, "rank 1 on b")
+    said: list[str] = []
+    monkeypatch.setattr(job._output, "note", said.append)
+    job._take(LOCAL, Exited(0, -15, True, None, {}))
+    assert job.report() == 1, "the rank that was ended has not failed"
+    assert said == ["host b was lost: the cable was cut (with ranks 1)", "ranks 0 ended as a consequence"]
+
+
+def test_a_rank_of_a_host_whose_loss_is_told_next_is_not_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_starts", Mock(orders=lambda starting: orders(LOCAL, "b")))
+    job._hosts.remote.return_value = None
+    job._start([StartMember(rank, host, 0, rank, 2, False) for rank, host in enumerate([LOCAL, "b"])])
+    assert job._processes.running == {0}
 
 
 def test_the_loss_of_a_host_before_the_ranks_are_started_is_no_event(job: Job) -> None:
