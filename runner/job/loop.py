@@ -276,6 +276,7 @@ class Job:
         self._output.expect(len(world))
         if self._observer is not None:
             self._observer.begin_world(rank_hosts)
+            self._last_sample = 0.0  # other hosts answer before the next one, which is shown
 
     # --- what worker groups tell -----------------------------------------------------------------------------------------
 

@@ -11,8 +11,10 @@ from hvdlite.membership.events import EndJob, HostLost, HostsSeen, Limits, Start
 from hvdlite_runner.job import loop
 from hvdlite_runner.job.loop import Job
 from hvdlite_runner.job.settings import JobSettings
-from hvdlite_runner.messages import Exited, ProcessStart, Start
+from hvdlite_runner.job.worker_processes import WorkerProcess
+from hvdlite_runner.messages import Exited, ProcessStart, ProgressReply, Start
 from hvdlite_runner.placement import LOCAL
+from hvdlite_runner.reports.monitor import Monitor
 
 
 @pytest.fixture
@@ -85,3 +87,19 @@ def test_a_command_that_cannot_be_started_ends_the_job_with_the_first_reason(job
     with pytest.raises(loop.commands.CommandError):
         job._loop()
     assert not isinstance(job._end, EndJob)
+
+
+def test_the_first_table_of_a_world_waits_for_the_progress_of_other_hosts(job: Job) -> None:
+    now, shown = [100.0], list[str]()
+    job._observer = monitor = Monitor(shown.append, False, lambda: now[0])
+    job._last_sample = now[0] = 109.0
+    job._processes |= {0: WorkerProcess(LOCAL, LOCAL), 1: WorkerProcess("b", "b")}
+    job._begin_world([0, 1])
+    assert job._last_sample == 0.0, "they are asked at once"
+    reading = {"steps": 0, "samples": 0, "counts_samples": False, "blocked": 0.0, "idle": -1.0, "memory": 0, "gpu": ""}
+    monitor.take(LOCAL, ProgressReply({0: reading}))
+    assert not shown
+    now[0] += 1.0
+    monitor.take("b", ProgressReply({1: reading}))
+    monitor.take(LOCAL, ProgressReply({0: reading}))
+    assert len(shown) == 1 and len(shown[0].splitlines()) == 3
