@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
+import selectors
 from unittest.mock import Mock
 
 import pytest
 
-from hvdlite.membership.events import EndJob, HostLost, HostsSeen, Limits, StartMember
+from hvdlite.membership.events import GRACE_AFTER_LOSS, EndJob, HostLost, HostsSeen, Limits, StartMember
+from hvdlite_runner.host.worker_group import WorkerGroup
 from hvdlite_runner.job import loop
 from hvdlite_runner.job.loop import Job
 from hvdlite_runner.job.settings import JobSettings
 from hvdlite_runner.job.worker_processes import WorkerProcess
-from hvdlite_runner.messages import Exited, ProcessStart, ProgressReply, Start
+from hvdlite_runner.messages import Event, Exited, ProcessStart, ProgressReply, Start
 from hvdlite_runner.placement import LOCAL
 from hvdlite_runner.reports.monitor import Monitor
 
@@ -45,6 +48,8 @@ def test_a_host_that_is_lost_while_routes_are_sought_is_not_waited_for(
     job._decide(0.0)
     assert job._processes.running == {0} and job._end is not None
     assert (job._end.code, job._end.reason.partition(":")[0]) == (1, "rank 1 on b")
+    wait = job.ending.wait()
+    assert wait is not None and 0.0 < GRACE_AFTER_LOSS - wait < 0.5, "seconds until the other rank is told to end"
     said: list[str] = []
     monkeypatch.setattr(job._output, "note", said.append)
     job._take(LOCAL, Exited(0, -15, True, None, {}))
@@ -103,3 +108,15 @@ def test_the_first_table_of_a_world_waits_for_the_progress_of_other_hosts(job: J
     monitor.take("b", ProgressReply({1: reading}))
     monitor.take(LOCAL, ProgressReply({0: reading}))
     assert len(shown) == 1 and len(shown[0].splitlines()) == 3
+
+
+def test_no_more_processes_are_started_after_the_users_signal() -> None:
+    told: list[Event] = []
+    with selectors.DefaultSelector() as selector:
+        group = WorkerGroup(selector, told.append, dict(os.environ), lambda: bool(told))
+        group.prepare()
+        try:
+            group.obey(Start([ProcessStart(rank, (rank, 3, rank, 3, 0, 1), {}) for rank in range(3)], [b"true"], {}))
+            assert list(group.running) == [0]
+        finally:
+            group.end()
