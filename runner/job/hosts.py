@@ -78,14 +78,17 @@ class HostPool:
         note: called with lines for the user.
         local: the processes of this host, with whose end the remote shells end.
         ending: when the user has ended the job, nothing is waited for.
+        checks_silence: whether hosts from which nothing comes count as lost. An agent that collects facts for
+            `hvdrun --doctor` does not answer pings meanwhile.
     """
 
     def __init__(self, selector: selectors.BaseSelector, settings: JobSettings, inherited: Mapping[str, str], *,
                  take: Callable[[str, Event], None] = lambda name, event: None,
                  lost: Callable[[str, str], None] = lambda name, reason: None, note: Callable[[str], None] = print,
-                 local: WorkerGroup | None = None, ending: Ending | None = None) -> None:
+                 local: WorkerGroup | None = None, ending: Ending | None = None, checks_silence: bool = True) -> None:
         self._selector, self._settings, self._inherited = selector, settings, inherited
         self._take, self._lost, self._note, self._local, self._ending = take, lost, note, local, ending
+        self._checks_silence = checks_silence
         self._shell, self._retries = settings.shell, not settings.limits.one_world
         self._after_loss = AFTER_LOSS_SECONDS + (0.0 if math.isinf(self._shell.silence) else self._shell.silence)
         self._slots: dict[str, int] = {}
@@ -222,7 +225,7 @@ class HostPool:
             self._leaving.remove(remote)
             self._close(remote)
         now = time.monotonic()
-        if now - self._last_check >= _CHECK_SECONDS and not self._is_over:
+        if self._checks_silence and now - self._last_check >= _CHECK_SECONDS and not self._is_over:
             self._last_check = now
             self._check(now)
 

@@ -247,15 +247,15 @@ class Job:
                     raise
                 self._output.note(str(error))
             self._processes[each.member] = WorkerProcess(self._hosts.machine_of(each.host), each.host)
+        self._processes.running.update(each.member for each in starting)  # if a host is lost now, they are lost with it
         for machine, order in self._starts.orders(starting).items():
             keys = [each.key for each in order.processes]
-            self._processes.running.update(keys)
             if machine not in self._with_task:
                 self._with_task.add(machine)
                 for content in self._task.pieces():
                     self._send(keys[0], orders.TaskPiece(content))
             self._send(keys[0], order)
-            if machine != LOCAL and self._hosts.remote(machine) is None:  # lost while routes were sought
+            if machine != LOCAL and self._hosts.remote(machine) is None:  # lost: the authority has been told, or will be
                 self._processes.running.difference_update(keys)
             elif machine == LOCAL and self._is_ended_by_user():  # some of them were not started any more
                 self._processes.running -= set(keys) - set(self._local.running)
@@ -276,6 +276,7 @@ class Job:
         self._output.expect(len(world))
         if self._observer is not None:
             self._observer.begin_world(rank_hosts)
+            self._last_sample = 0.0  # other hosts answer before the next one, which is shown
 
     # --- what worker groups tell -----------------------------------------------------------------------------------------
 

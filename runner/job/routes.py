@@ -83,14 +83,18 @@ def route_between(pool: HostPool, machines: Sequence[str], interfaces: Sequence[
     raise LaunchError("\n".join(_unreachable(here, routed, found)))
 
 
-def route_on(pool: HostPool, machine: str) -> Route:
+def route_on(pool: HostPool, machine: str, *, over_tcp: bool) -> Route:
     """Return the route between ranks that are all on another machine.
+
+    Args:
+        over_tcp: whether they connect by TCP instead of Unix sockets.
 
     Raises:
         LaunchError: when it does not answer.
     """
+    address = loopback() or "127.0.0.1"
     with probed(pool, pool.remote(machine), []) as (routed, held):
-        return Route("", (loopback() or "127.0.0.1", routed.store_port), held)
+        return Route(_joined(address, routed.port) if over_tcp else "", (address, routed.store_port), held)
 
 
 @contextlib.contextmanager

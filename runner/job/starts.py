@@ -86,8 +86,8 @@ class Starts:
         if len(machines) > 1:
             self._route = route_between(self._hosts, machines, settings.interfaces, settings.coordinator_port)
         elif machines and not self._is_elastic:
-            is_here = machines[0] == LOCAL
-            self._route = local_route(over_tcp=settings.over_tcp) if is_here else route_on(self._hosts, machines[0])
+            self._route = (local_route(over_tcp=settings.over_tcp) if machines[0] == LOCAL else
+                           route_on(self._hosts, machines[0], over_tcp=settings.over_tcp))
         if not machines or self._route is None:
             return given
         if self._route.coordinator:

@@ -51,7 +51,7 @@ def probe_hosts(hosts: Sequence[Host], shell: Shell, directory: str, environ: Ma
         slots = {host.name: host.slots for host in hosts}
         settings = JobSettings((), Limits(1, one_world=True), slots, shell=shell, working_directory=directory,
                                start_timeout=2.0 * CONNECT_SECONDS)
-        pool = HostPool(selector, settings, environ)
+        pool = HostPool(selector, settings, environ, checks_silence=False)
         try:
             pool.set_slots(slots)
             while pool.turn(now := time.monotonic()) is None:

@@ -93,8 +93,8 @@ class Monitor(ProgressObserver):
         self._write, self._is_busy = write, is_busy
 
     def begin_world(self, rank_hosts: Mapping[int, str]) -> None:
-        """Show the ranks of another world."""
-        self._rank_hosts, self._now = rank_hosts, {}
+        """Show the ranks of another world, when those of all hosts have been heard of."""
+        self._rank_hosts, self._now, self._before, self._when = rank_hosts, {}, {}, self._clock()
 
     def take(self, host: str, event: ProgressReply) -> None:
         """Add the progress of a host's ranks; the launcher's own host is the last one of each round."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -104,6 +105,15 @@ def test_ranks_of_agents_and_of_the_launcher(shell: Path, tmp_path: Path) -> Non
     assert ended.returncode == 5 and "hvdrun: rank 2 on b failed first: exit code 5" in ended.stderr
 
 
+@pytest.mark.parametrize("control", ["auto", "tcp"])
+def test_ranks_that_are_all_on_another_host_have_an_address_if_they_connect_by_tcp(
+        shell: Path, control: str) -> None:
+    job = hvdrun(shell, "--control", control, "-H", "b:2", "sh", "-c", "echo at $HVDLITE_COORDINATOR.")
+    addresses = re.findall(r"at (.*)\.$", job.stdout, re.MULTILINE)
+    assert job.returncode == 0 and len(addresses) == 2, job.stderr
+    assert all(bool(re.fullmatch(r"127\.0\.0\.1:\d+", each)) == (control == "tcp") for each in addresses), addresses
+
+
 def test_threads_are_shared_out_on_each_host(shell: Path) -> None:
     environment = {**os.environ}
     environment.pop("OMP_NUM_THREADS", None)
@@ -144,6 +154,17 @@ def test_a_host_that_is_lost_while_others_are_still_reached(shell: Path) -> None
 def test_a_remote_shell_that_is_not_there() -> None:
     ended = hvdrun(Path("/no/rsh"), "-H", "b:1", "true")
     assert ended.returncode == 2 and "cannot start /no/rsh" in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_the_doctor_waits_for_a_host_that_is_silent_while_it_collects_facts(shell: Path, tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "ssh").write_text("#!/bin/sh\nsleep 6.5\n")  # the doctor asks for its version
+    (slow / "ssh").chmod(0o755)
+    ended = subprocess.run([*command(shell, "-H", "b:1", "--doctor", "--json"), "--agent-timeout", "4"], capture_output=True,
+                           text=True, timeout=HANGS_SECONDS, check=False,
+                           env={**clean_environment(), "PATH": f"{slow}:{os.environ['PATH']}"})
+    assert list(json.loads(ended.stdout)["hosts"]) == ["b"], ended.stdout + ended.stderr
 
 
 def test_output_of_every_rank_is_kept_here(shell: Path, tmp_path: Path) -> None:

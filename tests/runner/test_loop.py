@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
+import selectors
 from unittest.mock import Mock
 
 import pytest
 
-from hvdlite.membership.events import EndJob, HostLost, HostsSeen, Limits, StartMember
+from hvdlite.membership.events import GRACE_AFTER_LOSS, EndJob, HostLost, HostsSeen, Limits, StartMember
+from hvdlite_runner.host.worker_group import WorkerGroup
 from hvdlite_runner.job import loop
 from hvdlite_runner.job.loop import Job
 from hvdlite_runner.job.settings import JobSettings
-from hvdlite_runner.messages import ProcessStart, Start
+from hvdlite_runner.job.worker_processes import WorkerProcess
+from hvdlite_runner.messages import Event, Exited, ProcessStart, ProgressReply, Start
 from hvdlite_runner.placement import LOCAL
+from hvdlite_runner.reports.monitor import Monitor
 
 
 @pytest.fixture
@@ -31,7 +36,8 @@ def orders(*machines: str) -> dict[str, Start]:
             for rank, machine in enumerate(machines)}
 
 
-def test_a_host_that_is_lost_while_routes_are_sought_is_not_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_lost_while_routes_are_sought_is_not_waited_for(
+        job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     def seek(starting: list[StartMember]) -> dict[str, Start]:
         job._on_lost("b", "host b was lost: the cable was cut")
         job._hosts.remote.return_value = None
@@ -42,6 +48,20 @@ def test_a_host_that_is_lost_while_routes_are_sought_is_not_waited_for(job: Job,
     job._decide(0.0)
     assert job._processes.running == {0} and job._end is not None
     assert (job._end.code, job._end.reason.partition(":")[0]) == (1, "rank 1 on b")
+    wait = job.ending.wait()
+    assert wait is not None and 0.0 < GRACE_AFTER_LOSS - wait < 0.5, "seconds until the other rank is told to end"
+    said: list[str] = []
+    monkeypatch.setattr(job._output, "note", said.append)
+    job._take(LOCAL, Exited(0, -15, True, None, {}))
+    assert job.report() == 1, "the rank that was ended has not failed"
+    assert said == ["host b was lost: the cable was cut (with ranks 1)", "ranks 0 ended as a consequence"]
+
+
+def test_a_rank_of_a_host_whose_loss_is_told_next_is_not_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_starts", Mock(orders=lambda starting: orders(LOCAL, "b")))
+    job._hosts.remote.return_value = None
+    job._start([StartMember(rank, host, 0, rank, 2, False) for rank, host in enumerate([LOCAL, "b"])])
+    assert job._processes.running == {0}
 
 
 def test_the_loss_of_a_host_before_the_ranks_are_started_is_no_event(job: Job) -> None:
@@ -72,3 +92,31 @@ def test_a_command_that_cannot_be_started_ends_the_job_with_the_first_reason(job
     with pytest.raises(loop.commands.CommandError):
         job._loop()
     assert not isinstance(job._end, EndJob)
+
+
+def test_the_first_table_of_a_world_waits_for_the_progress_of_other_hosts(job: Job) -> None:
+    now, shown = [100.0], list[str]()
+    job._observer = monitor = Monitor(shown.append, False, lambda: now[0])
+    job._last_sample = now[0] = 109.0
+    job._processes |= {0: WorkerProcess(LOCAL, LOCAL), 1: WorkerProcess("b", "b")}
+    job._begin_world([0, 1])
+    assert job._last_sample == 0.0, "they are asked at once"
+    reading = {"steps": 0, "samples": 0, "counts_samples": False, "blocked": 0.0, "idle": -1.0, "memory": 0, "gpu": ""}
+    monitor.take(LOCAL, ProgressReply({0: reading}))
+    assert not shown
+    now[0] += 1.0
+    monitor.take("b", ProgressReply({1: reading}))
+    monitor.take(LOCAL, ProgressReply({0: reading}))
+    assert len(shown) == 1 and len(shown[0].splitlines()) == 3
+
+
+def test_no_more_processes_are_started_after_the_users_signal() -> None:
+    told: list[Event] = []
+    with selectors.DefaultSelector() as selector:
+        group = WorkerGroup(selector, told.append, dict(os.environ), lambda: bool(told))
+        group.prepare()
+        try:
+            group.obey(Start([ProcessStart(rank, (rank, 3, rank, 3, 0, 1), {}) for rank in range(3)], [b"true"], {}))
+            assert list(group.running) == [0]
+        finally:
+            group.end()
