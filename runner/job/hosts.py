@@ -167,8 +167,9 @@ class HostPool:
         return {name: count for name, count in self._slots.items() if self.machine_of(name) == machine}
 
     def problems(self) -> list[str]:
-        """Return why hosts cannot be used, a line for each."""
-        return [host.problem for name, host in self._hosts.items() if name in self._slots and host.problem]
+        """Return why hosts cannot be used: a line for each, and one where all have the same problem."""
+        found = [host.problem for name, host in self._hosts.items() if name in self._slots and host.problem]
+        return list(dict.fromkeys(found))
 
     # --- other hosts ---------------------------------------------------------------------------------------------------
 
@@ -275,8 +276,7 @@ class HostPool:
         try:
             remote = RemoteAgent(Host(name), self._shell, bootstrap, self._selector, self._hear, self._gone)
         except OSError as error:
-            problem = f"cannot start {self._shell.program} to connect to other hosts: {error.strerror}"
-            self._failed(host, f"host {name}: {problem}", now)
+            self._failed(host, f"cannot start {self._shell.program} to connect to other hosts: {error.strerror}", now)
         except LaunchError as error:
             self._failed(host, f"host {name}: {error}", now)
         else:

@@ -148,6 +148,8 @@ class Job:
         self._task.watch_caller(self.selector, lambda: self.ending.interrupt(signal.SIGTERM))
         for line in self._settings.notice.splitlines():
             self._output.note(line)
+        for rank in () if self._is_elastic else range(self._settings.limits.start_np):
+            self._open_files(rank)
 
     def _loop(self) -> None:
         while self._refused is None:
@@ -237,15 +239,9 @@ class Job:
     def _start(self, starting: Sequence[StartMember]) -> None:
         if not starting:
             return
-        width = len(str(self._settings.limits.start_np - 1))
         for each in starting:
-            name = f"member.{each.member}" if each.is_joiner else f"rank.{each.rank:0{width}d}"
-            try:
-                self._output.open_files(each.member, name)
-            except LaunchError as error:
-                if not each.is_joiner:
-                    raise
-                self._output.note(str(error))
+            if self._is_elastic:
+                self._open_files(each.member, is_joiner=each.is_joiner)
             self._processes[each.member] = WorkerProcess(self._hosts.machine_of(each.host), each.host)
         self._processes.running.update(each.member for each in starting)  # if a host is lost now, they are lost with it
         for machine, order in self._starts.orders(starting).items():
@@ -259,6 +255,16 @@ class Job:
                 self._processes.running.difference_update(keys)
             elif machine == LOCAL and self._is_ended_by_user():  # some of them were not started any more
                 self._processes.running -= set(keys) - set(self._local.running)
+
+    def _open_files(self, key: int, *, is_joiner: bool = False) -> None:
+        """Create the files for a process's output, if requested; without those of a joiner the job goes on."""
+        width = len(str(self._settings.limits.start_np - 1))
+        try:
+            self._output.open_files(key, f"member.{key}" if is_joiner else f"rank.{key:0{width}d}")
+        except LaunchError as error:
+            if not is_joiner:
+                raise
+            self._output.note(str(error))
 
     def _send(self, key: int, order: orders.Start | orders.TaskPiece | orders.KillMember | orders.ToMember) -> None:
         """Send an order to the machine of a process that runs."""
@@ -329,7 +335,7 @@ class Job:
 
     def _take_exit(self, event: Exited) -> None:
         if event.rank not in self._processes.running:
-            return
+            return  # its host has been given up
         self._processes.running.discard(event.rank)
         process, ended = self._processes[event.rank], Exit(event.rank, event.code, ended_by_us=event.by_us)
         self._processes.exits.append(ended)
@@ -363,7 +369,7 @@ class Job:
         elif gone:
             self._lost.append(f"{reason} (with ranks {format_ranks(gone)})")
         if self._authority.epoch:  # else the pool knows, and there is nothing to lose yet
-            self._events.append(HostLost(machine, reason))
+            self._events.append(HostLost(machine, reason.removeprefix(f"host {machine} was lost: ")))
 
     def _observe(self, machine: str, event: ProgressReply) -> None:
         """Show the progress of a machine's processes, by their ranks."""

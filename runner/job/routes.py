@@ -90,10 +90,12 @@ def route_on(pool: HostPool, machine: str, *, over_tcp: bool) -> Route:
         over_tcp: whether they connect by TCP instead of Unix sockets.
 
     Raises:
-        LaunchError: when it does not answer.
+        LaunchError: when it does not answer, or cannot listen.
     """
     address = loopback() or "127.0.0.1"
     with probed(pool, pool.remote(machine), []) as (routed, held):
+        if routed.problem:
+            raise LaunchError(f"host {machine}: {routed.problem}")
         return Route(_joined(address, routed.port) if over_tcp else "", (address, routed.store_port), held)
 
 

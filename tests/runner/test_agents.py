@@ -152,7 +152,7 @@ def test_a_host_that_is_lost_while_others_are_still_reached(shell: Path) -> None
 
 
 def test_a_remote_shell_that_is_not_there() -> None:
-    ended = hvdrun(Path("/no/rsh"), "-H", "b:1", "true")
+    ended = hvdrun(Path("/no/rsh"), "-H", "b:1,c:1", "true")
     assert ended.returncode == 2 and "cannot start /no/rsh" in ended.stderr and ended.stderr.count("\n") == 1
 
 
@@ -165,6 +165,13 @@ def test_the_doctor_waits_for_a_host_that_is_silent_while_it_collects_facts(shel
                            text=True, timeout=HANGS_SECONDS, check=False,
                            env={**clean_environment(), "PATH": f"{slow}:{os.environ['PATH']}"})
     assert list(json.loads(ended.stdout)["hosts"]) == ["b"], ended.stdout + ended.stderr
+
+
+def test_files_that_cannot_be_written_end_the_job_before_any_host_is_reached(shell: Path, tmp_path: Path) -> None:
+    shell.write_text(f"#!/bin/sh\ntouch {tmp_path}/reached\nsleep 100\n")
+    ended = hvdrun(shell, "--output-filename", "/proc/here", "-H", "b:1", "true")
+    assert ended.returncode == 2 and "cannot write to --output-filename /proc/here" in ended.stderr, ended.stderr
+    assert not (tmp_path / "reached").exists()
 
 
 def test_output_of_every_rank_is_kept_here(shell: Path, tmp_path: Path) -> None:

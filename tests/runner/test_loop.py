@@ -64,6 +64,13 @@ def test_a_rank_of_a_host_whose_loss_is_told_next_is_not_waited_for(job: Job, mo
     assert job._processes.running == {0}
 
 
+def test_the_authority_hears_of_a_lost_host_without_what_it_says_itself(job: Job) -> None:
+    job._authority = Mock(epoch=1)
+    job._on_lost("b", "host b was lost: the cable was cut")
+    job._on_lost("c", "host c sent no message")
+    assert list(job._events) == [HostLost("b", "the cable was cut"), HostLost("c", "host c sent no message")]
+
+
 def test_the_loss_of_a_host_before_the_ranks_are_started_is_no_event(job: Job) -> None:
     job._on_lost("b", "host b was lost")
     assert not job._events
