@@ -117,7 +117,9 @@ def forked_workers_that_shut_down_and_end_normally_leave_the_job_alone() -> None
     reducer.add((100_000,), "float64")
 
     def step() -> Any:
-        return reducer.reduce({0: np.full(100_000, 1.0 + rank)})[0]
+        reducer.expect([0])
+        reducer.give(0, np.full(100_000, 1.0 + rank))
+        return reducer.finish()[0]
 
     for _ in range(5):
         step()
