@@ -254,8 +254,9 @@ def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, Fai
         return Verdict(end.code, lines, -1, end.reason)
     if went_on:
         cause = dataclasses.replace(cause, consequences=())  # of other worlds, too, whose ranks were others
-    told = cause.describe(name(cause.exit.rank), repeats=repeats or went_on)
-    return Verdict(cause.exit.shell_code if is_its_code else end.code, [*lines, *told], cause.exit.rank, told[0])
+    described = cause.describe(name(cause.exit.rank), repeats=repeats or went_on)
+    return Verdict(cause.exit.shell_code if is_its_code else end.code, [*lines, *described],
+                   cause.exit.rank, described[0])
 
 
 def _to_blame(end: EndJob, exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> list[Exit]:

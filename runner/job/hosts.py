@@ -256,7 +256,7 @@ class HostPool:
     # --- how they are reached and left ---------------------------------------------------------------------------------
 
     def _reach(self, names: Sequence[str], now: float) -> None:
-        # Ctrl-Z is ignored from now on: a stopped launcher could not be told from a cut link.
+        # Ctrl-Z is ignored from now on: a stopped launcher looks like a cut link to its agents.
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         try:
             directory = self._settings.working_directory or current_directory()
@@ -274,7 +274,7 @@ class HostPool:
     def _start_agent(self, name: str, bootstrap: bytes, now: float) -> None:
         host = self._hosts[name]
         try:
-            remote = RemoteAgent(Host(name), self._shell, bootstrap, self._selector, self._hear, self._gone)
+            remote = RemoteAgent(Host(name), self._shell, bootstrap, self._selector, self._receive, self._gone)
         except OSError as error:
             self._failed(host, f"cannot start {self._shell.program} to connect to other hosts: {error.strerror}", now)
         except LaunchError as error:
@@ -301,7 +301,7 @@ class HostPool:
             if self._is_paused:
                 remote.send(Pause(True))  # it may be new
 
-    def _hear(self, remote: RemoteAgent, event: Event) -> None:
+    def _receive(self, remote: RemoteAgent, event: Event) -> None:
         if self._awaited is not None and isinstance(event, self._awaited):
             self._answers[remote] = event
             return

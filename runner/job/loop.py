@@ -19,6 +19,7 @@ from hvdlite.core.texts import printable, with_texts
 from hvdlite.membership import messages as members
 from hvdlite.membership.authority import Authority
 from hvdlite.membership.events import (
+    GRACE,
     Command,
     EndJob,
     HostLost,
@@ -51,7 +52,7 @@ from hvdlite_runner.placement import LOCAL, Host, format_ranks
 
 _SAMPLE_SECONDS = 1.0
 """Seconds between samples of the processes' progress."""
-_END_SECONDS = KILL_SECONDS + 3.0
+_END_SECONDS = KILL_SECONDS + GRACE
 """Seconds to wait for agents at the end."""
 
 
@@ -192,7 +193,7 @@ class Job:
             self._observer.finish()
         self._task.remove_abandoned()
 
-    # --- what the authority is told, and commands ------------------------------------------------------------------------
+    # --- the authority's events and commands -----------------------------------------------------------------------------
 
     def _discover(self, now: float) -> None:
         slots = self._discovery.turn(now)
@@ -251,7 +252,7 @@ class Job:
                 for content in self._task.pieces():
                     self._send(keys[0], orders.TaskPiece(content))
             self._send(keys[0], order)
-            if machine != LOCAL and self._hosts.remote(machine) is None:  # lost: the authority has been told, or will be
+            if machine != LOCAL and self._hosts.remote(machine) is None:  # lost: the authority knows, or will
                 self._processes.running.difference_update(keys)
             elif machine == LOCAL and self._is_ended_by_user():  # some of them were not started any more
                 self._processes.running -= set(keys) - set(self._local.running)
@@ -284,7 +285,7 @@ class Job:
             self._observer.begin_world(rank_hosts)
             self._last_sample = 0.0  # other hosts answer before the next one, which is shown
 
-    # --- what worker groups tell -----------------------------------------------------------------------------------------
+    # --- events of worker groups -----------------------------------------------------------------------------------------
 
     def _take(self, machine: str, event: Event) -> None:
         match event:

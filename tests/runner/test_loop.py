@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import selectors
+from collections.abc import Iterator
 from unittest.mock import Mock
 
 import pytest
@@ -21,14 +22,15 @@ from hvdlite_runner.reports.monitor import Monitor
 
 
 @pytest.fixture
-def job() -> Job:
+def job() -> Iterator[Job]:
     """A job of two ranks, on this host and on host b, neither of which does anything."""
     limits = Limits(2, 2, 2, elastic_timeout=math.inf, hosts_are_fixed=True, one_world=True)
     job = Job(JobSettings(["true"], limits, {LOCAL: 1, "b": 1}, share_cores=False), {}, None)
     job._hosts.end(0.0)
     job._hosts, job._local = Mock(), Mock()
     job._hosts.machine_of.side_effect = str
-    return job
+    yield job
+    job.selector.close()
 
 
 def orders(*machines: str) -> dict[str, Start]:
