@@ -35,7 +35,7 @@ SUITE = "make test"
 DEPENDENCIES = ("numpy", "ml_dtypes", "msgspec", "cloudpickle", "pyyaml")
 TEST_PACKAGES = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5", "hypothesis>=6.100")
 
-CORE = ("tests/core", "tests/memory", "tests/handoff", "tests/control", "tests/ordered",
+CORE = ("tests/core", "tests/memory", "tests/handoff", "tests/control", "tests/groups",
         "tests/planes/test_contract_collectives.py", "tests/planes/test_contract_reductions.py",
         "tests/runtime/test_threads.py", "tests/runner/test_options.py")
 MPI = ("tests/planes/test_mpi.py",)

@@ -23,7 +23,7 @@ from hvdlite.core.config import environment_name
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import ReduceOp
-from hvdlite.ordered.group import OrderedGroup
+from hvdlite.groups.group import OrderedGroup
 from hvdlite.runtime.followers import Follower
 from hvdlite.runtime.groups import Groups
 from hvdlite.runtime.process_hooks import answer_signal, leaves_because_of, tell_failure

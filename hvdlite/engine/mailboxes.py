@@ -9,11 +9,11 @@ from hvdlite.core.errors import HorovodInternalError
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.job_state import JobState
 from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
-from hvdlite.memory.mailbox_area import MailboxArea
+from hvdlite.memory.area import Area
 from hvdlite.negotiation.messages import Mailbox, MailboxFrozen, MailboxStale
 from hvdlite.planes.arithmetic import Casts
 
-Areas = Callable[[int, Sequence[int]], MailboxArea | None]
+Areas = Callable[[int, Sequence[int]], Area | None]
 """Returns the next area of that capacity for some ranks, None on other ranks; all ranks make the same calls in order."""
 
 
@@ -42,7 +42,7 @@ class Mailboxes:
         self._make_area, self._state, self._report = areas, state, report
         self._tell, self._finished, self._later, self._enqueue = tell, finished, later, enqueue
         self._last: dict[int, MailboxEnd] = {}  # by area
-        self._areas: dict[int, MailboxArea | None] = {}
+        self._areas: dict[int, Area | None] = {}
         self._ends: dict[int, MailboxEnd] = {}
         self._unusable: dict[int, int] = {}  # mailboxes without memory here, and the round before their first
 

@@ -26,7 +26,7 @@ from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.deferring_lock import DeferringLock
 from hvdlite.handoff.entry import Entry
-from hvdlite.memory.mailbox_area import TEXT, MailboxArea
+from hvdlite.memory.area import LENGTH, NUMBER, TEXT, Area
 from hvdlite.negotiation.mailboxes import OPERATIONS
 from hvdlite.negotiation.messages import Mailbox, MailboxStale, Response
 from hvdlite.planes.arithmetic import Casts, Reduction
@@ -76,7 +76,7 @@ class MailboxEnd:
         later: called by user threads: lets the background thread call a function.
     """
 
-    def __init__(self, mailbox: Mailbox, members: tuple[int, ...], area: MailboxArea, casts: Casts,
+    def __init__(self, mailbox: Mailbox, members: tuple[int, ...], area: Area, casts: Casts,
                  tell: Callable[[MailboxStale], None], finished: Callable[[MailboxCall], None],
                  later: Callable[[Callable[[], None]], None] = lambda act: None) -> None:
         self.mailbox, self.members = mailbox, members
@@ -93,7 +93,7 @@ class MailboxEnd:
         self._text = b""
         self._reduction: Reduction
         self._values: list[list[Array]] = []  # by parity of the round, then by rank
-        self._mark = 1 << 31 | (mailbox.mailbox_id & 0xFFFFF) << 10 | (area.index & 0x3FF)
+        self._others = [other for other in range(area.size) if other != area.index]
 
     # --- the thread that calls -------------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class MailboxEnd:
                 return False
             self._let_act()
             if self.is_complete(call):
-                self._wake(call.round_id & 0x7FFFFFFF)
+                self._area.wake(self._others)
                 self.finish(call)
             else:
                 begun = block()
@@ -145,8 +145,8 @@ class MailboxEnd:
                 head, text = area.heads[area.index][parity], self._text
                 self._reduction.copy_prescaled(call.source, self._values[parity][area.index])
                 area.texts[area.index][parity][:len(text)] = text
-                head[1] = len(text)
-                head[0] = round_id
+                head[LENGTH] = len(text)
+                head[NUMBER] = round_id
             finally:
                 self._is_writing = False
         return True  # leaving the lock was a fence: this rank's head is visible before it looks at the others'
@@ -155,7 +155,7 @@ class MailboxEnd:
     def last_round(self) -> int:
         """The last round that this rank has written."""
         even, odd = self._area.heads[self._area.index]
-        return max(even[0], odd[0], self.mailbox.first_round - 1)
+        return max(even[NUMBER], odd[NUMBER], self.mailbox.first_round - 1)
 
     def is_complete(self, call: MailboxCall) -> bool:
         """Return whether all ranks have written the same text in this call's round."""
@@ -231,7 +231,7 @@ class MailboxEnd:
             else:
                 call.entry = call.make_entry()
                 self._call = None
-        self._wake(self._mark)
+        self._area.wake()
         return call.entry
 
     def fail(self, error: Exception) -> None:
@@ -254,7 +254,7 @@ class MailboxEnd:
             else:
                 call.error = error
                 self._drop(call)
-        self._wake(self._mark)
+        self._area.wake()
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -277,11 +277,11 @@ class MailboxEnd:
         """Return False if the round is complete, True if it never will be, None while ranks are missing."""
         parity, round_id, text = call.round_id & 1, call.round_id, self._text
         area = self._area
-        for other in area.others:
-            if area.heads[other][parity][0] != round_id:
+        for other in self._others:
+            if area.heads[other][parity][NUMBER] != round_id:
                 return None
-        for other in area.others:
-            length = area.heads[other][parity][1]
+        for other in self._others:
+            length = area.heads[other][parity][LENGTH]
             if length != len(text) or area.texts[other][parity][:length] != text:
                 return True
         return False
@@ -299,7 +299,3 @@ class MailboxEnd:
         if not call.is_over:
             call.is_over = True
             self._finished(call)
-
-    def _wake(self, value: int) -> None:
-        self._area.word.value = value
-        self._area.word.wake()

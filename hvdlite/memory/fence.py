@@ -41,11 +41,12 @@ class Fence:
     A call never blocks. A dead rank cannot hold the lock: it is held only within the system call.
 
     Args:
-        descriptor: from `fence_file`, the same file in all ranks; owned by this object.
+        descriptor: from `fence_file`, the same file in all ranks; owned by this object, and closed with it.
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._is_pipe = descriptor, stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+        self._descriptor = descriptor
+        self._is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
 
     def __call__(self) -> None:
         """Order the memory accesses of this rank before and after the call; see the top of this file."""
@@ -54,12 +55,5 @@ class Fence:
         else:
             os.write(self._descriptor, _ONE)  # never read: 2**64 calls fit
 
-    def duplicate(self) -> Fence:
-        """Return another end of the same fence."""
-        return Fence(os.dup(self._descriptor))
-
-    def close(self) -> None:
-        """Close the descriptor, once."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+    def __del__(self) -> None:
+        os.close(self._descriptor)  # not sooner: a number that is closed soon means another file

@@ -1,4 +1,4 @@
-"""The shared memory file of a host: a segment for each process set, and windows for fusion buffers.
+"""The shared memory file of a host: a segment for each process set, windows for fusion buffers, and ranges for others.
 
 The file has no name. On Linux it is a `memfd`, so that the size of /dev/shm does not limit it and a crash leaves nothing
 behind; where the system has none, or refuses it (a sandbox), it is a file that is unlinked before use (macOS: untested). Its
@@ -6,13 +6,14 @@ descriptor is passed over a Unix socket.
 
     segment: one arrival counter per rank, 64 bytes apart | slot (rank 0, region 0) | (0, 1) | (0, 2) | (1, 0) | ...
     window:  rank 0's part | rank 1's part | ...
-    area:    see `memory/mailbox_area.py`, `memory/group_area.py`, `memory/message_area.py`
 
 Rules (docs/protocol.md#slots, #staging-regions, #allocation, #memory-order)
 - Pages are allocated with `posix_fallocate` before they are written: a lack of memory is a `MemoryError`, never SIGBUS.
 - The file is sparse and of fixed length (2**62 bytes, or what the file system supports). Each segment or window is the next
   range of it. All ranks, members or not, request the same ranges in the same order, so they agree without communication.
   Ranges are not reused; when the file is exhausted, a request is a `MemoryError`.
+- A part of the file, the heaps, is divided between the ranks. From its own heap a rank takes ranges without asking anybody,
+  and tells those that share them. They come back to it, and are used again.
 - A staging slot is written by its own rank only. A window's part is written by other ranks only within a reduction.
 - A window stays mapped while a view of it exists (for example a framework's gradient). A rank's pages are freed with its
   last view; no other rank reads them by then, because a reduction ends with a barrier. A forked child has the mappings, but
@@ -29,18 +30,15 @@ import logging
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.kernel_files import open_memfd
-from hvdlite.memory import group_area, mailbox_area, message_area
 from hvdlite.memory.fence import Fence, fence_file
-from hvdlite.memory.group_area import GroupArea
-from hvdlite.memory.mailbox_area import MailboxArea
-from hvdlite.memory.message_area import MessageArea
 
 _log = logging.getLogger("hvdlite")
 COUNTER_STRIDE = 64
@@ -48,6 +46,8 @@ REGIONS = 3
 """Staging regions of a segment, see `planes/staging.py`."""
 PAGE = 1 << 16
 HUGE_PAGE = 1 << 21
+HEAP_MAPPED = 1 << 38
+"""Bytes of a heap that are mapped as a whole; of addresses, not of memory."""
 FILE_SPAN = 1 << 62
 """Length of the file in bytes; reduced where the file system does not support it."""
 LEAST_SPAN = 1 << 32
@@ -107,8 +107,34 @@ def _free_pages(mapping: mmap.mmap, process: int, start: int, length: int) -> No
         pass  # not Linux, or never allocated: the pages are freed with the file
 
 
+class Range:
+    """A range of the file, as one rank has mapped it.
+
+    Attributes:
+        start: where it begins in the file.
+        bytes: its memory; valid as long as a view of it exists.
+        memory: the file.
+    """
+
+    def __init__(self, memory: SharedMemory, start: int, nbytes: int, mapping: mmap.mmap, at: int) -> None:
+        self.memory, self.start = memory, start
+        self._mapping, self._at = mapping, at  # the range begins at this byte of the mapping
+        self.bytes: Array = np.frombuffer(mapping, np.uint8, nbytes, at)
+
+    def allocate(self, begin: int, length: int) -> None:
+        """Allocate pages for a part, or raise `MemoryError`."""
+        self.memory.allocate(self.start + begin, length)
+
+    def free(self, begin: int, length: int) -> None:
+        """Free the pages of a part; in a forked child, do nothing."""
+        _free_pages(self._mapping, self.memory.process, self._at + begin, length)
+
+
 class Segment:
     """The shared memory of a process set's ranks: barrier counters and staging slots.
+
+    Args:
+        range_: of `segment_bytes`.
 
     Attributes:
         arrivals: the number of barriers that each rank has reached, by index in the set; written by that rank.
@@ -120,15 +146,13 @@ class Segment:
 
     regions = REGIONS
 
-    def __init__(self, memory: SharedMemory, start: int, index: int, ranks: int, slot: int) -> None:
+    def __init__(self, range_: Range, index: int, ranks: int, slot: int) -> None:
         self.slot = slot
-        self.fence, self.flush = memory.fence, memory.flush
-        self._memory, self._start, self._index = memory, start, index
+        self.fence, self.flush = range_.memory.fence, range_.memory.flush
+        self._range, self._index = range_, index
         self._counter_bytes = counter_bytes(ranks)
-        memory.allocate(start, self._counter_bytes)
-        self._map = mmap.mmap(memory.descriptor, segment_bytes(ranks, slot), offset=start)
-        self._bytes = np.frombuffer(self._map, np.uint8)
-        self.arrivals = self._bytes[:ranks * COUNTER_STRIDE].view(np.int64)[::COUNTER_STRIDE // 8]
+        range_.allocate(0, self._counter_bytes)
+        self.arrivals = range_.bytes[:ranks * COUNTER_STRIDE].view(np.int64)[::COUNTER_STRIDE // 8]
         self._allocated = [0] * REGIONS  # bytes of this rank's slots that have pages
 
     @property
@@ -138,8 +162,8 @@ class Segment:
 
     def staging(self, index: int, region: int) -> Array:
         """Return a rank's slot of a region, as bytes; only the rank itself writes to it."""
-        start = self._counter_bytes + (index * REGIONS + region) * self.slot
-        return self._bytes[start:start + self.slot]
+        start = self._start_of(index, region)
+        return self._range.bytes[start:start + self.slot]
 
     def reserve(self, region: int, nbytes: int) -> None:
         """Allocate pages for the first `nbytes` bytes of this rank's slot of `region`.
@@ -150,22 +174,20 @@ class Segment:
         if nbytes <= self._allocated[region]:
             return
         wanted = min(self.slot, max(_rounded(nbytes), 2 * self._allocated[region]))
-        start = self._start + self._counter_bytes + (self._index * REGIONS + region) * self.slot
-        self._memory.allocate(start + self._allocated[region], wanted - self._allocated[region])
+        start = self._start_of(self._index, region)
+        self._range.allocate(start + self._allocated[region], wanted - self._allocated[region])
         self._allocated[region] = wanted
 
     def release(self) -> None:
         """Free this rank's pages; called when all ranks of the set have finished reading them."""
-        start = self._counter_bytes + self._index * REGIONS * self.slot
-        _free_pages(self._map, self._memory.process, start, REGIONS * self.slot)
+        self._range.free(self._start_of(self._index, 0), REGIONS * self.slot)
 
     def close(self) -> None:
-        """Unmap the segment. The pages remain: a slower rank may still read them."""
-        del self.arrivals, self._bytes
-        try:
-            self._map.close()
-        except BufferError:
-            pass  # a view is still alive somewhere: the mapping goes with it
+        """Let go of the memory, which is unmapped with its last view. The pages remain: a slower rank may read them."""
+        del self.arrivals, self._range
+
+    def _start_of(self, index: int, region: int) -> int:
+        return self._counter_bytes + (index * REGIONS + region) * self.slot
 
 
 class SharedMemory:
@@ -178,26 +200,34 @@ class SharedMemory:
         descriptor: from `anonymous_file`, the same file on all ranks; owned by this object.
         rank: this rank.
         fence: the host's fence, owned by this object; None on machines that need none.
-        span: the beginning and the end of what this object may use; by default the whole file.
     """
 
-    def __init__(self, descriptor: int, rank: int, fence: Fence | None = None, span: tuple[int, int] | None = None) -> None:
-        self.descriptor, self.fence, self.process = descriptor, fence, os.getpid()
-        self.flush = fence or Fence(fence_file())
+    def __init__(self, descriptor: int, rank: int, fence: Fence | None = None) -> None:
+        self.descriptor, self.process = descriptor, os.getpid()
+        self.fence: Callable[[], None] | None = fence
+        self.flush: Callable[[], None] = fence or Fence(fence_file())
         self._rank = rank
-        self._end, self._length = span or (0, os.fstat(descriptor).st_size)  # the end of the ranges in use, and of all
+        self._end, self._length = 0, os.fstat(descriptor).st_size  # the end of the ranges in use, and of all
+        self._lock = threading.RLock()  # of the descriptor, whose number means another file once it is closed
+
+    def range(self, nbytes: int, ranks: Sequence[int]) -> Range | None:
+        """Return the next range, without pages; None if this rank is not one of `ranks`.
+
+        Raises:
+            MemoryError: if (on all ranks) the file is exhausted. Ranks remain in step.
+        """
+        start = self._next_range(nbytes, PAGE)
+        return self.mapped(start, nbytes) if self._rank in ranks else None
 
     def segment(self, ranks: Sequence[int], slot: int) -> Segment | None:
         """Return the next segment, for a process set; None if this rank is not one of `ranks`.
 
         Raises:
-            MemoryError: if the system has no memory left, or (on all ranks) the file is exhausted. Ranks remain in step.
+            MemoryError: if the system has no memory left, or as for `range`. Ranks remain in step.
         """
         slot = _rounded(slot)
-        start = self._next_range(segment_bytes(len(ranks), slot), PAGE)
-        if self._rank not in ranks:
-            return None
-        return Segment(self, start, list(ranks).index(self._rank), len(ranks), slot)
+        found = self.range(segment_bytes(len(ranks), slot), ranks)
+        return None if found is None else Segment(found, list(ranks).index(self._rank), len(ranks), slot)
 
     def window(self, nbytes: int, ranks: Sequence[int]) -> list[Array]:
         """Return the next window: an array of `nbytes` zero bytes for each of `ranks`; an empty list on other ranks.
@@ -212,7 +242,8 @@ class SharedMemory:
             return []
         index = list(ranks).index(self._rank)
         self.allocate(start + index * part, part)
-        mapping = _Mapping(self.descriptor, part * len(ranks), offset=start)
+        mapping = self.mapping(start, part * len(ranks), _Mapping)
+        assert isinstance(mapping, _Mapping)
         mapping.own, mapping.process = (index * part, part), self.process
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
@@ -222,78 +253,42 @@ class SharedMemory:
         everything = np.frombuffer(mapping, np.uint8)
         return [everything[each * part:each * part + nbytes] for each in range(len(ranks))]
 
-    def mailbox_area(self, capacity: int, ranks: Sequence[int]) -> MailboxArea | None:
-        """Return the next area for mailboxes of tensors of up to `capacity` bytes; None if this rank is not one of `ranks`.
-
-        Raises:
-            MemoryError: as for `segment`.
-        """
-        nbytes = _rounded(mailbox_area.area_bytes(capacity, len(ranks)))
-        start = self._next_range(nbytes, PAGE)
-        if self._rank not in ranks:
-            return None
-        self.allocate(start, nbytes)
-        return MailboxArea(mmap.mmap(self.descriptor, nbytes, offset=start), list(ranks).index(self._rank), len(ranks),
-                           capacity)
-
-    def group_area(self, ranks: Sequence[int]) -> GroupArea | None:
-        """Return the next area for an ordered group; None if this rank is not one of `ranks`.
-
-        Raises:
-            MemoryError: as for `segment`.
-        """
-        nbytes = _rounded(group_area.area_bytes(len(ranks)))
-        start = self._next_range(nbytes, PAGE)
-        if self._rank not in ranks:
-            return None
-        self.allocate(start, nbytes)
-        return GroupArea(mmap.mmap(self.descriptor, nbytes, offset=start), list(ranks).index(self._rank), len(ranks),
-                         self.fence)
-
-    def message_area(self, ranks: Sequence[int], ring: int = message_area.RING_BYTES) -> MessageArea | None:
-        """Return the next area for messages between two of `ranks`; None if this rank is not one of them.
-
-        Args:
-            ring: bytes that a rank can send to another one without waiting for it.
-
-        Raises:
-            MemoryError: as for `segment`.
-        """
-        start = self._next_range(message_area.area_bytes(len(ranks), ring), PAGE)
-        if self._rank not in ranks:
-            return None
-        return MessageArea(self, start, list(ranks).index(self._rank), len(ranks), ring)
-
-    def reserve_portions(self) -> Portions:
-        """Reserve a range of the file, a sixteenth of what is left, for handles with ranges of their own."""
+    def heaps(self, count: int) -> list[Heap]:
+        """Reserve half of what is left of the file for heaps, one for each rank of the host."""
         begin = -(-self._end // HUGE_PAGE) * HUGE_PAGE
-        self._end = begin + _sixteenth(begin, self._length)
-        return Portions(self, begin, self._end)
-
-    def portion(self, begin: int, end: int) -> SharedMemory:
-        """Return a handle of its own for a range of the file."""
-        return SharedMemory(os.dup(self.descriptor), self._rank, self.fence and self.fence.duplicate(), (begin, end))
+        each = (self._length - begin) // 2 // count // HUGE_PAGE * HUGE_PAGE
+        self._end = begin + count * each
+        return [Heap(self, begin + index * each, each) for index in range(count)]
 
     def close(self) -> None:
-        """Close the file and the fence; mappings remain."""
-        self.flush.close()
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        """Close the file; mappings remain, and the fence while a segment has it."""
+        with self._lock:
+            self.flush, self.fence = _nothing, self.fence and _nothing
+            if self.descriptor >= 0:
+                os.close(self.descriptor)
+                self.descriptor = -1
 
     def allocate(self, start: int, length: int) -> None:
         """Allocate pages for a range, or raise `MemoryError`."""
         if not hasattr(os, "posix_fallocate"):
             return  # macOS: a sparse file on disk
         try:
-            os.posix_fallocate(self.descriptor, start, length)
+            with self._lock:
+                os.posix_fallocate(self.descriptor, start, length)
         except OSError as error:
             raise MemoryError(f"no memory for {length} bytes shared between ranks ({error}); lower HVDLITE_SHM_SLOT, or "
                               "turn learned buckets off with HVDLITE_BUCKET_SIZE=0") from error
 
-    def free(self, mapping: mmap.mmap, start: int, length: int) -> None:
-        """Free the pages of a range of a mapping of this file; in a forked child, do nothing."""
-        _free_pages(mapping, self.process, start, length)
+    def mapping(self, start: int, nbytes: int, kind: type[mmap.mmap] = mmap.mmap) -> mmap.mmap:
+        """Return a mapping of a range of the file."""
+        with self._lock:
+            if self.descriptor < 0:
+                raise MemoryError("the memory that ranks share is closed: the job has ended")
+            return kind(self.descriptor, nbytes, offset=start)
+
+    def mapped(self, start: int, nbytes: int) -> Range:
+        """Return a range of the file with a mapping of its own."""
+        return Range(self, start, nbytes, self.mapping(start, nbytes), 0)
 
     def _next_range(self, nbytes: int, alignment: int) -> int:
         start = -(-self._end // alignment) * alignment
@@ -304,24 +299,72 @@ class SharedMemory:
         return start
 
 
-class Portions:
-    """A range of the host's file from which one handle after the other is made.
+class Heap:
+    """The part of the host's file from which one rank takes ranges, as another rank of the host or this one sees it.
 
-    All ranks make the same calls in the same order, but independently of what they request of the file itself.
+    Most of it is mapped as a whole, because a mapping has a descriptor of its own. Where the address space is limited
+    (`ulimit -v`), and in the rest of the heap, each range is.
+
+    Args:
+        begin: in the file.
+
+    Attributes:
+        memory: the file.
     """
 
-    def __init__(self, memory: SharedMemory, begin: int, end: int) -> None:
-        self._memory, self._begin, self._end = memory, begin, end
+    def __init__(self, memory: SharedMemory, begin: int, nbytes: int) -> None:
+        self.memory, self._begin, self._end = memory, begin, begin + nbytes
+        self._mapping: mmap.mmap | None = None
+        self._mapped = min(nbytes, HEAP_MAPPED)  # of the heap's first bytes
+        self._lock = threading.RLock()  # guards the rest
+        self._next = begin
+        self._free: dict[int, list[Range]] = {}  # by length
+        self._lent: list[tuple[Range, Callable[[], bool]]] = []
 
-    def open(self) -> SharedMemory:
-        """Return the next handle, which has a sixteenth of what is left."""
-        begin = self._begin
-        self._begin += _sixteenth(begin, self._end)
-        return self._memory.portion(begin, self._begin)
+    def take(self, nbytes: int) -> Range:
+        """Return a range of zeros, without pages; only the heap's own rank calls this.
 
+        Raises:
+            MemoryError: if there is none left.
+        """
+        nbytes = _rounded(nbytes)
+        self.take_back()
+        with self._lock:
+            if self._free.get(nbytes):
+                return self._free[nbytes].pop()
+            start = self._next
+            if start + nbytes > self._end:
+                raise MemoryError(f"no range of {nbytes} bytes is left in this rank's part of the file that ranks share; "
+                                  "raise the limit on the size of files (ulimit -f)")
+            self._next += nbytes
+        return self.range(start, nbytes)
 
-def _sixteenth(begin: int, end: int) -> int:
-    return (end - begin) // 16 // HUGE_PAGE * HUGE_PAGE
+    def lend(self, taken: Range, is_over: Callable[[], bool]) -> None:
+        """Take a range back once all that share it have let go of it, as the function says."""
+        with self._lock:
+            self._lent.append((taken, is_over))
+
+    def take_back(self) -> None:
+        """Free the pages of what all have let go of."""
+        with self._lock:
+            over = [taken for taken, is_over in self._lent if is_over()]
+            self._lent = [pair for pair in self._lent if pair[0] not in over]
+            for taken in over:
+                taken.free(0, taken.bytes.size)
+                self._free.setdefault(taken.bytes.size, []).append(taken)
+
+    def range(self, start: int, nbytes: int) -> Range:
+        """Return a range that the heap's rank has taken."""
+        with self._lock:
+            if self._mapping is None and self._mapped:
+                try:
+                    self._mapping = self.memory.mapping(self._begin, self._mapped)
+                except (OSError, ValueError):
+                    self._mapped = 0
+            at = start - self._begin
+            if self._mapping is not None and at + nbytes <= self._mapped:
+                return Range(self.memory, start, nbytes, self._mapping, at)
+        return self.memory.mapped(start, nbytes)
 
 
 def counter_bytes(ranks: int) -> int:
@@ -332,6 +375,10 @@ def counter_bytes(ranks: int) -> int:
 def segment_bytes(ranks: int, slot: int) -> int:
     """Return the length of a segment in bytes; most of its pages are never allocated."""
     return counter_bytes(ranks) + ranks * REGIONS * slot
+
+
+def _nothing() -> None:
+    pass
 
 
 def _rounded(nbytes: int) -> int:

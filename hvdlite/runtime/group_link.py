@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from hvdlite.core.array import Array
 from hvdlite.engine.oob import GroupOob
-from hvdlite.ordered.negotiated_transfers import Done
+from hvdlite.groups.negotiated_transfers import Done
 from hvdlite.runtime.runtime import Runtime
 
 

@@ -11,7 +11,7 @@ from hvdlite.engine.engine import Engine
 from hvdlite.handoff.handle import BlockedWaiters
 from hvdlite.handoff.inbox import Inbox, Task
 from hvdlite.negotiation.messages import CallWait, GroupCalls, Response
-from hvdlite.ordered.group_end import GroupEnd
+from hvdlite.groups.group_end import GroupEnd
 
 
 class GroupReports:

@@ -21,9 +21,9 @@ from hvdlite.core import launch_contract
 from hvdlite.core.config import Config, timeout_or_inf
 from hvdlite.core.errors import ConfigError, ForkedProcessError, LaunchError
 from hvdlite.memory.group_area import GroupArea, area_bytes
-from hvdlite.ordered.group_end import GroupEnd
-from hvdlite.ordered.negotiated_transfers import NegotiatedTransfers
-from hvdlite.ordered.ring_transfers import RingTransfers
+from hvdlite.groups.group_end import GroupEnd
+from hvdlite.groups.negotiated_transfers import NegotiatedTransfers
+from hvdlite.groups.ring_transfers import RingTransfers
 from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.runtime.assemble import assemble
 from hvdlite.runtime.group_link import GroupAnnouncements, GroupLink

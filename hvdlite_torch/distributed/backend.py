@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch._C import _distributed_c10d as c10d
 
-from hvdlite.ordered.group import OrderedGroup
+from hvdlite.groups.group import OrderedGroup
 from hvdlite_torch.distributed.collectives import Collectives
 from hvdlite_torch.distributed.work import GroupWork
 

@@ -16,8 +16,8 @@ from torch.autograd import profiler
 
 from hvdlite import api
 from hvdlite.core.errors import OperationTimeoutError
-from hvdlite.ordered.call import Call
-from hvdlite.ordered.group import OrderedGroup
+from hvdlite.groups.call import Call
+from hvdlite.groups.group import OrderedGroup
 from hvdlite_torch.distributed import sparse
 from hvdlite_torch.distributed import tensors as memory
 from hvdlite_torch.distributed.errors import as_backend_error, missed

@@ -10,7 +10,7 @@ from torch.distributed import DistBackendError
 from hvdlite.core.errors import HorovodInternalError, HvdliteError, OperationTimeoutError, UnsupportedError
 
 if TYPE_CHECKING:
-    from hvdlite.ordered.group import OrderedGroup
+    from hvdlite.groups.group import OrderedGroup
 
     _BackendError = RuntimeError
 else:

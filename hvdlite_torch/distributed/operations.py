@@ -17,7 +17,7 @@ import torch
 from torch.distributed import ReduceOp as TorchOp
 
 from hvdlite.core.types import BITWISE, Collective, ReduceOp
-from hvdlite.ordered.operations import Operation
+from hvdlite.groups.operations import Operation
 from hvdlite_torch.distributed import tensors as memory
 from hvdlite_torch.distributed.errors import UnsupportedArgumentError
 from hvdlite_torch.distributed.prepared import Copies, Prepared, joined

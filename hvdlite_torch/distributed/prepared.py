@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hvdlite.ordered.operations import Operation
+from hvdlite.groups.operations import Operation
 from hvdlite_torch.distributed import tensors as memory
 
 

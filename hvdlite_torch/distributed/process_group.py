@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._C import _len_torch_dispatch_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hvdlite.ordered.group import OrderedGroup
+from hvdlite.groups.group import OrderedGroup
 from hvdlite_torch.distributed import backend, comm_debug, other_devices
 from hvdlite_torch.distributed.backend import NAME
 from hvdlite_torch.distributed.collectives import Collectives

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-from hvdlite.ordered.call import Call
+from hvdlite.groups.call import Call
 
 
 def begin_span(what: str) -> Callable[[Call], None]:

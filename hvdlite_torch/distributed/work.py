@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvdlite.ordered.call import Call
-from hvdlite.ordered.group import OrderedGroup
+from hvdlite.groups.call import Call
+from hvdlite.groups.group import OrderedGroup
 from hvdlite_torch.distributed.errors import WaitTimeoutError, as_backend_error
 
 if TYPE_CHECKING:

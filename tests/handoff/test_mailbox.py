@@ -13,7 +13,7 @@ from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.types import ReduceOp
 from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
 from hvdlite.memory import futex
-from hvdlite.memory.mailbox_area import MailboxArea, area_bytes
+from hvdlite.memory.area import Area, area_bytes
 from hvdlite.negotiation.messages import Mailbox, MailboxStale
 from hvdlite.planes.arithmetic import Casts, Reduction
 from tests.worlds import HANGS_SECONDS
@@ -23,9 +23,9 @@ CAPACITY = 256
 
 def ends(size: int) -> tuple[list[MailboxEnd], list[MailboxStale], list[MailboxCall]]:
     """Return all ranks' ends, what they tell, and the calls that are over."""
-    memory, told, over = bytearray(area_bytes(CAPACITY, size)), [], []  # type: ignore[var-annotated]
+    memory, told, over = bytearray(area_bytes(size, CAPACITY)), [], []  # type: ignore[var-annotated]
     mailbox = Mailbox(mailbox_id=1, stem="x", process_set_id=0, area=0, capacity=CAPACITY, first_round=1)
-    return [MailboxEnd(mailbox, tuple(range(size)), MailboxArea(memory, rank, size, CAPACITY), Casts.of_numpy(), told.append,
+    return [MailboxEnd(mailbox, tuple(range(size)), Area(memory, rank, size, CAPACITY), Casts.of_numpy(), told.append,
                        over.append) for rank in range(size)], told, over
 
 

@@ -20,7 +20,7 @@ from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import BlockedWaiters
 from hvdlite.handoff.job_state import JobState
 from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
-from hvdlite.memory.mailbox_area import MailboxArea, area_bytes
+from hvdlite.memory.area import Area, area_bytes
 from hvdlite.negotiation.controller import CloseMailbox, Controller, FreezeMailbox
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.mailboxes import stem_of
@@ -64,13 +64,13 @@ class Job:
         self.ranks = [Rank(self, rank, script) for rank, script in enumerate(scripts)]
         self.exchanged = 0  # calls that needed no request
 
-    def area(self, rank: int, number: int, capacity: int) -> MailboxArea:
+    def area(self, rank: int, number: int, capacity: int) -> Area:
         """Return a rank's view of an area; now and then, a rank has no memory for it."""
         if number == len(self.areas):
-            self.areas.append(bytearray(area_bytes(capacity, self.size)))
+            self.areas.append(bytearray(area_bytes(self.size, capacity)))
         if self.choice.random() < 0.02:
             raise MemoryError
-        return MailboxArea(self.areas[number], rank, self.size, capacity)
+        return Area(self.areas[number], rank, self.size, capacity)
 
     def decide(self) -> None:
         """Send the next decision, if there is one."""

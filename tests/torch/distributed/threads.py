@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from hvdlite_torch.distributed.process_group import HvdliteProcessGroup
-from tests.ordered.worlds import HANGS_SECONDS, groups, play
+from tests.groups.worlds import HANGS_SECONDS, groups, play
 
 T = TypeVar("T")
 

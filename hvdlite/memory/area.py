@@ -1,0 +1,118 @@
+"""What the ranks of a host write of their calls for each other: the memory of a mailbox, or of a group.
+
+    rank 0: line | even calls: head, text | odd calls: head, text      rank 1: ...
+    then, if calls bring their values: rank 0: even, odd | rank 1: ...
+
+A line has the word on which the rank sleeps, and says whether the rank has left. A head has the number of a call, the length
+of its text, and the text's digest; the number is written after the rest. A rank writes only its own line, heads, texts and
+values; but any rank changes a word, and none relies on its value.
+
+Rules (docs/protocol.md#areas)
+- A rank writes call s + 2 only when all ranks have begun call s + 1. Then all have read what it wrote of call s.
+- Numbers of calls only grow, so that a head never looks like one of an earlier call.
+- No pages are freed before all ranks have let go of the area: a slower rank may still read them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from hvdlite.core.array import Array
+from hvdlite.memory.futex import shared_word
+from hvdlite.memory.shared import SharedMemory
+
+LINE: Final = 64
+"""Bytes of a line and of a head."""
+TEXT: Final = 960
+"""Bytes of the longest text."""
+NUMBER, LENGTH, DIGEST = range(3)
+"""The words of a head."""
+LEFT, LET_GO = range(2)
+"""The words of a rank's line: one more than the last call that it has completed, once it has left; whether it has let go."""
+_RANK: Final = LINE + 2 * (LINE + TEXT)
+_LEFT_AT: Final = 16
+
+
+def area_bytes(ranks: int, capacity: int = 0) -> int:
+    """Return the size of an area in bytes.
+
+    Args:
+        capacity: bytes of a call's values.
+    """
+    return _padded(ranks * _RANK) + 2 * ranks * _padded(capacity)
+
+
+class Area:
+    """One rank's view of an area.
+
+    Attributes:
+        index: this rank's, among those of the area.
+        size: number of ranks.
+        word: on which this rank sleeps.
+        lines: of each rank: `LEFT`, `LET_GO`.
+        heads: of each rank and parity of the call: `NUMBER`, `LENGTH`, `DIGEST`.
+        texts: likewise, bytes.
+        values: likewise, arrays of `capacity` bytes.
+
+    Args:
+        memory: `area_bytes` of zeros at first, shared between the ranks.
+    """
+
+    def __init__(self, memory: Any, index: int, ranks: int, capacity: int = 0) -> None:
+        self.index, self.size, self.capacity = index, ranks, capacity
+        whole, everything = memoryview(memory).cast("B"), np.frombuffer(memory, np.uint8)
+        starts = [rank * _RANK for rank in range(ranks)]
+        self.lines = [whole[start + _LEFT_AT:start + _LEFT_AT + 16].cast("q") for start in starts]
+        heads = [[start + LINE + parity * (LINE + TEXT) for parity in range(2)] for start in starts]
+        self.heads = [[whole[head:head + 24].cast("q") for head in both] for both in heads]
+        self.texts = [[whole[head + LINE:head + LINE + TEXT] for head in both] for both in heads]
+        first, each = _padded(ranks * _RANK), _padded(capacity)
+        self.values: list[list[Array]] = [
+            [everything[start:start + capacity] for start in (first + 2 * rank * each, first + (2 * rank + 1) * each)]
+            for rank in range(ranks)]
+        self._words = [shared_word(memory, start) for start in starts]
+        self.word = self._words[index]
+        self._everybody = range(ranks)
+        self._changes = itertools.count(1)  # words are 0 at first
+
+    def wake(self, ranks: Iterable[int] = ()) -> None:
+        """Let ranks look again that sleep, by default all; callable from any thread."""
+        value = (next(self._changes) * self.size + self.index) & 0xFFFFFFFF  # that no word has had lately
+        for rank in ranks or self._everybody:
+            word = self._words[rank]
+            word.value = value
+            word.wake()
+
+    def has_left(self, rank: int) -> bool:
+        """Return whether a rank makes no calls any more; of an area that was released, True."""
+        return not self.lines or self.lines[rank][LEFT] != 0
+
+    def release(self) -> None:
+        """Use the memory no more; it is unmapped when no thread sleeps there any more. What is written now goes nowhere."""
+        lines, self.lines, self.heads, self.texts, self.values = self.lines, [], [], [], []
+        self._words = [shared_word(bytearray(4), 0)] * self.size
+        self.word = self._words[self.index]
+        if lines:
+            lines[self.index][LET_GO] = 1
+
+
+def next_area(memory: SharedMemory, rank: int, ranks: Sequence[int], capacity: int) -> Area | None:
+    """Return the next area of a host's file, with pages; None if `rank` is not one of `ranks`.
+
+    Raises:
+        MemoryError: see `SharedMemory.segment`.
+    """
+    nbytes = area_bytes(len(ranks), capacity)
+    taken = memory.range(nbytes, ranks)
+    if taken is None:
+        return None
+    taken.allocate(0, nbytes)
+    return Area(taken.bytes, list(ranks).index(rank), len(ranks), capacity)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // LINE) * LINE
