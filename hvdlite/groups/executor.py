@@ -17,8 +17,6 @@ import numpy as np
 from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError, OperationTimeoutError, PeerLostError
 from hvdlite.core.types import Collective
-from hvdlite.memory.group_area import TEXT, GroupArea
-from hvdlite.negotiation.messages import Response
 from hvdlite.groups.board import Board, OnlySplitsDiffer, disagreement
 from hvdlite.groups.call import Call
 from hvdlite.groups.history import History, PastCall
@@ -28,6 +26,8 @@ from hvdlite.groups.plans import Plans, Prepared, memory_of, shown
 from hvdlite.groups.reporter import Reporter
 from hvdlite.groups.standings import Announcements, Standing, Standings
 from hvdlite.groups.waiter import Others, Waiter
+from hvdlite.memory.group_area import TEXT, GroupArea
+from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import AlltoallSplits, Plan, Plane
 
 

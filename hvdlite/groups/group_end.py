@@ -25,7 +25,6 @@ from typing import Final
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import ForkedProcessError, HorovodInternalError, MismatchError, PeerLeftError, UnsupportedError
-from hvdlite.memory.group_area import GroupArea
 from hvdlite.groups.call import Call, when_all_done
 from hvdlite.groups.executor import Executor
 from hvdlite.groups.history import PastCall
@@ -34,6 +33,7 @@ from hvdlite.groups.operations import Operation
 from hvdlite.groups.reporter import NoReporter, Reporter
 from hvdlite.groups.standings import Announcements
 from hvdlite.groups.transfers import Transfer, Transfers
+from hvdlite.memory.group_area import GroupArea
 from hvdlite.planes.base import Plane
 
 JOIN_SECONDS: Final = 2.0

@@ -15,10 +15,10 @@ from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.errors import MismatchError
 from hvdlite.core.texts import shortened
 from hvdlite.core.types import ROOTED, Collective
-from hvdlite.memory.group_area import TEXT
-from hvdlite.negotiation.messages import Response
 from hvdlite.groups.board import digest_of
 from hvdlite.groups.operations import Operation
+from hvdlite.memory.group_area import TEXT
+from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import AlltoallSplits
 
 LONGEST_SHOWN: Final = 200

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from hvdlite.negotiation.messages import Response
 from hvdlite.groups.call import UNCOUNTED, Waits
+from hvdlite.negotiation.messages import Response
 
 
 class Reporter(Protocol):

@@ -27,10 +27,10 @@ from typing import Final
 import numpy as np
 
 from hvdlite.core.array import Array
-from hvdlite.memory.message_area import MessageArea, Piece, RingReader
 from hvdlite.groups.guarded_transfers import GuardedTransfers
 from hvdlite.groups.matching import ANY, Matching
 from hvdlite.groups.transfers import Receive, Send, Transfer
+from hvdlite.memory.message_area import MessageArea, Piece, RingReader
 
 LINGER_SECONDS: Final = 0.005
 """How long a call is left to the threads that may come and wait for it."""

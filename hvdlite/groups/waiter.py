@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from hvdlite.core.errors import OperationTimeoutError, PeerLeftError
-from hvdlite.memory.group_area import GroupArea
 from hvdlite.groups.board import names
+from hvdlite.memory.group_area import GroupArea
 
 LOOK_SECONDS: Final = 1.0
 """How long a thread sleeps at most before it looks again whether others have left."""

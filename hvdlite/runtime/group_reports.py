@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.progress import Progress
 from hvdlite.engine.engine import Engine
+from hvdlite.groups.group_end import GroupEnd
 from hvdlite.handoff.handle import BlockedWaiters
 from hvdlite.handoff.inbox import Inbox, Task
 from hvdlite.negotiation.messages import CallWait, GroupCalls, Response
-from hvdlite.groups.group_end import GroupEnd
 
 
 class GroupReports:

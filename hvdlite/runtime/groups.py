@@ -20,10 +20,10 @@ from hvdlite.bootstrap.store import Store, meet_in_store, own_address
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config, timeout_or_inf
 from hvdlite.core.errors import ConfigError, ForkedProcessError, LaunchError
-from hvdlite.memory.group_area import GroupArea, area_bytes
 from hvdlite.groups.group_end import GroupEnd
 from hvdlite.groups.negotiated_transfers import NegotiatedTransfers
 from hvdlite.groups.ring_transfers import RingTransfers
+from hvdlite.memory.group_area import GroupArea, area_bytes
 from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.runtime.assemble import assemble
 from hvdlite.runtime.group_link import GroupAnnouncements, GroupLink

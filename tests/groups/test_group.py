@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from hvdlite.core.errors import MismatchError
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.groups.group_end import GroupEnd
+from hvdlite.groups.operations import Operation
 from hvdlite.memory import futex
 from hvdlite.memory.futex import PolledWord
 from hvdlite.memory.group_area import GroupArea, area_bytes
-from hvdlite.groups.group_end import GroupEnd
-from hvdlite.groups.operations import Operation
 from tests.groups.worlds import HANGS_SECONDS, HOSTS, Reports, allgather, allreduce, barrier, groups, play, result_of, sums
 
 

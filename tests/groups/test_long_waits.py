@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from hvdlite.core.errors import DeadlockError, HorovodInternalError
-from hvdlite.negotiation.messages import GroupCalls
 from hvdlite.groups.call import Call
 from hvdlite.groups.group_end import GroupEnd
 from hvdlite.groups.long_waits import LongWaits
 from hvdlite.groups.matching import ANY
 from hvdlite.groups.transfers import Receive, Transfer
+from hvdlite.negotiation.messages import GroupCalls
 from hvdlite.runtime.group_reports import ReportedGroup
 from tests.groups.worlds import HANGS_SECONDS, Reports, barrier, groups, play, result_of, sums
 

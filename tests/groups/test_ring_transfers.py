@@ -15,13 +15,13 @@ import pytest
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import ForkedProcessError, HorovodInternalError, OperationTimeoutError, PeerLeftError, PeerLostError
+from hvdlite.groups import ring_transfers as module
+from hvdlite.groups.call import Call
+from hvdlite.groups.ring_transfers import RingTransfers
 from hvdlite.memory import message_area
 from hvdlite.memory.fence import Fence, fence_file
 from hvdlite.memory.futex import PolledWord
 from hvdlite.memory.shared import SharedMemory, anonymous_file
-from hvdlite.groups import ring_transfers as module
-from hvdlite.groups.call import Call
-from hvdlite.groups.ring_transfers import RingTransfers
 from tests.groups.schedules import Schedule, done, failure, received, text
 from tests.worlds import HANGS_SECONDS, descriptors
 

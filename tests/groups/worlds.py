@@ -15,15 +15,15 @@ import pytest
 from hvdlite.core.array import Array
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.diagnostics.progress import Progress
-from hvdlite.memory.fence import Fence, fence_file
-from hvdlite.memory.shared import SharedMemory, anonymous_file
-from hvdlite.negotiation.messages import Response
 from hvdlite.groups.call import Call
 from hvdlite.groups.group import OrderedGroup
 from hvdlite.groups.group_end import GroupEnd
 from hvdlite.groups.long_waits import PATIENCE_SECONDS
 from hvdlite.groups.operations import Operation
 from hvdlite.groups.ring_transfers import RingTransfers
+from hvdlite.memory.fence import Fence, fence_file
+from hvdlite.memory.shared import SharedMemory, anonymous_file
+from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import Plane
 from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.planes.shm import ShmPlane
