@@ -23,9 +23,9 @@ from hvdlite.core.config import environment_name
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import ReduceOp
-from hvdlite.groups.group import OrderedGroup
+from hvdlite.groups.group import Group
+from hvdlite.groups.groups import Groups
 from hvdlite.runtime.followers import Follower
-from hvdlite.runtime.groups import Groups
 from hvdlite.runtime.process_hooks import answer_signal, leaves_because_of, tell_failure
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.runtime.worlds import Worlds
@@ -107,17 +107,7 @@ def _release(*, waits: bool) -> None:
             _worlds.leave(waits=waits)
 
 
-class _Job:
-    """The use of the runtime by groups; implements `runtime.groups.Job`."""
-
-    def begin(self, info: LaunchInfo | None) -> None:
-        _join(None, info, ())
-
-    def end(self) -> None:
-        _release(waits=False)
-
-
-_groups = Groups(_worlds, _Job())
+_groups = Groups(_worlds, lambda info: _join(None, info, ()), lambda: _release(waits=False))
 
 
 def runtime() -> Runtime:
@@ -366,7 +356,7 @@ def set_torch_variables() -> None:
 
 
 def join_group(store: Store, name: str, rank: int, size: int, timeout: float,
-               members: Sequence[int] | None = None) -> OrderedGroup:
+               members: Sequence[int] | None = None) -> Group:
     """Meet the other ranks of a group whose collectives are carried out in the order of calls; all of them call this.
 
     Args:
@@ -386,6 +376,26 @@ def join_group(store: Store, name: str, rank: int, size: int, timeout: float,
     with _lock:
         _install_hooks()
     return _groups.join(store, name, rank, size, timeout, members)
+
+
+def open_group(name: str, ranks: Sequence[int], timeout: float = math.inf) -> Group:
+    """Make a group of ranks of this process's world, whose collectives are carried out in the order of calls.
+
+    All of these ranks call this. In an elastic job the group belongs to the present world, and fails with it.
+
+    Args:
+        name: the same on all of them, for messages; another one for each group that is made at the same time.
+        ranks: of the world: those of the group, in its order.
+        timeout: seconds after which the meeting, and later a call, fails on a rank that still waits.
+
+    Raises:
+        NotInitializedError: before `init()`, and between two worlds.
+        ValueError: if this rank is not one of `ranks`, or they are not ranks of the world.
+        LaunchError: when they do not agree, or do not come in time.
+        PeerLeftError: when one of them has left the job.
+        HorovodInternalError: when the job fails meanwhile.
+    """
+    return _groups.open(name, ranks, timeout)
 
 
 # --- hooks: installed once, by the first init() or group -------------------------------------------------------------

@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hvdlite.control.base import ControlPlane
+from hvdlite.core.world import Hosts
 from hvdlite.diagnostics.process_probe import ProcessProbe
 from hvdlite.engine.limits import Clock
 from hvdlite.engine.mailboxes import Areas
-from hvdlite.engine.oob import GroupOob, OobChannel
-from hvdlite.memory.group_area import GroupArea
-from hvdlite.memory.shared import SharedMemory
-from hvdlite.planes.base import DevicePlane, Plane
+from hvdlite.engine.oob import OobChannel
+from hvdlite.memory.area import Area
+from hvdlite.memory.shared import Heap
+from hvdlite.planes.base import DevicePlane, OobTexts, Plane
+from hvdlite.planes.staging import HostMemory
 
+GroupPlanes = Callable[[int, Hosts, HostMemory, Area, OobTexts], Plane]
+"""Returns the plane of one rank of a group: its index, the hosts of the group, memory for a segment, and what it waits with.
 
-@dataclasses.dataclass(frozen=True)
-class GroupPlane:
-    """What one ordered group of all ranks has of its own.
-
-    Attributes:
-        plane: has all ranks as process set 0; its waits sleep on the area's word.
-        area: of this host.
-        is_one_host: whether the ranks share the area and move tensors through shared memory alone.
-        memory: the host's, the group's part of it; for what else the group shares.
-        oob: the group's out-of-band texts.
-    """
-
-    plane: Plane
-    area: GroupArea
-    is_one_host: bool
-    memory: SharedMemory
-    oob: GroupOob
-
-
-GroupParts = Callable[[], GroupPlane]
-"""Makes them; all ranks make the same calls in the same order. Any thread may call it."""
+The group's ranks, as indices, are process set 0. The plane waits on this rank's word of the area.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +36,8 @@ class Connections:
         probe: tells the state of the ranks of this host without asking them; by default it knows none.
         clock: the same for all ranks of the job.
         mailbox_area: makes the memory of mailboxes; None where there are none.
-        group_parts: makes what an ordered group has of its own; None in a job of size 1.
+        heaps: from which the ranks of this host take memory for groups.
+        group_planes: makes the planes of groups; None in a job of size 1.
         rank_names: of all ranks, in errors; empty: their numbers.
     """
 
@@ -62,5 +48,6 @@ class Connections:
     probe: ProcessProbe = dataclasses.field(default_factory=lambda: ProcessProbe({}, {}))
     clock: Clock = time.monotonic
     mailbox_area: Areas | None = None
-    group_parts: GroupParts | None = None
+    heaps: Mapping[int, Heap] = dataclasses.field(default_factory=dict)
+    group_planes: GroupPlanes | None = None
     rank_names: Sequence[str] = ()

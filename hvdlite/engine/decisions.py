@@ -29,19 +29,20 @@ class Decisions:
     are applied. `accept` and `apply_next` follow it, field by field.
 
     Attributes:
-        departed: the ranks that have left the job normally.
         has_left: whether this rank has: its own leaving is accepted, and everything that was decided before is done.
 
     Args:
         state: gets the tuned knobs.
         status: describes this rank for stall reports.
+        departed: called when ranks have left the job.
     """
 
     def __init__(self, controller: Controller, coordinator: CoordinatorLink, execution: Execution, state: JobState,
-                 waiters: BlockedWaiters, recorder: FlightRecorder, status: Callable[[], RankStatus]) -> None:
-        self.departed: set[int] = set()
+                 waiters: BlockedWaiters, recorder: FlightRecorder, status: Callable[[], RankStatus],
+                 departed: Callable[[], None]) -> None:
         self.has_left = False
         self._rank = controller.rank
+        self._departed = departed
         self._controller, self._coordinator, self._execution = controller, coordinator, execution
         self._state, self._waiters, self._recorder, self._status = state, waiters, recorder, status
         self._queue: deque[Decision] = deque()  # received and not applied
@@ -61,7 +62,9 @@ class Decisions:
             raise JobFailed(decision.failure)
         if self._rank in decision.status_requests:
             self._controller.send_side_message(SideMessage(status=self._status()))
-        self.departed.update(decision.left)
+        if decision.left:
+            self._state.departed.update(decision.left)
+            self._departed()
         if self._rank in decision.deferred:
             self._waiters.defer()
         self._queue.append(decision)
@@ -78,6 +81,6 @@ class Decisions:
             self._state.tuned.update(decision.tuned)
             self._execution.tune(dict(decision.tuned))
         self._execution.open_pairs(decision.responses)
-        self._execution.carry_out(self._controller.apply(decision), self.departed)  # `closed` to `responses`
+        self._execution.carry_out(self._controller.apply(decision), self._state.departed)  # `closed` to `responses`
         if self._rank in decision.left:
             self.has_left = True

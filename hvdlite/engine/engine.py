@@ -10,7 +10,6 @@ Theory of operation
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from typing import Any, NoReturn
 from hvdlite.control.base import DecisionReceived, DirectMessageReceived, Event
 from hvdlite.core.errors import HorovodInternalError, MismatchError
 from hvdlite.core.process_limit import explained
-from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.diagnostics.call_history import CallHistory
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.stall_inspector import CoordinatorWatchdog
@@ -80,7 +78,7 @@ class Engine:
             self._rank, connections.plane, connections.devices, self._state, recorder, self._clock, self._mailboxes,
             wait_until=self._wait_until, release_name=self._inbox.release, mark_stale=controller.mark_stale)
         self._decisions = Decisions(controller, coordinator, self._execution, self._state, self._waiters, recorder,
-                                    self._status)
+                                    self._status, connections.oob.look)
         self._health = HealthCheck(watchdog, coordinator, self._execution, self._clock, look_seconds,
                                    send=self._send_side_message, lost=self._lose_parent, decide=self._decide)
         connections.oob.connect(controller.send_side_message, self._inbox.post)
@@ -103,7 +101,7 @@ class Engine:
         """Say for whom this rank still waits when it leaves, for a log line."""
         if not self._decisions.has_left and 0 not in self._serves:
             return " for rank 0 to confirm"
-        return f" for ranks {sorted(self._serves - self._decisions.departed)} to leave"
+        return f" for ranks {sorted(self._serves - self._state.departed)} to leave"
 
     # --- tasks that user threads put into the inbox ------------------------------------------------------------------
 
@@ -144,9 +142,8 @@ class Engine:
         """Tell rank 0 what this rank's GPU has not finished for long."""
         self._controller.send_side_message(SideMessage(overdue=work))
 
-    def suspect_others(self) -> None:
-        """Let rank 0 see whether the others are alive: this rank has waited long in the middle of a group's call."""
-        others = tuple(rank for rank in self._state.process_sets[GLOBAL_PROCESS_SET_ID] if rank != self._rank)
+    def suspect(self, others: tuple[int, ...]) -> None:
+        """Let rank 0 see whether others are alive: this rank has waited long in the middle of a call of a group of them."""
         self._controller.send_side_message(SideMessage(slow_peers=others))
 
     # --- the loop --------------------------------------------------------------------------------------------------
@@ -158,7 +155,7 @@ class Engine:
             self._state.failure = failure_error(failed.notice, self._rank, self._connections.rank_names)
             if (failed.notice.origin != self._rank and failed.notice.kind != "stopped"
                     and not (self._waiters or self._mailboxes.in_use
-                             or any(group.is_waiting for group in list(self._state.groups)))
+                             or any(group.runner for group in list(self._state.groups)))
                     and failed.notice.kind != MismatchError.__name__):  # which the ranks concerned raise themselves
                 # No thread raises it now.
                 _log.error("rank %d: %s", self._rank, str(self._state.failure).splitlines()[0])
@@ -167,7 +164,7 @@ class Engine:
 
     def _serve(self) -> None:
         try:
-            while not (self._decisions.has_left and self._decisions.departed >= self._serves):
+            while not (self._decisions.has_left and self._state.departed >= self._serves):
                 self._exchange()
                 while self._decisions:
                     self._decisions.apply_next()
@@ -258,7 +255,7 @@ class Engine:
                 self._connections.oob.receive(message.oob_messages)
             case _:
                 notice = self._coordinator.receive(event)
-                if notice is not None and notice.origin not in self._decisions.departed:
+                if notice is not None and notice.origin not in self._state.departed:
                     self.fail(notice)
 
     def _wait_until(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
@@ -311,8 +308,7 @@ class Engine:
         error = state.closing_error()
         parts: list[Callable[[], Any]] = [
             *([] if state.failure is None else [self._tell_groups]),
-            *(group.silence for group in list(state.groups)),
-            *(functools.partial(group.fail, error) for group in list(state.groups)),
+            lambda: state.fail_groups(error),
             lambda: self._control.flush(FLUSH_SECONDS), lambda: connections.oob.close(error),
             lambda: self._execution.fail(error), connections.plane.close]
         devices = connections.devices

@@ -8,6 +8,7 @@ set must know of each other is told to the first of them, which answers all. A d
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
@@ -17,6 +18,8 @@ from hvdlite.handoff.inbox import Item, Task
 from hvdlite.negotiation.messages import OobKey, OobMessage, SideMessage
 from hvdlite.planes.base import WaitUntil
 
+IGNORED: Final = 256
+"""How many labels are remembered that nobody hears any more."""
 HEARD: Final = "heard."
 """How labels of announcements begin."""
 
@@ -41,6 +44,7 @@ class OobChannel:
         self._received: dict[OobKey, bytes] = {}
         self._heard: defaultdict[str, deque[tuple[int, bytes]]] = defaultdict(deque)  # announcements without a listener
         self._listeners: dict[str, Callable[[int, bytes], None]] = {}
+        self._ignored: dict[str, None] = {}  # in the order of `ignore`
         self._failure: HorovodInternalError | None = None
         self._say: Callable[[SideMessage], None] = lambda side_message: None
         self._post: Callable[[Item], None] = lambda item: None
@@ -59,6 +63,8 @@ class OobChannel:
         """Store out-of-band messages that have arrived."""
         with self._arrived:
             for note in messages:
+                if note.label in self._ignored:
+                    continue
                 if note.label.startswith(HEARD):
                     self._heard[note.label].append((note.sender, note.payload))
                     self._listen(note.label)
@@ -121,6 +127,39 @@ class OobChannel:
         while listener is not None and texts:
             listener(*texts.popleft())
 
+    def take(self, label: str) -> list[tuple[int, bytes]]:
+        """Return the announcements that have come and that nobody hears, and forget them; from any thread."""
+        with self._arrived:
+            return list(self._heard.pop(HEARD + label, ()))
+
+    def wait(self, is_over: Callable[[], object], until: float) -> bool:
+        """Wait until something is true, which is looked at when something has come or a rank has left; from any thread.
+
+        Args:
+            until: in `time.monotonic()`; then the answer is False.
+
+        Raises:
+            HorovodInternalError: when the job ends first.
+        """
+        with self._arrived:
+            while not is_over():
+                if self._failure is not None:
+                    raise self._failure.with_traceback(None)
+                rest = until - time.monotonic()
+                if rest <= 0:
+                    return False
+                self._arrived.wait(min(rest, threading.TIMEOUT_MAX))
+            return True
+
+    def ignore(self, label: str) -> None:
+        """Hear nothing any more; what comes within the next few of these calls is forgotten. From any thread."""
+        with self._arrived:
+            self._listeners.pop(HEARD + label, None)
+            self._heard.pop(HEARD + label, None)
+            self._ignored[HEARD + label] = None
+            while len(self._ignored) > IGNORED:
+                del self._ignored[next(iter(self._ignored))]
+
     def withdraw_from(self, label: str) -> None:
         """Like `withdraw`, likewise."""
         self._post(Task(lambda: self.withdraw(label)))
@@ -137,42 +176,3 @@ class OobChannel:
         told = OobKey(label, first)
         wait_until(lambda: told in self._received)
         return self._received.pop(told)
-
-
-class GroupOob:
-    """The out-of-band texts of an ordered group's planes; implements `planes.base.OobTexts`.
-
-    Its calls come from any thread but the background thread.
-
-    Args:
-        channel: the job's.
-        prefix: of the group's labels, and of other names in the job that are its own.
-    """
-
-    def __init__(self, channel: OobChannel, prefix: str) -> None:
-        self.prefix = prefix
-        self._channel = channel
-
-    def publish(self, label: str, text: bytes) -> None:
-        self._channel.publish_from(self.prefix + label, text)
-
-    def withdraw(self, label: str) -> None:
-        self._channel.withdraw_from(self.prefix + label)
-
-    def fetch(self, label: str, sender: int, wait_until: WaitUntil, is_cancelled: Callable[[], bool] = _never) -> bytes:
-        return self._channel.fetch(self.prefix + label, sender, wait_until, is_cancelled)
-
-    def look(self) -> None:
-        self._channel.look()
-
-    def part(self, name: str) -> GroupOob:
-        """Return the texts of a part of the group, whose announcements only that part hears."""
-        return GroupOob(self._channel, f"{self.prefix}{name}.")
-
-    def announce(self, receivers: Sequence[int], text: bytes) -> None:
-        """Like `OobChannel.announce`, to the ranks of the group."""
-        self._channel.announce(self.prefix, receivers, text)
-
-    def hear(self, listener: Callable[[int, bytes], None]) -> None:
-        """Like `OobChannel.hear`."""
-        self._channel.hear(self.prefix, listener)

@@ -1,4 +1,4 @@
-"""A call of an ordered group: under way, done, or failed."""
+"""A call of a group: under way, done, or failed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from hvdlite.groups.operations import Operation
+from hvdlite.groups.operation import Operation
+from hvdlite.handoff.group_state import GroupState
 
 _log = logging.getLogger("hvdlite")
 
@@ -35,10 +36,6 @@ class Uncounted:
 UNCOUNTED: Final = Uncounted()
 
 
-def _nothing() -> None:
-    pass
-
-
 class Call:
     """Some operations that one rank starts together, and the result of all of them.
 
@@ -50,8 +47,7 @@ class Call:
         source: the rank that has sent what this call receives; -1 for other calls, and before it is known.
         progress: counts the time that threads wait for it.
         help: called by a thread that begins to wait: it carries the call out if no other thread can.
-        waiting: the threads that wait for it, however long that takes.
-        interrupted: called by one of them that does not wait any more although it is not over.
+        state: hears of threads that wait for it, however long that takes.
 
     Args:
         finish: called when the operations are done, before the call is: it copies results to where they belong, say.
@@ -61,8 +57,7 @@ class Call:
                  timeout: float | None = None, progress: Waits = UNCOUNTED) -> None:
         self.progress = progress
         self.help: Callable[[Call], None] | None = None
-        self.waiting: tuple[int, ...] = ()
-        self.interrupted: Callable[[], None] = _nothing
+        self.state: GroupState | None = None
         self.operations, self.finish, self.timeout = operations, finish, timeout
         self.error: Exception | None = None
         self.place, self.source = 0, -1
@@ -95,22 +90,24 @@ class Call:
                 return True
             if self._event is None:
                 self._event = threading.Event()
-        if timeout is not None:
+        state = self.state
+        if timeout is not None or state is None:
             return self._event.wait(timeout)
-        own = (threading.get_ident(),)
+        key = object()
+        state.waiting[key] = threading.get_ident(), self._event
         try:
-            with self._lock:
-                self.waiting += own
             return self._event.wait()
         except BaseException:
-            self.waiting = tuple(each for each in self.waiting if each not in own)
-            self.interrupted()
+            state.waiting.pop(key, None)
+            state.changed()
             raise
+        finally:
+            state.waiting.pop(key, None)
 
     def when_done(self, callback: Callable[[Call], None]) -> None:
         """Call a function when it is over: on the thread that carries it out, or at once if it is over already.
 
-        Where the function makes collective calls, use `OrderedGroup.when_over`. What it raises is logged.
+        Where the function makes collective calls, use `Group.when_over`. What it raises is logged.
         """
         with self._lock:
             if not self._is_over:
@@ -134,7 +131,7 @@ class Call:
         try:
             callback(self)
         except Exception:
-            _log.exception("a callback of a call of an ordered group failed")
+            _log.exception("a callback of a call of a group failed")
 
 
 def when_all_done(calls: Sequence[Call], callback: Callable[[], None]) -> None:

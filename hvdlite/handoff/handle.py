@@ -12,7 +12,7 @@ import msgspec
 
 from hvdlite.core.device import Completion
 from hvdlite.diagnostics.progress import Progress
-from hvdlite.handoff.groups import Group
+from hvdlite.handoff.group_state import GroupState
 from hvdlite.negotiation.messages import Blocked, Wait
 
 LONG_SECONDS: Final = 0.5
@@ -127,7 +127,7 @@ class BlockedWaiters:
                 wait.deferred = True
                 wait.wake()
 
-    def blocked(self, groups: Sequence[Group] = ()) -> Blocked:
+    def blocked(self, groups: Sequence[GroupState] = ()) -> Blocked:
         """Return what the coordinator is to know.
 
         Args:
@@ -144,7 +144,7 @@ class BlockedWaiters:
         return Blocked(tuple(msgspec.structs.replace(wait.handle.waits_for, deferrable=wait.deferrable) for wait in waits),
                        not others and not has_changed, told)
 
-    def _waiting(self, groups: Sequence[Group]) -> tuple[list[_LongWait], frozenset[int] | None]:
+    def _waiting(self, groups: Sequence[GroupState]) -> tuple[list[_LongWait], frozenset[int] | None]:
         """Return the long waits, and the threads blocked there and in calls of groups; None: calls are carried out."""
         waits = {wait.thread: wait for wait in list(self._long)}  # of nested waits the innermost
         threads = frozenset(waits)

@@ -6,7 +6,7 @@ import threading
 
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.handoff.buckets import LearnedLayout
-from hvdlite.handoff.groups import Group
+from hvdlite.handoff.group_state import GroupState
 from hvdlite.handoff.mailbox import MailboxEnd
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
@@ -21,7 +21,8 @@ class JobState:
         tuned: the knobs that have been changed since the beginning.
         joins: how often all ranks have joined.
         failure: the error that ended the job; None while the job runs.
-        groups: the ordered groups that live on this runtime, or report to it; written by user threads.
+        departed: the ranks that have left the job normally.
+        groups: the groups that live on this runtime; written by user threads.
         ended: set when the background thread has ended.
     """
 
@@ -32,9 +33,20 @@ class JobState:
         self.tuned: dict[str, int] = {}
         self.joins = 0
         self.failure: HorovodInternalError | None = None
-        self.groups: list[Group] = []
+        self.departed: set[int] = set()
+        self.groups: list[GroupState] = []
         self.ended = threading.Event()
 
     def closing_error(self) -> HorovodInternalError:
         """Return the error of everything that the background thread does not complete any more."""
         return self.failure or HorovodInternalError("hvdlite was shut down on this rank before the collective was complete")
+
+    def fail_groups(self, error: Exception) -> None:
+        """The background thread has ended: let all groups fail, whose other ranks hear of it from their own.
+
+        All know it before the first one is woken, whose script may go on and leave another.
+        """
+        for group in list(self.groups):
+            group.has_runtime, group.error = False, group.error or error
+        for group in list(self.groups):
+            group.fail(error)

@@ -91,16 +91,20 @@ class Area:
         """Return whether a rank makes no calls any more; of an area that was released, True."""
         return not self.lines or self.lines[rank][LEFT] != 0
 
-    def release(self) -> None:
-        """Use the memory no more; it is unmapped when no thread sleeps there any more. What is written now goes nowhere."""
+    def release(self, *, let_go: bool = True) -> None:
+        """Use the memory no more. What is written now goes nowhere.
+
+        Args:
+            let_go: whether no thread of this rank uses it any more; else nobody else gets the memory before the job ends.
+        """
         lines, self.lines, self.heads, self.texts, self.values = self.lines, [], [], [], []
         self._words = [shared_word(bytearray(4), 0)] * self.size
         self.word = self._words[self.index]
-        if lines:
+        if lines and let_go:
             lines[self.index][LET_GO] = 1
 
 
-def next_area(memory: SharedMemory, rank: int, ranks: Sequence[int], capacity: int) -> Area | None:
+def next_area(memory: SharedMemory, rank: int, capacity: int, ranks: Sequence[int]) -> Area | None:
     """Return the next area of a host's file, with pages; None if `rank` is not one of `ranks`.
 
     Raises:

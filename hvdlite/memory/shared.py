@@ -121,6 +121,10 @@ class Range:
         self._mapping, self._at = mapping, at  # the range begins at this byte of the mapping
         self.bytes: Array = np.frombuffer(mapping, np.uint8, nbytes, at)
 
+    def part(self, begin: int, nbytes: int) -> Range:
+        """Return a part of it."""
+        return Range(self.memory, self.start + begin, nbytes, self._mapping, self._at + begin)
+
     def allocate(self, begin: int, length: int) -> None:
         """Allocate pages for a part, or raise `MemoryError`."""
         self.memory.allocate(self.start + begin, length)
@@ -147,7 +151,7 @@ class Segment:
     regions = REGIONS
 
     def __init__(self, range_: Range, index: int, ranks: int, slot: int) -> None:
-        self.slot = slot
+        self.slot = slot = _rounded(slot)
         self.fence, self.flush = range_.memory.fence, range_.memory.flush
         self._range, self._index = range_, index
         self._counter_bytes = counter_bytes(ranks)
@@ -225,7 +229,6 @@ class SharedMemory:
         Raises:
             MemoryError: if the system has no memory left, or as for `range`. Ranks remain in step.
         """
-        slot = _rounded(slot)
         found = self.range(segment_bytes(len(ranks), slot), ranks)
         return None if found is None else Segment(found, list(ranks).index(self._rank), len(ranks), slot)
 
@@ -374,7 +377,7 @@ def counter_bytes(ranks: int) -> int:
 
 def segment_bytes(ranks: int, slot: int) -> int:
     """Return the length of a segment in bytes; most of its pages are never allocated."""
-    return counter_bytes(ranks) + ranks * REGIONS * slot
+    return counter_bytes(ranks) + ranks * REGIONS * _rounded(slot)
 
 
 def _nothing() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
+import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import ProcessProbe
-from hvdlite.engine.connections import Connections, GroupParts, GroupPlane
+from hvdlite.engine.connections import Connections
 from hvdlite.engine.limits import EAGER_TRAFFIC
-from hvdlite.engine.oob import GroupOob, OobChannel
+from hvdlite.engine.oob import OobChannel
+from hvdlite.memory.area import Area, next_area
 from hvdlite.memory.futex import AVAILABLE as FUTEXES
-from hvdlite.memory.shared import SharedMemory
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.layouts import BucketSizes
 from hvdlite.negotiation.leader import Leader
@@ -46,6 +46,7 @@ from hvdlite.planes.nccl.plane import VERDICT_SECONDS, create_nccl_plane
 from hvdlite.planes.selection import PlaneChoice, choose_plane
 from hvdlite.planes.shm import ShmPlane
 from hvdlite.planes.shm_barrier import WakeRanks, one_by_one
+from hvdlite.planes.staging import HostMemory
 from hvdlite.runtime.learned import Learned
 from hvdlite.runtime.meeting import Meeting, address_for_others, checked_world, common_clock
 from hvdlite.runtime.runtime import Runtime
@@ -153,19 +154,19 @@ def _assembled(meeting: Meeting, casts: Casts, stack_dump: StackDumpTarget, envi
             made.callback(control.close)
     oob = OobChannel(world.rank)
     planes = HostPlanes(world.rank, hosts, config, casts, memory, one_by_one(control.wake_rank), control.wake, oob, address,
-                        info.communicator)
-    choice = choose_plane(config.cpu_operations, hosts, dict(welcome.unavailable))
+                        info.communicator, dict(welcome.unavailable))
+    choice = choose_plane(config.cpu_operations, hosts, planes.unavailable)
     if world.rank == 0:
         _log.info("%s", choice)
     plane = planes.make(choice)
     made.callback(plane.close)
     plane.add_process_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
-    group_parts = planes.for_groups(dict(welcome.unavailable))
     probe = ProcessProbe(pids, {rank: welcome.stack_dumps[rank] for rank in local})
     has_mailboxes = choice.name == "shm" and FUTEXES
     devices = gpus(info, config, environment)(world.rank, oob, control.wake)
     connections = Connections(control, plane, oob, devices, probe, common_clock(welcome),
-                              memory.mailbox_area if has_mailboxes else None, group_parts, info.rank_names)
+                              functools.partial(next_area, memory, world.rank) if has_mailboxes else None,
+                              dict(zip(local, memory.heaps(len(local)), strict=True)), planes.of_group, info.rank_names)
     limit = min(config.mailbox_limit, EAGER_TRAFFIC // world.size) if has_mailboxes else 0
     coordinator = coordinator_for(world, config, learned, mailbox_limit=limit)
     runtime = Runtime(world, config, connections, coordinator, hosts)
@@ -193,18 +194,20 @@ class HostPlanes:
         oob: lets planes of different ranks connect.
         address: at which other hosts reach this one: an IP address or a network interface.
         communicator: MPI's, of all ranks; None without MPI.
+        unavailable: see `choose_plane`.
     """
 
     rank: int
     hosts: Hosts
     config: Config
     casts: Casts
-    memory: SharedMemory
+    memory: HostMemory
     wake_ranks: WakeRanks
     wake: Callable[[], None]
     oob: OobTexts
     address: str
     communicator: Any
+    unavailable: Mapping[str, str]
 
     def make(self, choice: PlaneChoice) -> Plane:
         """Return the chosen plane."""
@@ -219,34 +222,23 @@ class HostPlanes:
                                      casts=self.casts)
         return self._backend(choice.name)
 
-    def for_groups(self, unavailable: Mapping[str, str]) -> GroupParts:
-        """Return what makes the planes of ordered groups; MPI is not used for them.
+    def of_group(self, rank: int, hosts: Hosts, memory: HostMemory, area: Area, oob: OobTexts) -> Plane:
+        """Return the plane of a group; see `engine.connections.GroupPlanes`. MPI is not used for groups."""
+        local = {each: index for index, each in enumerate(hosts.local_ranks(rank))}
 
-        Args:
-            unavailable: as for `choose_plane`.
-        """
+        def wake_ranks(ranks: Sequence[int]) -> None:
+            area.wake([local[each] for each in ranks])
+
+        own = dataclasses.replace(self, rank=rank, hosts=hosts, memory=memory, wake_ranks=wake_ranks,
+                                  wake=lambda: area.wake((area.index,)), oob=oob)
+        plane = own.make(self.choice_for_groups(hosts))
+        plane.add_process_set(GLOBAL_PROCESS_SET_ID, tuple(range(sum(map(len, hosts.ranks_by_host)))))
+        return plane
+
+    def choice_for_groups(self, hosts: Hosts) -> PlaneChoice:
+        """Return which plane a group has whose ranks are on these hosts."""
         wanted = "auto" if self.config.cpu_operations == "mpi" else self.config.cpu_operations
-        portions = self.memory.reserve_portions()
-        local = self.hosts.local_ranks(self.rank)
-        numbers = itertools.count()
-
-        def parts() -> GroupPlane:
-            choice = choose_plane(wanted, self.hosts, {**unavailable, "mpi": "groups do not use it"})
-            memory = portions.open()
-            try:
-                area = memory.group_area(local)
-                assert area is not None
-                assert isinstance(self.oob, OobChannel)
-                oob = GroupOob(self.oob, f"group{next(numbers)}.")
-                own = dataclasses.replace(self, memory=memory, wake_ranks=area.ring, wake=area.ring, oob=oob)
-                plane = own.make(choice)
-                plane.add_process_set(GLOBAL_PROCESS_SET_ID, tuple(range(sum(map(len, self.hosts.ranks_by_host)))))
-            except BaseException:
-                memory.close()
-                raise
-            return GroupPlane(plane, area, choice.name == "shm", memory, oob)
-
-        return parts
+        return choose_plane(wanted, hosts, {**self.unavailable, "mpi": "groups do not use it"})
 
     def _backend(self, name: str) -> Plane:
         config = self.config

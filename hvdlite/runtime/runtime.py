@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Set
 
 from hvdlite.core.config import Config
 from hvdlite.core.device import CPU, AnyArray, DeviceAccess
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
-from hvdlite.core.texts import LONGEST_MESSAGE, LONGEST_TRACEBACK, shortened, text_of
+from hvdlite.core.texts import LONGEST_MESSAGE, LONGEST_TRACEBACK, shortened
 from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.progress import Progress
@@ -24,20 +25,18 @@ from hvdlite.diagnostics.report_server import ReportServer
 from hvdlite.diagnostics.stall_inspector import Receiver
 from hvdlite.diagnostics.timeline import Order
 from hvdlite.engine.build import build_engine
-from hvdlite.engine.connections import Connections, GroupParts
+from hvdlite.engine.connections import Connections
 from hvdlite.engine.failures import failure_notice
 from hvdlite.engine.limits import EAGER_TRAFFIC, FLUSH_SECONDS
-from hvdlite.handoff.groups import Group
+from hvdlite.handoff.group_state import GroupState
 from hvdlite.handoff.handle import Handle
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.inbox import Task
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import FailureNotice, Layout, Wait
 from hvdlite.planes.base import Plane
-from hvdlite.runtime import tracebacks
 from hvdlite.runtime.collectives import Collectives
 from hvdlite.runtime.gradient_sets import GradientSets
-from hvdlite.runtime.group_reports import GroupReports
 from hvdlite.runtime.names import Names
 
 _log = logging.getLogger("hvdlite")
@@ -55,27 +54,28 @@ class Runtime:
     Attributes:
         world: this rank's coordinates.
         hosts: which ranks share a host.
+        connections, handoff, engine, recorder: for `groups`, which live on it.
     """
 
     def __init__(self, world: World, config: Config, connections: Connections, coordinator: Coordinator | None,
                  hosts: Hosts | None = None) -> None:
         self.world, self.config = world, config
         self.hosts = hosts or Hosts((tuple(range(world.size)),))
-        self._connections = connections
-        self._handoff = Handoff.create(world.rank, world.size, connections.control.wake, spins=config.spin_microseconds > 0)
-        self._inbox, self._state = self._handoff.inbox, self._handoff.state
-        self._recorder = FlightRecorder(world.rank, connections.plane.name, connections.clock)
-        self._engine, self._rank_zero = build_engine(world, config, connections, coordinator, self._handoff, self._recorder)
+        self.connections = connections
+        self.handoff = Handoff.create(world.rank, world.size, connections.control.wake, spins=config.spin_microseconds > 0)
+        self._inbox, self._state = self.handoff.inbox, self.handoff.state
+        self.recorder = FlightRecorder(world.rank, connections.plane.name, connections.clock)
+        self.engine, self._rank_zero = build_engine(world, config, connections, coordinator, self.handoff, self.recorder)
         if connections.devices is not None:
             connections.devices.set_error_handler(self._device_failed)
             connections.devices.set_overdue_handler(
                 (config.stall_check_time_seconds, config.stall_shutdown_time_seconds),
-                lambda work: self._inbox.post(Task(lambda: self._engine.report_overdue(work))))
-        self._compose(Collectives(world, self._handoff, min(config.eager_limit, EAGER_TRAFFIC // world.size)))
+                lambda work: self._inbox.post(Task(lambda: self.engine.report_overdue(work))))
+        self._compose(Collectives(world, self.handoff, min(config.eager_limit, EAGER_TRAFFIC // world.size)))
 
     def _compose(self, collectives: Collectives) -> None:
         """Offer the calls of the parts as this object's own; bound once, so that a call costs no more than the part's."""
-        sets, names = GradientSets(collectives, self._handoff), Names(self._state)
+        sets, names = GradientSets(collectives, self.handoff), Names(self._state)
         self.members = collectives.members
         self.add_process_set, self.remove_process_set = collectives.add_process_set, collectives.remove_process_set
         self.allreduce, self.grouped_allreduce = collectives.allreduce, collectives.grouped_allreduce
@@ -94,7 +94,7 @@ class Runtime:
 
     def start(self) -> None:
         """Start the background thread."""
-        self._engine.start()
+        self.engine.start()
 
     @property
     def failure(self) -> HorovodInternalError | None:
@@ -118,17 +118,17 @@ class Runtime:
             return
         notice = FailureNotice(self.world.rank if origin is None else origin, kind, shortened(message, LONGEST_MESSAGE),
                                shortened(traceback, LONGEST_TRACEBACK))
-        self._inbox.post(Task(lambda: self._engine.fail(notice)))
+        self._inbox.post(Task(lambda: self.engine.fail(notice)))
         self._state.ended.wait(FLUSH_SECONDS)
 
     def stop(self, reason: str) -> None:
         """Let the world end at once, in the middle of anything; callable from any thread. Does not wait."""
-        self._inbox.post(Task(lambda: self._engine.stop(reason)))
+        self._inbox.post(Task(lambda: self.engine.stop(reason)))
 
     def end(self, reason: str) -> None:
         """Let the world end at once, unless it has, and wait for it: the background thread has ended, and all is closed."""
         self.stop(reason)
-        self._engine.join(None)
+        self.engine.join(None)
 
     def shutdown(self) -> None:
         """Leave the job: pending handles fail, work already agreed on is finished for the others' sake.
@@ -144,7 +144,7 @@ class Runtime:
         """Begin a `shutdown`, and do not wait for its end. Idempotent; nothing in a forked child."""
         if not (self.in_child or self._inbox.closed):
             self._inbox.closed = True
-            self._inbox.post(Task(self._engine.leave))
+            self._inbox.post(Task(self.engine.leave))
 
     def wait_until_left(self) -> None:
         """Wait for the end of a `shutdown`; nothing in a forked child."""
@@ -152,8 +152,8 @@ class Runtime:
             return
         if not self._state.ended.wait(self.config.shutdown_timeout or None):
             _log.error("rank %d: gave up waiting in shutdown() after %.0f s%s (HVDLITE_SHUTDOWN_TIMEOUT)",
-                       self.world.rank, self.config.shutdown_timeout, self._engine.awaited())
-        self._engine.join(FLUSH_SECONDS)
+                       self.world.rank, self.config.shutdown_timeout, self.engine.awaited())
+        self.engine.join(FLUSH_SECONDS)
 
     @property
     def in_child(self) -> bool:
@@ -167,56 +167,44 @@ class Runtime:
         """
         if self._rank_zero is not None and self._rank_zero.report_server is not None:
             self._rank_zero.report_server.close_in_child()
-        self._connections.control.close_in_child()
-        self._connections.plane.close()
+        self.connections.control.close_in_child()
+        self.connections.plane.close()
         self.progress.withdraw()
 
-    # --- ordered groups --------------------------------------------------------------------------------------------
+    # --- groups -----------------------------------------------------------------------------------------------------
 
-    @property
-    def group_parts(self) -> GroupParts | None:
-        """What an ordered group of all ranks has of its own; None in a job of size 1."""
-        return self._connections.group_parts
-
-    def group_reports(self, home: Runtime) -> GroupReports:
-        """Return how an ordered group reports through this runtime.
-
-        Args:
-            home: the runtime on which the group lives: this one, or one of some of its ranks.
-        """
-        def fail(error: BaseException) -> None:
-            home.fail(type(error).__name__, text_of(error), tracebacks.text_of(error))
-
-        return GroupReports(self._inbox, self._engine, self._recorder, self._connections.clock, self._handoff.waiters,
-                            lambda: home._inbox.post(Task(home._engine.suspect_others)), fail, self.progress)
-
-    def add_group(self, group: Group) -> None:
+    def add_group(self, group: GroupState) -> None:
         """Let a group report here, and fail when the background thread ends; now if it has ended."""
         self._state.groups.append(group)
         if self._state.ended.is_set():
-            group.fail(self._state.closing_error())
+            self._state.fail_groups(self._state.closing_error())
 
-    def remove_group(self, group: Group) -> None:
+    def remove_group(self, group: GroupState) -> None:
         """A group is closed; again is fine."""
         with contextlib.suppress(ValueError):
             self._state.groups.remove(group)
+
+    @property
+    def departed(self) -> Set[int]:
+        """The ranks that have left the job normally."""
+        return self._state.departed
 
     # --- facts -----------------------------------------------------------------------------------------------------
 
     @property
     def plane(self) -> Plane:
         """The data plane for tensors on the host, for its facts: only the background thread lets it work."""
-        return self._connections.plane
+        return self.connections.plane
 
     @property
     def devices(self) -> DeviceAccess | None:
         """Return what adapters may ask of the plane for GPUs; None where all tensors are on the host."""
-        return self._connections.devices
+        return self.connections.devices
 
     @property
     def progress(self) -> Progress:
         """How far this rank is, for whoever watches the job."""
-        return self._handoff.waiters.progress
+        return self.handoff.waiters.progress
 
     @property
     def has_ended(self) -> bool:
@@ -231,12 +219,12 @@ class Runtime:
     @property
     def is_blocked(self) -> bool:
         """Whether a thread of this rank waits for a handle."""
-        return bool(self._handoff.waiters)
+        return bool(self.handoff.waiters)
 
     @property
     def has_deferred(self) -> bool:
         """Whether this rank has ever left a wait for later, because ranks waited for each other in a circle."""
-        return self._handoff.waiters.have_deferred
+        return self.handoff.waiters.have_deferred
 
     def bucket_memory(self) -> list[AnyArray]:
         """Return the memory of all learned buckets of this rank."""
@@ -257,13 +245,13 @@ class Runtime:
 
     def story(self, name: str) -> str:
         """Return what happened to a tensor on this rank lately, one line an event; "" when nothing is remembered."""
-        return self._recorder.story(name)
+        return self.recorder.story(name)
 
     # --- reports and the timeline ------------------------------------------------------------------------------------
 
     def request_report(self) -> None:
         """Let rank 0 report who waits for whom, on its standard error; callable from signal handlers. Does not wait."""
-        self._inbox.post(Task(self._engine.request_report))
+        self._inbox.post(Task(self.engine.request_report))
 
     def demand_report(self, receiver: Receiver) -> None:
         """On rank 0: let `receiver` have a report on who waits for whom; it is called by the background thread."""
@@ -293,10 +281,10 @@ class Runtime:
 
     def _order_timeline(self, path: str, mark_cycles: bool) -> None:
         self._inbox.check_usable("timeline")
-        rank_zero, recorder = self._rank_zero, self._recorder
+        rank_zero, recorder = self._rank_zero, self.recorder
         if rank_zero is None:
             return
-        handle = Handle("timeline", self._handoff.waiters, Wait(GLOBAL_PROCESS_SET_ID, "timeline"))
+        handle = Handle("timeline", self.handoff.waiters, Wait(GLOBAL_PROCESS_SET_ID, "timeline"))
 
         def change() -> None:
             if path:

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.groups.call import Call
-from hvdlite.groups.group_end import GroupEnd
+from hvdlite.groups.group import Group
 from tests.groups.worlds import HANGS_SECONDS, HOSTS, allreduce, barrier, groups, play, result_of, sums
 
 
 def test_callbacks_and_finish_come_before_the_call_is_over() -> None:
-    def step(group: GroupEnd) -> None:
+    def step(group: Group) -> None:
         events: list[str] = []
         call = group.start([barrier()], lambda: events.append("finish"))
         call.when_done(lambda call: events.append(f"done {call.error}"))
@@ -33,7 +33,7 @@ def test_callbacks_and_finish_come_before_the_call_is_over() -> None:
 
 
 def test_an_exception_of_finish_is_the_calls_alone() -> None:
-    def step(group: GroupEnd) -> None:
+    def step(group: Group) -> None:
         def finish() -> None:
             raise ZeroDivisionError("in finish")
 
@@ -50,7 +50,7 @@ def test_an_exception_of_finish_is_the_calls_alone() -> None:
 @pytest.mark.parametrize("blocking", [True, False])
 def test_callbacks_may_make_calls_and_wait_for_them(blocking: bool) -> None:
     """As communication hooks of DDP do; on every rank they come right after the call, whatever else is queued by then."""
-    def step(group: GroupEnd) -> list[float]:
+    def step(group: Group) -> list[float]:
         seen: list[float] = []
 
         def again(call: Call) -> None:
@@ -77,7 +77,7 @@ def test_callbacks_may_make_calls_and_wait_for_them(blocking: bool) -> None:
 
 @HOSTS
 def test_a_callback_may_wait_for_a_call_that_is_queued(one_host: bool) -> None:
-    def step(group: GroupEnd) -> list[float]:
+    def step(group: Group) -> list[float]:
         attached = threading.Event()
         values = [np.full(3, 10.0 ** number, np.float32) for number in range(4)]
         first = group.start([allreduce(values[0])], lambda: [attached.wait(HANGS_SECONDS)])  # type: ignore[arg-type,return-value]
@@ -102,7 +102,7 @@ def test_a_call_of_a_signal_handler_inside_a_call_is_refused() -> None:
     """The interrupted thread is the one that would have to carry it out."""
     refused = threading.Event()
 
-    def step(group: GroupEnd) -> None:
+    def step(group: Group) -> None:
         def handler() -> None:
             inner = group.start([barrier()], blocking=True)
             assert isinstance(inner.error, HorovodInternalError) and "signal handler" in str(inner.error)
@@ -112,7 +112,7 @@ def test_a_call_of_a_signal_handler_inside_a_call_is_refused() -> None:
             assert refused.wait(HANGS_SECONDS)
             result_of(group.start([barrier()], blocking=True))
         else:
-            with mock.patch.object(group._waiter, "_impatient", handler):  # on the thread that waits, as a handler
+            with mock.patch.object(group._execution, "_impatient", handler):  # on the thread that waits, as a handler
                 result_of(group.start([barrier()], blocking=True))
         assert sums(group, 1.0) == 2
 
@@ -124,7 +124,7 @@ def test_a_callback_has_its_place_although_its_call_is_over_on_some_ranks_only(o
     """All calls look alike: in another order they would give wrong sums, and no error."""
     asked = threading.Event()
 
-    def step(group: GroupEnd) -> list[float]:
+    def step(group: Group) -> list[float]:
         values = [np.full(4, 10.0 ** number, np.float32) for number in range(3)]
         inner: list[float] = []
         first = group.start([allreduce(values[0])], lambda: [asked.wait(HANGS_SECONDS)] if group.rank else None)  # type: ignore[arg-type,return-value]
@@ -147,7 +147,7 @@ def test_callbacks_of_several_calls_come_in_the_order_of_asking(one_host: bool) 
     """Whether the first of the calls is over when a rank asks makes no difference."""
     asked = [threading.Event() for _ in range(2)]
 
-    def step(group: GroupEnd) -> list[float]:
+    def step(group: Group) -> list[float]:
         inner: list[float] = []
         first = group.start([barrier()], lambda: [asked[1].wait(HANGS_SECONDS)] if group.rank else None)  # type: ignore[arg-type,return-value]
         second = group.start([barrier()], lambda: [asked[group.rank].wait(HANGS_SECONDS)])  # type: ignore[arg-type,return-value]
@@ -169,7 +169,7 @@ class Program:
     Each call sums another number, so that calls which meet others have wrong sums.
     """
 
-    def __init__(self, group: GroupEnd, seed: int) -> None:
+    def __init__(self, group: Group, seed: int) -> None:
         self.group, self.seed = group, seed
         self.delays = random.Random(f"{seed} {group.rank}")
         self.begun: dict[str, tuple[Call, np.ndarray]] = {}
@@ -223,7 +223,7 @@ class Program:
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_calls_of_callbacks_have_the_same_order_on_all_ranks(one_host: bool, seed: int) -> None:
-    def step(group: GroupEnd) -> list[str]:
+    def step(group: Group) -> list[str]:
         program = Program(group, seed)
         program.run()
         return sorted(program.begun)
@@ -253,7 +253,7 @@ def test_a_callback_is_called_although_the_group_ends_before_its_place(how: str)
 
 def test_a_callback_of_messages_waits_for_no_collective() -> None:
     """They have no place in the order."""
-    def step(group: GroupEnd) -> None:
+    def step(group: Group) -> None:
         received, over = np.empty(1, np.uint8), threading.Event()
         call = group.receive(received, 1, 0) if group.rank == 0 else group.send(np.ones(1, np.uint8), 0, 0)
         queued = [group.start([barrier()]) for _ in range(2)] if group.rank == 0 else []

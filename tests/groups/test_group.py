@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from hvdlite.core.errors import MismatchError
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.groups.group_end import GroupEnd
-from hvdlite.groups.operations import Operation
+from hvdlite.groups.group import Group
+from hvdlite.groups.operation import Operation
 from hvdlite.memory import futex
 from hvdlite.memory.futex import PolledWord
-from hvdlite.memory.group_area import GroupArea, area_bytes
+from hvdlite.memory.area import Area, area_bytes
 from tests.groups.worlds import HANGS_SECONDS, HOSTS, Reports, allgather, allreduce, barrier, groups, play, result_of, sums
 
 
@@ -34,7 +34,7 @@ def move(collective: Collective, elements: int, *, source: Any = (), output: Any
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("elements", [0, 1, 40, 30_000])
 def test_collectives(size: int, elements: int, one_host: bool) -> None:
-    def step(group: GroupEnd) -> None:
+    def step(group: Group) -> None:
         rank, root, each = group.rank, size - 1, (elements,) * size
 
         def carry_out(operation: Operation, *, blocking: bool = True) -> None:
@@ -79,7 +79,7 @@ def test_collectives(size: int, elements: int, one_host: bool) -> None:
 def test_an_alltoall_with_different_splits(one_host: bool) -> None:
     size = 3
 
-    def step(group: GroupEnd) -> None:
+    def step(group: Group) -> None:
         rank = group.rank
         sent = tuple((rank + 2 * to) % 4 * 1000 for to in range(size))
         received = tuple((source + 2 * rank) % 4 * 1000 for source in range(size))
@@ -105,7 +105,7 @@ def test_an_alltoall_with_different_splits(one_host: bool) -> None:
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_calls_are_carried_out_in_their_order_whoever_does_it(one_host: bool, seed: int) -> None:
-    def step(group: GroupEnd) -> list[str]:
+    def step(group: Group) -> list[str]:
         choice, done, calls = random.Random(seed * 3 + group.rank), [], []
         for number in range(40):
             values = np.full(3, number * 10 + group.rank, np.int64)
@@ -116,7 +116,7 @@ def test_calls_are_carried_out_in_their_order_whoever_does_it(one_host: bool, se
             result_of(call)
             assert (values == number * 20 + 1).all()
         assert done == list(range(40))
-        reports = group._reporter
+        reports = group._reports
         assert isinstance(reports, Reports) and reports.began_calls == reports.ended_calls
         return reports.began_calls
 
@@ -143,7 +143,7 @@ def test_ranks_that_differ_all_raise_and_go_on(one_host: bool, seed: int) -> Non
             move(Collective.ALLTOALL, elements, source=[whole], output=[whole.copy()], rows=each),
             move(Collective.ALLTOALL, 0, source=[whole], output=[whole.copy()], sent=each, received=each)])
 
-    def step(group: GroupEnd) -> list[str]:
+    def step(group: Group) -> list[str]:
         seen = []
         for number in range(15):
             choice = random.Random(seed * 100 + number)
@@ -161,7 +161,7 @@ def test_ranks_that_differ_all_raise_and_go_on(one_host: bool, seed: int) -> Non
 
 
 def test_a_mismatch_names_the_ranks_and_what_they_call() -> None:
-    def step(group: GroupEnd) -> str:
+    def step(group: Group) -> str:
         values = np.zeros(4 + group.rank // 2, np.float32)
         call = group.start([allreduce(values), barrier()], blocking=True)
         assert isinstance(call.error, MismatchError)
@@ -175,7 +175,7 @@ def test_a_mismatch_names_the_ranks_and_what_they_call() -> None:
 @HOSTS
 def test_texts_of_any_length_are_compared(one_host: bool) -> None:
     """What does not fit on the board counts, too."""
-    def step(group: GroupEnd) -> None:
+    def step(group: Group) -> None:
         long = Operation(collective=Collective.BARRIER, agreed="x" * 3000, dtype="uint8")
         result_of(group.start([long], blocking=True))
         other = Operation(collective=Collective.BARRIER, agreed="x" * 3000 + "ab"[group.rank], dtype="uint8")
@@ -189,11 +189,11 @@ def test_texts_of_any_length_are_compared(one_host: bool) -> None:
 
 
 def test_the_worker_thread_keeps_no_tensors() -> None:
-    def step(group: GroupEnd) -> None:
+    def step(group: Group) -> None:
         values = np.ones(3, np.float32)
         kept = weakref.ref(values)
         result_of(group.start([allreduce(values)]))
-        while group.is_waiting:
+        while group.state.runner:
             time.sleep(0.001)
         del values
         gc.collect()
@@ -202,20 +202,20 @@ def test_the_worker_thread_keeps_no_tensors() -> None:
     play(groups(2), step)
 
 
-def test_each_ring_changes_the_word() -> None:
+def test_each_wake_up_changes_the_word() -> None:
     memory = bytearray(area_bytes(2))
-    seen = [0]
-    for area in [GroupArea(memory, rank, 2, None) for rank in range(2)]:
+    seen, word = [0], Area(memory, 0, 2).word
+    for area in [Area(memory, rank, 2) for rank in range(2)]:
         for _ in range(3):
-            area.ring()
-            seen.append(area.word.value)
+            area.wake((0,))
+            seen.append(word.value)
     assert len(set(seen)) == 7
 
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_waits_of_the_script_count_in_its_progress(blocking: bool) -> None:
     """Once each; those of the worker thread do not."""
-    def step(group: GroupEnd) -> list[str]:
+    def step(group: Group) -> list[str]:
         waiting, names = threading.Event(), []
 
         def block() -> float:
@@ -224,7 +224,7 @@ def test_waits_of_the_script_count_in_its_progress(blocking: bool) -> None:
             return 7.0
 
         progress = mock.Mock(block=mock.Mock(side_effect=block))
-        group._reporter.progress = progress  # type: ignore[misc]
+        group._progress = progress
         if group.rank == 1:
             assert first.wait(HANGS_SECONDS)
         elif blocking:
@@ -245,11 +245,11 @@ def test_waits_of_the_script_count_in_its_progress(blocking: bool) -> None:
 @pytest.mark.parametrize("fenced", [True, False])
 def test_groups_of_other_machines(fenced: bool) -> None:
     """Where there are no futexes, threads look again and again; where stores are reordered, they share the host's fence."""
-    def step(group: GroupEnd) -> None:
+    def step(group: Group) -> None:
         for number in range(20):
             assert sums(group, float(number), 20_000) == 3 * number
 
     with mock.patch.object(futex, "AVAILABLE", False):
         ends = groups(3, fenced=fenced)
-        assert isinstance(ends[0]._area.word, PolledWord)
+        assert isinstance(ends[0].state.area.word, PolledWord)
         play(ends, step)

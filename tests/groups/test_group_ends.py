@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from hvdlite.core.errors import HorovodInternalError, OperationTimeoutError, PeerLeftError
-from hvdlite.groups import group_end, waiter
+from hvdlite.groups import execution as executions
+from hvdlite.groups import group as group_module
 from hvdlite.groups.call import Call
-from hvdlite.groups.group_end import GroupEnd
+from hvdlite.groups.group import Group
 from tests.groups.worlds import HANGS_SECONDS, HOSTS, Reports, allreduce, barrier, groups, play, result_of, sums
 
 
@@ -22,7 +23,7 @@ from tests.groups.worlds import HANGS_SECONDS, HOSTS, Reports, allreduce, barrie
 def test_a_call_that_takes_too_long_names_who_has_not_come(one_host: bool) -> None:
     arrived = threading.Event()
 
-    def step(group: GroupEnd) -> Any:
+    def step(group: Group) -> Any:
         sums(group, 1.0)
         if group.rank == 1:
             assert arrived.wait(HANGS_SECONDS)
@@ -42,7 +43,7 @@ def test_a_call_that_takes_too_long_names_who_has_not_come(one_host: bool) -> No
 @HOSTS
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_rank_that_leaves_ends_the_waits_of_the_others_at_once(blocking: bool, one_host: bool) -> None:
-    def step(group: GroupEnd) -> None:
+    def step(group: Group) -> None:
         sums(group, 1.0)
         if group.rank != 1:
             with pytest.raises(PeerLeftError, match=r"call 2: barrier\(\) needs rank 1, which left") as raised:
@@ -50,7 +51,7 @@ def test_a_rank_that_leaves_ends_the_waits_of_the_others_at_once(blocking: bool,
             assert raised.value.rank == 1
 
     ends = groups(3, one_host=one_host)
-    with mock.patch.object(waiter, "LOOK_SECONDS", HANGS_SECONDS):  # nobody finds it by chance
+    with mock.patch.object(executions, "LOOK_SECONDS", HANGS_SECONDS):  # nobody finds it by chance
         play(ends, step)
 
 
@@ -60,7 +61,7 @@ def test_a_rank_that_gives_up_inside_a_call_ends_the_waits_of_the_others(how: st
     """It has begun the call: so it is not missing, but will never complete it."""
     gone, over = threading.Event(), threading.Event()
 
-    def step(group: GroupEnd) -> None:
+    def step(group: Group) -> None:
         sums(group, 1.0)
         large = allreduce(np.zeros(40_000, np.int64))  # takes several barriers
         if group.rank == 1:
@@ -71,7 +72,7 @@ def test_a_rank_that_gives_up_inside_a_call_ends_the_waits_of_the_others(how: st
             assert raised.value.rank == 0
             return
         interrupted = mock.Mock(side_effect=KeyboardInterrupt if how == "interrupt" else None)
-        with mock.patch.object(group._waiter, "_impatient", interrupted):
+        with mock.patch.object(group._execution, "_impatient", interrupted):
             if how == "timeout":
                 assert isinstance(group.start([large], blocking=True, timeout=0.1).error, OperationTimeoutError)
             elif how == "interrupt":
@@ -93,11 +94,11 @@ def test_a_rank_that_gives_up_inside_a_call_ends_the_waits_of_the_others(how: st
 def test_a_rank_that_gives_up_does_not_hide_who_has_not_come(one_host: bool) -> None:
     waits, over = threading.Event(), threading.Event()
 
-    def step(group: GroupEnd) -> Any:
+    def step(group: Group) -> Any:
         if group.rank == 2:
             assert over.wait(HANGS_SECONDS)
         elif group.rank == 1:
-            with mock.patch.object(group._waiter, "_impatient", waits.set):
+            with mock.patch.object(group._execution, "_impatient", waits.set):
                 call = group.start([barrier()], blocking=True, timeout=0.5)
             over.set()
             return call.error
@@ -112,7 +113,7 @@ def test_a_rank_that_gives_up_does_not_hide_who_has_not_come(one_host: bool) -> 
 
 
 def test_what_all_have_begun_is_finished_although_a_rank_leaves() -> None:
-    def step(group: GroupEnd) -> None:
+    def step(group: Group) -> None:
         for number in range(50):
             values = np.full(20_000, number + group.rank, np.int64)
             result_of(group.start([allreduce(values)], blocking=True))
@@ -137,7 +138,7 @@ def test_abort_ends_what_is_under_way_and_all_that_is_queued() -> None:
 def test_drain_lets_what_is_queued_be_done() -> None:
     came = threading.Event()
 
-    def step(group: GroupEnd) -> None:
+    def step(group: Group) -> None:
         values = [np.full(1000, group.rank + 1.0) for _ in range(3)]
         if group.rank == 0:
             assert came.wait(HANGS_SECONDS)
@@ -159,7 +160,7 @@ def test_close_ends_the_thread_and_the_calls() -> None:
     ended: list[Call] = []
     waiting = threading.Thread(target=lambda: ended.append(ends[0].start([barrier()], blocking=True)))
     waiting.start()
-    while not ends[0].is_waiting:
+    while not ends[0].state.runner:
         pass
     queued = ends[0].start([barrier()])
     worker = ends[0]._worker
@@ -176,10 +177,10 @@ def test_close_ends_the_thread_and_the_calls() -> None:
 @pytest.mark.parametrize("blocking", [True, False])
 def test_an_error_of_one_rank_is_told_to_the_others(blocking: bool) -> None:
     group, other = groups(2)
-    with mock.patch.object(group._executor._plane, "execute", side_effect=MemoryError("no memory for 7 bytes")):
+    with mock.patch.object(group._execution._plane, "execute", side_effect=MemoryError("no memory for 7 bytes")):
         call = group.start([barrier()], blocking=blocking)
         assert call.wait(HANGS_SECONDS)
-    reports = group._reporter
+    reports = group._reports
     assert isinstance(reports, Reports) and reports.failures == [call.error]
     assert isinstance(call.error, MemoryError) and group.start([barrier()]).error is call.error
     group.close()
@@ -189,11 +190,11 @@ def test_an_error_of_one_rank_is_told_to_the_others(blocking: bool) -> None:
 def test_an_interrupt_in_a_blocking_call_aborts_the_group() -> None:
     over = threading.Event()
 
-    def step(group: GroupEnd) -> None:
+    def step(group: Group) -> None:
         if group.rank == 1:
             assert over.wait(HANGS_SECONDS)
             return
-        with (mock.patch.object(group._waiter, "_impatient", mock.Mock(side_effect=KeyboardInterrupt)),
+        with (mock.patch.object(group._execution, "_impatient", mock.Mock(side_effect=KeyboardInterrupt)),
               pytest.raises(KeyboardInterrupt)):
             group.start([barrier()], blocking=True)
         assert "a thread was interrupted" in str(group.start([barrier()], blocking=True).error)
@@ -206,10 +207,10 @@ def test_an_interrupt_in_a_blocking_call_aborts_the_group() -> None:
 def test_a_partner_that_stops_in_the_middle_is_suspected() -> None:
     gone_on = threading.Event()
 
-    def step(group: GroupEnd) -> int:
+    def step(group: Group) -> int:
         values = np.zeros(60_000, np.int64)
         if group.rank == 1:
-            original = group._executor._wait_until
+            original = group._execution._wait_until
             waits = itertools.count()
 
             def slow(predicate: Any, *, poll_interval: float = 0.0) -> None:
@@ -217,14 +218,14 @@ def test_a_partner_that_stops_in_the_middle_is_suspected() -> None:
                 if next(waits) == 0:
                     assert gone_on.wait(HANGS_SECONDS)
 
-            group._executor._wait_until = slow  # type: ignore[method-assign]
+            group._execution._wait_until = slow  # type: ignore[method-assign]
         else:
-            reports = group._reporter
+            reports = group._reports
             assert isinstance(reports, Reports)
             suspect = reports.suspect
             reports.suspect = lambda: (suspect(), gone_on.set())  # type: ignore[func-returns-value,assignment,method-assign]
         result_of(group.start([allreduce(values)], blocking=True))
-        reports = group._reporter
+        reports = group._reports
         assert isinstance(reports, Reports)
         return reports.suspected
 
@@ -233,17 +234,17 @@ def test_a_partner_that_stops_in_the_middle_is_suspected() -> None:
 
 def test_a_thread_that_is_late_when_its_group_is_closed_gets_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine: its memory is gone by then."""
-    monkeypatch.setattr(group_end, "JOIN_SECONDS", 0.0)
+    monkeypatch.setattr(group_module, "JOIN_SECONDS", 0.0)
     ends, closed = groups(2), threading.Event()
 
     def perform(*_: object) -> None:
         assert closed.wait(HANGS_SECONDS)
         raise HorovodInternalError("the call is given up")
-    monkeypatch.setattr(ends[0]._executor, "perform", perform)
+    monkeypatch.setattr(ends[0]._execution, "perform", perform)
     ended: list[Call] = []
     late = threading.Thread(target=lambda: ended.append(ends[0].start([barrier()], blocking=True)))
     late.start()
-    while not ends[0].is_waiting:
+    while not ends[0].state.runner:
         pass
     ends[0].close()
     ends[1].close()

@@ -13,7 +13,7 @@ import pytest
 
 from hvdlite.core.errors import DeadlockError, HorovodInternalError
 from hvdlite.groups.call import Call
-from hvdlite.groups.group_end import GroupEnd
+from hvdlite.groups.group import Group
 from hvdlite.groups.long_waits import LongWaits
 from hvdlite.groups.matching import ANY
 from hvdlite.groups.transfers import Receive, Transfer
@@ -31,7 +31,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.002)
 
 
-def told(end: GroupEnd) -> list[tuple[str, int, tuple[int, ...], tuple[int, ...]]]:
+def told(end: Group) -> list[tuple[str, int, tuple[int, ...], tuple[int, ...]]]:
     return [(wait.name, wait.sequence, tuple(wait.ranks), tuple(wait.missing)) for wait in end.long_waits()]
 
 
@@ -42,13 +42,13 @@ def test_a_long_wait_is_told_with_those_who_have_not_come(blocking: bool, one_ho
     ends = groups(3, one_host=one_host, patience=0.1)
     name = "group of tests, call 2: barrier()"
 
-    def step(group: GroupEnd) -> None:
+    def step(group: Group) -> None:
         sums(group, 1.0)
         if group.rank == 2:
             until(lambda: told(ends[0]) == told(ends[1]) == [(name, 2, (0, 1, 2), (2,))])
-            assert told(group) == [] and group.blocked_threads() == frozenset()
+            assert told(group) == [] and group.state.blocked_threads() == frozenset()
             if not blocking:
-                until(lambda: all(own <= (end.blocked_threads() or frozenset())
+                until(lambda: all(own <= (end.state.blocked_threads() or frozenset())
                                   for own, end in zip(owns, ends, strict=False)))
         else:
             owns[group.rank] = frozenset([threading.get_ident()])
@@ -59,9 +59,9 @@ def test_a_long_wait_is_told_with_those_who_have_not_come(blocking: bool, one_ho
     owns: list[frozenset[int]] = [frozenset(), frozenset()]
     play(ends, step, closes=False)
     for end in ends:
-        until(lambda end=end: not end.is_waiting)
-        assert told(end) == [] and end.blocked_threads() == frozenset()
-        reports: Any = end._reporter
+        until(lambda end=end: not end.state.runner)
+        assert told(end) == [] and end.state.blocked_threads() == frozenset()
+        reports: Any = end._reports
         assert isinstance(reports, Reports) and reports.changes != 1, "the end of a long wait is told, too"
         end.close()
 
@@ -79,7 +79,7 @@ def test_who_carries_out_other_calls_is_not_blocked() -> None:
         entered.set()
         assert leave.wait(HANGS_SECONDS)
 
-    def step(group: GroupEnd) -> None:
+    def step(group: Group) -> None:
         if group.rank == 1:
             assert asked.wait(HANGS_SECONDS)  # else the callback may run at once
         call = group.start([barrier()])
@@ -87,7 +87,7 @@ def test_who_carries_out_other_calls_is_not_blocked() -> None:
             call.when_done(stay)
             asked.set()
             assert entered.wait(HANGS_SECONDS)
-            assert group.blocked_threads() is None
+            assert group.state.blocked_threads() is None
             leave.set()
         result_of(call)
 
@@ -100,7 +100,7 @@ def test_a_group_is_not_idle_while_a_call_leaves_the_queue() -> None:
     class Watched(deque[Call]):
         def popleft(self) -> Call:
             call = super().popleft()
-            seen.append(ends[0].blocked_threads())
+            seen.append(ends[0].state.blocked_threads())
             return call
 
     ends = groups(2)
@@ -117,7 +117,7 @@ def test_a_thread_that_was_interrupted_is_not_blocked() -> None:
         event = call._event = threading.Event()
         event.wait = lambda timeout=None: (_ for _ in ()).throw(KeyboardInterrupt())  # type: ignore[assignment,method-assign]
         call.wait()
-    assert call.waiting == () and threading.get_ident() not in (first.blocked_threads() or ())
+    assert call.waiting == () and threading.get_ident() not in (first.state.blocked_threads() or ())
     for end in (first, second):
         end.close()
 
@@ -161,13 +161,13 @@ def test_a_callback_of_a_receive_may_make_any_call() -> None:
 
     first, second = groups(2, messages=True)
     unasked, asked = (first.receive(np.empty(1, np.uint8), 1, tag) for tag in (8, 7))
-    assert first.blocked_threads() == frozenset()
+    assert first.state.blocked_threads() == frozenset()
     first.when_over([asked], stay)
-    assert first.blocked_threads() is None and second.blocked_threads() == frozenset()
+    assert first.state.blocked_threads() is None and second.state.blocked_threads() == frozenset()
     second.send(np.ones(1, np.uint8), 0, 7)
-    assert entered.wait(HANGS_SECONDS) and asked.is_done and first.blocked_threads() is None
+    assert entered.wait(HANGS_SECONDS) and asked.is_done and first.state.blocked_threads() is None
     leave.set()
-    until(lambda: first.blocked_threads() == frozenset())
+    until(lambda: first.state.blocked_threads() == frozenset())
     assert not unasked.is_done
     for end in (first, second):
         end.close()
@@ -181,7 +181,7 @@ def test_a_report_has_the_ranks_of_the_job() -> None:
     until(lambda: group.calls().waits)
     (wait,) = group.calls().waits
     assert (wait.name, wait.sequence, wait.ranks, wait.missing) == ("group of tests, call 1: barrier()", 1, (7, 3), (3,))
-    assert group.is_waiting and group.blocked_threads() == first.blocked_threads()
+    assert group.state.runner and group.state.blocked_threads() == first.state.blocked_threads()
     for end in (first, second):
         end.close()
 

@@ -1,4 +1,4 @@
-"""Ordered groups for tests: ranks as threads over real shared memory, and a store for ranks that are processes."""
+"""Groups for tests: ranks as threads over real shared memory, and a store for ranks that are processes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ import pytest
 from hvdlite.core.array import Array
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.diagnostics.progress import Progress
+from hvdlite.groups import reports
 from hvdlite.groups.call import Call
-from hvdlite.groups.group import OrderedGroup
-from hvdlite.groups.group_end import GroupEnd
-from hvdlite.groups.long_waits import PATIENCE_SECONDS
-from hvdlite.groups.operations import Operation
-from hvdlite.groups.ring_transfers import RingTransfers
+from hvdlite.groups.carriers import RingCarrier
+from hvdlite.groups.execution import Execution
+from hvdlite.groups.group import Group
+from hvdlite.groups.messages import Messages
+from hvdlite.groups.operation import Operation
+from hvdlite.groups.peers import RemotePeers
+from hvdlite.handoff.group_state import PATIENCE_SECONDS, GroupState
+from hvdlite.memory.area import next_area
 from hvdlite.memory.fence import Fence, fence_file
+from hvdlite.memory.rings import Rings, pair_bytes
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import Plane
@@ -33,7 +38,7 @@ HANGS_SECONDS = 30.0
 HOSTS = pytest.mark.parametrize("one_host", [True, False], ids=["one host", "several hosts"])
 
 
-class Reports:
+class Reports(reports.Reports):
     """What a runtime hears of a group, written down."""
 
     def __init__(self) -> None:
@@ -46,9 +51,6 @@ class Reports:
 
     def clock(self) -> float:
         return time.monotonic()
-
-    def called(self) -> None:
-        pass
 
     def began(self, name: str) -> None:
         self.began_calls.append(name)
@@ -63,12 +65,9 @@ class Reports:
     def suspect(self) -> None:
         self.suspected += 1
 
-    def failed(self, error: Exception) -> None:
-        self.failures.append(error)
-
 
 class Neighbours:
-    """Implements `standings.Announcements` between ranks of this process.
+    """Carries announcements between ranks of this process.
 
     Args:
         everybody: by rank.
@@ -94,9 +93,6 @@ class Neighbours:
         self._hear = hear
         self._tell()
 
-    def close(self) -> None:
-        self.hear(lambda source, text: None)
-
     def _tell(self) -> None:
         while self._hear is not None:
             with self._lock:
@@ -107,7 +103,7 @@ class Neighbours:
 
 
 def groups(size: int, *, one_host: bool = True, timeout: float = HANGS_SECONDS,
-           patience: float = PATIENCE_SECONDS, fenced: bool = False, messages: bool = False) -> list[GroupEnd]:
+           patience: float = PATIENCE_SECONDS, fenced: bool = False, messages: bool = False) -> list[Group]:
     """Return the ends of a group of ranks in this process.
 
     Args:
@@ -116,37 +112,53 @@ def groups(size: int, *, one_host: bool = True, timeout: float = HANGS_SECONDS,
         messages: whether ranks can send and receive.
     """
     file, order, ends = anonymous_file(), fence_file(), []
-    hub, areas = LoopbackHub(), []
+    hub, members = LoopbackHub(), tuple(map(str, range(size)))
     neighbours: dict[int, Neighbours] = {}
-    for rank in range(size):
-        whole = SharedMemory(os.dup(file), rank, Fence(os.dup(order)) if fenced else None)
-        memory = whole.reserve_portions().open()
-        whole.close()
-        area = memory.group_area(range(size))
-        assert area is not None
-        rings = memory.message_area(range(size), 1 << 12) if messages else None
-        areas.append(area)
+    ranks = tuple(range(size))
+    for rank in ranks:
+        memory = SharedMemory(os.dup(file), rank, Fence(os.dup(order)) if fenced else None)
+        heaps, told = memory.heaps(size), Reports()
+        area = next_area(memory, rank, 0, ranks)
+        pairs = memory.range(pair_bytes(size), ranks)
+        assert area is not None and pairs is not None
+        state = GroupState("id", ranks, area, told.waits_changed)
         plane: Plane
         if one_host:
-            plane = ShmPlane(rank, memory, area.ring, slot=1 << 16, chunk=1 << 12, direct=256)
+            plane = ShmPlane(rank, memory, area.wake, slot=1 << 16, chunk=1 << 12, direct=256)
         else:
-            plane = LoopbackPlane(rank, hub, lambda other, area=area: area.ring())  # type: ignore[misc]
-        plane.add_process_set(0, tuple(range(size)))
-        ends.append(GroupEnd("group of tests", rank, size, timeout, plane, area,
-                             announcements=None if one_host else Neighbours(rank, neighbours),
-                             transfers=None if rings is None else RingTransfers(rings, "group of tests"),
-                             reporter=Reports(), patience=patience))
+            plane = LoopbackPlane(rank, hub, lambda other, area=area: area.wake())  # type: ignore[misc]
+        plane.add_process_set(0, ranks)
+        others = {other: other for other in ranks if other != rank}
+        mail = None
+        if messages:
+            carrier = RingCarrier(Rings(memoryview(pairs.bytes), rank, heaps, 1 << 16), area, others)
+            mail = Messages("group of tests", rank, size, members, state, dict.fromkeys(others, carrier), told.progress)
+        near = None if one_host else Neighbours(rank, neighbours)
+        execution = Execution("group of tests", rank, size, plane, state, told, mail, members,
+                              announce=None if near is None else near.announce, patience=patience)
+        if near is not None:
+            assert isinstance(execution.peers, RemotePeers)
+            near.hear(execution.peers.hear)
+        ends.append(Group("group of tests", rank, size, timeout, members, state, execution, mail, told,
+                          tell=told.failures.append))
     os.close(file)
     os.close(order)
     return ends
 
 
-def play(ends: Sequence[GroupEnd], step: Callable[[GroupEnd], T], *, closes: bool = True) -> list[T]:
+def reports_of(group: Group) -> Reports:
+    """Return what a runtime has heard of a group of `groups`."""
+    told = group._reports
+    assert isinstance(told, Reports)
+    return told
+
+
+def play(ends: Sequence[Group], step: Callable[[Group], T], *, closes: bool = True) -> list[T]:
     """Let each rank run `step` in a thread of its own; return the results."""
     results: list[Any] = [None] * len(ends)
     failures: list[BaseException] = []
 
-    def body(end: GroupEnd) -> None:
+    def body(end: Group) -> None:
         try:
             results[end.rank] = step(end)
         except BaseException as error:
@@ -188,7 +200,7 @@ def allgather(values: Array, output: Array, size: int) -> Operation:
                      dtype=str(values.dtype), sources=[values], outputs=[output], rows=(values.size,) * size)
 
 
-def sums(group: OrderedGroup, value: float, elements: int = 4) -> float:
+def sums(group: Group, value: float, elements: int = 4) -> float:
     """Sum a value over the ranks."""
     values = np.full(elements, value, np.float32)
     result_of(group.start([allreduce(values)], blocking=True))

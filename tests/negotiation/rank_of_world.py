@@ -124,7 +124,9 @@ class RankOfWorld:
         self.coordinator = None if self.rank else Coordinator(self.size, policy, concatenated, epoch=self.epoch)
         self.controller = FillingController(self.rank, self.epoch)
         here: Any = self  # it stands for the execution, the link to the coordinator, waiting threads and the recorder
-        self.decisions = Decisions(self.controller, here, here, JobState(self.size), here, here, lambda: here)
+        self.state = JobState(self.size)
+        self.decisions = Decisions(self.controller, here, here, self.state, here, here, lambda: here,
+                                   lambda: None)
         simulation: Any = types.SimpleNamespace(controllers={self.rank: self.controller})
         self.reducer = Reducer(simulation, self.rank, [], job.random)
         self.running, self.leaving = True, False
@@ -293,7 +295,7 @@ class RankOfWorld:
 
     def lose(self, peer: int) -> None:
         """A peer's process has ended."""
-        if not self.running or peer in self.decisions.departed:
+        if not self.running or peer in self.state.departed:
             return
         if self.coordinator is not None:
             self.coordinator.lose(peer, "it died")
@@ -303,7 +305,7 @@ class RankOfWorld:
             self._lead()
         else:
             def declare() -> None:
-                if self.running and peer not in self.decisions.departed:
+                if self.running and peer not in self.state.departed:
                     notice = FailureNotice(peer, "lost", "it died")
                     self.announce(notice)
                     self.process.world_failed(self, notice)
@@ -323,7 +325,7 @@ class RankOfWorld:
         self.resume()
         if self.controller.has_news:
             self._soon(self._say)
-        if self.leaving and self.decisions.has_left and self.decisions.departed >= self._serves:
+        if self.leaving and self.decisions.has_left and self.state.departed >= self._serves:
             self.running = False
             self.process.world_failed(self, None)
 

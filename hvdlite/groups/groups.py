@@ -1,0 +1,334 @@
+"""The groups of a process. Each lives on a runtime: that of the process's job, or one of a world of its own.
+
+A group lives on the job's runtime when its ranks are known to be ranks of the job: those of the default group are if they are
+all of the job, in its order of ranks, and so are those of its parts. The first group of a process that has not called
+`init()` begins the job, unless the launcher says that the job is another one. So a script that only uses groups has reports,
+a timeline and failure records like any other; `init()` later shares the runtime.
+
+The ranks of a world of its own meet in a store; all groups then meet on their runtime (`meeting.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from hvdlite.bootstrap.environments import LaunchInfo, how_to_have_a_key, job_key, read_launch_info
+from hvdlite.bootstrap.store import Store, meet_in_store, own_address
+from hvdlite.core import launch_contract
+from hvdlite.core.array import Array
+from hvdlite.core.config import Config, timeout_or_inf
+from hvdlite.core.errors import ConfigError, ForkedProcessError, LaunchError
+from hvdlite.core.world import Hosts
+from hvdlite.engine.failures import failure_error
+from hvdlite.groups.carriers import Carrier
+from hvdlite.groups.execution import Execution
+from hvdlite.groups.group import Group
+from hvdlite.groups.link import GroupLink
+from hvdlite.groups.meeting import Meeting
+from hvdlite.groups.messages import Messages
+from hvdlite.groups.peers import RemotePeers
+from hvdlite.groups.reports import Reports, RuntimeReports, notice_of
+from hvdlite.handoff.group_state import GroupState
+from hvdlite.memory.area import LET_GO, Area, area_bytes
+from hvdlite.memory.rings import Rings, pair_bytes
+from hvdlite.memory.shared import PAGE, Range, Segment, segment_bytes
+from hvdlite.negotiation.messages import FailureNotice
+from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
+from hvdlite.runtime.assemble import assemble
+from hvdlite.runtime.process_hooks import configure_logging, tell_failure
+from hvdlite.runtime.runtime import Runtime
+from hvdlite.runtime.worlds import Worlds
+
+_log = logging.getLogger("hvdlite")
+
+DRAIN_SECONDS: Final = 5.0
+"""How long the end of a process waits for what its groups have begun."""
+
+RUNTIME: Final = "the runtime"
+"""What the ranks of a group can share: the job's runtime exists."""
+LAUNCHED: Final = "the launcher's job"
+"""It can begin as the launcher has prepared it."""
+MET: Final = "the job of this group"
+"""It can begin with these ranks."""
+
+
+class Groups:
+    """The groups of this process, and the runtimes that are only theirs. Only user threads call it.
+
+    Args:
+        worlds: the job's runtime, and the environment.
+        begin: counts a user of the job's runtime; if need be, joins the job that is described, or else the environment's.
+        end: one user less; the end of the job is not waited for.
+    """
+
+    def __init__(self, worlds: Worlds, begin: Callable[[LaunchInfo | None], None], end: Callable[[], None]) -> None:
+        self._worlds, self._begin, self._end = worlds, begin, end
+        self._groups: list[Group] = []
+        self._own: list[Runtime] = []  # of groups that are not closed
+        self._leaving: list[Runtime] = []  # of groups that are
+        self._default: Runtime | None = None  # the job's, if the default group's ranks are those of the job
+        self._parent = 0  # the process with groups or a runtime that this one was forked from
+
+    def open(self, name: str, ranks: Sequence[int], timeout: float) -> Group:
+        """Make a group of ranks of this process's world; see `api.open_group`."""
+        self._check_process(name)
+        runtime, rank = self._worlds.current(), self._worlds.current().world.rank
+        if rank not in ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(runtime.world.size)):
+            raise ValueError(f"{name}: rank {rank} cannot make a group of ranks {list(ranks)}: it has to be one of them, "
+                             f"each must be there once, and the world has ranks 0 to {runtime.world.size - 1}")
+        if len(ranks) == 1:
+            return self._alone(name, timeout, (str(rank),))
+        return self._opened(runtime, name, tuple(ranks), timeout, tuple(map(str, ranks)), time.monotonic() + timeout,
+                            lambda: None)
+
+    def join(self, store: Store, name: str, rank: int, size: int, timeout: float,
+             members: Sequence[int] | None = None) -> Group:
+        """Meet the other ranks of a group; see `api.join_group`."""
+        self._check_process(name)
+        if not 0 <= rank < size:
+            raise ValueError(f"{name}: rank {rank} is not in 0..{size - 1}")
+        self._leaving = [runtime for runtime in self._leaving if not runtime.has_ended]
+        shown = tuple(map(str, range(size) if members is None else members))
+        if size == 1:
+            return self._alone(name, timeout, shown)
+        deadline = time.monotonic() + min(timeout, store.seconds)
+        if members is not None and self._default is not None and self._default is self._worlds.runtime:
+            runtime, ranks = self._default, tuple(members)
+            self._begin(None)
+            release = self._end
+        else:
+            runtime, release = self._meet(store, name, rank, size, members)
+            ranks = tuple(range(size))
+        try:
+            return self._opened(runtime, name, ranks, timeout, shown, deadline, release)
+        except BaseException:
+            release()
+            raise
+
+    def _check_process(self, name: str) -> None:
+        if self._parent:
+            raise ForkedProcessError(f"{name}: this process (pid {os.getpid()}) was forked from a rank (pid "
+                                     f"{self._parent}), to which the job and its groups belong; start workers with the "
+                                     "spawn method")
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks of the groups that are worlds of their own that this process ends with an exception."""
+        for runtime in self._own:
+            tell_failure(runtime, error)
+
+    def close_all(self) -> None:
+        """Leave all groups, and wait until the other ranks have left those that are worlds of their own, too."""
+        until = time.monotonic() + DRAIN_SECONDS
+        for group in list(self._groups):
+            group.drain(until - time.monotonic())
+            group.close()
+        for runtime in self._leaving:
+            runtime.wait_until_left()
+        self._leaving.clear()
+
+    def close_in_child(self) -> None:
+        """In a forked child: close every descriptor."""
+        if self._groups or self._own or self._worlds.runtime is not None:
+            self._parent = os.getppid()
+        for group in self._groups:
+            group.close_in_child()
+        for runtime in (*self._own, *self._leaving):
+            runtime.close_in_child()
+
+    # --- where a group lives ----------------------------------------------------------------------------------------------
+
+    def _meet(self, store: Store, name: str, rank: int, size: int, members: Sequence[int] | None,
+              ) -> tuple[Runtime, Callable[[], None]]:
+        """Meet the other ranks; return the runtime on which the group lives, and what ends its use."""
+        environment = self._worlds.launch_environment()
+        config = Config.from_environment(environment)
+        configure_logging(config, lambda: rank)
+        info, shared = meet_in_store(
+            store, rank, size, job_key(environment), place=environment.get(launch_contract.JOB_DIRECTORY, ""),
+            address=own_address(environment, store), can_share=self._can_share(rank, size, is_world=members is None),
+            name=name, members=members or (), patience=timeout_or_inf(config.stall_check_time_seconds),
+            allows_insecure_store=config.allow_insecure_store, how_to_have_a_key=how_to_have_a_key(environment))
+        try:
+            if shared:
+                self._begin(info if shared == MET else None)
+                runtime, release = self._worlds.current(), self._end
+                self._default = runtime if members is None else self._default
+            else:
+                runtime = self._started(dataclasses.replace(info, rank_names=tuple(map(str, members or ()))), config)
+                self._default = None if members is None else self._default
+                release = self._leave_own(runtime)
+        finally:
+            if info.held_port is not None:
+                info.held_port.close()
+        return runtime, release
+
+    def _can_share(self, rank: int, size: int, *, is_world: bool) -> str:
+        """Return what this rank can have in common with the others."""
+        worlds = self._worlds
+        if worlds.is_initialized:
+            runtime = worlds.runtime
+            fits = (worlds.waiting is None and worlds.member is None and runtime is not None and runtime.failure is None
+                    and (runtime.world.rank, runtime.world.size) == (rank, size))
+            return RUNTIME if fits else ""
+        environment = worlds.launch_environment()
+        if not is_world or launch_contract.MEMBER in environment or worlds.is_child_of_rank:
+            return ""
+        try:
+            launched = read_launch_info(environment, os.getppid())
+        except LaunchError:  # its variables are for something else
+            return ""
+        if launched.environment == "none":
+            return MET
+        if (launched.world.rank, launched.world.size) != (rank, size):
+            return ""
+        return LAUNCHED if launched.is_complete and not launched.owns_directory else MET
+
+    def _started(self, info: LaunchInfo, config: Config) -> Runtime:
+        """Return the runtime of a world of its own. On one host it has no port, whatever the knob says."""
+        worlds = self._worlds
+        if not info.on_several_hosts:
+            config = dataclasses.replace(config, control="auto")
+        try:
+            runtime = assemble(info, config, worlds.casts, worlds.stack_dump(config), worlds.launch_environment())
+        except OSError as error:
+            raise LaunchError(f"the ranks of the group cannot meet: {error}") from error
+        runtime.start()
+        self._own.append(runtime)
+        return runtime
+
+    def _leave_own(self, runtime: Runtime) -> Callable[[], None]:
+        """Return what leaves a group's own runtime, which ends when all ranks have left it."""
+        def leave() -> None:
+            runtime.leave()
+            if runtime in self._own:
+                self._own.remove(runtime)
+                self._leaving.append(runtime)
+        return leave
+
+    # --- what a group has -------------------------------------------------------------------------------------------------
+
+    def _alone(self, name: str, timeout: float, members: tuple[str, ...]) -> Group:
+        state = GroupState(name, (0,), Area(bytearray(area_bytes(1)), 0, 1))
+        plane, reports = LoopbackPlane(0, LoopbackHub(), lambda rank: None, self._worlds.casts), Reports()
+        execution = Execution(name, 0, 1, plane, state, reports, None, members)
+        return Group(name, 0, 1, timeout, members, state, execution, None, reports)
+
+    def _opened(self, runtime: Runtime, name: str, ranks: tuple[int, ...], timeout: float, members: tuple[str, ...],
+                deadline: float, release: Callable[[], object]) -> Group:
+        """Meet on a runtime, and return the group.
+
+        Args:
+            ranks: of the runtime: those of the group.
+            deadline: of the meeting, in `time.monotonic()`.
+            release: called when the group is closed.
+        """
+        rank, size = ranks.index(runtime.world.rank), len(ranks)
+        host_of = {each: host for host, local in enumerate(runtime.hosts.ranks_by_host) for each in local}
+        hosts = Hosts.of([str(host_of[each]) for each in ranks])
+        local = hosts.local_ranks(rank)
+        count, slot = len(local), runtime.config.shm_slot
+        pairs_at = _padded(area_bytes(count))
+        segment_at = pairs_at + _padded(pair_bytes(count))
+        heaps = [runtime.connections.heaps[ranks[each]] for each in local]
+        place = Meeting(runtime, name, ranks, hosts, segment_at + segment_bytes(count, slot), members,
+                        timeout_or_inf(runtime.config.stall_check_time_seconds)).place(deadline)
+        link = GroupLink(runtime, f"{place.identity}.", ranks)
+        failures, standings = link.part("failures"), link.part("standings")
+
+        def tell(error: BaseException) -> None:
+            failures.announce([each for each in range(size) if each != rank],
+                              msgspec.msgpack.encode(notice_of(error, runtime.world.rank)))
+
+        def failed(source: int, text: bytes) -> None:
+            notice = msgspec.msgpack.decode(text, type=FailureNotice)
+            state.fail(failure_error(notice, runtime.world.rank, runtime.connections.rank_names))
+
+        def closed() -> None:
+            runtime.remove_group(state)
+            self._groups.remove(group)
+            for part in (failures, standings):
+                part.close()
+            heaps[0].take_back()
+            release()
+
+        try:
+            place.memory.allocate(0, segment_at)
+            area = Area(place.memory.bytes[:area_bytes(count)], local.index(rank), count)
+            if rank == local[0]:
+                heaps[0].lend(place.memory, functools.partial(_all_let_go, area.lines))
+            reports = RuntimeReports(runtime, ranks)
+            state = GroupState(place.identity, ranks, area, reports.waits_changed)
+            assert runtime.connections.group_planes is not None
+            segment = _OneSegment(place.memory.part(segment_at, segment_bytes(count, slot)), local.index(rank))
+            plane = runtime.connections.group_planes(rank, hosts, segment, area, link)
+        except BaseException as error:
+            tell(error)
+            raise
+        rings = Rings(memoryview(place.memory.bytes[pairs_at:pairs_at + pair_bytes(count)]), area.index, heaps)
+        carriers = _carriers(rank, size, local, area, rings, link.part("messages"))
+        messages = Messages(name, rank, size, members, state, carriers, reports.progress)
+        execution = Execution(name, rank, size, plane, state, reports, messages, members,
+                              announce=None if plane.name == "shm" else standings.announce)
+        if isinstance(execution.peers, RemotePeers):
+            standings.hear(execution.peers.hear)
+        group = Group(name, rank, size, timeout, members, state, execution, messages, reports, tell=tell, released=closed)
+        self._groups.append(group)
+        runtime.add_group(state)
+        failures.hear(failed)
+        if runtime in self._own:
+            _start_timeline(runtime, name)
+        return group
+
+
+class _OneSegment:
+    """Implements `planes.staging.HostMemory` for the plane of a group, which needs one segment."""
+
+    def __init__(self, memory: Range, index: int) -> None:
+        self._memory, self._index = memory, index
+
+    def segment(self, ranks: Sequence[int], slot: int) -> Segment:
+        return Segment(self._memory, self._index, len(ranks), slot)
+
+    def window(self, nbytes: int, ranks: Sequence[int]) -> list[Array]:
+        raise MemoryError("groups have no fusion buffers")
+
+    def close(self) -> None:
+        pass
+
+
+def _carriers(rank: int, size: int, local: Sequence[int], area: Area, rings: Rings, link: GroupLink) -> dict[int, Carrier]:
+    """Return what carries messages between a rank and each other one; `local` are on its host."""
+    near = {each: index for index, each in enumerate(local) if each != rank}
+    far = [each for each in range(size) if each not in local]
+    found: dict[int, Carrier] = dict.fromkeys(near, RingCarrier(rings, area, near))
+    return {**found, **dict.fromkeys(far, RemoteCarrier(link, far))} if far else found
+
+
+def _all_let_go(lines: Sequence[memoryview]) -> bool:
+    return all(line[LET_GO] for line in lines)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+def _start_timeline(runtime: Runtime, group: str) -> None:
+    """Write a timeline of a group that is a world of its own, if there is to be one, beside that of the job."""
+    config = runtime.config
+    if not config.timeline:
+        return
+    root, extension = os.path.splitext(config.timeline)
+    path = f"{root}.{re.sub(r'[^A-Za-z0-9_.]+', '-', group)}{extension}"
+    try:
+        runtime.start_timeline(path, config.timeline_mark_cycles)
+    except ConfigError as error:
+        _log.warning("%s has no timeline: %s", group, error)

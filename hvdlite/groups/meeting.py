@@ -1,0 +1,226 @@
+"""How the ranks of a group meet on a runtime: one trip through its rank 0, over connections that are authenticated.
+
+Each rank announces to the group's first rank what it knows of the group, and the first rank of a host the range of memory
+that it has taken for it. The first rank of the group answers all of them. Whoever waits is told at once when the job fails,
+or a rank of the group has left it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from hvdlite.core.errors import LaunchError, PeerLeftError
+from hvdlite.core.texts import shortened, text_of
+from hvdlite.core.world import Hosts
+from hvdlite.engine.oob import OobChannel
+from hvdlite.groups.peers import names
+from hvdlite.memory.shared import Range
+from hvdlite.runtime.runtime import Runtime
+
+_log = logging.getLogger("hvdlite")
+
+ANSWER_SECONDS: Final = 1.0
+"""How long after its timeout a rank waits for the first one to say who is missing."""
+LONGEST_PROBLEM: Final = 1000
+
+
+class _Member(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank announces to the first one."""
+
+    number: int  # random: the answer has it, too, so that old answers are not taken for new ones
+    ranks: tuple[int, ...] = ()  # of the group; none: this rank has given up
+    place: tuple[int, int] | None = None  # on the first rank of a host: its memory's place in the file, and the length
+    problem: str = ""  # why there can be no group
+
+
+class _Answer(msgspec.Struct, array_like=True, frozen=True):
+    """What the first rank answers to all that it has heard."""
+
+    numbers: dict[int, int]  # by rank of the group
+    identity: str = ""
+    places: tuple[tuple[int, int], ...] = ()  # by host
+    problem: str = ""
+    left: int = -1  # the rank that has left the job, if that is why there is no group
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a group lives.
+
+    Attributes:
+        identity: the same on all its ranks, and of no other group.
+        memory: of this rank's host.
+    """
+
+    identity: str
+    memory: Range
+
+
+class Meeting:
+    """One rank's part in a meeting.
+
+    Args:
+        name: the group's; the same on all its ranks.
+        ranks: of the runtime: those of the group, in its order.
+        hosts: of the group's ranks, by their indices.
+        nbytes: of memory that this rank's host needs.
+        members: the name of each rank, for messages.
+        patience: seconds after which it is logged which ranks have not come.
+    """
+
+    def __init__(self, runtime: Runtime, name: str, ranks: tuple[int, ...], hosts: Hosts, nbytes: int,
+                 members: Sequence[str], patience: float = math.inf) -> None:
+        channel = runtime.connections.oob
+        assert isinstance(channel, OobChannel)
+        self._runtime, self._channel, self._label = runtime, channel, f"meet.{ranks[0]}.{name}"
+        self._name, self._ranks, self._hosts, self._nbytes, self._members = name, ranks, hosts, nbytes, members
+        self._rank = ranks.index(runtime.world.rank)
+        self._local = hosts.local_ranks(self._rank)
+        self._heard: dict[int, _Member] = {}  # by rank of the group
+        self._answer: _Answer | None = None
+        self._start, self._patience = time.monotonic(), patience
+
+    def place(self, deadline: float) -> Place:
+        """Meet the others; all ranks of the group call this.
+
+        Args:
+            deadline: in `time.monotonic()`.
+
+        Raises:
+            LaunchError: if they do not agree, or do not come in time.
+            PeerLeftError: if one has left the job.
+            HorovodInternalError: if the job fails.
+            MemoryError: if there is no memory, on the rank that needs it.
+        """
+        heaps, taken, problem = self._runtime.connections.heaps, None, None
+        number = secrets.randbits(63)
+        try:
+            if self._rank == self._local[0]:
+                taken = heaps[self._runtime.world.rank].take(self._nbytes)
+        except MemoryError as error:
+            problem = error
+        own = _Member(number, self._ranks, (taken.start, self._nbytes) if taken else None,
+                      text_of(problem) if problem else "")
+        answer = None
+        try:
+            answer = self._met(own, deadline)
+        finally:
+            if answer is None or answer.problem:
+                if self._rank:
+                    self._announce((0,), _Member(number))
+                if taken is not None:
+                    heaps[self._runtime.world.rank].lend(taken, lambda: True)
+        if problem is not None:
+            raise problem
+        if answer.left >= 0:
+            raise PeerLeftError(answer.problem, answer.left)
+        if answer.problem:
+            raise LaunchError(answer.problem)
+        if taken is None:
+            start, nbytes = answer.places[self._hosts.ranks_by_host.index(self._local)]
+            taken = heaps[self._ranks[self._local[0]]].range(start, nbytes)
+        return Place(answer.identity, taken)
+
+    def _met(self, own: _Member, deadline: float) -> _Answer:
+        if self._rank:
+            self._announce((0,), own)
+            return self._answered(own.number, deadline)
+        self._heard[0] = own
+        try:
+            answer = self._collected(deadline)
+        except BaseException as error:  # of this rank alone, or all hear of it from their own runtime
+            self._tell(_Answer({}, problem=shortened(f"{self._name}: rank {self._members[0]} has given up: "
+                                                     f"{text_of(error)}", LONGEST_PROBLEM)))
+            raise
+        self._tell(answer)
+        return answer
+
+    # --- the first rank ---------------------------------------------------------------------------------------------------
+
+    def _collected(self, deadline: float) -> _Answer:
+        """Wait for what the others say; return the answer to all."""
+        if not self._wait(self._all_have_come, deadline):
+            return _Answer({}, problem=self._in_vain(self._missing()))
+        gone = self._departed()
+        if gone and self._missing():
+            return _Answer({}, problem=self._departure(gone), left=gone[0])
+        for rank, member in sorted(self._heard.items()):
+            if member.problem:
+                return _Answer({}, problem=f"{self._name}: {names([rank], self._members)}: {member.problem}")
+            if member.ranks != self._ranks:
+                return _Answer({}, problem=f"{self._name}: the ranks do not agree on its members: {list(self._ranks)} on "
+                                           f"{names([0], self._members)}, {list(member.ranks)} on "
+                                           f"{names([rank], self._members)}")
+        places = [self._heard[group[0]].place for group in self._hosts.ranks_by_host]
+        return _Answer({}, secrets.token_hex(8), tuple(place for place in places if place is not None))
+
+    def _all_have_come(self) -> bool:
+        for rank, text in self._channel.take(self._label):
+            member = msgspec.msgpack.decode(text, type=_Member)
+            if rank not in self._ranks:
+                continue
+            index = self._ranks.index(rank)
+            if member.ranks:
+                self._heard[index] = member
+            elif index in self._heard and self._heard[index].number == member.number:
+                del self._heard[index]
+        return not self._missing() or any(member.problem for member in self._heard.values()) or bool(self._departed())
+
+    def _missing(self) -> list[int]:
+        return [index for index in range(len(self._ranks)) if index not in self._heard]
+
+    def _tell(self, answer: _Answer) -> None:
+        numbers = {index: member.number for index, member in self._heard.items() if index}
+        if numbers:
+            self._announce(list(numbers), msgspec.structs.replace(answer, numbers=numbers))
+
+    # --- the others -------------------------------------------------------------------------------------------------------
+
+    def _answered(self, number: int, deadline: float) -> _Answer:
+        """Wait for the first rank's answer."""
+        def has_come() -> bool:
+            for rank, text in self._channel.take(self._label):
+                answer = msgspec.msgpack.decode(text, type=_Answer)
+                if rank == self._ranks[0] and answer.numbers.get(self._rank) == number:
+                    self._answer = answer
+            return self._answer is not None or bool(self._departed())
+
+        if not self._wait(has_come, deadline) and not self._wait(has_come, time.monotonic() + ANSWER_SECONDS):
+            return _Answer({}, problem=self._in_vain([0]))
+        gone = self._departed()
+        return self._answer or _Answer({}, problem=self._departure(gone), left=gone[0])
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _wait(self, is_over: Callable[[], bool], deadline: float) -> bool:
+        """Wait, and tell once who has not come when that takes long."""
+        tell_at = self._start + self._patience
+        if tell_at < deadline and not self._channel.wait(is_over, tell_at):
+            self._patience = math.inf
+            if self._rank <= 1:  # of those that wait for the first one, one is enough
+                _log.warning("%s: %s has waited %.0f s for %s to make the group", self._name,
+                             names([self._rank], self._members), time.monotonic() - self._start,
+                             names(self._missing() if self._rank == 0 else [0], self._members))
+        return self._channel.wait(is_over, deadline)
+
+    def _departed(self) -> list[int]:
+        gone = self._runtime.departed
+        return [index for index, rank in enumerate(self._ranks) if rank in gone]
+
+    def _departure(self, gone: Sequence[int]) -> str:
+        return (f"{self._name}: {names(gone, self._members)} left the job (its process ended, or destroyed all its groups) "
+                "and cannot make the group")
+
+    def _in_vain(self, missing: Sequence[int]) -> str:
+        return (f"{self._name}: {names([self._rank], self._members)} has waited in vain for "
+                f"{names(missing, self._members)}; all {len(self._ranks)} ranks must make the group, with the same backend: "
+                f"timeout after {time.monotonic() - self._start:.1f} s")
+
+    def _announce(self, to: Sequence[int], text: _Member | _Answer) -> None:
+        self._channel.announce(self._label, [self._ranks[rank] for rank in to], msgspec.msgpack.encode(text))
