@@ -7,6 +7,7 @@ end it properly (docs/protocol.md#one-runtime).
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import threading

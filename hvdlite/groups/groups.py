@@ -1,7 +1,7 @@
 """The groups of a process. Each lives on a runtime: that of the process's job, or one of a world of its own.
 
-A group lives on the job's runtime when its ranks are known to be ranks of the job: those of the default group are if they are
-all of the job, in its order of ranks, and so are those of its parts. The first group of a process that has not called
+A group lives on the job's runtime when its ranks are known to be ranks of the job: those of the default group are if they
+are all of the job, in its order of ranks, and so are those of its parts. The first group of a process that has not called
 `init()` begins the job, unless the launcher says that the job is another one. So a script that only uses groups has reports,
 a timeline and failure records like any other; `init()` later shares the runtime.
 
