@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from hvdlite.bootstrap.environments import LaunchInfo, how_to_have_a_key, job_key, read_launch_info
-from hvdlite.bootstrap.store import Store, meet_in_store, own_address
+from hvdlite.bootstrap.store import KeyValues, meet_in_store, own_address
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config, timeout_or_inf
 from hvdlite.core.errors import ConfigError, ForkedProcessError, LaunchError
@@ -71,7 +71,7 @@ class Groups:
         self._of_world: Runtime | None = None  # the job's, if the whole world that has groups is its ranks
         self._parent = 0  # the process with groups or a runtime that this one was forked from
 
-    def join(self, store: Store, name: str, rank: int, size: int, timeout: float,
+    def join(self, store: KeyValues, name: str, rank: int, size: int, timeout: float,
              members: Sequence[int] | None = None) -> GroupEnd:
         """Meet the other ranks of a group; see `api.join_group`."""
         if self._parent:
@@ -118,7 +118,7 @@ class Groups:
         for runtime in (*self._own, *self._leaving):
             runtime.close_in_child()
 
-    def _meet(self, store: Store, name: str, rank: int, size: int, members: Sequence[int] | None,
+    def _meet(self, store: KeyValues, name: str, rank: int, size: int, members: Sequence[int] | None,
               ) -> tuple[Runtime, str, Callable[[], None]]:
         """Meet the other ranks; return the runtime on which the group lives, an id of the group, and what ends its use."""
         environment = self._worlds.launch_environment()

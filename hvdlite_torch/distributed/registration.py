@@ -79,6 +79,7 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
     from hvdlite_torch.distributed.errors import as_backend_error
     from hvdlite_torch.distributed.process_group import HvdliteProcessGroup
     from hvdlite_torch.distributed.step_count import count
+    from hvdlite_torch.distributed.store import TorchStore
 
     def join_part(store: Any, name: str, rank: int, ranks: Sequence[int], timeout: datetime.timedelta) -> Any:
         of_world = [members[each] for each in ranks] if members else list(ranks)
@@ -86,7 +87,7 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
 
     told = "default process group" if members is None else f"process group {name}"
     try:
-        ordered = api.join_group(store, told, rank, size, timeout.total_seconds(), members)
+        ordered = api.join_group(TorchStore(store), told, rank, size, timeout.total_seconds(), members)
     except HvdliteError as error:
         raise as_backend_error(error) from error.__cause__
     trace = os.environ.get(TRACE, "")

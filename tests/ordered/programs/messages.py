@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -17,30 +15,12 @@ from hvdlite.core.array import Array
 from hvdlite.core.types import Collective
 from hvdlite.ordered.group import OrderedGroup
 from hvdlite.ordered.operations import Operation
-
-
-class DirectoryStore:
-    """A store of `join_group`: a file for each key."""
-
-    def __init__(self, directory: str) -> None:
-        self._directory = Path(directory)
-
-    def set(self, key: str, value: bytes | str, /) -> None:
-        path = self._directory / key.replace("/", "_")
-        written = path.with_suffix(f".{os.getpid()}")
-        written.write_bytes(value.encode() if isinstance(value, str) else value)
-        written.rename(path)
-
-    def get(self, key: str, /) -> bytes:
-        path = self._directory / key.replace("/", "_")
-        while not path.exists():
-            time.sleep(0.002)
-        return path.read_bytes()
+from tests.ordered.worlds import FileStore
 
 
 def joined(directory: str, timeout: float = 60.0) -> OrderedGroup:
     rank, size = (int(os.environ[name]) for name in (launch_contract.RANK, launch_contract.SIZE))
-    return api.join_group(DirectoryStore(directory), "group 0", rank, size, timeout)
+    return api.join_group(FileStore(directory), "group 0", rank, size, timeout)
 
 
 def text(*numbers: int, size: int) -> Array:
