@@ -18,12 +18,11 @@ from hvdlite import api
 from hvdlite.core.errors import OperationTimeoutError
 from hvdlite.ordered.call import Call
 from hvdlite.ordered.group import OrderedGroup
-from hvdlite_torch.distributed import sparse
 from hvdlite_torch.distributed import tensors as memory
 from hvdlite_torch.distributed.errors import as_backend_error, missed
-from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, Reduce
-from hvdlite_torch.distributed.prepared import Prepared, joined
-from hvdlite_torch.distributed.profiling import begin_span
+from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, Reduce, coalesced, sparse_told
+from hvdlite_torch.distributed.tensors import Prepared, joined
+from hvdlite_torch.distributed.tools.calls import begin_span
 from hvdlite_torch.distributed.work import GroupWork
 
 FAILING_SECONDS = 5.0
@@ -61,10 +60,10 @@ class Collectives:
         (tensor,) = tensors
         self._ordered.start((), blocking=True)  # operations under way may change the tensor
         counts = [torch.empty(1, dtype=torch.int64) for _ in range(self._ordered.size)]
-        own = sparse.coalesced(tensor, _reduce(opts))
-        prepared = self._operations.allgather(counts, torch.tensor([own._nnz()]), sparse.told(own))
+        own = coalesced(tensor, _reduce(opts))
+        prepared = self._operations.allgather(counts, torch.tensor([own._nnz()]), sparse_told(own))
         self._run(prepared.operations, prepared.finish, opts)
-        return self._start(sparse.summing(self._operations, tensor, own, [int(count) for count in counts]), opts)
+        return self._start(self._operations.sparse_sum(tensor, own, [int(count) for count in counts]), opts)
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Like `allreduce`, of several tensors."""

@@ -16,13 +16,12 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdlite.ordered.group import OrderedGroup
-from hvdlite_torch.distributed import backend, comm_debug, other_devices
+from hvdlite_torch.distributed import backend, other_devices
 from hvdlite_torch.distributed.backend import NAME
 from hvdlite_torch.distributed.collectives import Collectives
-from hvdlite_torch.distributed.compiling import leave_to_python
 from hvdlite_torch.distributed.errors import UnsupportedArgumentError
-from hvdlite_torch.distributed.fr_trace import GroupRecord
-from hvdlite_torch.distributed.overloads import OVERLOADS
+from hvdlite_torch.distributed.tools import calls
+from hvdlite_torch.distributed.tools.fr_trace import GroupRecord
 from hvdlite_torch.distributed.work import GroupWork
 
 if TYPE_CHECKING:
@@ -31,6 +30,9 @@ else:
     _ProcessGroup = torch.distributed.ProcessGroup
 
 _CPU: Final = torch.device("cpu")
+_SUM: Final = c10d.ReduceOp.SUM
+_Arguments = tuple[Any, ...]
+_Timeout = datetime.timedelta | None
 
 
 class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
@@ -227,6 +229,78 @@ def _waited(args: Sequence[Any]) -> Sequence[Any] | None:
     return tree_map_only(AsyncCollectiveTensor, AsyncCollectiveTensor.trigger_wait, args) if pending else None
 
 
+# --- the short forms of methods, such as `group.allreduce(tensor, op)`, as the form with options ------------------------
+# torch's C++ has them for its own process groups; those that Python implements get them here.
+
+
+def _options(kind: Any, timeout: _Timeout, **fields: Any) -> Any:
+    options = kind()
+    for name, value in fields.items():
+        setattr(options, name, value)
+    if timeout is not None:
+        options.timeout = timeout
+    return options
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    return [given] if isinstance(given, torch.Tensor) else given
+
+
+def _broadcast(tensor: torch.Tensor, root: int, timeout: _Timeout = None) -> _Arguments:
+    return [tensor], _options(c10d.BroadcastOptions, timeout, rootRank=root)
+
+
+def _allreduce(tensor: Any = None, op: Any = _SUM, timeout: _Timeout = None, *, tensors: Any = None) -> _Arguments:
+    return _listed(tensors if tensor is None else tensor), _options(c10d.AllreduceOptions, timeout, reduceOp=op)
+
+
+def _reduce(tensor: torch.Tensor, root: int, op: Any = _SUM, timeout: _Timeout = None) -> _Arguments:
+    return [tensor], _options(c10d.ReduceOptions, timeout, rootRank=root, reduceOp=op)
+
+
+def _allgather(output_tensors: Any, input_tensor: Any, timeout: _Timeout = None) -> _Arguments:
+    is_short = isinstance(input_tensor, torch.Tensor)
+    return ([output_tensors] if is_short else output_tensors, _listed(input_tensor),
+            _options(c10d.AllgatherOptions, timeout))
+
+
+def _gather(output_tensors: Any, input_tensor: torch.Tensor, root: int, timeout: _Timeout = None) -> _Arguments:
+    return ([output_tensors] if output_tensors else []), [input_tensor], _options(c10d.GatherOptions, timeout, rootRank=root)
+
+
+def _scatter(output_tensor: torch.Tensor, input_tensors: Any, root: int, timeout: _Timeout = None) -> _Arguments:
+    return [output_tensor], ([input_tensors] if input_tensors else []), _options(c10d.ScatterOptions, timeout, rootRank=root)
+
+
+def _reduce_scatter(output: Any, input: Any, op: Any = _SUM, timeout: _Timeout = None) -> _Arguments:
+    is_short = isinstance(output, torch.Tensor)
+    return _listed(output), [input] if is_short else input, _options(c10d.ReduceScatterOptions, timeout, reduceOp=op)
+
+
+def _all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_sizes: Sequence[int],
+                       input_split_sizes: Sequence[int], timeout: _Timeout = None) -> _Arguments:
+    return output, input, output_split_sizes, input_split_sizes, _options(c10d.AllToAllOptions, timeout)
+
+
+def _alltoall(output_tensors: Any, input_tensors: Any, timeout: _Timeout = None) -> _Arguments:
+    return output_tensors, input_tensors, _options(c10d.AllToAllOptions, timeout)
+
+
+def _barrier(timeout: _Timeout = None) -> _Arguments:
+    return (_options(c10d.BarrierOptions, timeout),)
+
+
+_SHORT_FORMS: Final[dict[str, Callable[..., _Arguments]]] = {
+    "broadcast": _broadcast, "allreduce": _allreduce, "reduce": _reduce, "allgather": _allgather, "gather": _gather,
+    "scatter": _scatter, "reduce_scatter": _reduce_scatter, "all_to_all_single": _all_to_all_single, "alltoall": _alltoall,
+    "barrier": _barrier,
+}
+"""By method: the function that makes the arguments of the form with options from those of a short form."""
+
+
+# --- the methods ------------------------------------------------------------------------------------------------------
+
+
 def _has_options(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return (bool(args) and type(args[-1]) in _OPTIONS) or "opts" in kwargs
 
@@ -238,7 +312,7 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
         own_name: of the method of `Collectives`.
         name: of the method of torch.
     """
-    own, elsewhere, with_options = getattr(Collectives, own_name), getattr(_ProcessGroup, name), OVERLOADS.get(own_name)
+    own, elsewhere, with_options = getattr(Collectives, own_name), getattr(_ProcessGroup, name), _SHORT_FORMS.get(own_name)
     operator = _OLD_NAMES.get(own_name, own_name)
 
     def method(self: HvdliteProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +323,7 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
                     return elsewhere(self, *args, **kwargs)
                 break
         if _len_torch_dispatch_stack():
-            comm_debug.count(operator)
+            calls.count(operator)
         if with_options is not None and not _has_options(args, kwargs):
             args, kwargs = with_options(*args, **kwargs), {}
         try:
@@ -261,7 +335,7 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
         return own(self, *waited, **kwargs)
 
     functools.update_wrapper(method, own)
-    leave_to_python(method)
+    calls.leave_to_python(method)
     return method
 
 

@@ -78,8 +78,8 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
     from hvdlite.core.errors import HvdliteError
     from hvdlite_torch.distributed.errors import as_backend_error
     from hvdlite_torch.distributed.process_group import HvdliteProcessGroup
-    from hvdlite_torch.distributed.step_count import count
     from hvdlite_torch.distributed.store import TorchStore
+    from hvdlite_torch.distributed.tools.step_count import count
 
     def join_part(store: Any, name: str, rank: int, ranks: Sequence[int], timeout: datetime.timedelta) -> Any:
         of_world = [members[each] for each in ranks] if members else list(ranks)
@@ -101,7 +101,7 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
 @functools.cache
 def _writer(path: str) -> Callable[[], None]:
     """Return what writes the trace of this rank's groups to a file: one function for all groups, which is called once."""
-    from hvdlite_torch.distributed import fr_trace
     from hvdlite_torch.distributed.process_group import records
+    from hvdlite_torch.distributed.tools import fr_trace
 
     return lambda: fr_trace.write(path, records)

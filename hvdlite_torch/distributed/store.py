@@ -19,8 +19,8 @@ POLL_SHARE: Final = 0.1
 class TorchStore:
     """A `hvdlite.bootstrap.store.KeyValues`, made of a store of `torch.distributed`.
 
-    It looks for a key (`check`) again and again: `TCPStore.wait` writes to stderr when it is in vain. A store that is written
-    in Python may have neither, nor `delete_key`; without both, `get` cannot look once, and takes as long as the store does.
+    It looks for a key (`check`) again and again: `TCPStore.wait` writes to stderr when it is in vain. One that is written in
+    Python may have neither, nor `delete_key`: then `get` cannot look once, and takes as long as the store lets it.
     """
 
     def __init__(self, store: Any) -> None:
