@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from hvdlite.bootstrap.environments import LaunchInfo, check_host, torch_variables
-from hvdlite.bootstrap.store import Store
+from hvdlite.bootstrap.store import KeyValues
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
 from hvdlite.core.config import environment_name
@@ -356,12 +356,12 @@ def set_torch_variables() -> None:
     os.environ.update(found)
 
 
-def join_group(store: Store, name: str, rank: int, size: int, timeout: float,
+def join_group(store: KeyValues, name: str, rank: int, size: int, timeout: float,
                members: Sequence[int] | None = None) -> Group:
     """Meet the other ranks of a group whose collectives are carried out in the order of calls; all of them call this.
 
     Args:
-        store: of this group alone, such as a `PrefixStore` of `torch.distributed`.
+        store: of this group alone, the same for all its ranks.
         name: for messages, and of the group's thread.
         rank: this process's rank in the group.
         size: number of ranks of the group.

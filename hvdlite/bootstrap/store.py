@@ -1,4 +1,4 @@
-"""A world whose ranks find each other through a key-value store: that of `torch.distributed`, say.
+"""A world whose ranks find each other through a key-value store, such as that of `torch.distributed`.
 
 Every rank says on which host it is. Rank 0 answers each of them with its place in the world, an id of the world, and for
 several hosts where rank 0 listens.
@@ -17,15 +17,13 @@ store that cannot forget serves one world), and the answer's key is a random num
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import logging
 import math
 import secrets
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Final, Protocol
+from typing import Annotated, Final, Protocol
 
 import msgspec
 
@@ -44,12 +42,6 @@ from hvdlite.negotiation.agreement import named_ranks
 _log = logging.getLogger("hvdlite")
 
 KEY_BYTES: Final = 32
-SHORTEST_SECONDS: Final = 0.01
-"""The shortest wait of a store: 0 is for ever."""
-POLL_SECONDS: Final = 0.001, 0.5
-"""The shortest and the longest pause between two looks into the store."""
-POLL_SHARE: Final = 0.1
-"""Between them, the pause is this share of the time that the rank has waited."""
 LAST_LOOK: Final = 0.9
 """The share of the store's timeout after which a rank has looked who is there: ranks that fail remove what they said."""
 LATE_SECONDS: Final = 1.0
@@ -58,21 +50,40 @@ OWN_SECONDS: Final = 2.0
 """After so long, a rank that waits looks whether the store still has what it has said."""
 LATE_LOOKS: Final = 4096
 """For how many of them it looks at a time."""
+LATE_PAUSE: Final = 0.01
+"""Seconds between two such looks."""
 MOST_RANKS: Final = 1 << 20
 """No world has more: a larger number is noise."""
-LONGEST_PROBLEM: Final = 2000
-"""Characters of rank 0's reason that are shown: without a key, anybody may have written it."""
+LONGEST_PROBLEM: Final = 900
+"""Characters, about, of the reason that rank 0 answers, so that it fits into a text, whatever strangers have written."""
 INSECURE: Final = environment_name("allow_insecure_store")
 
 
-class Store(Protocol):
-    """The part of torch's `Store` that is used. `delete_key`, `wait`, `check` and `timeout` are used where they exist."""
+class KeyValues(Protocol):
+    """A store in which ranks meet.
 
-    def set(self, key: str, value: Any, /) -> object:
+    Attributes:
+        seconds: the longest wait for other ranks; math.inf for no limit.
+        host: where the store is, "" if that is not known.
+        where: tells it from other stores of its host, on all ranks alike.
+    """
+
+    seconds: float
+    host: str
+    where: str
+
+    def put(self, key: str, value: bytes) -> None:
         """Store bytes under a key."""
 
-    def get(self, key: str, /) -> bytes:
-        """Return them, once they are there."""
+    def get(self, key: str, seconds: float) -> bytes | None:
+        """Return them; None if they are not there after so many seconds. 0 looks once.
+
+        Raises:
+            RuntimeError: when the store fails, or cannot look once.
+        """
+
+    def forget(self, key: str) -> None:
+        """Remove a key, so that it is not taken for that of a later world; never raise: it costs nothing to leave it."""
 
 
 class _Member(msgspec.Struct, array_like=True):
@@ -97,7 +108,7 @@ class _Answer(msgspec.Struct, array_like=True):
     shares: str = ""
 
 
-def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", *, place: str = "", address: str = "",
+def meet_in_store(store: KeyValues, rank: int, size: int, key: bytes = b"", *, place: str = "", address: str = "",
                   can_share: str = "", name: str = "the group", members: Sequence[int] = (), patience: float = math.inf,
                   allows_insecure_store: bool = False,
                   how_to_have_a_key: str = SECRET_ON_ALL) -> tuple[LaunchInfo, str]:
@@ -125,22 +136,22 @@ def meet_in_store(store: Store, rank: int, size: int, key: bytes = b"", *, place
     text = sealed(_key(rank), rank, number, own, signer)
     others, held = _Others(store, rank, members or range(size), patience, signer, text), None
     try:
-        store.set(_key(rank), text)
+        store.put(_key(rank), text)
         if rank == 0:
             answer, held = _answer_all(store, _collected(others, size), size, address, signer)
         else:
             found = others.answer(number)
-            _forget(store, _answer_key(number))
+            store.forget(_answer_key(number))
             answer = _checked(found, own, rank, key)
     except HvdliteError:
         raise
     except RuntimeError as error:  # the store's
         raise LaunchError(others.in_vain(error)) from error
     finally:
-        _forget(store, _key(rank))
+        store.forget(_key(rank))
     if answer.problem:  # it may be about what anybody has written
-        raise LaunchError(printable(shortened(answer.problem, LONGEST_PROBLEM)))
-    directory = agreed_prefix("store", answer.token, host, name, _where(store))
+        raise LaunchError(printable(answer.problem))
+    directory = agreed_prefix("store", answer.token, host, name, store.where)
     return LaunchInfo("store", answer.world, directory, answer.coordinator, key or answer.key, owns_directory=True,
                       held_port=held, identity=answer.token), answer.shares
 
@@ -190,70 +201,58 @@ class _Others:
         own: what this rank says of itself.
     """
 
-    def __init__(self, store: Any, rank: int, members: Sequence[int], patience: float, signer: Signer, own: bytes) -> None:
+    def __init__(self, store: KeyValues, rank: int, members: Sequence[int], patience: float, signer: Signer,
+                 own: bytes) -> None:
         self._store, self._rank, self._members, self._patience, self._signer = store, rank, members, patience, signer
-        self._own_text = own
-        start, timeout = time.monotonic(), getattr(store, "timeout", None)
-        seconds = math.inf if timeout is None else timeout.total_seconds()
-        self._deadline, self._look_at = start + seconds, start + min(patience, LAST_LOOK * seconds)
-        self._is_to_tell = patience <= LAST_LOOK * seconds
-        self._is_to_look = self._look_at < math.inf
+        self._own_text, start, last_look = own, time.monotonic(), LAST_LOOK * store.seconds
+        self._deadline, self._look_at = start + store.seconds, start + min(patience, last_look)
+        self._is_to_tell = patience <= last_look
         self._absent: Sequence[int] = range(len(members))
 
-    def get(self, key: str) -> bytes:
-        """Return the value of a key once it is there.
-
-        Raises:
-            RuntimeError: the store's, when its timeout is over; it counts from the start, not for each key.
-        """
-        if not self._is_soon_there(key):
-            self._wait(key)
-        value: bytes = self._store.get(key)
-        return value
-
     def member(self, rank: int) -> Text[_Member]:
-        """Return what a rank says of itself, once it does; see `get`."""
-        return opened(self.get(_key(rank)), _key(rank), rank, self._rank, self._signer, _Member)
+        """Return what a rank says of itself, once it does; see `_get`."""
+        return self._member(rank, self._get(_key(rank)))
 
     def answer(self, number: int) -> Text[_Answer]:
-        """Return what rank 0 answers to this rank, which has said this number, once it does; see `get`."""
+        """Return what rank 0 answers to this rank, which has said this number, once it does; see `_get`."""
         where = _answer_key(number)
-        return opened(self.get(where), where, 0, self._rank, self._signer, _Answer)
+        return opened(self._get(where), where, 0, self._rank, self._signer, _Answer)
 
-    def has_come(self, rank: int) -> bool:
-        """Return whether a rank has said what it is; False if the store cannot tell."""
+    def come(self, ranks: Iterable[int]) -> dict[int, Text[_Member]]:
+        """Return what those of these ranks that have come say of themselves; nothing if the store cannot look."""
         try:
-            return bool(self._store.check([_key(rank)]))
-        except (AttributeError, RuntimeError):
-            return False
+            found = {rank: self._store.get(_key(rank), 0.0) for rank in ranks}
+        except RuntimeError:
+            return {}
+        return {rank: self._member(rank, text) for rank, text in found.items() if text is not None}
 
     def in_vain(self, error: RuntimeError) -> str:
-        """Return the text of the error of a wait that the store has ended."""
+        """Return the text of the error of a wait that is over, or has failed."""
         self._look()
         return (f"{self._own()} has waited in vain for {self._missing() or 'the others'}; all {len(self._members)} ranks "
                 f"must make the group, with the same backend: {str(error).splitlines()[0]}")
 
-    def _is_soon_there(self, key: str) -> bool:
-        """Look for a key until it is time to tell who is absent. (torch's `TCPStore.wait` writes to stderr if in vain.)"""
-        start = time.monotonic()
-        try:
-            while self._is_to_look:
-                if self._store.check([key]):
-                    return True
-                now = time.monotonic()
-                if now - start >= OWN_SECONDS:
-                    self._check_own()
-                if now >= self._look_at:
-                    self._is_to_look = False
-                    self._look()
-                    self._tell()
-                else:
-                    time.sleep(min(_pause(now - start), self._look_at - now))
-        except HvdliteError:
-            raise
-        except (AttributeError, RuntimeError):  # the store cannot tell
-            self._is_to_look = False
-        return False
+    def _get(self, key: str) -> bytes:
+        """Return the value of a key once it is there.
+
+        Raises:
+            RuntimeError: when the store's timeout is over, which counts from the start, not for each key; or the store's.
+        """
+        while True:
+            now = time.monotonic()
+            if now >= self._look_at:
+                self._look_at = math.inf
+                self._look()
+                self._tell()
+            text = self._store.get(key, max(0.0, min(OWN_SECONDS, self._look_at - now, self._deadline - now)))
+            if text is not None:
+                return text
+            self._check_own()
+            if time.monotonic() >= self._deadline:
+                raise RuntimeError(f"wait timeout after {self._store.seconds:g} s")
+
+    def _member(self, rank: int, text: bytes) -> Text[_Member]:
+        return opened(text, _key(rank), rank, self._rank, self._signer, _Member)
 
     def _check_own(self) -> None:
         """Check that the store still has what this rank has said: without it, nobody answers.
@@ -262,27 +261,19 @@ class _Others:
             LaunchError: when another program has changed or removed it.
         """
         own = _key(self._rank)
-        if not self._store.check([own]) or self._store.get(own) != self._own_text:
+        try:
+            text = self._store.get(own, 0.0)
+        except RuntimeError:  # it cannot look
+            return
+        if text != self._own_text:
             raise LaunchError(f"{self._own()} does not find in the store what it has written there ({own}): another program "
                               "writes to the store, too")
-
-    def _wait(self, key: str) -> None:
-        """Wait for a key, if the store can, for what is left of its timeout."""
-        if not hasattr(self._store, "wait") or self._deadline == math.inf:
-            return
-        rest = max(SHORTEST_SECONDS, self._deadline - time.monotonic())
-        try:
-            self._store.wait([key], datetime.timedelta(seconds=rest))
-        except RuntimeError:
-            if time.monotonic() > self._deadline - SHORTEST_SECONDS:
-                raise
-            # else it cannot, as many a store that is written in Python
 
     def _look(self) -> None:
         """Find out who has not come. Who was there once is not absent: it may have failed, and removed what it has said."""
         try:
-            self._absent = [rank for rank in self._absent if not self._store.check([_key(rank)])]
-        except (AttributeError, RuntimeError):  # the store cannot tell
+            self._absent = [rank for rank in self._absent if self._store.get(_key(rank), 0.0) is None]
+        except RuntimeError:  # it cannot look
             self._absent = []
 
     def _tell(self) -> None:
@@ -299,27 +290,19 @@ class _Others:
         return named_ranks([self._members[rank] for rank in ranks]) if ranks else ""
 
 
-def _pause(waited: float) -> float:
-    """Return the seconds until the next look into the store: who waits long looks rarely, and does not load it."""
-    shortest, longest = POLL_SECONDS
-    return min(max(shortest, POLL_SHARE * waited), longest)
-
-
 def _collected(others: _Others, size: int) -> list[Text[_Member]]:
     """Return what the ranks say of themselves, in their order; if they do not fit together, of those that have come."""
     found: dict[int, Text[_Member]] = {}
     while len(found) < size and not _misfit(found.values(), size):
         found[len(found)] = others.member(len(found))
     if _misfit(found.values(), size):
-        start = time.monotonic()
-        while (waited := time.monotonic() - start) < LATE_SECONDS:
+        until = time.monotonic() + LATE_SECONDS
+        while time.monotonic() < until:
             absent = [rank for rank in range(max([size, *_sizes(found.values())])) if rank not in found]
-            for rank in absent[:LATE_LOOKS]:
-                if others.has_come(rank):
-                    found[rank] = others.member(rank)
             if not absent:
                 break
-            time.sleep(_pause(waited))
+            found |= others.come(absent[:LATE_LOOKS])
+            time.sleep(LATE_PAUSE)
     return [found[rank] for rank in sorted(found)]
 
 
@@ -336,18 +319,19 @@ def _misfit(texts: Iterable[Text[_Member]], size: int) -> str:
     return next((text.problem for text in texts if text.problem), "")
 
 
-def _answer_all(store: Store, texts: list[Text[_Member]], size: int, address: str,
+def _answer_all(store: KeyValues, texts: list[Text[_Member]], size: int, address: str,
                 signer: Signer) -> tuple[_Answer, HeldPort | None]:
     """Answer the other ranks; return rank 0's own answer, and the port at which it will listen."""
     problem, held = _misfit(texts, size), None
-    answers = [_Answer(problem)] * len(texts)
-    if not problem:
+    if problem:
+        answers = _refusals(problem, len(texts))
+    else:
         answers, held = _answers([text.content for text in texts if text.content is not None], address, signer.key)
     try:
         for text, answer in list(zip(texts, answers, strict=True))[1:]:
             if text.number is not None:
                 where = _answer_key(text.number)
-                store.set(where, sealed(where, 0, text.number, answer, signer))
+                store.put(where, sealed(where, 0, text.number, answer, signer))
     except BaseException:
         if held is not None:
             held.close()
@@ -370,8 +354,12 @@ def _answers(members: list[_Member], address: str, key: bytes) -> tuple[list[_An
         else:
             problem = _without_key(strict[0])
     if problem:
-        return [_Answer(problem)] * len(members), None
+        return _refusals(problem, len(members)), None
     return [msgspec.structs.replace(answer, world=hosts.world(rank)) for rank in range(len(members))], held
+
+
+def _refusals(problem: str, count: int) -> list[_Answer]:
+    return [_Answer(shortened(problem, LONGEST_PROBLEM))] * count
 
 
 def _different_directories(members: list[_Member], hosts: Hosts) -> str:
@@ -384,31 +372,13 @@ def _different_directories(members: list[_Member], hosts: Hosts) -> str:
     return ""
 
 
-def own_address(environ: Mapping[str, str], store: Any) -> str:
+def own_address(environ: Mapping[str, str], store: KeyValues) -> str:
     """Return the IP address of this host on the way to a host that all ranks reach, "" if none is known.
 
     That is torch's `MASTER_ADDR`, or where the store is.
     """
-    for host in (environ.get("MASTER_ADDR", ""), getattr(_underlying(store), "host", "")):
+    for host in (environ.get("MASTER_ADDR", ""), store.host):
         address = source_address(host) if host else ""
         if address and not is_loopback(address):
             return address
     return ""
-
-
-def _where(store: Any) -> str:
-    """Return what tells a store from others of this host, as each rank knows it itself: a port or a file."""
-    found = _underlying(store)
-    return f"{getattr(found, 'port', '')} {getattr(found, 'path', '')}"
-
-
-def _underlying(store: Any) -> Any:
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
-
-
-def _forget(store: Any, key: str) -> None:
-    """Remove a key, so that it is not taken for that of a later world in the same store."""
-    with contextlib.suppress(Exception):  # some stores cannot, and it costs nothing to leave it
-        store.delete_key(key)

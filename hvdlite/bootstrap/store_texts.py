@@ -7,7 +7,7 @@ Rules
 - The MAC covers the name of the group, the key under which the text stands in the store, and the text before and after it.
   Without a job's key it is made with an empty one: then it proves nothing, and only tells a text of hvdlite from noise.
 - A rank chooses its number at random, and the answer to the rank has it, too: old answers are not taken for new ones.
-- Nothing is decoded before its MAC is checked.
+- Nothing is decoded before its MAC is checked, and no MAC is computed of a text that is longer than those of ranks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from hvdlite.core.errors import ProtocolError
 _NUMBER: Final = struct.Struct("!Q")
 _LENGTH: Final = struct.Struct("!I")
 _MAC_BYTES: Final = 32
+LONGEST_TEXT: Final = 4096
+"""Bytes of a text: a longer one is noise."""
 _SIGNED_BYTES: Final = GREETING_BYTES + _NUMBER.size
 SECRET_ON_ALL: Final = "set HVDLITE_SECRET to the same value on all ranks, or on none"
 
@@ -97,6 +99,8 @@ def opened(text: bytes, where: str, writer: int, reader: int, signer: Signer, ki
     if version != Greeting(reader, __version__).version:
         return Text(number, None, f"rank {writer} runs hvdlite {version}, rank {reader} runs {__version__}; install the "
                                   "same version everywhere")
+    if len(text) > LONGEST_TEXT:
+        return Text(number, None, _noise(text, writer, reader))
     if not hmac.compare_digest(mac, signer.mac(where, signed, body)):
         is_without = bool(signer.key) and hmac.compare_digest(mac, signer.mac(where, signed, body, b""))
         return Text(number, None, _unsigned(writer, reader, signer, is_without=is_without))

@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 
 from hvdlite.bootstrap.environments import LaunchInfo, how_to_have_a_key, job_key, read_launch_info
-from hvdlite.bootstrap.store import Store, meet_in_store, own_address
+from hvdlite.bootstrap.store import KeyValues, meet_in_store, own_address
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
 from hvdlite.core.config import Config, timeout_or_inf
@@ -90,7 +90,7 @@ class Groups:
         return self._opened(runtime, name, tuple(ranks), timeout, tuple(map(str, ranks)), time.monotonic() + timeout,
                             lambda: None)
 
-    def join(self, store: Store, name: str, rank: int, size: int, timeout: float,
+    def join(self, store: KeyValues, name: str, rank: int, size: int, timeout: float,
              members: Sequence[int] | None = None) -> Group:
         """Meet the other ranks of a group; see `api.join_group`."""
         self._check_process(name)
@@ -146,7 +146,7 @@ class Groups:
 
     # --- where a group lives ----------------------------------------------------------------------------------------------
 
-    def _meet(self, store: Store, name: str, rank: int, size: int, members: Sequence[int] | None,
+    def _meet(self, store: KeyValues, name: str, rank: int, size: int, members: Sequence[int] | None,
               ) -> tuple[Runtime, Callable[[], None]]:
         """Meet the other ranks; return the runtime on which the group lives, and what ends its use."""
         environment = self._worlds.launch_environment()

@@ -18,7 +18,7 @@ class Transfers(Protocol):
     """One rank's sends and receives. Callable from any thread."""
 
     def send(self, values: Array, to: int, tag: int, timeout: float) -> Transfer:
-        """See `OrderedGroup.send`.
+        """See `Group.send`.
 
         Args:
             timeout: seconds after which the call fails.
@@ -28,7 +28,7 @@ class Transfers(Protocol):
         """
 
     def receive(self, values: Array, source: int | None, tag: int, timeout: float) -> Transfer:
-        """See `OrderedGroup.receive`. A message of another length is lost: the call fails, and the next one gets the next.
+        """See `Group.receive`. A message of another length is lost: the call fails, and the next one gets the next.
 
         Args:
             timeout: seconds after which the call fails.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch._C import _distributed_c10d as c10d
 
-from hvdlite.groups.group import OrderedGroup
+from hvdlite.groups.group import Group
 from hvdlite_torch.distributed.collectives import Collectives
 from hvdlite_torch.distributed.work import GroupWork
 
@@ -29,7 +29,7 @@ class HvdliteBackend(Collectives, _Backend):  # type: ignore[misc]
     """Implements c10d's `Backend` for host memory; torch keeps the backends of other devices beside it.
 
     Args:
-        ordered: carries out the calls.
+        group: carries out the calls.
         timeout: of operations.
     """
 
@@ -37,11 +37,11 @@ class HvdliteBackend(Collectives, _Backend):  # type: ignore[misc]
     supports_coalescing = False
     supports_shrinking = False
 
-    def __init__(self, ordered: OrderedGroup, timeout: datetime.timedelta) -> None:
-        super().__init__(ordered.rank, ordered.size)
-        self.attach(ordered)
+    def __init__(self, group: Group, timeout: datetime.timedelta) -> None:
+        super().__init__(group.rank, group.size)
+        self.attach(group)
         options: Any = c10d.Backend.Options(NAME, timeout)
-        options.group_name = ordered.name
+        options.group_name = group.name
         self._options = options
 
     def getBackendName(self) -> str:

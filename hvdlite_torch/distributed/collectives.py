@@ -1,4 +1,4 @@
-"""The methods by which `torch.distributed` uses a process group, over an ordered group.
+"""The methods by which `torch.distributed` uses a process group, over a group.
 
 They have the names and arguments of c10d's virtual methods. A class of this kind exists for each way in which torch lets
 Python implement a backend: `process_group.py` and `backend.py`.
@@ -17,13 +17,12 @@ from torch.autograd import profiler
 from hvdlite import api
 from hvdlite.core.errors import OperationTimeoutError
 from hvdlite.groups.call import Call
-from hvdlite.groups.group import OrderedGroup
-from hvdlite_torch.distributed import sparse
+from hvdlite.groups.group import Group
 from hvdlite_torch.distributed import tensors as memory
 from hvdlite_torch.distributed.errors import as_backend_error, missed
-from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, Reduce
-from hvdlite_torch.distributed.prepared import Prepared, joined
-from hvdlite_torch.distributed.profiling import begin_span
+from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, Reduce, coalesced, sparse_told
+from hvdlite_torch.distributed.tensors import Prepared, joined
+from hvdlite_torch.distributed.tools.calls import begin_span
 from hvdlite_torch.distributed.work import GroupWork
 
 FAILING_SECONDS = 5.0
@@ -36,17 +35,17 @@ _SUM = Reduce.of(torch.distributed.ReduceOp.SUM)
 class Collectives:
     """Mixed into a class of torch. Lists of tensors are as in c10d: a list of one tensor, or of one list of tensors."""
 
-    _ordered: OrderedGroup
+    _ordered: Group
     _operations: Operations
     _done: GroupWork  # of every blocking call that has succeeded: nobody asks it for more than that
     _calls: int  # collectives begun
     _coalesced: tuple[list[Call], list[torch.Tensor]] | None  # the calls since `_begin_coalescing`, and their results
 
-    def attach(self, ordered: OrderedGroup) -> None:
+    def attach(self, group: Group) -> None:
         """Set the group that carries out the calls."""
-        self._ordered, self._operations = ordered, Operations(ordered.rank, ordered.size)
+        self._group, self._operations = group, Operations(group.rank, group.size)
         self._calls, self._coalesced = 0, None
-        self._done = GroupWork(ordered, (), [])
+        self._done = GroupWork(group, (), [])
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
@@ -59,12 +58,12 @@ class Collectives:
     def allreduce_sparse(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Sum a sparse tensor; it waits for the other ranks' numbers of values."""
         (tensor,) = tensors
-        self._ordered.start((), blocking=True)  # operations under way may change the tensor
-        counts = [torch.empty(1, dtype=torch.int64) for _ in range(self._ordered.size)]
-        own = sparse.coalesced(tensor, _reduce(opts))
-        prepared = self._operations.allgather(counts, torch.tensor([own._nnz()]), sparse.told(own))
+        self._group.start((), blocking=True)  # operations under way may change the tensor
+        counts = [torch.empty(1, dtype=torch.int64) for _ in range(self._group.size)]
+        own = coalesced(tensor, _reduce(opts))
+        prepared = self._operations.allgather(counts, torch.tensor([own._nnz()]), sparse_told(own))
         self._run(prepared.operations, prepared.finish, opts)
-        return self._start(sparse.summing(self._operations, tensor, own, [int(count) for count in counts]), opts)
+        return self._start(self._operations.sparse_sum(tensor, own, [int(count) for count in counts]), opts)
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Like `allreduce`, of several tensors."""
@@ -157,7 +156,7 @@ class Collectives:
         (tensor,) = tensors
         memory.check(tensor, "send")
         self._check_rank(dst_rank, "send", "destination")
-        return self._message("send", self._ordered.send(memory.memory(memory.dense(tensor)), dst_rank, tag), tensor)
+        return self._message("send", self._group.send(memory.memory(memory.dense(tensor)), dst_rank, tag), tensor)
 
     def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int) -> Any:
         """See `torch.distributed.irecv`."""
@@ -174,7 +173,7 @@ class Collectives:
         if not memory.is_plain(tensor):
             raise ValueError("recv: Tensors must be contiguous: this one has the shape "
                              f"{tuple(tensor.shape)} and the strides {tensor.stride()}")
-        return self._message("recv", self._ordered.receive(memory.memory(tensor), source, tag), tensor)
+        return self._message("recv", self._group.receive(memory.memory(tensor), source, tag), tensor)
 
     def _message(self, name: str, call: Call, tensor: torch.Tensor) -> Any:
         if profiler._is_profiler_enabled:
@@ -189,17 +188,17 @@ class Collectives:
         While an exception is handled, only a few seconds are given to them: other ranks may never make the same calls.
         """
         api.begin_to_leave()
-        self._ordered.drain(self._ordered.timeout if sys.exc_info()[0] is None else FAILING_SECONDS)
-        self._ordered.close()
+        self._group.drain(self._group.timeout if sys.exc_info()[0] is None else FAILING_SECONDS)
+        self._group.close()
 
     def abort(self) -> None:
         """Fail all operations under way on this rank, and leave the group."""
-        self._ordered.abort("abort() was called")
-        self._ordered.close()
+        self._group.abort("abort() was called")
+        self._group.close()
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Set the time after which operations fail from now on."""
-        self._ordered.timeout = timeout.total_seconds()
+        self._group.timeout = timeout.total_seconds()
 
     def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
         self.set_timeout(timeout)
@@ -212,11 +211,11 @@ class Collectives:
 
     def _run_monitored_barrier(self, timeout: datetime.timedelta | None, wait_all_ranks: bool) -> None:
         """Wait for all ranks; raise an error that names those that do not come in time."""
-        seconds = timeout.total_seconds() if timeout is not None and timeout >= _UNSET else self._ordered.timeout
+        seconds = timeout.total_seconds() if timeout is not None and timeout >= _UNSET else self._group.timeout
         self._calls += 1
-        call = self._ordered.start([MONITORED_BARRIER], blocking=True, timeout=seconds)
+        call = self._group.start([MONITORED_BARRIER], blocking=True, timeout=seconds)
         if isinstance(call.error, OperationTimeoutError) and call.error.ranks:
-            raise missed(call.error, self._ordered, seconds, all_ranks=wait_all_ranks)
+            raise missed(call.error, self._group, seconds, all_ranks=wait_all_ranks)
         if call.error is not None:
             raise as_backend_error(call.error)
 
@@ -227,7 +226,7 @@ class Collectives:
         self._calls += 1
         is_blocking = opts is not None and not getattr(opts, "asyncOp", True)
         span = begin_span(prepared.operations[0].agreed) if profiler._is_profiler_enabled and prepared.operations else None
-        call = self._ordered.start(prepared.operations, prepared.finish, blocking=is_blocking, **_timeout(opts))
+        call = self._group.start(prepared.operations, prepared.finish, blocking=is_blocking, **_timeout(opts))
         if span is not None:
             call.when_done(span)
         if is_blocking and call.is_done and call.error is None:
@@ -237,20 +236,20 @@ class Collectives:
     def _run(self, operations: Sequence[Any], finish: Any, opts: Any) -> None:
         """Carry out operations on this thread, before what follows."""
         self._calls += 1
-        GroupWork(self._ordered, [self._ordered.start(operations, finish, blocking=True, **_timeout(opts))], []).wait()
+        GroupWork(self._group, [self._group.start(operations, finish, blocking=True, **_timeout(opts))], []).wait()
 
     def _began(self, call: Call, tensors: list[torch.Tensor]) -> GroupWork:
         if self._coalesced is not None:
             self._coalesced[0].append(call)
             self._coalesced[1].extend(tensors)
-        return GroupWork(self._ordered, (call,), tensors)
+        return GroupWork(self._group, (call,), tensors)
 
     def _begin_coalescing(self) -> None:
         self._coalesced = [], []
 
     def _finish_coalescing(self) -> GroupWork:
         (calls, tensors), self._coalesced = self._coalesced or ([], []), None
-        return GroupWork(self._ordered, calls, tensors)
+        return GroupWork(self._group, calls, tensors)
 
     def _root(self, opts: Any, name: str) -> int:
         root = int(opts.rootRank)
@@ -258,8 +257,8 @@ class Collectives:
         return root
 
     def _check_rank(self, rank: int, name: str, what: str) -> None:
-        if not 0 <= rank < self._ordered.size:
-            raise ValueError(f"{name}: invalid {what} rank: {rank} is not in 0..{self._ordered.size - 1}, the group's ranks")
+        if not 0 <= rank < self._group.size:
+            raise ValueError(f"{name}: invalid {what} rank: {rank} is not in 0..{self._group.size - 1}, the group's ranks")
 
 
 def _reduce(opts: Any) -> Reduce:
@@ -267,7 +266,7 @@ def _reduce(opts: Any) -> Reduce:
 
 
 def _timeout(opts: Any) -> dict[str, float]:
-    """Return the timeout that was set for a call, as an argument of `OrderedGroup.start`."""
+    """Return the timeout that was set for a call, as an argument of `Group.start`."""
     timeout = getattr(opts, "timeout", _UNSET)
     return {"timeout": timeout.total_seconds()} if timeout > _UNSET else _NO_TIMEOUT
 

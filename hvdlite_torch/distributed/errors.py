@@ -10,7 +10,7 @@ from torch.distributed import DistBackendError
 from hvdlite.core.errors import HorovodInternalError, HvdliteError, OperationTimeoutError, UnsupportedError
 
 if TYPE_CHECKING:
-    from hvdlite.groups.group import OrderedGroup
+    from hvdlite.groups.group import Group
 
     _BackendError = RuntimeError
 else:
@@ -39,7 +39,7 @@ def as_backend_error(error: Exception) -> Exception:
     return copied
 
 
-def missed(error: OperationTimeoutError, group: OrderedGroup, seconds: float, *, all_ranks: bool) -> Exception:
+def missed(error: OperationTimeoutError, group: Group, seconds: float, *, all_ranks: bool) -> Exception:
     """Return the error of a monitored barrier, in the words of torch's.
 
     Args:

@@ -1,4 +1,4 @@
-"""The collectives of `torch.distributed` as operations of an ordered group; no rank is needed to make them.
+"""The collectives of `torch.distributed` as operations of a group; no rank is needed to make them.
 
 What travels without arithmetic travels as bytes, so that every dtype of torch can. Ranks may call a collective with
 different shapes of the same number of elements, as with torch's own backends: errors and checks therefore show numbers of
@@ -17,10 +17,10 @@ import torch
 from torch.distributed import ReduceOp as TorchOp
 
 from hvdlite.core.types import BITWISE, Collective, ReduceOp
-from hvdlite.groups.operations import Operation
+from hvdlite.groups.operation import Operation
 from hvdlite_torch.distributed import tensors as memory
 from hvdlite_torch.distributed.errors import UnsupportedArgumentError
-from hvdlite_torch.distributed.prepared import Copies, Prepared, joined
+from hvdlite_torch.distributed.tensors import Copies, Prepared, joined
 
 _OPS: Final[dict[Any, ReduceOp]] = {
     TorchOp.SUM: ReduceOp.SUM, TorchOp.AVG: ReduceOp.AVERAGE, TorchOp.MIN: ReduceOp.MIN, TorchOp.MAX: ReduceOp.MAX,
@@ -93,6 +93,25 @@ def _exchange_told(dtype: torch.dtype, each: int | None = None) -> str:
     return f"all_to_all({memory.NAMES[dtype]}; splits {'given' if each is None else f'of {each} elements'})"
 
 
+def coalesced(tensor: torch.Tensor, reduce: Reduce) -> torch.Tensor:
+    """Return this rank's contribution to a sum of sparse tensors (COO), in which each index occurs once.
+
+    Raises:
+        UnsupportedArgumentError: for another layout, device or operation.
+    """
+    if tensor.layout is not torch.sparse_coo or tensor.device.type != "cpu":
+        raise UnsupportedArgumentError("all_reduce: only COO is supported of the sparse layouts, in host memory; this "
+                                       f"tensor has {tensor.layout} on {tensor.device}")
+    if reduce.op is not ReduceOp.SUM or reduce.prescale != 1.0:
+        raise UnsupportedArgumentError(f"all_reduce: sparse tensors can be reduced with SUM only, not {reduce.name}")
+    return tensor.detach().coalesce()
+
+
+def sparse_told(tensor: torch.Tensor) -> str:
+    """Like `_told`, of a sum of sparse tensors, such as the gradients of `nn.Embedding(sparse=True)`."""
+    return f"all_reduce of a sparse tensor of shape {tuple(tensor.shape)}, {tensor.sparse_dim()} sparse dimensions"
+
+
 class Operations:
     """Makes the operations of one rank of a group.
 
@@ -117,6 +136,25 @@ class Operations:
             memory.check(tensor, name)
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         return joined([_reduction(members, reduce, name) for members in by_dtype.values()], list(tensors))
+
+    def sparse_sum(self, tensor: torch.Tensor, own: torch.Tensor, counts: Sequence[int]) -> Prepared:
+        """Replace a sparse tensor by the sum of all ranks' contributions.
+
+        Args:
+            own: this rank's contribution; see `coalesced`.
+            counts: the ranks' numbers of values.
+        """
+        name, shape, total = sparse_told(own), own.shape, sum(counts)
+        indices = torch.empty((total, own.sparse_dim()), dtype=torch.int64)
+        values = torch.empty((total, *own.values().shape[1:]), dtype=own.dtype)
+        gathered = [self.allgather(whole.split(list(counts)), part, name)
+                    for whole, part in ((indices, own.indices().t()), (values, own.values()))]
+
+        def finish() -> None:
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor.copy_(torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False).coalesce())
+
+        return Prepared([operation for each in gathered for operation in each.operations], [tensor], finish)
 
     def reduce(self, tensor: torch.Tensor, root: int, reduce: Reduce) -> Prepared:
         """Reduce in place on the root; other ranks keep their values."""

@@ -15,14 +15,13 @@ from torch._C import _distributed_c10d as c10d
 from torch._C import _len_torch_dispatch_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hvdlite.groups.group import OrderedGroup
-from hvdlite_torch.distributed import backend, comm_debug, other_devices
+from hvdlite.groups.group import Group
+from hvdlite_torch.distributed import backend, other_devices
 from hvdlite_torch.distributed.backend import NAME
 from hvdlite_torch.distributed.collectives import Collectives
-from hvdlite_torch.distributed.compiling import leave_to_python
 from hvdlite_torch.distributed.errors import UnsupportedArgumentError
-from hvdlite_torch.distributed.fr_trace import GroupRecord
-from hvdlite_torch.distributed.overloads import OVERLOADS
+from hvdlite_torch.distributed.tools import calls
+from hvdlite_torch.distributed.tools.fr_trace import GroupRecord
 from hvdlite_torch.distributed.work import GroupWork
 
 if TYPE_CHECKING:
@@ -31,6 +30,9 @@ else:
     _ProcessGroup = torch.distributed.ProcessGroup
 
 _CPU: Final = torch.device("cpu")
+_SUM: Final = c10d.ReduceOp.SUM
+_Arguments = tuple[Any, ...]
+_Timeout = datetime.timedelta | None
 
 
 class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
@@ -40,24 +42,24 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
     when it is first needed.
 
     Args:
-        ordered: carries out the calls.
+        group: carries out the calls.
         store: the group's.
         name: under which torch registers the group.
         timeout: of operations.
         join: makes a group of some of its ranks: from a store, a name, a rank, the ranks of this group, and a timeout.
     """
 
-    def __init__(self, ordered: OrderedGroup, store: Any, name: str, timeout: datetime.timedelta,
+    def __init__(self, group: Group, store: Any, name: str, timeout: datetime.timedelta,
                  join: Callable[..., HvdliteProcessGroup]) -> None:
-        super().__init__(ordered.rank, ordered.size)  # the constructor with a store is not for classes of Python
-        self.attach(ordered)
+        super().__init__(group.rank, group.size)  # the constructor with a store is not for classes of Python
+        self.attach(group)
         self._store, self._timeout, self._join = store, timeout, join
         self._other_backends: dict[str, Any] = {}  # by type of device
         self._group_name, self._group_desc = name, ""
         self._set_default_backend(c10d.ProcessGroup.BackendType.CUSTOM)
         self._backend: Any = self
         if backend.IS_POSSIBLE:
-            self._backend = backend.HvdliteBackend(ordered, timeout)
+            self._backend = backend.HvdliteBackend(group, timeout)
             self._register_backend(_CPU, c10d.ProcessGroup.BackendType.CUSTOM, self._backend)
 
     # --- names, which C++ asks for --------------------------------------------------------------------------------
@@ -68,11 +70,11 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
 
     def getRank(self) -> int:
         """Return this process's rank in the group."""
-        return self._ordered.rank
+        return self._group.rank
 
     def getSize(self) -> int:
         """Return the number of ranks."""
-        return self._ordered.size
+        return self._group.size
 
     def getGroupName(self) -> str:
         """Return the name under which torch has registered the group."""
@@ -145,9 +147,9 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
 
     def record(self) -> GroupRecord:
         """Return what this rank remembers of the group."""
-        ordered = self._ordered
-        return GroupRecord(self._group_name, self._group_desc, [int(member) for member in ordered.members], ordered.timeout,
-                           ordered.past_calls())
+        group = self._group
+        return GroupRecord(self._group_name, self._group_desc, [int(member) for member in group.members], group.timeout,
+                           group.past_calls())
 
     # --- the end, and parts ----------------------------------------------------------------------------------------
 
@@ -185,11 +187,11 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
             group_desc: for errors and reports.
         """
         ranks = list(new_ranks)
-        if self._ordered.rank not in ranks:
+        if self._group.rank not in ranks:
             return None
         name = group_name or f"{self._group_name}:split:{','.join(map(str, ranks))}"
         store = c10d.PrefixStore(f"{name}/", self.get_group_store())
-        part = self._join(store, name, ranks.index(self._ordered.rank), ranks, timeout or self._timeout)
+        part = self._join(store, name, ranks.index(self._group.rank), ranks, timeout or self._timeout)
         part._set_group_name(name)
         part._set_group_desc(group_desc or "")
         return part
@@ -227,6 +229,78 @@ def _waited(args: Sequence[Any]) -> Sequence[Any] | None:
     return tree_map_only(AsyncCollectiveTensor, AsyncCollectiveTensor.trigger_wait, args) if pending else None
 
 
+# --- the short forms of methods, such as `group.allreduce(tensor, op)`, as the form with options ------------------------
+# torch's C++ has them for its own process groups; those that Python implements get them here.
+
+
+def _options(kind: Any, timeout: _Timeout, **fields: Any) -> Any:
+    options = kind()
+    for name, value in fields.items():
+        setattr(options, name, value)
+    if timeout is not None:
+        options.timeout = timeout
+    return options
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    return [given] if isinstance(given, torch.Tensor) else given
+
+
+def _broadcast(tensor: torch.Tensor, root: int, timeout: _Timeout = None) -> _Arguments:
+    return [tensor], _options(c10d.BroadcastOptions, timeout, rootRank=root)
+
+
+def _allreduce(tensor: Any = None, op: Any = _SUM, timeout: _Timeout = None, *, tensors: Any = None) -> _Arguments:
+    return _listed(tensors if tensor is None else tensor), _options(c10d.AllreduceOptions, timeout, reduceOp=op)
+
+
+def _reduce(tensor: torch.Tensor, root: int, op: Any = _SUM, timeout: _Timeout = None) -> _Arguments:
+    return [tensor], _options(c10d.ReduceOptions, timeout, rootRank=root, reduceOp=op)
+
+
+def _allgather(output_tensors: Any, input_tensor: Any, timeout: _Timeout = None) -> _Arguments:
+    is_short = isinstance(input_tensor, torch.Tensor)
+    return ([output_tensors] if is_short else output_tensors, _listed(input_tensor),
+            _options(c10d.AllgatherOptions, timeout))
+
+
+def _gather(output_tensors: Any, input_tensor: torch.Tensor, root: int, timeout: _Timeout = None) -> _Arguments:
+    return ([output_tensors] if output_tensors else []), [input_tensor], _options(c10d.GatherOptions, timeout, rootRank=root)
+
+
+def _scatter(output_tensor: torch.Tensor, input_tensors: Any, root: int, timeout: _Timeout = None) -> _Arguments:
+    return [output_tensor], ([input_tensors] if input_tensors else []), _options(c10d.ScatterOptions, timeout, rootRank=root)
+
+
+def _reduce_scatter(output: Any, input: Any, op: Any = _SUM, timeout: _Timeout = None) -> _Arguments:
+    is_short = isinstance(output, torch.Tensor)
+    return _listed(output), [input] if is_short else input, _options(c10d.ReduceScatterOptions, timeout, reduceOp=op)
+
+
+def _all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_sizes: Sequence[int],
+                       input_split_sizes: Sequence[int], timeout: _Timeout = None) -> _Arguments:
+    return output, input, output_split_sizes, input_split_sizes, _options(c10d.AllToAllOptions, timeout)
+
+
+def _alltoall(output_tensors: Any, input_tensors: Any, timeout: _Timeout = None) -> _Arguments:
+    return output_tensors, input_tensors, _options(c10d.AllToAllOptions, timeout)
+
+
+def _barrier(timeout: _Timeout = None) -> _Arguments:
+    return (_options(c10d.BarrierOptions, timeout),)
+
+
+_SHORT_FORMS: Final[dict[str, Callable[..., _Arguments]]] = {
+    "broadcast": _broadcast, "allreduce": _allreduce, "reduce": _reduce, "allgather": _allgather, "gather": _gather,
+    "scatter": _scatter, "reduce_scatter": _reduce_scatter, "all_to_all_single": _all_to_all_single, "alltoall": _alltoall,
+    "barrier": _barrier,
+}
+"""By method: the function that makes the arguments of the form with options from those of a short form."""
+
+
+# --- the methods ------------------------------------------------------------------------------------------------------
+
+
 def _has_options(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return (bool(args) and type(args[-1]) in _OPTIONS) or "opts" in kwargs
 
@@ -238,7 +312,7 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
         own_name: of the method of `Collectives`.
         name: of the method of torch.
     """
-    own, elsewhere, with_options = getattr(Collectives, own_name), getattr(_ProcessGroup, name), OVERLOADS.get(own_name)
+    own, elsewhere, with_options = getattr(Collectives, own_name), getattr(_ProcessGroup, name), _SHORT_FORMS.get(own_name)
     operator = _OLD_NAMES.get(own_name, own_name)
 
     def method(self: HvdliteProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +323,7 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
                     return elsewhere(self, *args, **kwargs)
                 break
         if _len_torch_dispatch_stack():
-            comm_debug.count(operator)
+            calls.count(operator)
         if with_options is not None and not _has_options(args, kwargs):
             args, kwargs = with_options(*args, **kwargs), {}
         try:
@@ -261,7 +335,7 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
         return own(self, *waited, **kwargs)
 
     functools.update_wrapper(method, own)
-    leave_to_python(method)
+    calls.leave_to_python(method)
     return method
 
 

@@ -78,7 +78,8 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
     from hvdlite.core.errors import HvdliteError
     from hvdlite_torch.distributed.errors import as_backend_error
     from hvdlite_torch.distributed.process_group import HvdliteProcessGroup
-    from hvdlite_torch.distributed.step_count import count
+    from hvdlite_torch.distributed.store import TorchStore
+    from hvdlite_torch.distributed.tools.step_count import count
 
     def join_part(store: Any, name: str, rank: int, ranks: Sequence[int], timeout: datetime.timedelta) -> Any:
         of_world = [members[each] for each in ranks] if members else list(ranks)
@@ -86,21 +87,21 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
 
     told = "default process group" if members is None else f"process group {name}"
     try:
-        ordered = api.join_group(store, told, rank, size, timeout.total_seconds(), members)
+        group = api.join_group(TorchStore(store), told, rank, size, timeout.total_seconds(), members)
     except HvdliteError as error:
         raise as_backend_error(error) from error.__cause__
     trace = os.environ.get(TRACE, "")
     if trace:
-        ordered.watch(_writer(f"{trace}{members[rank] if members else rank}"))
+        group.watch(_writer(f"{trace}{members[rank] if members else rank}"))
     if members is None:
         count()
-    return HvdliteProcessGroup(ordered, store, name, timeout, join_part)
+    return HvdliteProcessGroup(group, store, name, timeout, join_part)
 
 
 @functools.cache
 def _writer(path: str) -> Callable[[], None]:
     """Return what writes the trace of this rank's groups to a file: one function for all groups, which is called once."""
-    from hvdlite_torch.distributed import fr_trace
     from hvdlite_torch.distributed.process_group import records
+    from hvdlite_torch.distributed.tools import fr_trace
 
     return lambda: fr_trace.write(path, records)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvdlite.groups.call import Call
-from hvdlite.groups.group import OrderedGroup
+from hvdlite.groups.group import Group
 from hvdlite_torch.distributed.errors import WaitTimeoutError, as_backend_error
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ NO_TIMEOUT = datetime.timedelta()
 
 
 class GroupWork(_Work):  # type: ignore[misc]
-    """Implements torch's `Work` over calls of an ordered group.
+    """Implements torch's `Work` over calls of a group.
 
     torch may drop this object while the operation is under way: what it needs belongs to the calls, which the group keeps.
 
@@ -32,7 +32,7 @@ class GroupWork(_Work):  # type: ignore[misc]
         tensors: the result.
     """
 
-    def __init__(self, group: OrderedGroup, calls: Sequence[Call], tensors: list[torch.Tensor]) -> None:
+    def __init__(self, group: Group, calls: Sequence[Call], tensors: list[torch.Tensor]) -> None:
         super().__init__()
         self._group, self._calls, self._tensors = group, calls, tensors
 
@@ -88,7 +88,7 @@ class GroupWork(_Work):  # type: ignore[misc]
 
         They may call collectives and wait for them, if they are attached before the next call of the group. If the group has
         been called since this work's operation, and the operation is under way, the future is complete when those calls are
-        over, too: see `OrderedGroup.when_over`. If the operation fails, waiting for the future raises a `RuntimeError` with
+        over, too: see `Group.when_over`. If the operation fails, waiting for the future raises a `RuntimeError` with
         the class and the text of the error.
         """
         ended: Any = torch.futures.Future()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import tempfile
 import threading
 
@@ -13,32 +12,31 @@ KEY = b"k" * 32
 
 
 class DictStore:
-    """A store of threads, with as much of torch's as is used."""
+    """A store of threads.
+
+    Attributes:
+        texts: by key.
+    """
+
+    host, where = "", ""
 
     def __init__(self, seconds: float = HANGS_SECONDS) -> None:
-        self.timeout = datetime.timedelta(seconds=seconds)
-        self.values: dict[str, bytes] = {}
+        self.seconds = seconds
+        self.texts: dict[str, bytes] = {}
         self._changed = threading.Condition()
 
-    def set(self, key: str, value: bytes) -> None:
+    def put(self, key: str, value: bytes) -> None:
         with self._changed:
-            self.values[key] = value
+            self.texts[key] = value
             self._changed.notify_all()
 
-    def get(self, key: str) -> bytes:
-        self.wait([key], self.timeout)
-        return self.values[key]
-
-    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
+    def get(self, key: str, seconds: float) -> bytes | None:
         with self._changed:
-            if not self._changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
-                raise RuntimeError(f"wait timeout\nkeys: {keys}")
+            self._changed.wait_for(lambda: key in self.texts, seconds)
+            return self.texts.get(key)
 
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def delete_key(self, key: str) -> bool:
-        return self.values.pop(key, None) is not None
+    def forget(self, key: str) -> None:
+        self.texts.pop(key, None)
 
 
 def signer(key: bytes = b"", name: str = "the group") -> Signer:

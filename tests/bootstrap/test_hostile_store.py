@@ -13,7 +13,7 @@ from hvdlite.bootstrap import store as store_module
 from hvdlite.bootstrap.job_directory import host_identity, network_identity
 from hvdlite.bootstrap.mpi import route_address
 from hvdlite.bootstrap.store import meet_in_store
-from hvdlite.bootstrap.store_texts import opened, sealed
+from hvdlite.bootstrap.store_texts import LONGEST_TEXT, Signer, opened, sealed
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.world import World
 from tests.bootstrap.stores import HANGS_SECONDS, KEY, DictStore, said, signer
@@ -28,6 +28,7 @@ FORGED = {
     "a text of another rank": said(1, 3, key=KEY),
     "other types": sealed("hvdlite/2", 2, 7, [3, "h", "h", "/tmp", "no", ""], signer(KEY)),
     "a number too large": said(2, 1 << 40, key=KEY),
+    "a text that is too long": sealed("hvdlite/2", 2, 7, [3, "h" * 5000, "h", "/tmp", False, ""], signer(KEY)),
     "escape sequences": said(2, 3, key=KEY).replace(b"0.1.0", b"\x1b[2J\0"),
 }
 
@@ -36,7 +37,7 @@ FORGED = {
 def test_what_is_no_ranks_text_is_one_clear_error_on_all_ranks(forged: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "LATE_SECONDS", 0.02)
     store = DictStore()
-    store.set("hvdlite/2", forged)
+    store.put("hvdlite/2", forged)
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(meet_in_store, store, rank, 3, KEY) for rank in range(2)]
         first, second = [call.exception(HANGS_SECONDS) for call in calls]
@@ -47,8 +48,8 @@ def test_what_is_no_ranks_text_is_one_clear_error_on_all_ranks(forged: bytes, mo
 def test_noise_in_the_place_of_every_rank_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rank 0's own text, too: then no text tells a number of ranks."""
     class Noise(DictStore):
-        def set(self, key: str, value: bytes) -> None:
-            super().set(key, b"noise" if key == "hvdlite/0" else value)
+        def put(self, key: str, value: bytes) -> None:
+            super().put(key, b"noise" if key == "hvdlite/0" else value)
 
     monkeypatch.setattr(store_module, "LATE_SECONDS", 0.02)
     with pytest.raises(LaunchError, match="5 bytes that are not of hvdlite"):
@@ -60,9 +61,9 @@ def test_a_rank_whose_text_is_overwritten_or_removed_says_so(written: bytes | No
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 cannot answer it: nothing tells where."""
     class Overwritten(DictStore):
-        def set(self, key: str, value: bytes) -> None:
+        def put(self, key: str, value: bytes) -> None:
             if key != "hvdlite/1" or written is not None:
-                super().set(key, value if key != "hvdlite/1" or written is None else written)
+                super().put(key, value if key != "hvdlite/1" or written is None else written)
 
     monkeypatch.setattr(store_module, "LATE_SECONDS", 0.02)
     monkeypatch.setattr(store_module, "OWN_SECONDS", 0.05)
@@ -75,8 +76,8 @@ def test_a_version_that_differs_is_named_on_both_sides() -> None:
     class Translates(DictStore):
         """Between versions that differ by their name only."""
 
-        def set(self, key: str, value: bytes) -> None:
-            super().set(key, value.replace(b"0.1.0", b"9.9.9") if key == "hvdlite/1" or "answer" in key else value)
+        def put(self, key: str, value: bytes) -> None:
+            super().put(key, value.replace(b"0.1.0", b"9.9.9") if key == "hvdlite/1" or "answer" in key else value)
 
     store = Translates()
     with ThreadPoolExecutor(2) as pool:
@@ -101,11 +102,11 @@ def test_a_forged_answer_leads_nowhere(key: bytes) -> None:
     }
     for name, answer in answers.items():
         class Attacked(DictStore):
-            def set(self, where: str, value: bytes) -> None:
-                super().set(where, value)
+            def put(self, where: str, value: bytes) -> None:
+                super().put(where, value)
                 number = opened(value, where, 1, 1, signer(key), list).number
                 forged = f"hvdlite/answer/{number:x}"
-                super().set(forged, sealed(forged, 0, number or 0, ["", *answer], signer()))  # noqa: B023
+                super().put(forged, sealed(forged, 0, number or 0, ["", *answer], signer()))  # noqa: B023
 
         store = Attacked()
         if name == "a path" and not key:
@@ -122,10 +123,10 @@ def test_texts_of_another_group_are_not_believed(key: bytes) -> None:
     """A stranger passes on what rank 1 of one group and rank 0 of another say: they do not meet."""
     def relay(text: bytes, where: str) -> None:
         for store in stores:
-            DictStore.set(store, where, text)
+            DictStore.put(store, where, text)
 
     class Relayed(DictStore):
-        def set(self, where: str, value: bytes) -> None:
+        def put(self, where: str, value: bytes) -> None:
             relay(value, where)
 
     stores = Relayed(seconds=0.5), Relayed(seconds=0.5)
@@ -145,13 +146,13 @@ class Answers(DictStore):
 
     def __init__(self, answer: list[object], *, problem: str = "", name: str = "the group", port: int = 0) -> None:
         super().__init__()
-        self.port = port
+        self.where = str(port)
         self._answer, self._signer = [problem, *answer], signer(name=name)
 
-    def set(self, key: str, value: bytes) -> None:
-        super().set(key, value)
+    def put(self, key: str, value: bytes) -> None:
+        super().put(key, value)
         where = f"hvdlite/answer/{opened(value, key, 1, 1, self._signer, list).number:x}"
-        super().set(where, sealed(where, 0, 7, self._answer, self._signer))
+        super().put(where, sealed(where, 0, 7, self._answer, self._signer))
 
 
 def test_without_a_key_groups_of_other_stores_and_names_have_other_directories() -> None:
@@ -163,16 +164,37 @@ def test_without_a_key_groups_of_other_stores_and_names_have_other_directories()
 
 
 def test_an_unsigned_reason_is_shown_without_control_characters() -> None:
-    store = Answers([World(), "", None, b"", ""], problem="\x1b]0;owned\x07" + "x" * 10_000)
+    store = Answers([World(), "", None, b"", ""], problem="\x1b]0;owned\x07" + "x" * 2000)
     with pytest.raises(LaunchError) as raised:
         meet_in_store(store, 1, 2)
     assert "\x1b" not in str(raised.value) and len(str(raised.value)) < 3000
 
 
+def test_a_text_that_is_too_long_is_noise_before_its_mac_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = sealed("hvdlite/1", 1, 7, ["x" * 3900], signer())
+    text = opened(longest, "hvdlite/1", 1, 0, signer(), list)
+    assert (text.number, text.problem) == (7, "") and len(longest) < LONGEST_TEXT
+    monkeypatch.setattr(Signer, "mac", None)
+    text = opened(longest + bytes(LONGEST_TEXT), "hvdlite/1", 1, 0, signer(), list)
+    assert (text.number, text.content) == (7, None) and "bytes that are not of hvdlite" in text.problem
+
+
+def test_rank_0s_reason_fits_into_a_text() -> None:
+    """Although others have made it long, in letters of several bytes."""
+    store, directory = DictStore(), "/\N{SNOWMAN}" * 900
+    host = f"{host_identity()}:{network_identity()}:"
+    store.put("hvdlite/1", sealed("hvdlite/1", 1, 7, [3, host, "h", directory, False, ""], signer()))
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(meet_in_store, store, rank, 3) for rank in (0, 2)]
+        first, second = [str(call.exception(HANGS_SECONDS)) for call in calls]
+    assert first == second and first.startswith("ranks 0 and 1 of one host have different directories")
+    assert "characters are left out" in first and "set TMPDIR" in first
+
+
 def test_what_a_stranger_says_reaches_rank_0s_terminal_without_control_characters() -> None:
     store = DictStore()
     host = f"{host_identity()}:{network_identity()}:"
-    store.set("hvdlite/1", sealed("hvdlite/1", 1, 7, [2, host, "h", "\x1b]0;owned\x07", False, ""], signer()))
+    store.put("hvdlite/1", sealed("hvdlite/1", 1, 7, [2, host, "h", "\x1b]0;owned\x07", False, ""], signer()))
     with pytest.raises(LaunchError, match="different directories") as raised:
         meet_in_store(store, 0, 2)
     assert "\x1b" not in str(raised.value) and "\\x1b" in str(raised.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +21,8 @@ from tests.bootstrap.stores import HANGS_SECONDS, KEY, DictStore, said, signer
 
 
 class KeepingStore(DictStore):
-    def delete_key(self, key: str) -> bool:
-        raise RuntimeError("not supported by this store")
+    def forget(self, key: str) -> None:
+        pass
 
 
 def meet(store: DictStore, *ranks: dict[str, Any]) -> list[tuple[LaunchInfo, str]]:
@@ -57,7 +56,7 @@ def test_ranks_of_several_hosts_without_a_key_are_refused() -> None:
         errors = [str(call.exception(HANGS_SECONDS)) for call in calls]
     assert errors[0] == errors[1] and errors[0].startswith("rank 1 has no key, and the group has ranks on several hosts")
     assert "HVDLITE_SECRET" in errors[0] and "HVDLITE_ALLOW_INSECURE_STORE=1" in errors[0]
-    assert not store.values
+    assert not store.texts
 
 
 def test_ranks_of_several_hosts_get_an_address_and_a_key_if_that_is_allowed() -> None:
@@ -77,7 +76,7 @@ def test_the_jobs_own_key_does_not_go_through_the_store() -> None:
     key = bytes(range(32))
     met = [info for info, _ in meet(store, {"place": "a", "key": key}, {"place": "b", "key": key})]
     assert [info.key for info in met] == [key] * 2
-    assert not any(key in value for value in store.values.values())
+    assert not any(key in value for value in store.texts.values())
 
 
 @pytest.mark.parametrize("keys", [(b"", b"k" * 32), (b"k" * 32, b""), (b"a" * 32, b"b" * 32)])
@@ -91,13 +90,13 @@ def test_ranks_with_different_keys_all_raise(keys: tuple[bytes, bytes]) -> None:
                 f"what rank {1 - rank} has written to the store is not signed with the key of rank {rank}" if own else
                 f"what rank {1 - rank} has written to the store is not signed as rank {rank} does, which has no key")
         assert errors[rank].startswith(told)
-    assert not store.values
+    assert not store.texts
 
 
 def test_ranks_of_a_host_with_different_directories_for_temporary_files_are_told() -> None:
     store = DictStore()
     host = f"{host_identity()}:{network_identity()}:"
-    store.set("hvdlite/1", sealed("hvdlite/1", 1, 7, [2, host, "h", "/other", False, ""], signer()))
+    store.put("hvdlite/1", sealed("hvdlite/1", 1, 7, [2, host, "h", "/other", False, ""], signer()))
     with pytest.raises(LaunchError, match=r"ranks 0 and 1 of one host .* /other: set TMPDIR"):
         meet_in_store(store, 0, 2)
 
@@ -112,7 +111,7 @@ def test_ranks_that_say_different_sizes_all_raise(sizes: tuple[int, ...], monkey
         calls = [pool.submit(meet_in_store, store, rank, size) for rank, size in enumerate(sizes)]
         errors = [str(call.exception(HANGS_SECONDS)) for call in calls]
     assert errors == [f"the ranks do not agree on their number: {sorted(set(sizes))}"] * len(sizes)
-    assert not store.values
+    assert not store.texts
 
 
 @pytest.mark.parametrize(("rank", "came", "missing"), [(0, (), "ranks 17, 19"), (0, (1,), "rank 19"), (1, (), "rank 19"),
@@ -121,12 +120,12 @@ def test_ranks_that_do_not_come_are_named(rank: int, came: tuple[int, ...], miss
                                           caplog: pytest.LogCaptureFixture) -> None:
     store = DictStore(seconds=0.1)
     for each in came:
-        store.set(f"hvdlite/{each}", said(each, 3, name="group 5"))
+        store.put(f"hvdlite/{each}", said(each, 3, name="group 5"))
     own = (13, 17, 19)[rank]
     with pytest.raises(LaunchError) as raised, caplog.at_level(logging.WARNING, "hvdlite"):
         meet_in_store(store, rank, 3, name="group 5", members=(13, 17, 19), patience=0.02)
     assert str(raised.value) == (f"group 5: rank {own} has waited in vain for {missing}; all 3 ranks must make the group, "
-                                 "with the same backend: wait timeout")
+                                 "with the same backend: wait timeout after 0.1 s")
     told = [f"group 5: rank {own} has waited 0 s for {missing} to make the group"] if missing != "the others" else []
     assert [record.getMessage() for record in caplog.records] == told
 
@@ -135,7 +134,7 @@ def test_ranks_that_do_not_come_are_named(rank: int, came: tuple[int, ...], miss
 def test_one_of_several_ranks_that_wait_tells(waiting: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
     store = KeepingStore(seconds=0.05)
     for rank in waiting:
-        store.set(f"hvdlite/{rank}", said(rank, 4))
+        store.put(f"hvdlite/{rank}", said(rank, 4))
     with caplog.at_level(logging.WARNING, "hvdlite"):
         for rank in waiting:
             with pytest.raises(LaunchError, match="in vain for rank 3"):
@@ -145,40 +144,36 @@ def test_one_of_several_ranks_that_wait_tells(waiting: tuple[int, ...], caplog: 
 
 
 def test_the_timeout_of_the_store_counts_from_the_start() -> None:
-    """And the store's own `wait`, which writes to stderr when it is in vain, is not called before."""
-    waits = []
+    """Not from the first look for each of the keys."""
+    class Late(DictStore):
+        def get(self, key: str, seconds: float) -> bytes | None:
+            if key == "hvdlite/1":
+                time.sleep(0.15)
+                self.put(key, said(1, 3))
+            if key == "hvdlite/2":
+                waits.append(seconds)
+            return super().get(key, seconds)
 
+    waits: list[float] = []
+    with pytest.raises(LaunchError, match="in vain for rank 2"):
+        meet_in_store(Late(seconds=0.2), 0, 3)
+    assert max(waits) < 0.05
+
+
+def test_a_store_that_cannot_look_once() -> None:
+    """So nobody is called absent, and a wait lasts as long as the store lets it."""
     class Waits(DictStore):
-        def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
-            waits.append(timeout.total_seconds())
-            super().wait(keys, timeout)
+        def get(self, key: str, seconds: float) -> bytes | None:
+            if not seconds:
+                raise RuntimeError("not implemented")
+            return super().get(key, self.seconds)
 
-    with pytest.raises(LaunchError):
-        meet_in_store(Waits(seconds=0.2), 1, 2, patience=0.1)
-    (seconds,) = waits
-    assert seconds <= 0.1
-
-
-def test_a_store_whose_wait_is_pure_virtual() -> None:
-    """So is that of torch's stores that are written in Python, which need no more than `get` and `set`."""
-    class Python(DictStore):
-        def get(self, key: str) -> bytes:
-            with self._changed:
-                self._changed.wait_for(lambda: key in self.values, HANGS_SECONDS)
-            return self.values[key]
-
-        def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
-            raise RuntimeError('Tried to call pure virtual function "Store::wait"')
-
-    class NoCheck(Python):
-        def check(self, keys: list[str]) -> bool:
-            raise RuntimeError('Tried to call pure virtual function "Store::check"')
-
-    for store in (Python(), NoCheck()):
-        with ThreadPoolExecutor(2) as pool:
-            late = pool.submit(meet_in_store, store, 1, 2, patience=0.01)
-            time.sleep(0.05)  # its patience is over
-            assert meet_in_store(store, 0, 2)[0].identity == late.result(HANGS_SECONDS)[0].identity
+    store = Waits()
+    with ThreadPoolExecutor(2) as pool:
+        late = pool.submit(meet_in_store, store, 1, 2, patience=0.01)
+        assert meet_in_store(store, 0, 2)[0].identity == late.result(HANGS_SECONDS)[0].identity
+    with pytest.raises(LaunchError, match="in vain for the others"):
+        meet_in_store(Waits(seconds=0.05), 1, 2, patience=0.01)
 
 
 def test_a_rank_that_fails_leaves_nothing() -> None:
@@ -186,18 +181,19 @@ def test_a_rank_that_fails_leaves_nothing() -> None:
     for rank in range(2):
         with pytest.raises(LaunchError, match="in vain"):
             meet_in_store(store, rank, 2)
-        assert not store.values
+        assert not store.texts
 
 
 def test_who_has_come_and_failed_is_not_called_absent() -> None:
     """The ranks' timeouts end one after the other, and each removes what it has said."""
     store = DictStore(seconds=0.2)
-    store.set("hvdlite/1", said(1, 4))
+    store.put("hvdlite/1", said(1, 4))
 
     class Fails(DictStore):
-        def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
-            self.values.pop("hvdlite/1", None)
-            super().wait(keys, timeout)
+        def get(self, key: str, seconds: float) -> bytes | None:
+            found = super().get(key, seconds)
+            self.texts.pop("hvdlite/1" if key == "hvdlite/1" else "", None)
+            return found
 
     store.__class__ = Fails
     with pytest.raises(LaunchError, match="rank 2 has waited in vain for rank 3;"):
@@ -213,14 +209,14 @@ def test_a_store_that_fails_leaves_no_port(monkeypatch: pytest.MonkeyPatch) -> N
             ports.append(self)
 
     class Fails(DictStore):
-        def set(self, key: str, value: bytes) -> None:
+        def put(self, key: str, value: bytes) -> None:
             if "answer" in key:
                 raise RuntimeError("connection reset")
-            super().set(key, value)
+            super().put(key, value)
 
     monkeypatch.setattr(store_module, "HeldPort", Port)
     store = Fails()
-    store.set("hvdlite/1", said(1, 2, "another host", KEY))
+    store.put("hvdlite/1", said(1, 2, "another host", KEY))
     with pytest.raises(LaunchError, match="connection reset"):
         meet_in_store(store, 0, 2, KEY, address="192.0.2.8")
     (port,) = ports
@@ -240,7 +236,7 @@ def test_a_store_can_be_used_again() -> None:
         assert {shared for _, shared in met} == {place}, "an answer of an earlier world"
         (directory,) = {info.job_directory for info, _ in met}
         seen.add(directory)
-        assert not store.values, "nothing is left"
+        assert not store.texts, "nothing is left"
     assert len(seen) == 3
 
 
@@ -248,18 +244,15 @@ def test_a_rank_waits_for_an_answer_to_itself() -> None:
     """Not to itself in an earlier world, and as long as the store waits."""
     store = KeepingStore()
     meet(store, {}, {})
-    del store.values["hvdlite/0"]
-    store.timeout = datetime.timedelta(seconds=0.05)
+    del store.texts["hvdlite/0"]
+    store.seconds = 0.05
     with pytest.raises(LaunchError, match="rank 1 has waited in vain for rank 0"):
         meet_in_store(store, 1, 2)
 
 
 def test_the_address_for_other_hosts_is_never_a_loopback_address() -> None:
-    class Tcp:
+    class Tcp(DictStore):
         host = "localhost"
 
-    class Prefix:
-        underlying_store = Tcp()
-
-    assert own_address({"MASTER_ADDR": "127.0.0.1"}, Prefix()) == ""
+    assert own_address({"MASTER_ADDR": "127.0.0.1"}, Tcp()) == ""
     assert own_address({}, DictStore()) == "" and own_address({"MASTER_ADDR": "no.such.host.invalid"}, DictStore()) == ""

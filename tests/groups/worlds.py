@@ -209,28 +209,31 @@ def sums(group: Group, value: float, elements: int = 4) -> float:
 
 
 class FileStore:
-    """A store as `torch.distributed` has it, without torch."""
+    """A store of `join_group`: a file for each key."""
+
+    seconds, host, where = 2 * HANGS_SECONDS, "", ""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
         self._folder.mkdir(exist_ok=True)
 
-    def set(self, key: str, value: bytes) -> None:
+    def put(self, key: str, value: bytes) -> None:
         path = self._path(key)
         new = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
         new.write_bytes(value)
         new.replace(path)
 
-    def get(self, key: str) -> bytes:
-        until = time.monotonic() + HANGS_SECONDS
+    def get(self, key: str, seconds: float) -> bytes | None:
+        until = time.monotonic() + seconds
         while True:
             try:
                 return self._path(key).read_bytes()
             except FileNotFoundError:
-                assert time.monotonic() < until, f"{key} is never set"
+                if time.monotonic() >= until:
+                    return None
                 time.sleep(0.002)
 
-    def delete_key(self, key: str) -> None:
+    def forget(self, key: str) -> None:
         self._path(key).unlink(missing_ok=True)
 
     def _path(self, key: str) -> Path:

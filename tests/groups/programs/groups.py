@@ -14,13 +14,13 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.core.errors import ForkedProcessError, LaunchError, MismatchError, PeerLostError
-from hvdlite.groups.group import OrderedGroup
+from hvdlite.groups.group import Group
 from tests.groups.worlds import FileStore, allgather, allreduce, barrier, result_of, sums
 
 RANK = int(os.environ.get("HVDLITE_RANK", "0"))
 
 
-def group_of(folder: str, name: str, members: Sequence[int], *, is_world: bool = False) -> OrderedGroup:
+def group_of(folder: str, name: str, members: Sequence[int], *, is_world: bool = False) -> Group:
     """Return this rank's end of a group of some ranks of the job."""
     return api.join_group(FileStore(f"{folder}/{name}"), f"process group {name}", members.index(RANK), len(members), 60.0,
                           None if is_world else members)

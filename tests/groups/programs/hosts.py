@@ -15,7 +15,7 @@ import numpy as np
 from hvdlite import api
 from hvdlite.core.errors import DeadlockError, OperationTimeoutError, PeerLeftError
 from hvdlite.groups import waiter
-from hvdlite.groups.group import OrderedGroup
+from hvdlite.groups.group import Group
 from hvdlite.groups.group_end import GroupEnd
 from hvdlite.runtime import groups as runtime_groups
 from hvdlite.runtime.group_reports import GroupReports
@@ -32,7 +32,7 @@ def meet(folder: str, name: str, size: int) -> None:
         time.sleep(0.01)
 
 
-def error_of(group: OrderedGroup, *, timeout: float | None = None, blocking: bool = True) -> Exception | None:
+def error_of(group: Group, *, timeout: float | None = None, blocking: bool = True) -> Exception | None:
     call = group.start([allreduce(np.ones(5))], blocking=blocking, timeout=timeout)
     assert call.wait(HANGS_SECONDS)
     return call.error
@@ -173,7 +173,7 @@ def no_circle(folder: str) -> None:
     thread.join()
 
 
-def until_traced(group: OrderedGroup) -> None:
+def until_traced(group: Group) -> None:
     """Wait until rank 0's order to record what happens has come to this rank."""
     assert isinstance(group, GroupEnd)
     reports = group._reporter

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -15,32 +13,14 @@ from hvdlite import api
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
 from hvdlite.core.types import Collective
-from hvdlite.groups.group import OrderedGroup
-from hvdlite.groups.operations import Operation
+from hvdlite.groups.group import Group
+from hvdlite.groups.operation import Operation
+from tests.groups.worlds import FileStore
 
 
-class DirectoryStore:
-    """A store of `join_group`: a file for each key."""
-
-    def __init__(self, directory: str) -> None:
-        self._directory = Path(directory)
-
-    def set(self, key: str, value: bytes | str, /) -> None:
-        path = self._directory / key.replace("/", "_")
-        written = path.with_suffix(f".{os.getpid()}")
-        written.write_bytes(value.encode() if isinstance(value, str) else value)
-        written.rename(path)
-
-    def get(self, key: str, /) -> bytes:
-        path = self._directory / key.replace("/", "_")
-        while not path.exists():
-            time.sleep(0.002)
-        return path.read_bytes()
-
-
-def joined(directory: str, timeout: float = 60.0) -> OrderedGroup:
+def joined(directory: str, timeout: float = 60.0) -> Group:
     rank, size = (int(os.environ[name]) for name in (launch_contract.RANK, launch_contract.SIZE))
-    return api.join_group(DirectoryStore(directory), "group 0", rank, size, timeout)
+    return api.join_group(FileStore(directory), "group 0", rank, size, timeout)
 
 
 def text(*numbers: int, size: int) -> Array:
@@ -48,7 +28,7 @@ def text(*numbers: int, size: int) -> Array:
     return np.random.default_rng(numbers).integers(0, 256, size, np.uint8)
 
 
-def barrier(group: OrderedGroup) -> None:
+def barrier(group: Group) -> None:
     call = group.start([Operation(collective=Collective.BARRIER, agreed="barrier()", dtype="uint8")], blocking=True)
     assert call.error is None, call.error
 

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 import hvdlite
-from hvdlite.groups.history import PastCall
+from hvdlite.groups.execution import PastCall
 
 _log = logging.getLogger("hvdlite")
 
