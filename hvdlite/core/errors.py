@@ -64,7 +64,7 @@ class DeadlockError(PeerLostError):
 
 
 class OperationTimeoutError(HorovodInternalError, TimeoutError):
-    """Raised when a call of an ordered group has taken longer than allowed.
+    """Raised when a call of a group has taken longer than allowed.
 
     Attributes:
         ranks: the ranks of the group that are known not to have made the call.

@@ -123,8 +123,8 @@ class FlightRecorder:
         self._events.append((self._clock(), (name,), "done in a mailbox", None))
 
     def carried_out(self, name: str) -> None:
-        """A call of an ordered group is done; callable from any thread."""
-        self._events.append((self._clock(), (name,), "done in an ordered group", None))
+        """A call of a group is done; callable from any thread."""
+        self._events.append((self._clock(), (name,), "done in a group", None))
 
     def ordered(self, name: str, response: Response, begun: float, met: float, done: float) -> None:
         """The same, for the timeline: `begun` on this rank, when all ranks had `met`, and `done`, on this object's clock."""

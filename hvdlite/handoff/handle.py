@@ -131,7 +131,7 @@ class BlockedWaiters:
         """Return what the coordinator is to know.
 
         Args:
-            groups: the ordered groups of this process.
+            groups: the groups of this process.
         """
         waits, threads = self._waiting(groups)
         told = tuple(group.calls() for group in groups)

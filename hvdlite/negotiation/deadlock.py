@@ -2,7 +2,7 @@
 
 A rank whose threads are all blocked continues when one of its waits ends, and a wait ends when every rank has enqueued the
 tensor. So a rank is stuck when each of its waits needs a rank that is stuck. Ranks report their long waits (`Blocked`); the
-coordinator knows which ranks have enqueued which tensor. Calls of ordered groups are not negotiated: a rank that reports its
+coordinator knows which ranks have enqueued which tensor. Calls of groups are not negotiated: a rank that reports its
 waits reports how far it is in each group, too, and a wait in a group needs the ranks that had not begun the call when they
 were blocked themselves. This is deadlock detection in the AND-OR model (Knapp, "Deadlock
 Detection in Distributed Databases", ACM Computing Surveys 19(4), 1987), on one rank.

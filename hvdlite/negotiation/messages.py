@@ -203,7 +203,7 @@ class SideMessage(Message, frozen=True, kw_only=True):
 
 
 class CallWait(Message, frozen=True):
-    """A call of an ordered group in which a rank has waited for long. Ranks are those of the job."""
+    """A call of a group in which a rank has waited for long. Ranks are those of the job."""
 
     name: str  # for reports: the group, the number of the call, and what it is
     sequence: int  # the number of the call in the group; 0 for a send or receive
@@ -213,7 +213,7 @@ class CallWait(Message, frozen=True):
 
 
 class GroupCalls(Message, frozen=True):
-    """How far a rank is in an ordered group."""
+    """How far a rank is in a group."""
 
     group: str  # an id, the same on all its ranks and never used again
     begun: int  # the number of the call that it has begun last

@@ -1,4 +1,4 @@
-"""What some ranks wait for, as the stall inspector sees it: tensors, buckets, and calls of ordered groups. Pure."""
+"""What some ranks wait for, as the stall inspector sees it: tensors, buckets, and calls of groups. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Stall:
 
 @dataclasses.dataclass(frozen=True)
 class MessageStall(Stall):
-    """A message of an ordered group, for which a thread of `enqueued` waits; one of `missing` sends or receives it."""
+    """A message of a group, for which a thread of `enqueued` waits; one of `missing` sends or receives it."""
 
     def __str__(self) -> str:
         return f"'{self.name}' has waited {self.waited:.0f} s for {named_ranks(self.missing)}"
@@ -128,7 +128,7 @@ _Key = tuple[str, str]
 
 
 class CallWaits:
-    """Calls of ordered groups in which ranks have waited for long.
+    """Calls of groups in which ranks have waited for long.
 
     They are not negotiated, so rank 0 knows of them only what the ranks that wait tell: which call, and for whom. Each rank
     tells all of it again when something changes.

@@ -35,7 +35,7 @@ _SUM = Reduce.of(torch.distributed.ReduceOp.SUM)
 class Collectives:
     """Mixed into a class of torch. Lists of tensors are as in c10d: a list of one tensor, or of one list of tensors."""
 
-    _ordered: Group
+    _group: Group
     _operations: Operations
     _done: GroupWork  # of every blocking call that has succeeded: nobody asks it for more than that
     _calls: int  # collectives begun

@@ -26,4 +26,4 @@ def test_calls_are_remembered_by_their_name() -> None:
     recorder = FlightRecorder(1, "shm", lambda: 9.0)
     for _ in range(3):
         recorder.carried_out("group: all_gather()")
-    assert recorder.story("group: all_gather()").endswith("3 times, the first 0.000 s ago: done in an ordered group")
+    assert recorder.story("group: all_gather()").endswith("3 times, the first 0.000 s ago: done in a group")

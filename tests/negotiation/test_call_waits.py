@@ -1,4 +1,4 @@
-"""Stalls of ordered groups, from what the ranks that wait tell."""
+"""Stalls of groups, from what the ranks that wait tell."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_allreduce_matches_the_model_bit_for_bit(make_planes: Any, size: int, fa
 def test_operations_on_bits(make_planes: Any, size: int) -> None:
     """Ordered groups have them, which use neither MPI nor NCCL."""
     if make_planes in (mpi, hierarchical_mpi, nccl):
-        pytest.skip("not a plane of ordered groups")
+        pytest.skip("not a plane of groups")
     bitwise = {ReduceOp.BAND: np.bitwise_and, ReduceOp.BOR: np.bitwise_or, ReduceOp.BXOR: np.bitwise_xor}
 
     def step(rank: int, execute: Any) -> int:

@@ -1,4 +1,4 @@
-"""Programs of processes that use ordered groups."""
+"""Programs of processes that use groups."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def one_ends(folder: str, size: int, how: str, victim: int, shares: bool) -> Non
         if how == "dies":
             time.sleep(60)
         if how == "breaks":
-            group._executor._plane.execute = None  # type: ignore[attr-defined]
+            group._execution._plane.execute = None  # type: ignore[assignment,method-assign]
             call = group.start([barrier()], blocking=True)
             assert isinstance(call.error, TypeError)
         if how == "fails":

@@ -1,4 +1,4 @@
-"""Programs of ranks on several hosts that use ordered groups."""
+"""Programs of ranks on several hosts that use groups."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.core.errors import DeadlockError, OperationTimeoutError, PeerLeftError
-from hvdlite.groups import waiter
+from hvdlite.groups import execution
+from hvdlite.groups import groups as groups_module
 from hvdlite.groups.group import Group
-from hvdlite.groups.group_end import GroupEnd
-from hvdlite.runtime import groups as runtime_groups
-from hvdlite.runtime.group_reports import GroupReports
+from hvdlite.groups.reports import RuntimeReports
 from tests.groups.programs.groups import RANK, group_of
 from tests.groups.worlds import HANGS_SECONDS, allreduce, barrier, result_of, sums
 
@@ -52,7 +51,7 @@ def one_leaves(folder: str, members: Sequence[int]) -> None:
             if size - 1 == RANK:
                 if how == "within":
                     call = group.start([allreduce(np.ones(50_000))])
-                    while not group.is_waiting:  # type: ignore[attr-defined]
+                    while not group.state.runner:
                         time.sleep(0.001)
                     group.abort("the test wants it")
                     assert call.wait(HANGS_SECONDS)
@@ -71,7 +70,7 @@ def one_leaves(folder: str, members: Sequence[int]) -> None:
 
 
 def one_does_not_come(folder: str, size: int) -> None:
-    mock.patch.object(waiter, "ANSWER_SECONDS", HANGS_SECONDS).start()
+    mock.patch.object(execution, "ANSWER_SECONDS", HANGS_SECONDS).start()
     world = group_of(folder, "world", list(range(size)), is_world=True)
     for name, order in (("same", list(range(size))), ("reversed", list(range(size))[::-1])):
         group = group_of(folder, name, order)
@@ -132,7 +131,7 @@ def exits_without_closing(folder: str, blocking: bool) -> None:
 
 def impatient() -> None:
     """Let groups that are made from now on tell of waits that take a quarter of a second."""
-    mock.patch.object(runtime_groups, "GroupEnd", functools.partial(GroupEnd, patience=0.25)).start()
+    mock.patch.object(groups_module, "GroupEnd", functools.partial(GroupEnd, patience=0.25)).start()
 
 
 def circle(folder: str, size: int) -> None:
@@ -175,9 +174,8 @@ def no_circle(folder: str) -> None:
 
 def until_traced(group: Group) -> None:
     """Wait until rank 0's order to record what happens has come to this rank."""
-    assert isinstance(group, GroupEnd)
-    reports = group._reporter
-    assert isinstance(reports, GroupReports)
+    reports = group._reports
+    assert isinstance(reports, RuntimeReports)
     while not reports._recorder.tracing:
         time.sleep(0.01)
 

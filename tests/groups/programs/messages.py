@@ -1,4 +1,4 @@
-"""Ranks as processes that exchange messages in an ordered group."""
+"""Ranks as processes that exchange messages in a group."""
 
 from __future__ import annotations
 

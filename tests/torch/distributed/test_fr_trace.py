@@ -92,7 +92,7 @@ def test_a_rank_that_is_missing_is_found_and_so_is_what_waits_behind(tmp_path: P
             return dump([group.record()])
         group.set_timeout(datetime.timedelta(seconds=0.5))
         troubled: list[Any] = []
-        group._ordered.watch(lambda: troubled.append(dump([group.record()])))
+        group._group.watch(lambda: troubled.append(dump([group.record()])))
         work = group.allreduce([torch.ones(3)])
         group.broadcast(torch.ones(4), 0)
         with pytest.raises(OperationTimeoutError):

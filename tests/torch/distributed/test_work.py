@@ -83,8 +83,8 @@ def test_a_callback_of_a_future_that_is_asked_for_after_other_calls() -> None:
 
     def step(group: Any) -> list[list[float]]:
         if group.rank() == 1:  # an operation is not over before its results are copied
-            begin = group._ordered.start
-            group._ordered.start = lambda operations, finish=None, **more: begin(operations, asked.wait, **more)
+            begin = group._group.start
+            group._group.start = lambda operations, finish=None, **more: begin(operations, asked.wait, **more)
         results = [torch.full((2,), 10.0 ** number) for number in range(4)]
         first, second = group.allreduce([results[0]]), group.allreduce([results[1]])
         if group.rank() == 0:

@@ -25,7 +25,7 @@ def run(size: int, step: Callable[[Any], T], *, one_host: bool = True, timeout: 
 
 
 def process_group(end: Any) -> Any:
-    """Return a process group over one end of an ordered group."""
+    """Return a process group over one end of a group."""
     def join(*_: object) -> HvdliteProcessGroup:
         raise AssertionError("no part of this group is made")
 

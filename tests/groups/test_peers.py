@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from hvdlite.groups.standings import Standing, Standings
+from hvdlite.groups.peers import RemotePeers, Standing
 
 
 class Wire:
-    """Carries what is announced when it is told to; implements `Announcements` for each rank."""
+    """Carries what a rank announces when it is told to."""
 
     def __init__(self, rank: int, wires: dict[int, Wire]) -> None:
         self.rank, self.wires = rank, wires
@@ -19,12 +19,6 @@ class Wire:
 
     def announce(self, to: Sequence[int], text: bytes) -> None:
         self.sent += [(rank, text) for rank in to]
-
-    def hear(self, hear: Callable[[int, bytes], None]) -> None:
-        self.listener = hear
-
-    def close(self) -> None:
-        self.listener = lambda source, text: None
 
     def deliver(self) -> None:
         sent, self.sent = self.sent, []
@@ -37,8 +31,10 @@ class World:
         self.own, self.rings = list(own), [0] * len(own)
         wires: dict[int, Wire] = {}
         self.wires = [Wire(rank, wires) for rank in range(len(own))]
-        self.ends = [Standings(wire, wire.rank, len(own), lambda rank=wire.rank: self.own[rank],  # type: ignore[misc]
-                               lambda rank=wire.rank: self._ring(rank)) for wire in self.wires]  # type: ignore[misc]
+        self.ends = [RemotePeers(wire.announce, wire.rank, len(own), lambda rank=wire.rank: self.own[rank],  # type: ignore[misc]
+                                 lambda rank=wire.rank: self._ring(rank)) for wire in self.wires]  # type: ignore[misc]
+        for wire, end in zip(self.wires, self.ends, strict=True):
+            wire.listener = end.hear
 
     def _ring(self, rank: int) -> None:
         self.rings[rank] += 1
@@ -53,13 +49,13 @@ def test_nothing_is_said_until_somebody_asks_or_leaves() -> None:
     world = World(Standing(3, 2, "barrier()"), Standing(2, 2, "all_reduce()"), Standing(3, 2, "barrier()"))
     first = world.ends[0]
     world.deliver()
-    assert first.missing(1) == [1, 2] and first.left(1) == [] and not any(wire.sent for wire in world.wires)
+    assert first.missing(1) == (1, 2) and first.left(1) == () and not any(wire.sent for wire in world.wires)
     now = time.monotonic()
     assert not first.ask(now) and not first.ask(now), "a question is not repeated"
     assert len(world.wires[0].sent) == 2
     for _ in range(2):
         world.deliver()
-    assert first.ask(now) and first.missing(3) == [1] and first.missing(2) == [] and world.rings == [2, 0, 0]
+    assert first.ask(now) and first.missing(3) == (1,) and first.missing(2) == () and world.rings == [2, 0, 0]
     assert first.last_calls([1]) == [(1, "call 2: all_reduce()")]
 
 
@@ -79,10 +75,9 @@ def test_who_leaves_says_how_far_it_was_once() -> None:
     for end, completed in ((second, 4), (second, 9), (third, 5)):
         end.leave(completed)
     world.deliver()
-    assert first.left(5) == [1] and first.left(6) == [1, 2] and first.left(4) == []
-    assert first.missing(5) == [] and first.missing(6) == [1, 2]
+    assert first.left(5) == (1,) and first.left(6) == (1, 2) and first.left(4) == ()
+    assert first.missing(5) == () and first.missing(6) == (1, 2)
     assert first.ask(time.monotonic()), "nobody is left to be asked"
-    first.close()
 
 
 def test_who_leaves_instead_of_an_answer_has_answered() -> None:
@@ -92,4 +87,4 @@ def test_who_leaves_instead_of_an_answer_has_answered() -> None:
     world.ends[1].leave(1)
     world.deliver()
     world.deliver()
-    assert world.ends[0].ask(now) and world.ends[0].left(2) == [1]
+    assert world.ends[0].ask(now) and world.ends[0].left(2) == (1,)
