@@ -29,11 +29,12 @@ from typing import Final
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import ForkedProcessError, HorovodInternalError, MismatchError, PeerLeftError, UnsupportedError
-from hvdlite.groups.call import UNCOUNTED, Call, when_all_done
+from hvdlite.groups.call import Call, when_all_done
 from hvdlite.groups.execution import Execution, PastCall
-from hvdlite.groups.messages import Messages, Transfer
+from hvdlite.groups.messages import Messages
 from hvdlite.groups.operation import Operation
 from hvdlite.groups.reports import Reports
+from hvdlite.groups.transfer import Transfer
 from hvdlite.handoff.group_state import GroupState
 
 JOIN_SECONDS: Final = 2.0
@@ -70,7 +71,7 @@ class Group:
         self.state = state
         self._execution, self._messages, self._reports = execution, messages, reports
         self._tell, self._released = tell, released
-        self._progress = reports.progress or UNCOUNTED
+        self._progress = reports.progress
         self._pid = os.getpid()
         self._lock = threading.RLock()  # guards the following; a signal handler may make a call while its thread holds it
         self._changed = threading.Condition(self._lock)
@@ -194,7 +195,8 @@ class Group:
         """Fail all calls under way and all later ones. The other ranks see it, but for what they are told in another way."""
         state = self.state
         first = state.error or error
-        if isinstance(error, HorovodInternalError) and not isinstance(first, PeerLeftError) and state.has_runtime:
+        # Of other errors they are told; and if another rank has left, that is what they need to know.
+        if isinstance(first, HorovodInternalError) and not isinstance(first, PeerLeftError) and state.has_runtime:
             self._execution.leave()
         state.fail(error)
         if self._messages is not None:

@@ -29,7 +29,7 @@ from hvdlite.core.config import Config, timeout_or_inf
 from hvdlite.core.errors import ConfigError, ForkedProcessError, LaunchError
 from hvdlite.core.world import Hosts
 from hvdlite.engine.failures import failure_error
-from hvdlite.groups.carriers import Carrier
+from hvdlite.groups.carriers import Carrier, RemoteCarrier, RingCarrier
 from hvdlite.groups.execution import Execution
 from hvdlite.groups.group import Group
 from hvdlite.groups.link import GroupLink
@@ -273,7 +273,7 @@ class Groups:
         except BaseException as error:
             tell(error)
             raise
-        rings = Rings(memoryview(place.memory.bytes[pairs_at:pairs_at + pair_bytes(count)]), area.index, heaps)
+        rings = Rings(place.memory.bytes[pairs_at:pairs_at + pair_bytes(count)].data, area.index, heaps)
         carriers = _carriers(rank, size, local, area, rings, link.part("messages"))
         messages = Messages(name, rank, size, members, state, carriers, reports.progress)
         execution = Execution(name, rank, size, plane, state, reports, messages, members,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from hvdlite.core.texts import LONGEST_MESSAGE, LONGEST_TRACEBACK, shortened, text_of
-from hvdlite.diagnostics.progress import Progress
+from hvdlite.groups.call import UNCOUNTED, Waits
 from hvdlite.handoff.inbox import Task
 from hvdlite.negotiation.messages import FailureNotice, Response
 from hvdlite.runtime import tracebacks
@@ -16,10 +16,10 @@ class Reports:
     """Tells nothing: for a group of one rank. Callable from any thread.
 
     Attributes:
-        progress: counts the time that the script's threads wait; None: nobody does.
+        progress: counts the time that the script's threads wait.
     """
 
-    progress: Progress | None = None
+    progress: Waits = UNCOUNTED
 
     def clock(self) -> float:
         """Return the time in seconds, the same for all ranks of the group."""

@@ -211,6 +211,7 @@ class SharedMemory:
         self.fence: Callable[[], None] | None = fence
         self.flush: Callable[[], None] = fence or Fence(fence_file())
         self._rank = rank
+        self._heaps: list[Heap] = []
         self._end, self._length = 0, os.fstat(descriptor).st_size  # the end of the ranges in use, and of all
         self._lock = threading.RLock()  # of the descriptor, whose number means another file once it is closed
 
@@ -261,12 +262,15 @@ class SharedMemory:
         begin = -(-self._end // HUGE_PAGE) * HUGE_PAGE
         each = (self._length - begin) // 2 // count // HUGE_PAGE * HUGE_PAGE
         self._end = begin + count * each
-        return [Heap(self, begin + index * each, each) for index in range(count)]
+        self._heaps = [Heap(self, begin + index * each, each) for index in range(count)]
+        return self._heaps
 
     def close(self) -> None:
         """Close the file; mappings remain, and the fence while a segment has it."""
         with self._lock:
             self.flush, self.fence = _nothing, self.fence and _nothing
+            for heap in self._heaps:
+                heap.close()
             if self.descriptor >= 0:
                 os.close(self.descriptor)
                 self.descriptor = -1
@@ -355,6 +359,10 @@ class Heap:
             for taken in over:
                 taken.free(0, taken.bytes.size)
                 self._free.setdefault(taken.bytes.size, []).append(taken)
+
+    def close(self) -> None:
+        """The file is closed: keep no memory mapped but what is in use."""
+        self._mapping, self._free, self._lent = None, {}, []
 
     def range(self, start: int, nbytes: int) -> Range:
         """Return a range that the heap's rank has taken."""

@@ -20,8 +20,8 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.groups.group import Group
 from hvdlite.groups.operation import Operation
 from hvdlite.memory import futex
-from hvdlite.memory.futex import PolledWord
 from hvdlite.memory.area import Area, area_bytes
+from hvdlite.memory.futex import PolledWord
 from tests.groups.worlds import HANGS_SECONDS, HOSTS, Reports, allgather, allreduce, barrier, groups, play, result_of, sums
 
 

@@ -131,7 +131,7 @@ def groups(size: int, *, one_host: bool = True, timeout: float = HANGS_SECONDS,
         others = {other: other for other in ranks if other != rank}
         mail = None
         if messages:
-            carrier = RingCarrier(Rings(memoryview(pairs.bytes), rank, heaps, 1 << 16), area, others)
+            carrier = RingCarrier(Rings(pairs.bytes.data, rank, heaps, 1 << 16), area, others)
             mail = Messages("group of tests", rank, size, members, state, dict.fromkeys(others, carrier), told.progress)
         near = None if one_host else Neighbours(rank, neighbours)
         execution = Execution("group of tests", rank, size, plane, state, told, mail, members,
