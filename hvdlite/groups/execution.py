@@ -314,7 +314,9 @@ class Execution:
 
     def leave(self) -> None:
         """Let the other ranks see that this one carries out no operations any more."""
-        self.peers.leave(self._completed)
+        self._area.leave(self._completed)
+        if isinstance(self.peers, RemotePeers):
+            self.peers.leave(self._completed)
 
     def close(self) -> None:
         """Free what this object owns; in a forked child, its descriptors."""

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from hvdlite.core.errors import LaunchError, PeerLeftError
+from hvdlite.core.errors import HorovodInternalError, LaunchError, PeerLeftError
 from hvdlite.core.texts import shortened, text_of
 from hvdlite.core.world import Hosts
 from hvdlite.engine.oob import OobChannel
@@ -134,7 +134,9 @@ class Meeting:
         self._heard[0] = own
         try:
             answer = self._collected(deadline)
-        except BaseException as error:  # of this rank alone, or all hear of it from their own runtime
+        except HorovodInternalError:  # the job has failed: all hear of it from their own runtime
+            raise
+        except BaseException as error:
             self._tell(_Answer({}, problem=shortened(f"{self._name}: rank {self._members[0]} has given up: "
                                                      f"{text_of(error)}", LONGEST_PROBLEM)))
             raise
@@ -170,7 +172,7 @@ class Meeting:
                 self._heard[index] = member
             elif index in self._heard and self._heard[index].number == member.number:
                 del self._heard[index]
-        return not self._missing() or any(member.problem for member in self._heard.values()) or bool(self._departed())
+        return not self._missing() or bool(self._departed())
 
     def _missing(self) -> list[int]:
         return [index for index in range(len(self._ranks)) if index not in self._heard]

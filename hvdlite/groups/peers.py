@@ -42,13 +42,6 @@ class Peers(Protocol):
     def last_calls(self, ranks: Sequence[int]) -> list[tuple[int, str]]:
         """Return some ranks, and for each the call that it has begun last, as a text."""
 
-    def leave(self, completed: int) -> None:
-        """This rank makes no calls any more; those that wait see it. Again is fine.
-
-        Args:
-            completed: the number of the last call that it has completed; 0 for none.
-        """
-
 
 class LocalPeers:
     """Implements `Peers` for ranks that share an area. Only the thread that carries out a call writes and compares."""
@@ -103,11 +96,6 @@ class LocalPeers:
             found.append((rank, shown_call(number, text.decode(errors="replace"))))
         return found
 
-    def leave(self, completed: int) -> None:
-        if self._area.lines:  # else a thread of this rank is late: the group was closed, which others have seen
-            self._area.lines[self._index][LEFT] = 1 + completed
-            self._area.wake()
-
 
 class Standing(msgspec.Struct, frozen=True, array_like=True):
     """How far a rank is."""
@@ -153,6 +141,7 @@ class RemotePeers:
                  + (", as far as is known: it does not answer" if rank in self._unanswered else "")) for rank in ranks]
 
     def leave(self, completed: int) -> None:
+        """See `Area.leave`."""
         if not self._has_left and self._others:
             self._has_left = True
             standing = msgspec.structs.replace(self._own(), completed=completed, has_left=True)

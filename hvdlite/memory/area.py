@@ -91,6 +91,17 @@ class Area:
         """Return whether a rank makes no calls any more; of an area that was released, True."""
         return not self.lines or self.lines[rank][LEFT] != 0
 
+    def leave(self, completed: int) -> None:
+        """This rank makes no calls any more; those that wait see it. Again is fine.
+
+        Args:
+            completed: the number of the last call that it has completed; 0 for none.
+        """
+        lines = self.lines
+        if lines:  # else a thread of this rank is late: the others have seen it
+            lines[self.index][LEFT] = 1 + completed
+            self.wake()
+
     def release(self, *, let_go: bool = True) -> None:
         """Use the memory no more. What is written now goes nowhere.
 

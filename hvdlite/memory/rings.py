@@ -220,7 +220,7 @@ class Rings:
             if source != self._index and has_left(source) and (source, self._index) not in self._ranges:
                 self.reader(source)  # what was sent is never read
         for (source, to), ring in self._ranges.items():
-            if has_left(source) and (has_left(to) or self._writers[to].is_empty):
+            if has_left(source) and (to == self._index or has_left(to) or self._writers[to].is_empty):
                 ring.free(0, self._ring)
             if source == self._index:
                 self._heaps[source].lend(ring, all_let_go)

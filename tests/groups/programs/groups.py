@@ -20,9 +20,9 @@ from tests.groups.worlds import FileStore, allgather, allreduce, barrier, result
 RANK = int(os.environ.get("HVDLITE_RANK", "0"))
 
 
-def group_of(folder: str, name: str, members: Sequence[int], *, is_world: bool = False) -> Group:
+def group_of(folder: str, name: str, members: Sequence[int], *, is_world: bool = False, timeout: float = 60.0) -> Group:
     """Return this rank's end of a group of some ranks of the job."""
-    return api.join_group(FileStore(f"{folder}/{name}"), f"process group {name}", members.index(RANK), len(members), 60.0,
+    return api.join_group(FileStore(f"{folder}/{name}"), f"process group {name}", members.index(RANK), len(members), timeout,
                           None if is_world else members)
 
 
