@@ -50,8 +50,8 @@ OWN_SECONDS: Final = 2.0
 """After so long, a rank that waits looks whether the store still has what it has said."""
 LATE_LOOKS: Final = 4096
 """For how many of them it looks at a time."""
-LATE_PAUSE: Final = 0.01
-"""Seconds between two such looks."""
+SHORTEST_SECONDS: Final = 0.01
+"""Between two such looks, and of a wait: not every store can look once."""
 MOST_RANKS: Final = 1 << 20
 """No world has more: a larger number is noise."""
 LONGEST_PROBLEM: Final = 900
@@ -244,11 +244,12 @@ class _Others:
                 self._look_at = math.inf
                 self._look()
                 self._tell()
-            text = self._store.get(key, max(0.0, min(OWN_SECONDS, self._look_at - now, self._deadline - now)))
+            until = min(now + OWN_SECONDS, self._look_at, self._deadline)
+            text = self._store.get(key, max(SHORTEST_SECONDS, until - now))
             if text is not None:
                 return text
             self._check_own()
-            if time.monotonic() >= self._deadline:
+            if min(time.monotonic(), self._look_at) >= self._deadline:  # it has looked, and told
                 raise RuntimeError(f"wait timeout after {self._store.seconds:g} s")
 
     def _member(self, rank: int, text: bytes) -> Text[_Member]:
@@ -302,7 +303,7 @@ def _collected(others: _Others, size: int) -> list[Text[_Member]]:
             if not absent:
                 break
             found |= others.come(absent[:LATE_LOOKS])
-            time.sleep(LATE_PAUSE)
+            time.sleep(SHORTEST_SECONDS)
     return [found[rank] for rank in sorted(found)]
 
 

@@ -24,8 +24,10 @@ from tests.bootstrap.stores import HANGS_SECONDS, KEY, said
 TIMEOUT = datetime.timedelta(seconds=HANGS_SECONDS)
 
 
-def tcp_store(timeout: datetime.timedelta = TIMEOUT) -> Any:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+def tcp_store(seconds: float = HANGS_SECONDS) -> Any:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    store.set_timeout(datetime.timedelta(seconds=seconds))  # not that of its connection
+    return store
 
 
 class Gets(dist.Store):
@@ -132,8 +134,8 @@ def test_a_store_that_cannot_look_once_says_so() -> None:
 
 def test_timeouts(capfd: pytest.CaptureFixture[str]) -> None:
     """A meeting takes as long as the store lets it, from the start, however that waits; nothing is written to stderr."""
-    tenth, waits, told = datetime.timedelta(seconds=0.1), Waits(seconds=0.1), "wait timeout after 0.1 s"
-    for store, missing, words in ((tcp_store(tenth), "rank 0", told), (Looks(seconds=0.1), "rank 0", told),
+    waits, told = Waits(seconds=0.1), "wait timeout after 0.1 s"
+    for store, missing, words in ((tcp_store(0.1), "rank 0", told), (Looks(seconds=0.1), "rank 0", told),
                                   (waits, "the others", told), (Gets(seconds=0.1), "the others", "")):
         with pytest.raises(LaunchError) as raised:
             meet_in_store(TorchStore(store), 1, 2, patience=0.05)
@@ -142,7 +144,7 @@ def test_timeouts(capfd: pytest.CaptureFixture[str]) -> None:
     assert sum(waits.waits) < 0.15 and min(waits.waits) > 0.0, "0 is for ever"
     assert TorchStore(waits).get("key", 0.001) is None
     assert capfd.readouterr().err == ""
-    assert TorchStore(tcp_store(tenth)).seconds == TorchStore(dist.PrefixStore("a", tcp_store(tenth))).seconds == 0.1
+    assert TorchStore(tcp_store(0.1)).seconds == TorchStore(dist.PrefixStore("a", tcp_store(0.1))).seconds == 0.1
     assert TorchStore(Gets(seconds=0.0)).seconds == math.inf
 
 
