@@ -131,7 +131,8 @@ def a_message_for_a_thread_in_a_collective(folder: str) -> None:
         received = np.zeros(length, np.uint8)
         call = group.receive(received, 1, 0)
         result_of(group.start([allreduce(np.ones(3))], blocking=True))
-        assert call.is_done and received.all()
+        result_of(call)
+        assert received.all()
     else:
         result_of(group.send(np.ones(length, np.uint8), 0, 0))
         result_of(group.start([allreduce(np.ones(3))], blocking=True))
