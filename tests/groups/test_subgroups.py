@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.elastic_jobs import ElasticJob
 from tests.groups.programs import subgroups as programs
 from tests.worlds import HANGS_SECONDS, TORCH, Processes, processes, shared_memory
 
@@ -28,7 +29,8 @@ def test_memory_comes_back_when_all_have_closed_a_group(tmp_path: Path) -> None:
 def test_who_makes_a_group_with_a_rank_that_is_lost_hears_it_at_once(tmp_path: Path, how: str, hosts: list[int]) -> None:
     if hosts[1:]:
         pytest.importorskip("torch")  # Gloo
-    with Processes(3, programs.one_is_lost, str(tmp_path), 3, how, hosts=hosts, imported=TORCH if hosts[1:] else ()) as world:
+    imported = TORCH if hosts[1:] else ()
+    with Processes(3, programs.one_is_lost, str(tmp_path), 3, how, hosts=hosts, imported=imported) as world:
         world.wait_for(2, "ready")
         if how == "dies":
             world.kill(2)
@@ -46,3 +48,15 @@ def test_a_group_that_breaks_does_not_end_the_job(tmp_path: Path) -> None:
 
 def test_who_waits_in_a_collective_takes_messages(tmp_path: Path) -> None:
     processes(2, programs.a_message_for_a_thread_in_a_collective, str(tmp_path))
+
+
+def test_groups_belong_to_one_world_of_an_elastic_job(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with ElasticJob(programs.in_each_world, str(gate), slots={"a": 3}, min_np=2, hosts_are_fixed=True) as job:
+        for member in range(3):
+            job.until_printed(member, "world of 3")
+        job.kill(1)
+        for member in (0, 2):
+            job.until_printed(member, "world of 2")
+        gate.touch()
+        assert job.finish() == {0: [3, 2], 2: [3, 2]}

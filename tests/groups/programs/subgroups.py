@@ -6,11 +6,14 @@ import os
 import random
 import threading
 import time
+from typing import Any
 
 import numpy as np
 
 from hvdlite import api
 from hvdlite.core.errors import HorovodInternalError, LaunchError, PeerLostError
+from hvdlite.training.elastic import run
+from hvdlite.training.elastic_state import ObjectState
 from tests.groups.programs.groups import RANK, group_of, left_over
 from tests.groups.worlds import allreduce, barrier, result_of, sums
 from tests.worlds import HANGS_SECONDS
@@ -86,7 +89,7 @@ def one_is_lost(folder: str, size: int, how: str) -> None:
 def one_does_not_come(folder: str, size: int) -> None:
     """The timeout of the group counts, and not that of the store."""
     world = group_of(folder, "world", list(range(size)), is_world=True)
-    if RANK != size - 1:
+    if size - 1 != RANK:
         begun = time.monotonic()
         try:
             group_of(folder, "part", list(range(size)), timeout=0.5)
@@ -139,3 +142,39 @@ def a_message_for_a_thread_in_a_collective(folder: str) -> None:
     group.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hvdlite-group")]
     api.shutdown()
+
+
+def in_each_world(gate: str) -> list[int]:
+    """A member of an elastic job that makes groups in each world; return the sizes of the worlds."""
+    api.init()
+    state: Any = ObjectState(step=0)
+    sizes = []
+
+    @run
+    def loop(state: Any) -> None:
+        rank, size = api.rank(), api.size()
+        everybody = api.open_group("everybody", list(range(size)), HANGS_SECONDS)
+        pair = api.open_group("a pair", [size - 1, 0], HANGS_SECONDS) if rank in (0, size - 1) else None
+        sizes.append(size)
+        print(f"world of {size}", flush=True)
+        done = np.zeros(1)
+        try:
+            while not done[0]:
+                done[0] = os.path.exists(gate)
+                for group, members in ((everybody, range(size)), (pair, (0, size - 1))):
+                    if group is not None and len(members) > 1:
+                        call = group.start([allreduce(np.ones(3))], blocking=True)
+                        if call.error is not None:
+                            raise call.error
+                state.step += 1
+                call = everybody.start([allreduce(done)], blocking=True)
+                if call.error is not None:
+                    raise call.error
+        finally:
+            everybody.close()
+            if pair is not None:
+                pair.close()
+
+    loop(state)
+    api.shutdown()
+    return sizes
