@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from hvdlite.groups.transfers import Transfer
+    from hvdlite.groups.transfer import Transfer
 
 PATIENCE_SECONDS: Final = 4.0
 """How long a rank waits for the others before it tells so."""

@@ -19,7 +19,7 @@ ANY: Final = -1
 class Wanted(Protocol):
     """A receive."""
 
-    wanted: int
+    peer: int
     """The source, or `ANY`."""
     tag: int
 
@@ -50,14 +50,14 @@ class Matching(Generic[R, M]):
 
     def receive(self, receive: R) -> M | None:
         """Return the message that a new receive gets; None if it has to wait for one."""
-        if receive.wanted == ANY:
+        if receive.peer == ANY:
             fitting = [(queue[0][0], key) for key, queue in self._messages.items() if key[1] == receive.tag]
         else:
-            key = (receive.wanted, receive.tag)
+            key = (receive.peer, receive.tag)
             fitting = [(0, key)] if key in self._messages else []
         if fitting:
             return _first(self._messages, min(fitting)[1])
-        self._receives.setdefault((receive.wanted, receive.tag), deque()).append((next(self._numbers), receive))
+        self._receives.setdefault((receive.peer, receive.tag), deque()).append((next(self._numbers), receive))
         return None
 
     def arrive(self, source: int, tag: int) -> R | None:
@@ -73,7 +73,7 @@ class Matching(Generic[R, M]):
 
     def withdraw(self, receive: R) -> None:
         """Forget a receive, if it is still without a message."""
-        key = (receive.wanted, receive.tag)
+        key = (receive.peer, receive.tag)
         kept = deque(pair for pair in self._receives.pop(key, ()) if pair[1] is not receive)
         if kept:
             self._receives[key] = kept

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from hvdlite.core.errors import DeadlockError, HorovodInternalError
-from hvdlite.groups.call import Call
+from hvdlite.groups.call import UNCOUNTED, Call
 from hvdlite.groups.group_end import GroupEnd
 from hvdlite.groups.long_waits import LongWaits
 from hvdlite.groups.matching import ANY
-from hvdlite.groups.transfers import Receive, Transfer
+from hvdlite.groups.transfer import Transfer
 from hvdlite.negotiation.messages import GroupCalls
 from hvdlite.runtime.group_reports import ReportedGroup
 from tests.groups.worlds import HANGS_SECONDS, Reports, barrier, groups, play, result_of, sums
@@ -123,10 +123,12 @@ def test_a_thread_that_was_interrupted_is_not_blocked() -> None:
 
 
 class Idle:
-    """Implements `transfers.Owner`; carries out nothing."""
+    """Stands for `Messages`; carries out nothing."""
 
-    def poll(self, call: Transfer) -> bool:
-        return call.is_over
+    progress = UNCOUNTED
+
+    def __init__(self, long_waits: LongWaits) -> None:
+        self.long_waits, self.texts = long_waits, self
 
     def wait(self, call: Transfer, timeout: float | None) -> bool:
         return call.wait_idly(timeout)
@@ -138,8 +140,8 @@ class Idle:
 def test_sends_and_receives_for_which_a_thread_waits() -> None:
     changes: list[int] = []
     waits = LongWaits(lambda: changes.append(len(waits.of_transfers("group"))), 0.02)
-    call = Receive(Idle(), np.empty(3, np.uint8), ANY, 7, HANGS_SECONDS)
-    call.long_waits = waits
+    idle: Any = Idle(waits)
+    call = Transfer(idle, np.empty(3, np.uint8), ANY, 7, HANGS_SECONDS, is_send=False)
     assert not call.wait(0.01) and changes == [], "that was not long"
     waiting = threading.Thread(target=call.wait)
     waiting.start()

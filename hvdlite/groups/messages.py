@@ -1,0 +1,430 @@
+"""Sends and receives of one rank of a group: one state machine, whatever carries the messages (`groups/carriers.py`).
+
+A send waits in a queue to its receiver until the carrier has taken all of it. A receive gets the first message that fits
+(`groups/matching.py`), whichever carrier it comes with.
+
+There is no thread of messages: *whoever waits in the group advances all of them*. A thread that waits for a send or receive
+sleeps on the rank's word (`memory/area.py`) and calls `advance` whenever it wakes up; one that waits in a collective does
+the same. If no thread waits, the group is told (`let_work`), and its worker calls `drive`.
+
+Rules (docs/protocol.md#message-rings)
+- One lock guards everything. It is held while at most one piece per pair is copied, and never while a thread sleeps. Calls
+  are ended without it, because their callbacks may make other calls.
+- The background thread of the runtime only leaves notes (`note`); they are handled in `advance`. So no callback runs there.
+- A send of which something is on its way cannot be given up alone: the receiver would take the next one for the rest of it.
+  So if it takes too long, all calls of this rank fail.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, TypeVar
+
+from hvdlite.core.array import Array
+from hvdlite.core.errors import ForkedProcessError, HorovodInternalError
+from hvdlite.groups.call import Waits
+from hvdlite.groups.carriers import Carrier, Message
+from hvdlite.groups.long_waits import LongWaits
+from hvdlite.groups.matching import ANY, Matching
+from hvdlite.groups.transfer import Texts, Transfer
+from hvdlite.memory.area import Area
+
+SLEEP_SECONDS: Final = 1.0
+"""The longest sleep."""
+SHORT_SECONDS: Final = 0.01
+"""The longest sleep of a rank that lacks memory."""
+
+A = TypeVar("A")
+
+
+class Messages:
+    """One rank's sends and receives. Callable from any thread.
+
+    Attributes:
+        texts: what errors say.
+
+    Args:
+        group: its name, for errors.
+        members: the name of each rank, likewise.
+        area: of the ranks of this host; threads sleep on this rank's word there.
+        carriers: by the other rank; one may serve many. Owned by this object.
+        long_waits: hears of threads that wait long.
+        progress: counts the time that threads wait.
+        let_work: called, without the lock, when something is under way for which no thread waits: `drive` is to be called
+            soon. It is called often, by any thread, maybe before the constructor returns.
+    """
+
+    def __init__(self, group: str, rank: int, size: int, members: Sequence[str], area: Area,
+                 carriers: Mapping[int, Carrier], *, long_waits: LongWaits | None, progress: Waits,
+                 let_work: Callable[[], object]) -> None:
+        self.rank, self.long_waits, self.progress = rank, long_waits, progress
+        self.texts = Texts(group, rank, size, members)
+        self._area, self._carriers, self._let_work = area, carriers, let_work
+        self._each_carrier = list(dict.fromkeys(carriers.values()))
+        self._process = os.getpid()
+        self._notes: deque[Callable[[], None]] = deque()
+        self._waiting: set[object] = set()  # a key for each thread in `wait`
+        self._drives = self._has_left = self._is_closed = False
+        self._lock = threading.Lock()  # guards the rest
+        self._error: Exception | None = None
+        self._calls: dict[Transfer, None] = {}  # under way, oldest first
+        self._first_deadline = math.inf  # no call under way has an earlier one
+        self._sends: dict[int, deque[Transfer]] = {}  # by receiver: those not on their way completely; not empty
+        self._matching: Matching[Transfer, Message] = Matching()
+        self._over: deque[tuple[Transfer, Exception | None]] = deque()  # to be ended without the lock
+        for carrier in self._each_carrier:
+            carrier.open(self)
+
+    # --- calls -----------------------------------------------------------------------------------------------------------
+
+    def send(self, values: Array, to: int, tag: int, timeout: float = math.inf) -> Transfer:
+        """See `OrderedGroup.send`.
+
+        Args:
+            timeout: seconds after which the call fails.
+
+        Raises:
+            ValueError: if `to` is this rank, or none of the group's.
+        """
+        self.texts.check_peer("send to", to)
+        return self._start(Transfer(self, values, to, tag, timeout, is_send=True))
+
+    def receive(self, values: Array, source: int | None, tag: int, timeout: float = math.inf) -> Transfer:
+        """See `OrderedGroup.receive`. A message of another length is lost: the call fails, and the next one gets the next.
+
+        Args:
+            timeout: seconds after which the call fails.
+
+        Raises:
+            ValueError: if `source` is this rank, or none of the group's.
+        """
+        if source is not None:
+            self.texts.check_peer("receive from", source)
+        return self._start(Transfer(self, values, ANY if source is None else source, tag, timeout, is_send=False))
+
+    def _start(self, call: Transfer) -> Transfer:
+        if os.getpid() != self._process:  # the lock may be held for ever
+            call.end(ForkedProcessError(
+                f"{self.texts.group}: this process (pid {os.getpid()}) was forked from rank {self.rank} (pid "
+                f"{self._process}), to which the group belongs; start workers with the spawn method"))
+            return call
+        self._guarded(self._begin, call)
+        while call in self._calls and call.is_send and self._guarded(self._put, call.peer):
+            pass
+        if call in self._calls and not self._waiting:
+            self._let_work()
+        return call
+
+    def pending(self) -> list[str]:
+        """Return descriptions of the calls under way, the oldest first."""
+        with self._lock:
+            return [self.texts.shown(call) for call in self._calls]
+
+    # --- waiting ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a thread that waits is to call `advance`."""
+        return bool(self._calls or self._notes)
+
+    @property
+    def next_deadline(self) -> float:
+        """The time in `time.monotonic()` at which `advance` is to be called, whatever happens; a call may fail then."""
+        if not self._calls:
+            return math.inf
+        is_short = any(carrier.is_short for carrier in self._each_carrier)
+        return min(self._first_deadline, time.monotonic() + SHORT_SECONDS) if is_short else self._first_deadline
+
+    def advance(self, *, blocked: bool = False) -> bool:
+        """Copy at most a piece for each pair, handle notes, end calls that are overdue; return whether there was any of it.
+
+        Args:
+            blocked: whether the thread waits for another rank. Then rings that fill up are emptied into private memory.
+        """
+        moved = self._guarded(self._advance, blocked)
+        if moved and self._waiting:
+            self._wake()  # a call may be over for which a thread waits
+        return moved
+
+    def wait(self, call: Transfer, timeout: float | None) -> bool:
+        """See `Call.wait`."""
+        limit, key = math.inf if timeout is None else time.monotonic() + timeout, object()
+        try:
+            self._waiting.add(key)
+            while call in self._calls:
+                word = self._area.word
+                seen = word.value
+                if not self._guarded(self._advance, True) and call in self._calls:
+                    if time.monotonic() >= limit:
+                        return False
+                    word.wait(seen, self._patience(limit))
+        finally:
+            self._waiting.discard(key)
+            if self._calls and not self._waiting:
+                self._let_work()
+        return call.wait_idly(timeout)
+
+    def drive(self, stops: Callable[[], bool]) -> None:
+        """Carry out calls for which no thread waits, until there are none, or until a thread of the script does.
+
+        Args:
+            stops: whether to return; asked after each wake-up. Whoever changes the answer wakes this rank's word.
+        """
+        try:
+            self._drives = True
+            while True:
+                word = self._area.word
+                seen = word.value
+                if not self.is_active or self._waiting or stops():
+                    return
+                if not self._guarded(self._advance, False):
+                    word.wait(seen, self._patience(math.inf))
+        finally:
+            self._drives = False
+
+    def _patience(self, limit: float) -> float:
+        """Return how long a thread may sleep, in seconds."""
+        return max(0.0, min(SLEEP_SECONDS, min(limit, self.next_deadline) - time.monotonic()))
+
+    def _wake(self) -> None:
+        self._area.wake((self._area.index,))
+
+    # --- the end ---------------------------------------------------------------------------------------------------------
+
+    def flush(self, until: float) -> None:
+        """Wait until the sends under way are over, at most until a time in `time.monotonic()`."""
+        with self._lock:
+            sends = [call for call in self._calls if call.is_send]
+            for call in sends:
+                self._carriers[call.peer].hasten(call)
+        for call in sends:
+            call.wait(max(0.0, until - time.monotonic()))
+
+    def fail(self, error: Exception) -> None:
+        """Let all calls under way and all later ones fail."""
+        with self._lock:
+            self._fail(error)
+        self._end_finished()
+
+    def leave(self) -> None:
+        """Let the others see that this rank sends and receives nothing any more. Idempotent.
+
+        On this host they see it in the area's lines, which belong to the group.
+        """
+        if os.getpid() == self._process and not self._has_left:
+            self._has_left = True
+            for carrier in self._each_carrier:
+                self._guarded(lambda each: each.leave(), carrier)
+
+    def close(self) -> None:
+        """Leave; calls under way fail. Idempotent; in a forked child, do nothing."""
+        if os.getpid() != self._process or self._is_closed:
+            return
+        self._is_closed = True
+        self.leave()
+        self.fail(HorovodInternalError(f"{self.texts.group} was destroyed on this rank before the call was complete"))
+        with self._lock:
+            for carrier in self._each_carrier:
+                carrier.close()
+            self._notes.clear()
+
+    # --- the lock --------------------------------------------------------------------------------------------------------
+
+    def _guarded(self, act: Callable[[A], object], argument: A) -> bool:
+        """Call a function with the lock, and end the calls that it has finished; return its answer as a bool."""
+        try:
+            with self._lock:
+                return bool(act(argument))
+        except Exception as error:
+            self.fail(error)
+        except BaseException:  # between any two lines
+            self.fail(HorovodInternalError(
+                f"{self.texts.group} cannot be used any more: a thread was interrupted in a send or receive"))
+            raise
+        finally:
+            self._end_finished()
+        return False
+
+    def _end_finished(self) -> None:
+        while self._over:
+            try:
+                call, error = self._over.popleft()
+            except IndexError:  # another thread ends it
+                return
+            call.end(error)
+
+    # --- with the lock ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, call: Transfer) -> None:
+        if self._error is not None:
+            self._over.append((call, self._error))
+            return
+        if not self._calls:
+            self._first_deadline = math.inf
+        self._calls[call] = None
+        if call.deadline < self._first_deadline:
+            self._first_deadline = call.deadline
+            if self._waiting or self._drives:
+                self._wake()
+        if call.is_send:
+            if self._carriers[call.peer].has_left(call.peer):
+                self._finish(call, self.texts.departed(call, {call.peer}))
+                return
+            self._sends.setdefault(call.peer, deque()).append(call)
+            self._put(call.peer)
+            return
+        message = self._matching.receive(call)
+        if message is not None:
+            self._assign(message, call)
+        else:
+            self._advance_carriers(blocked=False)
+
+    def _advance(self, blocked: bool) -> bool:
+        moved = False
+        while self._notes:
+            self._notes.popleft()()
+            moved = True
+        if self._error is not None:
+            return moved
+        for to in tuple(self._sends):
+            moved |= self._put(to)
+        return self._advance_carriers(blocked) or moved or self._end_hopeless()
+
+    def _advance_carriers(self, blocked: bool) -> bool:
+        empties, moved = blocked or bool(self._waiting or self._sends), False
+        for carrier in self._each_carrier:
+            moved |= carrier.advance(empties)
+        return moved
+
+    def _put(self, to: int) -> bool:
+        """Let the carrier take a piece of the first send to a rank."""
+        queue = self._sends.get(to)
+        if queue is None or self._error is not None:
+            return False
+        call, carrier = queue[0], self._carriers[to]
+        try:
+            if not carrier.put(call):
+                return False
+        except MemoryError as error:
+            self._finish(call, error)
+            return True
+        if call.sent == call.values.size:
+            queue.popleft()
+            if not queue:
+                del self._sends[to]
+            if carrier.is_over_when_put:
+                self._finish(call)
+        return True
+
+    def _assign(self, message: Message, call: Transfer) -> None:
+        """Give a message to a receive: what has come of it, and the rest."""
+        call.source = message.source
+        carrier = self._carriers[message.source]
+        if message.total != call.values.size:
+            self._finish(call, self.texts.other_size(call, message))
+            carrier.discard(message)
+            return
+        message.receive, call.message = call, message
+        if message.has_come:
+            self.came(message)
+        else:
+            carrier.fetch(message, call)
+
+    def _end_hopeless(self) -> bool:
+        """Let calls fail that are overdue, or need ranks that have left; return whether there were some."""
+        now, before = time.monotonic(), len(self._calls)
+        if now >= self._first_deadline:
+            for call in tuple(self._calls):
+                if call.deadline <= now and call in self._calls:
+                    error = self.texts.overdue(call, self.kept())
+                    self._fail(error) if call.begun else self._finish(call, error)
+            self._first_deadline = min((call.deadline for call in self._calls), default=math.inf)
+        left = {rank for rank in self.texts.others if self._carriers[rank].has_left(rank)}
+        for call in tuple(self._calls) if left else ():
+            peers = self.texts.peers(call)
+            if left.issuperset(peers) and (call.is_send or not (
+                    call.begun or any(self._carriers[peer].has_more(peer) for peer in peers))):
+                self._finish(call, self.texts.departed(call, peers))
+        return len(self._calls) < before
+
+    def _fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        for call in tuple(self._calls):
+            self._finish(call, self._error)
+        self._wake()
+
+    def _finish(self, call: Transfer, error: Exception | None = None) -> None:
+        del self._calls[call]
+        if error is not None and call.is_send:
+            queue = self._sends.get(call.peer, ())
+            kept = deque(each for each in queue if each is not call)
+            if kept:
+                self._sends[call.peer] = kept
+            elif queue:
+                del self._sends[call.peer]
+        elif error is not None:
+            self._matching.withdraw(call)
+            if call.message is not None:
+                call.message.receive = None
+                self._carriers[call.source].discard(call.message)
+        self._over.append((call, error))
+        if len(self._waiting) + self._drives > 1:
+            self._wake()  # another thread may wait for this call
+
+    # --- for carriers ----------------------------------------------------------------------------------------------------
+
+    def note(self, note: Callable[[], None], *, is_urgent: bool = False) -> None:
+        """Let a function be called with the lock, soon; called by the background thread, without the lock.
+
+        Args:
+            is_urgent: whether it is to be called although no call is under way.
+        """
+        if self._is_closed:
+            return
+        self._notes.append(note)
+        self._wake()
+        if (self._calls or is_urgent) and not self._waiting:
+            self._let_work()
+
+    def arrives(self, message: Message, *, is_kept: bool) -> bool:
+        """Give a new message to a receive that fits, or keep it for one; return False if it is to stay where it is.
+
+        Args:
+            is_kept: whether to keep it if no receive fits. It is kept anyway if a receive may want one behind it.
+        """
+        receive = self._matching.arrive(message.source, message.tag)
+        if receive is not None:
+            self._assign(message, receive)
+        elif is_kept or self._matching.wants(message.source):
+            message.is_kept = True
+            self._matching.keep(message)
+        else:
+            return False
+        return True
+
+    def kept(self) -> Iterable[Message]:
+        """Iterate over the messages that no receive has got."""
+        return self._matching.messages()
+
+    def came(self, message: Message, error: Exception | None = None) -> None:
+        """All bytes of a message are where it wants them, or will never be. Again is fine: the first time counts."""
+        message.has_come = message.has_come or error is None
+        call = message.receive
+        if call is None or call not in self._calls:
+            return
+        if not message.has_come:
+            self._finish(call, error)
+            return
+        if message.target is not None and message.target is not call.values:
+            call.values[...] = message.target
+        self._finish(call)
+
+    def sent(self, call: Transfer, error: Exception | None) -> None:
+        """A message has been received. Again is fine."""
+        if call in self._calls:
+            self._finish(call, error)
