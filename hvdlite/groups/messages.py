@@ -83,10 +83,7 @@ class Messages:
     # --- calls -----------------------------------------------------------------------------------------------------------
 
     def send(self, values: Array, to: int, tag: int, timeout: float = math.inf) -> Transfer:
-        """See `OrderedGroup.send`.
-
-        Args:
-            timeout: seconds after which the call fails.
+        """See `OrderedGroup.send`. The call fails after `timeout` seconds.
 
         Raises:
             ValueError: if `to` is this rank, or none of the group's.
@@ -95,10 +92,7 @@ class Messages:
         return self._start(Transfer(self, values, to, tag, timeout, is_send=True))
 
     def receive(self, values: Array, source: int | None, tag: int, timeout: float = math.inf) -> Transfer:
-        """See `OrderedGroup.receive`. A message of another length is lost: the call fails, and the next one gets the next.
-
-        Args:
-            timeout: seconds after which the call fails.
+        """Like `send`. A message of another length is lost: the call fails, and the next one gets the next.
 
         Raises:
             ValueError: if `source` is this rank, or none of the group's.
@@ -165,7 +159,7 @@ class Messages:
                     word.wait(seen, self._patience(limit))
         finally:
             self._waiting.discard(key)
-            if self._calls and not self._waiting:
+            if self.is_active and not self._waiting:
                 self._let_work()
         return call.wait_idly(timeout)
 
@@ -274,12 +268,10 @@ class Messages:
         if call.is_send:
             if self._carriers[call.peer].has_left(call.peer):
                 self._finish(call, self.texts.departed(call, {call.peer}))
-                return
-            self._sends.setdefault(call.peer, deque()).append(call)
-            self._put(call.peer)
-            return
-        message = self._matching.receive(call)
-        if message is not None:
+            else:
+                self._sends.setdefault(call.peer, deque()).append(call)
+                self._put(call.peer)
+        elif (message := self._matching.receive(call)) is not None:
             self._assign(message, call)
         else:
             self._advance_carriers(blocked=False)
@@ -314,12 +306,17 @@ class Messages:
             self._finish(call, error)
             return True
         if call.sent == call.values.size:
-            queue.popleft()
-            if not queue:
-                del self._sends[to]
+            self._unqueue(call)
             if carrier.is_over_when_put:
                 self._finish(call)
         return True
+
+    def _unqueue(self, call: Transfer) -> None:
+        queue = self._sends.get(call.peer)
+        if queue and call in queue:
+            queue.remove(call)
+            if not queue:
+                del self._sends[call.peer]
 
     def _assign(self, message: Message, call: Transfer) -> None:
         """Give a message to a receive: what has come of it, and the rest."""
@@ -361,12 +358,7 @@ class Messages:
     def _finish(self, call: Transfer, error: Exception | None = None) -> None:
         del self._calls[call]
         if error is not None and call.is_send:
-            queue = self._sends.get(call.peer, ())
-            kept = deque(each for each in queue if each is not call)
-            if kept:
-                self._sends[call.peer] = kept
-            elif queue:
-                del self._sends[call.peer]
+            self._unqueue(call)
         elif error is not None:
             self._matching.withdraw(call)
             if call.message is not None:
@@ -414,15 +406,11 @@ class Messages:
     def came(self, message: Message, error: Exception | None = None) -> None:
         """All bytes of a message are where it wants them, or will never be. Again is fine: the first time counts."""
         message.has_come = message.has_come or error is None
-        call = message.receive
-        if call is None or call not in self._calls:
-            return
-        if not message.has_come:
-            self._finish(call, error)
-            return
-        if message.target is not None and message.target is not call.values:
-            call.values[...] = message.target
-        self._finish(call)
+        call, message.receive = message.receive, None
+        if call is not None:
+            if message.has_come and message.target is not call.values:
+                call.values[...] = message.target
+            self._finish(call, None if message.has_come else error)
 
     def sent(self, call: Transfer, error: Exception | None) -> None:
         """A message has been received. Again is fine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections import defaultdict
@@ -149,8 +150,8 @@ class Schedule:
             for call in own:
                 done(call)
 
-        steps: list[Callable[[], object]] = [lambda own=rng.sample(calls, len(calls)): wait(own)  # type: ignore[misc]
-                                             for _ in range(rng.choice((0, 1, 2)))]
+        orders = [rng.sample(calls, len(calls)) for _ in range(rng.choice((0, 1, 2)))]
+        steps: list[Callable[[], object]] = [functools.partial(wait, own) for own in orders]
         if rng.random() < 0.5:
             steps.append(lambda: collective(lambda: all(call._is_over for call in calls)))
         threads = [threading.Thread(target=guarded, args=(step,), daemon=True) for step in steps]

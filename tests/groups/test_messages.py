@@ -1,4 +1,4 @@
-"""Sends and receives between ranks as threads: on one host through real shared memory, between hosts, and both in one group."""
+"""Sends and receives between ranks as threads: on one host through real shared memory, between hosts, and both at once."""
 
 from __future__ import annotations
 
@@ -133,13 +133,18 @@ def test_a_long_send_to_a_rank_that_does_not_receive_takes_the_memory_of_one_rin
 
 @CARRIERS
 def test_calls_for_which_nobody_waits_are_carried_out(ranks: Callable[..., World], one_host: bool) -> None:
-    """Both: a receive before its message comes, and a send for which there is no room yet. Never by the background thread."""
+    """Both: a receive before its message comes, and a send for which there is no room yet. Not by the background thread."""
     world, ended, threads = ranks(2, one_host), threading.Event(), []
+
+    def over(call: Call) -> None:
+        threads.append(threading.current_thread())
+        ended.set()
+
     values = np.empty(5 * RING, np.uint8)
     for _ in range(2):  # again, after the worker has found nothing to do
         ended.clear()
         receive = world.ends[1].receive(values, None, 3)
-        receive.when_done(lambda call: (threads.append(threading.current_thread()), ended.set()))
+        receive.when_done(over)
         send = world.ends[0].send(text(7, size=5 * RING), 1, 3)
         assert ended.wait(HANGS_SECONDS)
         assert receive.error is None and receive.source == 0 and (values == text(7, size=5 * RING)).all()

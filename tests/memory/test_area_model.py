@@ -1,15 +1,15 @@
 """A model of what ranks write in an area and of its end: all interleavings of their steps, and all orders of their accesses.
 
 The first half explores calls that bring their values (docs/protocol.md#areas): a rank writes its values, then its number;
-when all numbers are there it may reduce its slice, and collects the others' slices or, where they have not come, reduces from
-the values. At any time the use of the area ends in two decisions (decision 36): all freeze; when all have said so, each one
-takes what is complete, and makes a request of the rest. Threads may be interrupted after they have written. There accesses take
-effect in the order of the program. The second half has machines that reorder them, and fences.
+when all numbers are there it may reduce its slice, and collects the others' slices or, where they have not come, reduces
+from the values. At any time the use of the area ends in two decisions (decision 36): all freeze; when all have said so, each
+one takes what is complete, and makes a request of the rest. Threads may be interrupted after they have written. There
+accesses take effect in the order of the program. The second half has machines that reorder them, and fences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -178,6 +178,7 @@ def test_an_end_that_does_not_wait_for_all_to_freeze_divides_them() -> None:
 FENCE = [Event("lock", "fence"), Event("unlock", "fence")]
 ROUNDS = 3
 """The third one overwrites what was written in the first."""
+WHAT = ("values", "text")
 BEFORE_NUMBER, AFTER_NUMBERS = "before the number", "after all numbers"
 EVERYWHERE = frozenset({BEFORE_NUMBER, AFTER_NUMBERS})
 
@@ -192,13 +193,13 @@ def calls(rank: int, size: int, fences: frozenset[str], *, waits: bool = True) -
     others = [other for other in range(size) if other != rank]
     for number in range(1, ROUNDS + 1):
         parity = number % 2
-        program += [Event("write", f"values {rank}, {parity}", number), Event("write", f"text {rank}, {parity}", number)]
+        program += [Event("write", f"{what} {rank}, {parity}", number) for what in WHAT]
         program += FENCE if BEFORE_NUMBER in fences else []
         program.append(Event("write", f"number {rank}, {parity}", number))
         if waits or number == 1:
             program += [Event("await", f"number {other}, {parity}", number) for other in others]
             program += FENCE if AFTER_NUMBERS in fences else []
-            program += [Event("read", f"{what} {other}, {parity}", number) for other in others for what in ("text", "values")]
+            program += [Event("read", f"{what} {other}, {parity}", number) for other in others for what in WHAT]
     return program
 
 
@@ -214,19 +215,20 @@ def both(fences: frozenset[str]) -> list[Program]:
     return [calls(rank, 2, fences) for rank in range(2)]
 
 
+Programs = Callable[[frozenset[str]], list[Program]]
+
+
 @pytest.mark.parametrize("programs", [both, wakes])
 @pytest.mark.parametrize(("machine", "fences"), [(weak, EVERYWHERE), (aarch64, EVERYWHERE), (x86, frozenset())])
-def test_with_fences_no_order_of_accesses_shows_a_wrong_value(programs: object, machine: Machine, fences: frozenset[str],
-                                                              ) -> None:
+def test_with_fences_no_order_of_accesses_shows_a_wrong_value(programs: Programs, machine: Machine,
+                                                              fences: frozenset[str]) -> None:
     """x86 needs none."""
-    assert callable(programs)
     assert failure(programs(fences), machine) == []
 
 
 @pytest.mark.parametrize("programs", [both, wakes])
 @pytest.mark.parametrize("left_out", sorted(EVERYWHERE))
-def test_each_fence_is_needed_where_accesses_are_reordered(programs: object, left_out: str) -> None:
-    assert callable(programs)
+def test_each_fence_is_needed_where_accesses_are_reordered(programs: Programs, left_out: str) -> None:
     assert failure(programs(EVERYWHERE - {left_out}), aarch64)
 
 
