@@ -290,7 +290,7 @@ class RemoteCarrier(Carrier):
 
     def _take(self, source: int, number: int) -> None:
         """Receive a message of a rank that leaves, before a receive gets it."""
-        for message in self._messages.kept():
+        for message in self._messages.matching.messages():
             if (message.source, message.number) == (source, number) and message.target is None:
                 try:
                     message.target = np.empty(message.total, np.uint8)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, TypeVar
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import ForkedProcessError, HorovodInternalError
+from hvdlite.core.errors import HorovodInternalError
 from hvdlite.groups.call import Waits
 from hvdlite.groups.carriers import Carrier, Message
 from hvdlite.groups.long_waits import LongWaits
@@ -45,9 +45,6 @@ A = TypeVar("A")
 class Messages:
     """One rank's sends and receives. Callable from any thread.
 
-    Attributes:
-        texts: what errors say.
-
     Args:
         group: its name, for errors.
         members: the name of each rank, likewise.
@@ -55,8 +52,8 @@ class Messages:
         carriers: by the other rank; one may serve many. Owned by this object.
         long_waits: hears of threads that wait long.
         progress: counts the time that threads wait.
-        let_work: called, without the lock, when something is under way for which no thread waits: `drive` is to be called
-            soon. It is called often, by any thread, maybe before the constructor returns.
+        let_work: called when something is under way for which no thread waits: `drive` is to be called soon. It is called
+            often, so it must be cheap; by any thread, the background thread too; and maybe before the constructor returns.
     """
 
     def __init__(self, group: str, rank: int, size: int, members: Sequence[str], area: Area,
@@ -75,12 +72,10 @@ class Messages:
         self._calls: dict[Transfer, None] = {}  # under way, oldest first
         self._first_deadline = math.inf  # no call under way has an earlier one
         self._sends: dict[int, deque[Transfer]] = {}  # by receiver: those not on their way completely; not empty
-        self._matching: Matching[Transfer, Message] = Matching()
+        self.matching: Matching[Transfer, Message] = Matching()
         self._over: deque[tuple[Transfer, Exception | None]] = deque()  # to be ended without the lock
         for carrier in self._each_carrier:
             carrier.open(self)
-
-    # --- calls -----------------------------------------------------------------------------------------------------------
 
     def send(self, values: Array, to: int, tag: int, timeout: float = math.inf) -> Transfer:
         """See `OrderedGroup.send`. The call fails after `timeout` seconds.
@@ -103,9 +98,7 @@ class Messages:
 
     def _start(self, call: Transfer) -> Transfer:
         if os.getpid() != self._process:  # the lock may be held for ever
-            call.end(ForkedProcessError(
-                f"{self.texts.group}: this process (pid {os.getpid()}) was forked from rank {self.rank} (pid "
-                f"{self._process}), to which the group belongs; start workers with the spawn method"))
+            call.end(self.texts.forked(self._process))
             return call
         self._guarded(self._begin, call)
         while call in self._calls and call.is_send and self._guarded(self._put, call.peer):
@@ -118,8 +111,6 @@ class Messages:
         """Return descriptions of the calls under way, the oldest first."""
         with self._lock:
             return [self.texts.shown(call) for call in self._calls]
-
-    # --- waiting ---------------------------------------------------------------------------------------------------------
 
     @property
     def is_active(self) -> bool:
@@ -227,8 +218,6 @@ class Messages:
                 carrier.close()
             self._notes.clear()
 
-    # --- the lock --------------------------------------------------------------------------------------------------------
-
     def _guarded(self, act: Callable[[A], object], argument: A) -> bool:
         """Call a function with the lock, and end the calls that it has finished; return its answer as a bool."""
         try:
@@ -271,7 +260,7 @@ class Messages:
             else:
                 self._sends.setdefault(call.peer, deque()).append(call)
                 self._put(call.peer)
-        elif (message := self._matching.receive(call)) is not None:
+        elif (message := self.matching.receive(call)) is not None:
             self._assign(message, call)
         else:
             self._advance_carriers(blocked=False)
@@ -338,7 +327,7 @@ class Messages:
         if now >= self._first_deadline:
             for call in tuple(self._calls):
                 if call.deadline <= now and call in self._calls:
-                    error = self.texts.overdue(call, self.kept())
+                    error = self.texts.overdue(call, self.matching.messages())
                     self._fail(error) if call.begun else self._finish(call, error)
             self._first_deadline = min((call.deadline for call in self._calls), default=math.inf)
         left = {rank for rank in self.texts.others if self._carriers[rank].has_left(rank)}
@@ -360,7 +349,7 @@ class Messages:
         if error is not None and call.is_send:
             self._unqueue(call)
         elif error is not None:
-            self._matching.withdraw(call)
+            self.matching.withdraw(call)
             if call.message is not None:
                 call.message.receive = None
                 self._carriers[call.source].discard(call.message)
@@ -371,11 +360,7 @@ class Messages:
     # --- for carriers ----------------------------------------------------------------------------------------------------
 
     def note(self, note: Callable[[], None], *, is_urgent: bool = False) -> None:
-        """Let a function be called with the lock, soon; called by the background thread, without the lock.
-
-        Args:
-            is_urgent: whether it is to be called although no call is under way.
-        """
+        """Let a function be called with the lock: soon if a call is under way, or if it is urgent; callable from any thread."""
         if self._is_closed:
             return
         self._notes.append(note)
@@ -389,19 +374,15 @@ class Messages:
         Args:
             is_kept: whether to keep it if no receive fits. It is kept anyway if a receive may want one behind it.
         """
-        receive = self._matching.arrive(message.source, message.tag)
+        receive = self.matching.arrive(message.source, message.tag)
         if receive is not None:
             self._assign(message, receive)
-        elif is_kept or self._matching.wants(message.source):
+        elif is_kept or self.matching.wants(message.source):
             message.is_kept = True
-            self._matching.keep(message)
+            self.matching.keep(message)
         else:
             return False
         return True
-
-    def kept(self) -> Iterable[Message]:
-        """Iterate over the messages that no receive has got."""
-        return self._matching.messages()
 
     def came(self, message: Message, error: Exception | None = None) -> None:
         """All bytes of a message are where it wants them, or will never be. Again is fine: the first time counts."""
