@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
 from hvdlite.core.array import Array
@@ -360,7 +360,7 @@ class Messages:
     # --- for carriers ----------------------------------------------------------------------------------------------------
 
     def note(self, note: Callable[[], None], *, is_urgent: bool = False) -> None:
-        """Let a function be called with the lock: soon if a call is under way, or if it is urgent; callable from any thread."""
+        """Let a function be called with the lock: soon if a call is under way, or if it is urgent. Takes no lock."""
         if self._is_closed:
             return
         self._notes.append(note)
