@@ -68,6 +68,7 @@ class Messages:
         self._waiting: set[object] = set()  # a key for each thread in `wait`
         self._drives = self._has_left = self._is_closed = False
         self._lock = threading.Lock()  # guards the rest
+        self._sleepers = 0  # 1 while one of them has the lock
         self._error: Exception | None = None
         self._calls: dict[Transfer, None] = {}  # under way, oldest first
         self._first_deadline = math.inf  # no call under way has an earlier one
@@ -119,7 +120,7 @@ class Messages:
 
     @property
     def next_deadline(self) -> float:
-        """The time in `time.monotonic()` at which `advance` is to be called, whatever happens; a call may fail then."""
+        """The time in `time.monotonic()` at which `advance` is to be called: a call may fail then."""
         if not self._calls:
             return math.inf
         is_short = any(carrier.is_short for carrier in self._each_carrier)
@@ -131,10 +132,7 @@ class Messages:
         Args:
             blocked: whether the thread waits for another rank. Then rings that fill up are emptied into private memory.
         """
-        moved = self._guarded(self._advance, blocked)
-        if moved and self._waiting:
-            self._wake()  # a call may be over for which a thread waits
-        return moved
+        return self._guarded(self._advance, blocked)
 
     def wait(self, call: Transfer, timeout: float | None) -> bool:
         """See `Call.wait`."""
@@ -144,7 +142,7 @@ class Messages:
             while call in self._calls:
                 word = self._area.word
                 seen = word.value
-                if not self._guarded(self._advance, True) and call in self._calls:
+                if not self._guarded(self._advance, True, 1) and call in self._calls:
                     if time.monotonic() >= limit:
                         return False
                     word.wait(seen, self._patience(limit))
@@ -167,7 +165,7 @@ class Messages:
                 seen = word.value
                 if not self.is_active or self._waiting or stops():
                     return
-                if not self._guarded(self._advance, False):
+                if not self._guarded(self._advance, False, 1):
                     word.wait(seen, self._patience(math.inf))
         finally:
             self._drives = False
@@ -178,8 +176,6 @@ class Messages:
 
     def _wake(self) -> None:
         self._area.wake((self._area.index,))
-
-    # --- the end ---------------------------------------------------------------------------------------------------------
 
     def flush(self, until: float) -> None:
         """Wait until the sends under way are over, at most until a time in `time.monotonic()`."""
@@ -218,10 +214,15 @@ class Messages:
                 carrier.close()
             self._notes.clear()
 
-    def _guarded(self, act: Callable[[A], object], argument: A) -> bool:
-        """Call a function with the lock, and end the calls that it has finished; return its answer as a bool."""
+    def _guarded(self, act: Callable[[A], object], argument: A, sleepers: int = 0) -> bool:
+        """Call a function with the lock, and end the calls that it has finished; return its answer as a bool.
+
+        Args:
+            sleepers: 1 if this thread is one of those in `wait` and `drive`.
+        """
         try:
             with self._lock:
+                self._sleepers = sleepers
                 return bool(act(argument))
         except Exception as error:
             self.fail(error)
@@ -277,7 +278,7 @@ class Messages:
         return self._advance_carriers(blocked) or moved or self._end_hopeless()
 
     def _advance_carriers(self, blocked: bool) -> bool:
-        empties, moved = blocked or bool(self._waiting or self._sends), False
+        empties, moved = blocked or bool(self._sends), False
         for carrier in self._each_carrier:
             moved |= carrier.advance(empties)
         return moved
@@ -354,7 +355,7 @@ class Messages:
                 call.message.receive = None
                 self._carriers[call.source].discard(call.message)
         self._over.append((call, error))
-        if len(self._waiting) + self._drives > 1:
+        if len(self._waiting) + self._drives > self._sleepers:
             self._wake()  # another thread may wait for this call
 
     # --- for carriers ----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from hvdlite.groups.call import Call
 from hvdlite.groups.messages import Messages
 from hvdlite.memory import area as area_module
 from hvdlite.memory.futex import PolledWord
+from hvdlite.memory.rings import LINE, PIECES
 from tests.groups.message_worlds import RING, World
 from tests.groups.schedules import Schedule, done, failure, received, text
 from tests.worlds import HANGS_SECONDS, descriptors
@@ -70,6 +71,17 @@ def test_ranks_that_all_send_first_do_not_wait_for_each_other(ranks: Callable[..
             assert (values == text(source, turn, size=10 * RING)).all()
 
     ranks(count).run(step)
+
+
+def test_ranks_whose_sends_are_unfinished_take_messages_that_nobody_receives_yet(ranks: Callable[..., World]) -> None:
+    """Although no thread waits."""
+    world, ended = ranks(2), [threading.Event(), threading.Event()]
+    for rank in range(2):
+        world.ends[rank].send(text(rank, size=10 * RING), 1 - rank, 0).when_done(lambda call, rank=rank: ended[rank].set())
+    assert ended[0].wait(HANGS_SECONDS) or ended[1].wait(HANGS_SECONDS)
+    for rank in range(2):  # whoever has finished first takes no more than it must
+        assert (received(world.ends[rank], 10 * RING, 1 - rank)[0] == text(1 - rank, size=10 * RING)).all()
+    assert all(each.wait(HANGS_SECONDS) for each in ended)
 
 
 @pytest.mark.parametrize("hosts", [(4,), (2, 2), (1, 1, 1, 1)])
@@ -255,6 +267,45 @@ def test_several_threads_wait_for_calls_of_one_rank(ranks: Callable[..., World],
     for thread in threads:
         thread.join(HANGS_SECONDS)
     assert all((results[tag] == text(tag, size=5000)).all() for tag in range(6)) and not given_up.is_done
+
+
+def test_a_thread_whose_call_another_thread_finishes_is_woken(ranks: Callable[..., World], monkeypatch: pytest.MonkeyPatch,
+                                                              ) -> None:
+    """A receiver does not tell of every byte that it has read. So nobody has woken the sender when there is room."""
+    world, sleeps = ranks(2), threading.Event()
+    for rank in world.ranks:
+        rank.is_stopped = True
+    sender, receiver = world.ends
+    word = type(world.ranks[0].area.word)
+    wait = word.wait
+
+    def tells(self: object, seen: int, seconds: float) -> None:
+        sleeps.set()
+        wait(self, seen, seconds)  # type: ignore[arg-type]
+
+    pieces = RING // (RING // PIECES + LINE)
+    call = sender.send(text(1, size=pieces * RING // PIECES + 1000), 1, 0)  # but for the last piece
+    monkeypatch.setattr(word, "wait", tells)
+    thread = threading.Thread(target=call.wait, daemon=True)
+    thread.start()
+    assert sleeps.wait(HANGS_SECONDS) and not call._is_over
+    last = receiver.receive(np.empty(call.values.size, np.uint8), 0, 0)  # takes a piece
+    after = sender.send(text(1), 1, 1)
+    thread.join(HANGS_SECONDS)
+    assert not thread.is_alive() and call.error is None
+    done(after)
+    done(last)
+
+
+@CARRIERS
+def test_a_thread_that_gives_up_leaves_its_call_to_the_worker(ranks: Callable[..., World], one_host: bool) -> None:
+    world, ended = ranks(2, one_host), threading.Event()
+    call = world.ends[1].receive(np.empty(16, np.uint8), 0, 0)
+    call.when_done(lambda call: ended.set())
+    assert not call.wait(0.05), "longer than the worker lingers"
+    sent = world.ends[0].send(text(1), 1, 0)
+    assert ended.wait(HANGS_SECONDS)
+    done(sent)
 
 
 # --- mistakes, and what takes too long -----------------------------------------------------------------------------------
