@@ -11,8 +11,7 @@ Rules (docs/protocol.md#message-rings)
 - One lock guards everything. It is held while at most one piece per pair is copied, and never while a thread sleeps. Calls
   are ended without it, because their callbacks may make other calls.
 - The background thread of the runtime only leaves notes (`note`); they are handled in `advance`. So no callback runs there.
-- A send of which something is on its way cannot be given up alone: the receiver would take the next one for the rest of it.
-  So if it takes too long, all calls of this rank fail.
+- If a send that is on its way takes too long, all calls fail: the receiver would take the next one for the rest of it.
 """
 
 from __future__ import annotations

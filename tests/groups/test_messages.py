@@ -76,8 +76,12 @@ def test_ranks_that_all_send_first_do_not_wait_for_each_other(ranks: Callable[..
 def test_ranks_whose_sends_are_unfinished_take_messages_that_nobody_receives_yet(ranks: Callable[..., World]) -> None:
     """Although no thread waits."""
     world, ended = ranks(2), [threading.Event(), threading.Event()]
+
+    def sets(event: threading.Event) -> Callable[[Call], None]:
+        return lambda call: event.set()
+
     for rank in range(2):
-        world.ends[rank].send(text(rank, size=10 * RING), 1 - rank, 0).when_done(lambda call, rank=rank: ended[rank].set())
+        world.ends[rank].send(text(rank, size=10 * RING), 1 - rank, 0).when_done(sets(ended[rank]))
     assert ended[0].wait(HANGS_SECONDS) or ended[1].wait(HANGS_SECONDS)
     for rank in range(2):  # whoever has finished first takes no more than it must
         assert (received(world.ends[rank], 10 * RING, 1 - rank)[0] == text(1 - rank, size=10 * RING)).all()
