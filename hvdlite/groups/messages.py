@@ -188,6 +188,7 @@ class Messages:
     def fail(self, error: Exception) -> None:
         """Let all calls under way and all later ones fail."""
         with self._lock:
+            self._sleepers = 0
             self._fail(error)
         self._end_finished()
 
@@ -342,7 +343,6 @@ class Messages:
         self._error = self._error or error
         for call in tuple(self._calls):
             self._finish(call, self._error)
-        self._wake()
 
     def _finish(self, call: Transfer, error: Exception | None = None) -> None:
         del self._calls[call]

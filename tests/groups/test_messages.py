@@ -489,6 +489,8 @@ def test_a_failed_group_ends_every_call(ranks: Callable[..., World], one_host: b
     assert first.send(text(1), 1, 0).error is error
     world.ranks[1].close()
     assert "HorovodInternalError: group dp was destroyed on this rank before" in failure(second.send(text(1), 0, 0))
+    second.note(lambda: None)  # the runtime still tells of what is over
+    assert not second.is_active
 
 
 @CARRIERS
