@@ -10,9 +10,9 @@ this rank is unfinished. So ranks that first send to each other, however much, n
 
 Between hosts: the sender announces each message to the receiver: its number, tag and length. The receiver finds the receive
 that gets it. Then both request the same transfer of the group's runtime, whose name has the message's number. So a receive
-may name any source, and ranks may make calls in any order. A send is over when its message has been received. It may wait for
-that, as with Gloo. A rank that leaves does not wait for other scripts: it lets the receivers *take* its messages, into their
-own memory, where later receives find them.
+may name any source, and ranks may make calls in any order. A send is over when its message has been received. It may wait
+for that, as with Gloo. A rank that leaves does not wait for other scripts: it lets the receivers *take* its messages, into
+their own memory, where later receives find them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from hvdlite.memory.area import LET_GO, Area
 from hvdlite.memory.rings import Piece, RingReader, Rings
 
 if TYPE_CHECKING:
-    from hvdlite.groups.messages import Messages, Transfer
+    from hvdlite.groups.messages import Messages
+    from hvdlite.groups.transfer import Transfer
 
 _ANNOUNCEMENT: Final = struct.Struct("!qqq")
 _LEFT: Final = b""
@@ -289,7 +290,7 @@ class RemoteCarrier(Carrier):
 
     def _take(self, source: int, number: int) -> None:
         """Receive a message of a rank that leaves, before a receive gets it."""
-        for message in self._messages.kept():
+        for message in self._messages.matching.messages():
             if (message.source, message.number) == (source, number) and message.target is None:
                 try:
                     message.target = np.empty(message.total, np.uint8)

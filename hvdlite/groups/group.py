@@ -83,6 +83,8 @@ class Group:
         self._is_driving = False  # the worker carries out sends and receives, and sleeps on this rank's word
         if messages is not None:
             messages.let_work = self._let_work_from_anywhere
+            if messages.needs_work:
+                self._let_work_from_anywhere()
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -311,7 +313,7 @@ class Group:
             if self._queue and not state.runner:
                 state.runner = threading.get_ident()  # first, so that `blocked_threads` never sees neither
                 return self._queue.popleft()
-            has_work = messages is not None and messages.is_active and not state.runner
+            has_work = messages is not None and messages.needs_work and not state.runner
             if has_work and has_lingered:
                 self._is_driving = True
                 return None
@@ -341,7 +343,7 @@ class Group:
             self.state.runner = 0
             if self._is_closed:
                 self._changed.notify_all()
-            elif self._queue or (self._messages is not None and self._messages.is_active):
+            elif self._queue or (self._messages is not None and self._messages.needs_work):
                 self._let_work()
 
     def _carry_out(self, call: Call) -> None:

@@ -11,8 +11,7 @@ Rules (docs/protocol.md#message-rings)
 - One lock guards everything. It is held while at most one piece per pair is copied, and never while a thread sleeps. Calls
   are ended without it, because their callbacks may make other calls.
 - The background thread of the runtime only leaves notes (`note`); they are handled in `advance`. So no callback runs there.
-- A send of which something is on its way cannot be given up alone: the receiver would take the next one for the rest of it.
-  So if it takes too long, all calls of this rank fail.
+- If a send that is on its way takes too long, all calls fail: the receiver would take the next one for the rest of it.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import ForkedProcessError, HorovodInternalError
+from hvdlite.core.errors import HorovodInternalError
 from hvdlite.groups.call import UNCOUNTED, Waits
 from hvdlite.groups.carriers import Carrier, Message
 from hvdlite.groups.matching import ANY, Matching
@@ -48,18 +47,17 @@ def _nothing() -> None:
 class Messages:
     """One rank's sends and receives. Callable from any thread.
 
-    Attributes:
-        texts: what errors say.
-
     Args:
         group: its name, for errors.
         members: the name of each rank, likewise.
-        area: of the ranks of this host; threads sleep on this rank's word there.
+        state: of the group: threads sleep on this rank's word of its area, fail with it, and are in its long waits.
         carriers: by the other rank; one may serve many. Owned by this object.
-        long_waits: hears of threads that wait long.
         progress: counts the time that threads wait.
-        let_work: called, without the lock, when something is under way for which no thread waits: `drive` is to be called
-            soon. It is called often, by any thread, maybe before the constructor returns.
+        patience: seconds after which a wait is long.
+
+    Attributes:
+        let_work: called when something is under way for which no thread waits: `drive` is to be called soon. It is called
+            often, so it must be cheap; and by any thread, the background thread too.
     """
 
     def __init__(self, group: str, rank: int, size: int, members: Sequence[str], state: GroupState,
@@ -74,22 +72,18 @@ class Messages:
         self._waiting: set[object] = set()  # a key for each thread in `wait`
         self._drives = self._has_left = self._is_closed = False
         self._lock = threading.Lock()  # guards the rest
+        self._sleepers = 0  # 1 while one of them has the lock
         self._error: Exception | None = None
         self._calls: dict[Transfer, None] = {}  # under way, oldest first
         self._first_deadline = math.inf  # no call under way has an earlier one
         self._sends: dict[int, deque[Transfer]] = {}  # by receiver: those not on their way completely; not empty
-        self._matching: Matching[Transfer, Message] = Matching()
+        self.matching: Matching[Transfer, Message] = Matching()
         self._over: deque[tuple[Transfer, Exception | None]] = deque()  # to be ended without the lock
         for carrier in self._each_carrier:
             carrier.open(self)
 
-    # --- calls -----------------------------------------------------------------------------------------------------------
-
     def send(self, values: Array, to: int, tag: int, timeout: float = math.inf) -> Transfer:
-        """See `OrderedGroup.send`.
-
-        Args:
-            timeout: seconds after which the call fails.
+        """See `Group.send`. The call fails after `timeout` seconds.
 
         Raises:
             ValueError: if `to` is this rank, or none of the group's.
@@ -98,10 +92,7 @@ class Messages:
         return self._start(Transfer(self, values, to, tag, timeout, is_send=True))
 
     def receive(self, values: Array, source: int | None, tag: int, timeout: float = math.inf) -> Transfer:
-        """See `OrderedGroup.receive`. A message of another length is lost: the call fails, and the next one gets the next.
-
-        Args:
-            timeout: seconds after which the call fails.
+        """Like `send`. A message of another length is lost: the call fails, and the next one gets the next.
 
         Raises:
             ValueError: if `source` is this rank, or none of the group's.
@@ -112,9 +103,7 @@ class Messages:
 
     def _start(self, call: Transfer) -> Transfer:
         if os.getpid() != self._process:  # the lock may be held for ever
-            call.end(ForkedProcessError(
-                f"{self.texts.group}: this process (pid {os.getpid()}) was forked from rank {self.rank} (pid "
-                f"{self._process}), to which the group belongs; start workers with the spawn method"))
+            call.end(self.texts.forked(self._process))
             return call
         self._guarded(self._begin, call)
         while call in self._calls and call.is_send and self._guarded(self._put, call.peer):
@@ -128,16 +117,19 @@ class Messages:
         with self._lock:
             return [self.texts.shown(call) for call in self._calls]
 
-    # --- waiting ---------------------------------------------------------------------------------------------------------
-
     @property
     def is_active(self) -> bool:
         """Whether a thread that waits is to call `advance`."""
         return bool(self._calls or self._notes)
 
     @property
+    def needs_work(self) -> bool:
+        """Whether nobody calls `advance` who should."""
+        return self.is_active and not self._waiting
+
+    @property
     def next_deadline(self) -> float:
-        """The time in `time.monotonic()` at which `advance` is to be called, whatever happens; a call may fail then."""
+        """The time in `time.monotonic()` at which `advance` is to be called: a call may fail then."""
         if not self._calls:
             return math.inf
         is_short = any(carrier.is_short for carrier in self._each_carrier)
@@ -149,10 +141,7 @@ class Messages:
         Args:
             blocked: whether the thread waits for another rank. Then rings that fill up are emptied into private memory.
         """
-        moved = self._guarded(self._advance, blocked)
-        if moved and self._waiting:
-            self._wake()  # a call may be over for which a thread waits
-        return moved
+        return self._guarded(self._advance, blocked)
 
     def wait(self, call: Transfer, timeout: float | None) -> bool:
         """See `Call.wait`."""
@@ -162,13 +151,13 @@ class Messages:
             while call in self._calls:
                 word = self._area.word
                 seen = word.value
-                if not self._guarded(self._advance, True) and call in self._calls:
+                if not self._guarded(self._advance, True, 1) and call in self._calls:
                     if time.monotonic() >= limit:
                         return False
                     word.wait(seen, self._patience(limit))
         finally:
             self._waiting.discard(key)
-            if self._calls and not self._waiting:
+            if self.is_active and not self._waiting:
                 self.let_work()
         return call.wait_idly(timeout)
 
@@ -185,7 +174,7 @@ class Messages:
                 seen = word.value
                 if not self.is_active or self._waiting or stops():
                     return
-                if not self._guarded(self._advance, False):
+                if not self._guarded(self._advance, False, 1):
                     word.wait(seen, self._patience(math.inf))
         finally:
             self._drives = False
@@ -196,8 +185,6 @@ class Messages:
 
     def _wake(self) -> None:
         self._area.wake((self._area.index,))
-
-    # --- the end ---------------------------------------------------------------------------------------------------------
 
     def flush(self, until: float) -> None:
         """Wait until the sends under way are over, at most until a time in `time.monotonic()`."""
@@ -211,6 +198,7 @@ class Messages:
     def fail(self, error: Exception) -> None:
         """Let all calls under way and all later ones fail."""
         with self._lock:
+            self._sleepers = 0
             self._fail(error)
         self._end_finished()
 
@@ -236,12 +224,15 @@ class Messages:
                 carrier.close()
             self._notes.clear()
 
-    # --- the lock --------------------------------------------------------------------------------------------------------
+    def _guarded(self, act: Callable[[A], object], argument: A, sleepers: int = 0) -> bool:
+        """Call a function with the lock, and end the calls that it has finished; return its answer as a bool.
 
-    def _guarded(self, act: Callable[[A], object], argument: A) -> bool:
-        """Call a function with the lock, and end the calls that it has finished; return its answer as a bool."""
+        Args:
+            sleepers: 1 if this thread is one of those in `wait` and `drive`.
+        """
         try:
             with self._lock:
+                self._sleepers = sleepers
                 return bool(act(argument))
         except Exception as error:
             self.fail(error)
@@ -277,12 +268,10 @@ class Messages:
         if call.is_send:
             if self._carriers[call.peer].has_left(call.peer):
                 self._finish(call, self.texts.departed(call, {call.peer}))
-                return
-            self._sends.setdefault(call.peer, deque()).append(call)
-            self._put(call.peer)
-            return
-        message = self._matching.receive(call)
-        if message is not None:
+            else:
+                self._sends.setdefault(call.peer, deque()).append(call)
+                self._put(call.peer)
+        elif (message := self.matching.receive(call)) is not None:
             self._assign(message, call)
         else:
             self._advance_carriers(blocked=False)
@@ -301,7 +290,7 @@ class Messages:
         return self._advance_carriers(blocked) or moved or self._end_hopeless()
 
     def _advance_carriers(self, blocked: bool) -> bool:
-        empties, moved = blocked or bool(self._waiting or self._sends), False
+        empties, moved = blocked or bool(self._sends), False
         for carrier in self._each_carrier:
             moved |= carrier.advance(empties)
         return moved
@@ -319,12 +308,17 @@ class Messages:
             self._finish(call, error)
             return True
         if call.sent == call.values.size:
-            queue.popleft()
-            if not queue:
-                del self._sends[to]
+            self._unqueue(call)
             if carrier.is_over_when_put:
                 self._finish(call)
         return True
+
+    def _unqueue(self, call: Transfer) -> None:
+        queue = self._sends.get(call.peer)
+        if queue and call in queue:
+            queue.remove(call)
+            if not queue:
+                del self._sends[call.peer]
 
     def _assign(self, message: Message, call: Transfer) -> None:
         """Give a message to a receive: what has come of it, and the rest."""
@@ -346,7 +340,7 @@ class Messages:
         if now >= self._first_deadline:
             for call in tuple(self._calls):
                 if call.deadline <= now and call in self._calls:
-                    error = self.texts.overdue(call, self.kept())
+                    error = self.texts.overdue(call, self.matching.messages())
                     self._fail(error) if call.begun else self._finish(call, error)
             self._first_deadline = min((call.deadline for call in self._calls), default=math.inf)
         left = {rank for rank in self.texts.others if self._carriers[rank].has_left(rank)}
@@ -361,34 +355,24 @@ class Messages:
         self._error = self._error or error
         for call in tuple(self._calls):
             self._finish(call, self._error)
-        self._wake()
 
     def _finish(self, call: Transfer, error: Exception | None = None) -> None:
         del self._calls[call]
         if error is not None and call.is_send:
-            queue = self._sends.get(call.peer, ())
-            kept = deque(each for each in queue if each is not call)
-            if kept:
-                self._sends[call.peer] = kept
-            elif queue:
-                del self._sends[call.peer]
+            self._unqueue(call)
         elif error is not None:
-            self._matching.withdraw(call)
+            self.matching.withdraw(call)
             if call.message is not None:
                 call.message.receive = None
                 self._carriers[call.source].discard(call.message)
         self._over.append((call, error))
-        if len(self._waiting) + self._drives > 1:
+        if len(self._waiting) + self._drives > self._sleepers:
             self._wake()  # another thread may wait for this call
 
     # --- for carriers ----------------------------------------------------------------------------------------------------
 
     def note(self, note: Callable[[], None], *, is_urgent: bool = False) -> None:
-        """Let a function be called with the lock, soon; called by the background thread, without the lock.
-
-        Args:
-            is_urgent: whether it is to be called although no call is under way.
-        """
+        """Let a function be called with the lock: soon if a call is under way, or if it is urgent. Takes no lock."""
         if self._is_closed:
             return
         self._notes.append(note)
@@ -402,32 +386,24 @@ class Messages:
         Args:
             is_kept: whether to keep it if no receive fits. It is kept anyway if a receive may want one behind it.
         """
-        receive = self._matching.arrive(message.source, message.tag)
+        receive = self.matching.arrive(message.source, message.tag)
         if receive is not None:
             self._assign(message, receive)
-        elif is_kept or self._matching.wants(message.source):
+        elif is_kept or self.matching.wants(message.source):
             message.is_kept = True
-            self._matching.keep(message)
+            self.matching.keep(message)
         else:
             return False
         return True
 
-    def kept(self) -> Iterable[Message]:
-        """Iterate over the messages that no receive has got."""
-        return self._matching.messages()
-
     def came(self, message: Message, error: Exception | None = None) -> None:
         """All bytes of a message are where it wants them, or will never be. Again is fine: the first time counts."""
         message.has_come = message.has_come or error is None
-        call = message.receive
-        if call is None or call not in self._calls:
-            return
-        if not message.has_come:
-            self._finish(call, error)
-            return
-        if message.target is not None and message.target is not call.values:
-            call.values[...] = message.target
-        self._finish(call)
+        call, message.receive = message.receive, None
+        if call is not None:
+            if message.has_come and message.target is not call.values:
+                call.values[...] = message.target
+            self._finish(call, None if message.has_come else error)
 
     def sent(self, call: Transfer, error: Exception | None) -> None:
         """A message has been received. Again is fine."""

@@ -79,10 +79,10 @@ class Area:
         self._everybody = range(ranks)
         self._changes = itertools.count(1)  # words are 0 at first
 
-    def wake(self, ranks: Iterable[int] = ()) -> None:
+    def wake(self, ranks: Iterable[int] | None = None) -> None:
         """Let ranks look again that sleep, by default all; callable from any thread."""
         value = (next(self._changes) * self.size + self.index) & 0xFFFFFFFF  # that no word has had lately
-        for rank in ranks or self._everybody:
+        for rank in self._everybody if ranks is None else ranks:
             word = self._words[rank]
             word.value = value
             word.wake()

@@ -18,6 +18,7 @@ Rules (docs/protocol.md#message-rings)
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
@@ -218,7 +219,8 @@ class Rings:
         self._heaps[self._index].memory.flush()  # of two ranks that leave together, one sees that the other has left
         for source in range(len(self._heaps)):
             if source != self._index and has_left(source) and (source, self._index) not in self._ranges:
-                self.reader(source)  # what was sent is never read
+                with contextlib.suppress(MemoryError):  # the job has ended, and its memory with it
+                    self.reader(source)  # what was sent is never read
         for (source, to), ring in self._ranges.items():
             if has_left(source) and (to == self._index or has_left(to) or self._writers[to].is_empty):
                 ring.free(0, self._ring)

@@ -5,21 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from hvdlite.core.errors import DeadlockError, HorovodInternalError
+from hvdlite.core.errors import DeadlockError
 from hvdlite.groups.call import Call
 from hvdlite.groups.group import Group
-from hvdlite.groups.long_waits import LongWaits
-from hvdlite.groups.matching import ANY
-from hvdlite.groups.transfers import Receive, Transfer
+from hvdlite.handoff.job_state import JobState
 from hvdlite.negotiation.messages import GroupCalls
-from hvdlite.runtime.group_reports import ReportedGroup
-from tests.groups.worlds import HANGS_SECONDS, Reports, barrier, groups, play, result_of, sums
+from tests.groups.worlds import HANGS_SECONDS, barrier, groups, play, reports_of, result_of, sums
 
 HOSTS = pytest.mark.parametrize("one_host", [True, False], ids=["one host", "several hosts"])
 
@@ -32,7 +28,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def told(end: Group) -> list[tuple[str, int, tuple[int, ...], tuple[int, ...]]]:
-    return [(wait.name, wait.sequence, tuple(wait.ranks), tuple(wait.missing)) for wait in end.long_waits()]
+    return [(wait.name, wait.sequence, wait.ranks, wait.missing) for wait in end.state.calls().waits]
 
 
 # docs/protocol.md#long-waits
@@ -61,8 +57,7 @@ def test_a_long_wait_is_told_with_those_who_have_not_come(blocking: bool, one_ho
     for end in ends:
         until(lambda end=end: not end.state.runner)
         assert told(end) == [] and end.state.blocked_threads() == frozenset()
-        reports: Any = end._reports
-        assert isinstance(reports, Reports) and reports.changes != 1, "the end of a long wait is told, too"
+        assert reports_of(end).changes != 1, "the end of a long wait is told, too"
         end.close()
 
 
@@ -105,6 +100,7 @@ def test_a_group_is_not_idle_while_a_call_leaves_the_queue() -> None:
 
     ends = groups(2)
     ends[0]._queue = Watched()
+    ends[0].state.queue = ends[0]._queue  # type: ignore[assignment]
     play(ends, lambda group: result_of(group.start([barrier()])))
     assert seen == [None]
 
@@ -112,43 +108,32 @@ def test_a_group_is_not_idle_while_a_call_leaves_the_queue() -> None:
 def test_a_thread_that_was_interrupted_is_not_blocked() -> None:
     first, second = groups(2, patience=0.05)
     call = first.start([barrier()])
-    until(first.long_waits)
+    until(lambda: first.state.collective)
     with pytest.raises(KeyboardInterrupt):
         event = call._event = threading.Event()
         event.wait = lambda timeout=None: (_ for _ in ()).throw(KeyboardInterrupt())  # type: ignore[assignment,method-assign]
         call.wait()
-    assert call.waiting == () and threading.get_ident() not in (first.state.blocked_threads() or ())
+    assert not first.state.waiting and threading.get_ident() not in (first.state.blocked_threads() or ())
     for end in (first, second):
         end.close()
 
 
-class Idle:
-    """Implements `transfers.Owner`; carries out nothing."""
-
-    def poll(self, call: Transfer) -> bool:
-        return call.is_over
-
-    def wait(self, call: Transfer, timeout: float | None) -> bool:
-        return call.wait_idly(timeout)
-
-    def described(self, call: Transfer) -> tuple[str, int, Sequence[int]]:
-        return "a receive", 1, [0, 2]
-
-
 def test_sends_and_receives_for_which_a_thread_waits() -> None:
-    changes: list[int] = []
-    waits = LongWaits(lambda: changes.append(len(waits.of_transfers("group"))), 0.02)
-    call = Receive(Idle(), np.empty(3, np.uint8), ANY, 7, HANGS_SECONDS)
-    call.long_waits = waits
-    assert not call.wait(0.01) and changes == [], "that was not long"
+    first, second = groups(2, messages=True, patience=0.02)
+    changes = reports_of(first)
+    call = first.receive(np.empty(3, np.uint8), None, 7)
+    assert not call.wait(0.01) and not changes.changes, "that was not long"
     waiting = threading.Thread(target=call.wait)
     waiting.start()
-    until(lambda: changes)
-    (wait,) = waits.of_transfers("group")
-    assert wait[:4] == ("group: a receive", 0, (1, 0, 2), [0, 2]) and wait.seconds >= 0.02
-    call.end()
+    until(lambda: changes.changes)
+    (wait,) = first.state.calls().waits
+    assert (wait.sequence, wait.ranks, wait.missing) == (0, (0, 1), (1,)) and wait.seconds >= 0.02
+    assert wait.name == "group of tests: message from rank 1 to rank 0 (tag 7, 3 bytes)"
+    second.send(np.ones(3, np.uint8), 0, 7)
     waiting.join(HANGS_SECONDS)
-    assert changes == [1, 0]
+    assert changes.changes == 2 and not first.state.calls().waits
+    for end in (first, second):
+        end.close()
 
 
 def test_a_callback_of_a_receive_may_make_any_call() -> None:
@@ -175,13 +160,12 @@ def test_a_callback_of_a_receive_may_make_any_call() -> None:
 
 def test_a_report_has_the_ranks_of_the_job() -> None:
     first, second = groups(2, patience=0.02)
-    group = ReportedGroup(first, "id", [7, 3])
-    assert group.calls() == GroupCalls("id", 0)
+    first.state.ranks = (7, 3)
+    assert first.state.calls() == GroupCalls("id", 0)
     first.start([barrier()])
-    until(lambda: group.calls().waits)
-    (wait,) = group.calls().waits
+    until(lambda: first.state.calls().waits)
+    (wait,) = first.state.calls().waits
     assert (wait.name, wait.sequence, wait.ranks, wait.missing) == ("group of tests, call 1: barrier()", 1, (7, 3), (3,))
-    assert group.state.runner and group.state.blocked_threads() == first.state.blocked_threads()
     for end in (first, second):
         end.close()
 
@@ -190,22 +174,29 @@ def test_a_rank_whose_runtime_has_failed_does_not_leave_its_groups() -> None:
     """Its script may go on before the runtime has let all of them fail."""
     first, second = groups(2)
     call = second.start([barrier()])
-    ReportedGroup(first, "id", [0, 1], lambda: DeadlockError("a circle")).silence()
+    first.state.has_runtime = False
     first.close()
     assert not call.wait(0.1), "that the other rank has left is not the reason"
-    ReportedGroup(second, "id", [0, 1]).fail(DeadlockError("a circle"))
+    job = JobState(2)
+    job.groups.append(second.state)
+    job.fail_groups(DeadlockError("a circle"))
     assert call.wait(HANGS_SECONDS) and isinstance(call.error, DeadlockError)
     second.close()
 
 
-def test_a_group_beside_a_runtime_fails_with_it_but_does_not_end_with_it() -> None:
-    failure: list[Exception | None] = [None]
-    first, second = groups(2)
-    group = ReportedGroup(first, "id", [0, 1], lambda: failure[0])
-    group.fail(HorovodInternalError("it has ended as it should"))
-    assert play([first, second], lambda end: sums(end, 1.0), closes=False) == [2, 2]
-    failure[0] = DeadlockError("a circle")
-    group.fail(failure[0])
-    assert first.start([barrier()]).error is failure[0]
+def test_a_runtime_that_ends_fails_calls_on_threads_of_the_group() -> None:
+    """The background thread must not run what a script asked for, nor wait for a lock that the script has."""
+    first, second = groups(2, messages=True)
+    calls = [first.start([barrier()]), first.start([barrier()]), first.receive(np.empty(1, np.uint8), 1, 0)]
+    threads: list[str] = []
+    for call in calls:
+        call.when_done(lambda _: threads.append(threading.current_thread().name))
+    job = JobState(2)
+    job.groups.append(first.state)
+    with first._lock:
+        job.fail_groups(DeadlockError("a circle"))
+    for call in calls:
+        assert call.wait(HANGS_SECONDS) and isinstance(call.error, DeadlockError)
+    assert set(threads) <= {"hvdlite-group-group of tests", "MainThread"} and len(threads) == 3
     for end in (first, second):
         end.close()

@@ -12,7 +12,7 @@ from hvdlite.groups.matching import ANY, Matching
 
 @dataclasses.dataclass(eq=False)
 class Wanted:
-    wanted: int
+    peer: int
     tag: int
 
 
@@ -23,7 +23,7 @@ class Arrived:
 
 
 def fits(receive: Wanted, message: Arrived) -> bool:
-    return receive.tag == message.tag and receive.wanted in (ANY, message.source)
+    return receive.tag == message.tag and receive.peer in (ANY, message.source)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -62,5 +62,5 @@ def test_first_receive_gets_first_message(seed: int) -> None:
             receives.remove(receive)
             matching.withdraw(receive)  # again, and of one that has its message: nothing happens
         assert sorted(map(id, matching.messages())) == sorted(map(id, messages))
-        assert matching.wants(source) == any(receive.wanted in (ANY, source) for receive in receives)
+        assert matching.wants(source) == any(receive.peer in (ANY, source) for receive in receives)
     assert met > 500

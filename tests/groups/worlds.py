@@ -132,7 +132,8 @@ def groups(size: int, *, one_host: bool = True, timeout: float = HANGS_SECONDS,
         mail = None
         if messages:
             carrier = RingCarrier(Rings(pairs.bytes.data, rank, heaps, 1 << 16), area, others)
-            mail = Messages("group of tests", rank, size, members, state, dict.fromkeys(others, carrier), told.progress)
+            mail = Messages("group of tests", rank, size, members, state, dict.fromkeys(others, carrier), told.progress,
+                            patience)
         near = None if one_host else Neighbours(rank, neighbours)
         execution = Execution("group of tests", rank, size, plane, state, told, mail, members,
                               announce=None if near is None else near.announce, patience=patience)

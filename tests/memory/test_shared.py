@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from hvdlite.memory.shared import SharedMemory, anonymous_file
-from tests.worlds import descriptors
 
 ALL = (0, 1, 2)
 
@@ -20,11 +19,6 @@ ALL = (0, 1, 2)
 def ranks(count: int) -> tuple[int, list[SharedMemory]]:
     file = anonymous_file()
     return file, [SharedMemory(os.dup(file), rank) for rank in range(count)]
-
-
-def files_and_eventfds() -> int:
-    """Return how many descriptors a memory could own there are."""
-    return len(descriptors("memfd", "eventfd"))
 
 
 def allocated(file: int) -> int:
@@ -155,36 +149,3 @@ def test_no_process_can_shrink_the_file() -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(file, 0)
     os.close(file)
-
-
-def test_portions_are_requested_independently_of_the_file() -> None:
-    """Ranks make windows of the file before or after those of a portion, and share both."""
-    file, memories = ranks(2)
-    portions = [memory.reserve_portions() for memory in memories]
-    first = portions[0].open()
-    early = first.window(1 << 16, (0, 1))
-    plain = [memory.window(1 << 16, (0, 1)) for memory in memories]
-    late = portions[1].open().window(1 << 16, (0, 1))
-    others = [portion.open().window(1 << 16, (0, 1)) for portion in portions]
-    early[0][:] = 1
-    plain[0][0][:] = 2
-    others[0][0][:] = 3
-    assert [int(late[0][0]), int(plain[1][0][0]), int(others[1][0][0])] == [1, 2, 3]
-    gc.collect()
-    before = files_and_eventfds()
-    first.close()
-    assert files_and_eventfds() == before - 2, "its own descriptors"
-    assert memories[0].window(1 << 16, (0,)), "the file is open"
-    os.close(file)
-    for memory in memories:
-        memory.close()
-
-
-def test_portions_of_a_small_file_do_not_take_all_of_it() -> None:
-    _, memories = ranks(1)
-    memory = memories[0]
-    memory._length = 1 << 32
-    portions = memory.reserve_portions()
-    for _ in range(8):
-        assert portions.open().window(1 << 16, (0,))
-    assert memory.window(1 << 31, (1,)) == []

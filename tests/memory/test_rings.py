@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.core.array import Array
-from hvdlite.memory.message_area import LINE, PIECES, MessageArea, RingReader, RingWriter
+from hvdlite.memory.rings import LINE, PIECES, RingReader, Rings, RingWriter, pair_bytes
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 
 RING = 1 << 16
@@ -93,11 +93,8 @@ def test_a_ring_that_is_read_at_once_takes_few_pages() -> None:
 
 
 def test_a_ring_without_more_memory_uses_what_it_has() -> None:
-    file = anonymous_file()
-    memories = [SharedMemory(os.dup(file), rank) for rank in range(2)]
-    areas = [memory.message_area((0, 1), 1 << 20) for memory in memories]
-    assert areas[0] is not None and areas[1] is not None
-    writer, reader = areas[0].writer(1), areas[1].reader(0)
+    host = Host(2, 1 << 20)
+    file, memories = host.file, host.memories
     allocate = memories[0].allocate
     limit = [os.fstat(file).st_blocks * 512 + (1 << 16)]
 
@@ -107,16 +104,20 @@ def test_a_ring_without_more_memory_uses_what_it_has() -> None:
         allocate(start, length)
 
     memories[0].allocate = scarce  # type: ignore[method-assign]
+    writer = host.rings[0].writer(1)
     values = np.random.default_rng(0).integers(0, 256, 300_000, np.uint8)
+    reader: RingReader | None = None
     received, sent = bytearray(), 0
     while sent < values.size:
         count = writer.append(7, values.size, values[sent:])
         if count < 0:
             assert writer.is_short
+            reader = reader or host.reader(0, 1)
             while piece := reader.peek():
                 received += piece.values.tobytes()
                 reader.advance(piece)
         sent += max(count, 0)
+    assert reader is not None
     while piece := reader.peek():
         received += piece.values.tobytes()
         reader.advance(piece)
@@ -137,50 +138,77 @@ def test_a_ring_without_any_memory_is_no_memory() -> None:
     assert piece is not None and piece.values.tolist() == [1]
 
 
-def areas_of(count: int, members: tuple[int, ...]) -> tuple[int, list[MessageArea | None]]:
-    file = anonymous_file()
-    return file, [SharedMemory(os.dup(file), rank).message_area(members, RING) for rank in range(count)]
+class Host:
+    """Rings between the ranks of a host.
+
+    Attributes:
+        left: the ranks that have closed their rings.
+    """
+
+    def __init__(self, ranks: int, ring: int = RING) -> None:
+        self.file, self._pairs = anonymous_file(), memoryview(bytearray(pair_bytes(ranks)))
+        self.memories = [SharedMemory(os.dup(self.file), rank) for rank in range(ranks)]
+        self.heaps = [memory.heaps(ranks) for memory in self.memories]
+        self.rings = [Rings(self._pairs, rank, self.heaps[rank], ring) for rank in range(ranks)]
+        self.left: set[int] = set()
+
+    def reader(self, source: int, to: int) -> RingReader:
+        reader = self.rings[to].reader(source)
+        assert reader is not None
+        return reader
+
+    def close(self, rank: int) -> None:
+        self.left.add(rank)
+        self.rings[rank].close(self.left.__contains__, lambda: len(self.left) == len(self.rings))
+
+    @property
+    def allocated(self) -> int:
+        return os.fstat(self.file).st_blocks * 512
 
 
-def allocated(file: int) -> int:
-    return os.fstat(file).st_blocks * 512
-
-
-def test_every_pair_has_a_ring_of_its_own_and_others_have_none() -> None:
-    _, areas = areas_of(4, (0, 2, 3))
-    assert areas[1] is None
-    members = [area for area in areas if area is not None]
+def test_every_pair_has_a_ring_of_its_own() -> None:
+    host = Host(3)
     pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
     for a, b in pairs:
-        assert not members[b].has_written(a)
-        members[a].writer(b).append(10 * a + b, 1, np.array([16 * a + b], np.uint8))
+        assert host.rings[b].reader(a) is None
+        host.rings[a].writer(b).append(10 * a + b, 1, np.array([16 * a + b], np.uint8))
     for a, b in pairs:
-        piece = members[b].reader(a).peek()
-        assert members[b].has_written(a) and piece is not None
-        assert piece.tag == 10 * a + b and piece.values.tolist() == [16 * a + b]
+        piece = host.reader(a, b).peek()
+        assert piece is not None and piece.tag == 10 * a + b and piece.values.tolist() == [16 * a + b]
 
 
-def test_pages_go_back_when_both_ranks_have_left_or_all_is_read() -> None:
-    for order in ((0, 1), (1, 0)):
-        file, (first, second) = areas_of(2, (0, 1))
-        assert first is not None and second is not None
-        empty, ends = allocated(file), (first, second)
-        first.writer(1).append(0, 5, np.zeros(5, np.uint8))
-        second.writer(0).append(0, 5, np.zeros(5, np.uint8))
-        piece = (reader := second.reader(0)).peek()  # the other ring's message is never read
-        assert piece is not None and allocated(file) >= empty + (2 << 16)
-        reader.advance(piece)
-        del piece, reader
-        ends[order[0]].close()
-        assert ends[order[1]].has_left(order[0])
-        ends[order[1]].close()
-        assert allocated(file) == empty
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_pages_go_back_when_both_ranks_have_left_or_all_is_read(order: tuple[int, int]) -> None:
+    host = Host(2)
+    empty = host.allocated
+    for rank in range(2):
+        host.rings[rank].writer(1 - rank).append(0, 5, np.zeros(5, np.uint8))
+    piece = (reader := host.reader(0, 1)).peek()  # the other ring's message is never read
+    assert piece is not None and host.allocated >= empty + (2 << 16)
+    reader.advance(piece)
+    del piece, reader
+    for rank in order:
+        host.close(rank)
+    assert host.allocated == empty
 
 
 def test_a_message_outlives_its_sender() -> None:
-    _, (first, second) = areas_of(2, (0, 1))
-    assert first is not None and second is not None
-    first.writer(1).append(0, 3, np.array([1, 2, 3], np.uint8))
-    first.close()
-    piece = second.reader(0).peek()
-    assert second.has_left(0) and piece is not None and piece.values.tolist() == [1, 2, 3]
+    host = Host(2)
+    host.rings[0].writer(1).append(0, 3, np.array([1, 2, 3], np.uint8))
+    host.close(0)
+    host.heaps[0][0].take_back()
+    piece = host.reader(0, 1).peek()
+    assert piece is not None and piece.values.tolist() == [1, 2, 3]
+
+
+def test_a_ring_comes_back_to_its_heap_when_all_ranks_have_let_go() -> None:
+    """Not only those that have used it: they all have the lines of its pair."""
+    host = Host(3)
+    heap = host.heaps[0][0]
+    host.rings[0].writer(1).append(0, 3, np.ones(3, np.uint8))
+    first = heap.take(RING).start
+    for rank in (1, 0):
+        host.close(rank)
+    assert heap.take(RING).start == first + RING
+    host.close(2)
+    assert heap.take(RING).start == first - RING
