@@ -21,9 +21,10 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError, OperationTimeoutError, PeerLeftError, PeerLostError
 from hvdlite.core.types import Collective
 from hvdlite.groups.call import Call
+from hvdlite.groups.members import Members
 from hvdlite.groups.messages import Messages
 from hvdlite.groups.operation import Operation, Preparations, Prepared, even_splits, shown, splits_of
-from hvdlite.groups.peers import LocalPeers, OnlySplitsDiffer, Peers, RemotePeers, Standing, disagreement, names
+from hvdlite.groups.peers import LocalPeers, OnlySplitsDiffer, Peers, RemotePeers, Standing, disagreement
 from hvdlite.groups.reports import Reports
 from hvdlite.handoff.group_state import PATIENCE_SECONDS, GroupState, LongWait
 from hvdlite.memory.area import TEXT
@@ -58,11 +59,9 @@ class Execution:
     """Carries out operations, on the thread that calls it: one at a time. The rest may be called from any thread.
 
     Args:
-        name: the group's, for messages.
         plane: has the group's ranks as process set 0; owned by this object.
         announce: by which ranks on several hosts tell each other how far they are; None if all share the state's area.
         messages: those of this rank; None if it is the only one.
-        members: for messages: the name of each rank.
         patience: seconds that a rank waits for others before it tells rank 0 of the runtime.
 
     Attributes:
@@ -70,15 +69,14 @@ class Execution:
         is_busy: whether the thread that carries out operations is in the middle of one.
     """
 
-    def __init__(self, name: str, rank: int, size: int, plane: Plane, state: GroupState, reports: Reports,
-                 messages: Messages | None, members: tuple[str, ...], *,
+    def __init__(self, members: Members, plane: Plane, state: GroupState, reports: Reports, messages: Messages | None, *,
                  announce: Callable[[Sequence[int], bytes], None] | None = None, patience: float = PATIENCE_SECONDS) -> None:
         self.is_busy = False
-        self._name, self._rank, self._size, self._members = name, rank, size, members
+        self._members, self._rank, self._size = members, members.rank, members.size
         self._plane, self._state, self._reports, self._messages = plane, state, reports, messages
         self._patience = patience
-        self._ranks = tuple(range(size))
-        self._preparations = Preparations(name, self._ranks)
+        self._ranks = tuple(range(members.size))
+        self._preparations = Preparations(members.name, self._ranks)
         self._completed = self._plans = 0
         self._text = b""  # of the operation under way
         self._timeout = self._deadline = 0.0  # of the operation under way; the deadline from its first wait on
@@ -92,7 +90,7 @@ class Execution:
             self.peers: Peers = LocalPeers(state.area)
             self._local = self.peers
         else:
-            self.peers = RemotePeers(announce, rank, size, self._standing, lambda: state.area.wake((state.area.index,)))
+            self.peers = RemotePeers(announce, members.others, self._standing, lambda: state.area.wake((state.area.index,)))
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -171,8 +169,8 @@ class Execution:
         told[self._rank] = operation.sent or operation.rows, operation.received or operation.rows
         self._gather(told[self._rank].reshape(-1), told.reshape(-1), "splits")
         unit = "bytes" if operation.dtype == "uint8" else "elements"
-        splits, sent, received = splits_of(told, self._rank, f"{self._name}, call {self._state.begun}: {operation.agreed}",
-                                           unit)
+        what = f"{self._members.name}, call {self._state.begun}: {operation.agreed}"
+        splits, sent, received = splits_of(told, self._rank, what, unit)
         if sent:
             response = msgspec.structs.replace(response, collective=Collective.ALLTOALL, rows=(sent, received))
             self._execute(response, *operation.memory(), splits)
@@ -185,7 +183,7 @@ class Execution:
         self._all_have_come()
         if (told != told[self._rank]).any():
             texts = self._gather_texts(prepared)
-            raise disagreement(self._name, list(zip(told[:, 0].tolist(), texts, strict=True)), self._members)
+            raise disagreement(list(zip(told[:, 0].tolist(), texts, strict=True)), self._members)
 
     def _gather_texts(self, prepared: Prepared) -> list[bytes]:
         """Return what each rank calls."""
@@ -216,7 +214,7 @@ class Execution:
             return
         self._all_have_come()
         if not local.agrees(self._state.begun, prepared.digest):
-            raise disagreement(self._name, local.texts(self._state.begun), self._members)
+            raise disagreement(local.texts(self._state.begun), self._members)
 
     def _sleep_until(self, predicate: Callable[[], bool], look: float) -> None:
         state, word, messages = self._state, self._area.word, self._messages
@@ -254,7 +252,7 @@ class Execution:
             return
         begun, known = self._state.begun, self._state.collective
         since = time.monotonic() - self._patience if known is None else known.since
-        self._state.wait_for_all(LongWait(f"{self._name}, call {begun}: {shown(self._text)}", begun, self._ranks,
+        self._state.wait_for_all(LongWait(f"{self._members.name}, call {begun}: {shown(self._text)}", begun, self._ranks,
                                           self.peers.missing(begun), since))
 
     def _check_left(self) -> None:
@@ -275,10 +273,10 @@ class Execution:
         missing = self.peers.missing(self._state.begun)
         gone = [rank for rank in left if rank in missing]
         if gone:
-            return PeerLeftError(f"{self._call()} needs {names(gone, self._members)}, which left the group (its "
+            return PeerLeftError(f"{self._call()} needs {self._members.named(gone)}, which left the group (its "
                                  "process ended, or destroyed or aborted the group) without making this call", gone[0])
-        also = f", which {names(missing, self._members)} did not make" if missing else ""
-        return PeerLeftError(f"{self._call()} needs {names(left, self._members)}, which left the group in the middle of "
+        also = f", which {self._members.named(missing)} did not make" if missing else ""
+        return PeerLeftError(f"{self._call()} needs {self._members.named(left)}, which left the group in the middle of "
                              f"this call{also} (it failed there, was interrupted, or destroyed or aborted the group)",
                              left[0])
 
@@ -286,16 +284,16 @@ class Execution:
         text = f"{self._call()} has not ended within its timeout of {self._timeout:g} s"
         missing = self.peers.missing(self._state.begun)
         if missing:
-            text += f": {names(missing, self._members)} did not make this call"
+            text += f": {self._members.named(missing)} did not make this call"
             others = self.peers.last_calls(missing)
-            text += "".join(f"\n{names([rank], self._members)} last called {last}" for rank, last in others[:8])
+            text += "".join(f"\n{self._members.named([rank])} last called {last}" for rank, last in others[:8])
         else:
             text += (": all ranks have made this call, and one of them does not go on in it; rank 0's log names ranks that "
                      "do not answer")
         return OperationTimeoutError(text, missing)
 
     def _call(self) -> str:
-        return f"{self._name}, call {self._state.begun}: {self._text.decode(errors='replace')}"
+        return f"{self._members.name}, call {self._state.begun}: {self._text.decode(errors='replace')}"
 
     # --- how far this rank is ---------------------------------------------------------------------------------------------
 

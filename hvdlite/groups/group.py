@@ -31,6 +31,7 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import ForkedProcessError, HorovodInternalError, MismatchError, PeerLeftError, UnsupportedError
 from hvdlite.groups.call import Call, when_all_done
 from hvdlite.groups.execution import Execution, PastCall
+from hvdlite.groups.members import Members
 from hvdlite.groups.messages import Messages
 from hvdlite.groups.operation import Operation
 from hvdlite.groups.reports import Reports
@@ -63,11 +64,12 @@ class Group:
         released: called once, when the group is closed.
     """
 
-    def __init__(self, name: str, rank: int, size: int, timeout: float, members: tuple[str, ...], state: GroupState,
-                 execution: Execution, messages: Messages | None, reports: Reports, *,
+    def __init__(self, members: Members, timeout: float, state: GroupState, execution: Execution, messages: Messages | None,
+                 reports: Reports, *,
                  tell: Callable[[Exception], object] = lambda error: None,
                  released: Callable[[], object] = lambda: None) -> None:
-        self.name, self.rank, self.size, self.timeout, self.members = name, rank, size, timeout, members
+        self.name, self.rank, self.size, self.timeout = members.name, members.rank, members.size, timeout
+        self.members = members.names
         self.state = state
         self._execution, self._messages, self._reports = execution, messages, reports
         self._tell, self._released = tell, released

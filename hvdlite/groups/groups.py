@@ -24,7 +24,6 @@ import msgspec
 from hvdlite.bootstrap.environments import LaunchInfo, how_to_have_a_key, job_key, read_launch_info
 from hvdlite.bootstrap.store import KeyValues, meet_in_store, own_address
 from hvdlite.core import launch_contract
-from hvdlite.core.array import Array
 from hvdlite.core.config import Config, timeout_or_inf
 from hvdlite.core.errors import ConfigError, ForkedProcessError, LaunchError
 from hvdlite.core.world import Hosts
@@ -34,13 +33,14 @@ from hvdlite.groups.execution import Execution
 from hvdlite.groups.group import Group
 from hvdlite.groups.link import GroupLink
 from hvdlite.groups.meeting import Meeting
+from hvdlite.groups.members import Members
+from hvdlite.groups.memory import GroupMemory
 from hvdlite.groups.messages import Messages
 from hvdlite.groups.peers import RemotePeers
 from hvdlite.groups.reports import Reports, RuntimeReports, notice_of
 from hvdlite.handoff.group_state import GroupState
 from hvdlite.memory.area import LET_GO, Area, area_bytes
-from hvdlite.memory.rings import Rings, pair_bytes
-from hvdlite.memory.shared import PAGE, Range, Segment, segment_bytes
+from hvdlite.memory.rings import Rings
 from hvdlite.negotiation.messages import FailureNotice
 from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.runtime.assemble import assemble
@@ -85,10 +85,12 @@ class Groups:
         if rank not in ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(runtime.world.size)):
             raise ValueError(f"{name}: rank {rank} cannot make a group of ranks {list(ranks)}: it has to be one of them, "
                              f"each must be there once, and the world has ranks 0 to {runtime.world.size - 1}")
-        if len(ranks) == 1:
-            return self._alone(name, timeout, (str(rank),))
-        return self._opened(runtime, name, tuple(ranks), timeout, tuple(map(str, ranks)), time.monotonic() + timeout,
-                            lambda: None)
+        for group in [each for each in self._groups if not each.state.has_runtime]:
+            group.close()  # of an earlier world
+        members = Members.of(name, ranks, rank, runtime.hosts)
+        if members.size == 1:
+            return self._alone(members, timeout)
+        return self._opened(runtime, members, timeout, time.monotonic() + timeout, lambda: None)
 
     def join(self, store: KeyValues, name: str, rank: int, size: int, timeout: float,
              members: Sequence[int] | None = None) -> Group:
@@ -97,9 +99,9 @@ class Groups:
         if not 0 <= rank < size:
             raise ValueError(f"{name}: rank {rank} is not in 0..{size - 1}")
         self._leaving = [runtime for runtime in self._leaving if not runtime.has_ended]
-        shown = tuple(map(str, range(size) if members is None else members))
+        names = tuple(map(str, range(size) if members is None else members))
         if size == 1:
-            return self._alone(name, timeout, shown)
+            return self._alone(Members(name, 0, (0,), Hosts(((0,),)), names), timeout)
         deadline = time.monotonic() + min(timeout, store.seconds)
         if members is not None and self._default is not None and self._default is self._worlds.runtime:
             runtime, ranks = self._default, tuple(members)
@@ -109,7 +111,8 @@ class Groups:
             runtime, release = self._meet(store, name, rank, size, members)
             ranks = tuple(range(size))
         try:
-            return self._opened(runtime, name, ranks, timeout, shown, deadline, release)
+            own = Members.of(name, ranks, runtime.world.rank, runtime.hosts, names)
+            return self._opened(runtime, own, timeout, deadline, release)
         except BaseException:
             release()
             raise
@@ -216,37 +219,27 @@ class Groups:
 
     # --- what a group has -------------------------------------------------------------------------------------------------
 
-    def _alone(self, name: str, timeout: float, members: tuple[str, ...]) -> Group:
-        state = GroupState(name, (0,), Area(bytearray(area_bytes(1)), 0, 1))
+    def _alone(self, members: Members, timeout: float) -> Group:
+        """Return a group of this rank only."""
+        state = GroupState(members.name, (0,), Area(bytearray(area_bytes(1)), 0, 1))
         plane, reports = LoopbackPlane(0, LoopbackHub(), lambda rank: None, self._worlds.casts), Reports()
-        execution = Execution(name, 0, 1, plane, state, reports, None, members)
-        return Group(name, 0, 1, timeout, members, state, execution, None, reports)
+        return Group(members, timeout, state, Execution(members, plane, state, reports, None), None, reports)
 
-    def _opened(self, runtime: Runtime, name: str, ranks: tuple[int, ...], timeout: float, members: tuple[str, ...],
-                deadline: float, release: Callable[[], object]) -> Group:
+    def _opened(self, runtime: Runtime, members: Members, timeout: float, deadline: float,
+                release: Callable[[], object]) -> Group:
         """Meet on a runtime, and return the group.
 
         Args:
-            ranks: of the runtime: those of the group.
             deadline: of the meeting, in `time.monotonic()`.
             release: called when the group is closed.
         """
-        rank, size = ranks.index(runtime.world.rank), len(ranks)
-        host_of = {each: host for host, local in enumerate(runtime.hosts.ranks_by_host) for each in local}
-        hosts = Hosts.of([str(host_of[each]) for each in ranks])
-        local = hosts.local_ranks(rank)
-        count, slot = len(local), runtime.config.shm_slot
-        pairs_at = _padded(area_bytes(count))
-        segment_at = pairs_at + _padded(pair_bytes(count))
-        heaps = [runtime.connections.heaps[ranks[each]] for each in local]
-        place = Meeting(runtime, name, ranks, hosts, segment_at + segment_bytes(count, slot), members,
-                        timeout_or_inf(runtime.config.stall_check_time_seconds)).place(deadline)
-        link = GroupLink(runtime, f"{place.identity}.", ranks)
+        config, memory = runtime.config, GroupMemory(len(members.local), runtime.config.shm_slot)
+        place = Meeting(runtime, members, memory.nbytes, timeout_or_inf(config.stall_check_time_seconds)).place(deadline)
+        link = GroupLink(runtime, f"{place.identity}.", members.of_runtime)
         failures, standings = link.part("failures"), link.part("standings")
 
         def tell(error: BaseException) -> None:
-            failures.announce([each for each in range(size) if each != rank],
-                              msgspec.msgpack.encode(notice_of(error, runtime.world.rank)))
+            failures.announce(members.others, msgspec.msgpack.encode(notice_of(error, runtime.world.rank)))
 
         def failed(source: int, text: bytes) -> None:
             notice = msgspec.msgpack.decode(text, type=FailureNotice)
@@ -255,70 +248,49 @@ class Groups:
         def closed() -> None:
             runtime.remove_group(state)
             self._groups.remove(group)
-            for part in (failures, standings):
-                part.close()
-            heaps[0].take_back()
+            failures.close()
+            standings.close()
+            heaps[area.index].take_back()
             release()
 
+        heaps = [runtime.connections.heaps[members.of_runtime[rank]] for rank in members.local]
+        reports = RuntimeReports(runtime, members.of_runtime)
         try:
-            place.memory.allocate(0, segment_at)
-            area = Area(place.memory.bytes[:area_bytes(count)], local.index(rank), count)
-            if rank == local[0]:
+            area = memory.area(place.memory, members.local.index(members.rank))
+            if area.index == 0:
                 heaps[0].lend(place.memory, functools.partial(_all_let_go, area.lines))
-            reports = RuntimeReports(runtime, ranks)
-            state = GroupState(place.identity, ranks, area, reports.waits_changed)
-            assert runtime.connections.group_planes is not None
-            segment = _OneSegment(place.memory.part(segment_at, segment_bytes(count, slot)), local.index(rank))
-            plane = runtime.connections.group_planes(rank, hosts, segment, area, link)
+            state = GroupState(place.identity, members.of_runtime, area, reports.waits_changed)
+            make_plane = runtime.connections.group_planes
+            assert make_plane is not None, "a job of one rank has groups of one rank only"
+            plane = make_plane(members.rank, members.hosts, memory, area, link)
         except BaseException as error:
             tell(error)
             raise
-        rings = Rings(place.memory.bytes[pairs_at:pairs_at + pair_bytes(count)].data, area.index, heaps)
-        carriers = _carriers(rank, size, local, area, rings, link.part("messages"))
-        messages = Messages(name, rank, size, members, state, carriers, reports.progress)
-        execution = Execution(name, rank, size, plane, state, reports, messages, members,
+        rings = Rings(memory.pairs, area.index, heaps)
+        messages = Messages(members, state, _carriers(members, area, rings, link.part("messages")), reports.progress)
+        execution = Execution(members, plane, state, reports, messages,
                               announce=None if plane.name == "shm" else standings.announce)
         if isinstance(execution.peers, RemotePeers):
             standings.hear(execution.peers.hear)
-        group = Group(name, rank, size, timeout, members, state, execution, messages, reports, tell=tell, released=closed)
+        group = Group(members, timeout, state, execution, messages, reports, tell=tell, released=closed)
         self._groups.append(group)
         runtime.add_group(state)
         failures.hear(failed)
         if runtime in self._own:
-            _start_timeline(runtime, name)
+            _start_timeline(runtime, members.name)
         return group
 
 
-class _OneSegment:
-    """Implements `planes.staging.HostMemory` for the plane of a group, which needs one segment."""
-
-    def __init__(self, memory: Range, index: int) -> None:
-        self._memory, self._index = memory, index
-
-    def segment(self, ranks: Sequence[int], slot: int) -> Segment:
-        return Segment(self._memory, self._index, len(ranks), slot)
-
-    def window(self, nbytes: int, ranks: Sequence[int]) -> list[Array]:
-        raise MemoryError("groups have no fusion buffers")
-
-    def close(self) -> None:
-        pass
-
-
-def _carriers(rank: int, size: int, local: Sequence[int], area: Area, rings: Rings, link: GroupLink) -> dict[int, Carrier]:
-    """Return what carries messages between a rank and each other one; `local` are on its host."""
-    near = {each: index for index, each in enumerate(local) if each != rank}
-    far = [each for each in range(size) if each not in local]
+def _carriers(members: Members, area: Area, rings: Rings, link: GroupLink) -> dict[int, Carrier]:
+    """Return what carries messages between this rank and each other one."""
+    near = {rank: index for index, rank in enumerate(members.local) if rank != members.rank}
+    far = [rank for rank in members.others if rank not in near]
     found: dict[int, Carrier] = dict.fromkeys(near, RingCarrier(rings, area, near))
     return {**found, **dict.fromkeys(far, RemoteCarrier(link, far))} if far else found
 
 
 def _all_let_go(lines: Sequence[memoryview]) -> bool:
     return all(line[LET_GO] for line in lines)
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
 
 
 def _start_timeline(runtime: Runtime, group: str) -> None:

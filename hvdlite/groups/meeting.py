@@ -18,9 +18,7 @@ import msgspec
 
 from hvdlite.core.errors import HorovodInternalError, LaunchError, PeerLeftError
 from hvdlite.core.texts import shortened, text_of
-from hvdlite.core.world import Hosts
-from hvdlite.engine.oob import OobChannel
-from hvdlite.groups.peers import names
+from hvdlite.groups.members import Members
 from hvdlite.memory.shared import Range
 from hvdlite.runtime.runtime import Runtime
 
@@ -66,22 +64,14 @@ class Meeting:
     """One rank's part in a meeting.
 
     Args:
-        name: the group's; the same on all its ranks.
-        ranks: of the runtime: those of the group, in its order.
-        hosts: of the group's ranks, by their indices.
         nbytes: of memory that this rank's host needs.
-        members: the name of each rank, for messages.
         patience: seconds after which it is logged which ranks have not come.
     """
 
-    def __init__(self, runtime: Runtime, name: str, ranks: tuple[int, ...], hosts: Hosts, nbytes: int,
-                 members: Sequence[str], patience: float = math.inf) -> None:
-        channel = runtime.connections.oob
-        assert isinstance(channel, OobChannel)
-        self._runtime, self._channel, self._label = runtime, channel, f"meet.{ranks[0]}.{name}"
-        self._name, self._ranks, self._hosts, self._nbytes, self._members = name, ranks, hosts, nbytes, members
-        self._rank = ranks.index(runtime.world.rank)
-        self._local = hosts.local_ranks(self._rank)
+    def __init__(self, runtime: Runtime, members: Members, nbytes: int, patience: float = math.inf) -> None:
+        self._runtime, self._channel, self._members, self._nbytes = runtime, runtime.connections.oob, members, nbytes
+        self._name, self._rank, self._ranks = members.name, members.rank, members.of_runtime
+        self._label = f"meet.{self._ranks[0]}.{self._name}"
         self._heard: dict[int, _Member] = {}  # by rank of the group
         self._answer: _Answer | None = None
         self._start, self._patience = time.monotonic(), patience
@@ -101,7 +91,7 @@ class Meeting:
         heaps, taken, problem = self._runtime.connections.heaps, None, None
         number = secrets.randbits(63)
         try:
-            if self._rank == self._local[0]:
+            if self._rank == self._members.local[0]:
                 taken = heaps[self._runtime.world.rank].take(self._nbytes)
         except MemoryError as error:
             problem = error
@@ -123,8 +113,8 @@ class Meeting:
         if answer.problem:
             raise LaunchError(answer.problem)
         if taken is None:
-            start, nbytes = answer.places[self._hosts.ranks_by_host.index(self._local)]
-            taken = heaps[self._ranks[self._local[0]]].range(start, nbytes)
+            start, nbytes = answer.places[self._members.hosts.ranks_by_host.index(self._members.local)]
+            taken = heaps[self._ranks[self._members.local[0]]].range(start, nbytes)
         return Place(answer.identity, taken)
 
     def _met(self, own: _Member, deadline: float) -> _Answer:
@@ -137,7 +127,7 @@ class Meeting:
         except HorovodInternalError:  # the job has failed: all hear of it from their own runtime
             raise
         except BaseException as error:
-            self._tell(_Answer({}, problem=shortened(f"{self._name}: rank {self._members[0]} has given up: "
+            self._tell(_Answer({}, problem=shortened(f"{self._name}: rank {self._members.names[0]} has given up: "
                                                      f"{text_of(error)}", LONGEST_PROBLEM)))
             raise
         self._tell(answer)
@@ -154,12 +144,12 @@ class Meeting:
             return _Answer({}, problem=self._departure(gone), left=gone[0])
         for rank, member in sorted(self._heard.items()):
             if member.problem:
-                return _Answer({}, problem=f"{self._name}: {names([rank], self._members)}: {member.problem}")
+                return _Answer({}, problem=f"{self._name}: {self._members.named([rank])}: {member.problem}")
             if member.ranks != self._ranks:
                 return _Answer({}, problem=f"{self._name}: the ranks do not agree on its members: {list(self._ranks)} on "
-                                           f"{names([0], self._members)}, {list(member.ranks)} on "
-                                           f"{names([rank], self._members)}")
-        places = [self._heard[group[0]].place for group in self._hosts.ranks_by_host]
+                                           f"{self._members.named([0])}, {list(member.ranks)} on "
+                                           f"{self._members.named([rank])}")
+        places = [self._heard[group[0]].place for group in self._members.hosts.ranks_by_host]
         return _Answer({}, secrets.token_hex(8), tuple(place for place in places if place is not None))
 
     def _all_have_come(self) -> bool:
@@ -207,8 +197,8 @@ class Meeting:
             self._patience = math.inf
             if self._rank <= 1:  # of those that wait for the first one, one is enough
                 _log.warning("%s: %s has waited %.0f s for %s to make the group", self._name,
-                             names([self._rank], self._members), time.monotonic() - self._start,
-                             names(self._missing() if self._rank == 0 else [0], self._members))
+                             self._members.named([self._rank]), time.monotonic() - self._start,
+                             self._members.named([0] if self._rank else self._missing()))
         return self._channel.wait(is_over, deadline)
 
     def _departed(self) -> list[int]:
@@ -216,12 +206,12 @@ class Meeting:
         return [index for index, rank in enumerate(self._ranks) if rank in gone]
 
     def _departure(self, gone: Sequence[int]) -> str:
-        return (f"{self._name}: {names(gone, self._members)} left the job (its process ended, or destroyed all its groups) "
+        return (f"{self._name}: {self._members.named(gone)} left the job (its process ended, or destroyed all its groups) "
                 "and cannot make the group")
 
     def _in_vain(self, missing: Sequence[int]) -> str:
-        return (f"{self._name}: {names([self._rank], self._members)} has waited in vain for "
-                f"{names(missing, self._members)}; all {len(self._ranks)} ranks must make the group, with the same backend: "
+        return (f"{self._name}: {self._members.named([self._rank])} has waited in vain for "
+                f"{self._members.named(missing)}; all {len(self._ranks)} ranks must make the group, with the same backend: "
                 f"timeout after {time.monotonic() - self._start:.1f} s")
 
     def _announce(self, to: Sequence[int], text: _Member | _Answer) -> None:

@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
 
 from hvdlite.core.array import Array
@@ -29,6 +29,7 @@ from hvdlite.core.errors import HorovodInternalError
 from hvdlite.groups.call import UNCOUNTED, Waits
 from hvdlite.groups.carriers import Carrier, Message
 from hvdlite.groups.matching import ANY, Matching
+from hvdlite.groups.members import Members
 from hvdlite.groups.transfer import Texts, Transfer
 from hvdlite.handoff.group_state import PATIENCE_SECONDS, GroupState
 
@@ -48,8 +49,6 @@ class Messages:
     """One rank's sends and receives. Callable from any thread.
 
     Args:
-        group: its name, for errors.
-        members: the name of each rank, likewise.
         state: of the group: threads sleep on this rank's word of its area, fail with it, and are in its long waits.
         carriers: by the other rank; one may serve many. Owned by this object.
         progress: counts the time that threads wait.
@@ -60,11 +59,11 @@ class Messages:
             often, so it must be cheap; and by any thread, the background thread too.
     """
 
-    def __init__(self, group: str, rank: int, size: int, members: Sequence[str], state: GroupState,
-                 carriers: Mapping[int, Carrier], progress: Waits = UNCOUNTED, patience: float = PATIENCE_SECONDS) -> None:
-        self.rank, self.state, self.progress, self.patience = rank, state, progress, patience
+    def __init__(self, members: Members, state: GroupState, carriers: Mapping[int, Carrier],
+                 progress: Waits = UNCOUNTED, patience: float = PATIENCE_SECONDS) -> None:
+        self.rank, self.state, self.progress, self.patience = members.rank, state, progress, patience
         self.let_work: Callable[[], object] = _nothing
-        self.texts = Texts(group, rank, size, members)
+        self.texts = Texts(members)
         self._area, self._carriers = state.area, carriers
         self._each_carrier = list(dict.fromkeys(carriers.values()))
         self._process = os.getpid()

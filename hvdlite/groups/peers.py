@@ -20,6 +20,7 @@ from typing import Final, Protocol
 import msgspec
 
 from hvdlite.core.errors import MismatchError
+from hvdlite.groups.members import Members
 from hvdlite.memory.area import DIGEST, LEFT, LENGTH, NUMBER, TEXT, Area
 
 SPLITS: Final = b"; splits "
@@ -110,15 +111,16 @@ class RemotePeers:
     """Implements `Peers` for ranks on several hosts.
 
     Args:
+        others: the other ranks.
         announce: sends a few bytes to other ranks; those of one rank arrive in order.
         own: returns how far this rank is; called by any thread.
         changed: called when something has been heard; by any thread.
     """
 
-    def __init__(self, announce: Callable[[Sequence[int], bytes], None], rank: int, size: int, own: Callable[[], Standing],
+    def __init__(self, announce: Callable[[Sequence[int], bytes], None], others: list[int], own: Callable[[], Standing],
                  changed: Callable[[], object]) -> None:
         self._announce, self._own, self._changed = announce, own, changed
-        self._others = [other for other in range(size) if other != rank]
+        self._others = others
         self._known = dict.fromkeys(self._others, Standing())
         self._asked, self._unanswered = -math.inf, set[int]()
         self._has_left = False
@@ -162,32 +164,25 @@ class OnlySplitsDiffer(MismatchError):
     """The ranks call the same alltoall, but some know without being told what they get from each rank, and others do not."""
 
 
-def disagreement(group: str, texts: Sequence[tuple[int, bytes]], name_of: Sequence[str]) -> MismatchError:
+def disagreement(texts: Sequence[tuple[int, bytes]], members: Members) -> MismatchError:
     """Return the error of ranks that do not call the same; the same kind of error on all of them.
 
     Args:
         texts: by rank of the group: the number of its call, and what it is.
-        name_of: of each rank, for messages.
     """
     beginnings = {(number, text.partition(SPLITS)[0]) for number, text in texts}
     if len(beginnings) == 1 and all(SPLITS in text for _, text in texts):
-        return OnlySplitsDiffer(group)
+        return OnlySplitsDiffer(members.name)
     calls: dict[str, list[int]] = {}
     first = texts[0][0]
     for rank, (number, text) in enumerate(texts):
         what = text.decode(errors="replace")
         calls.setdefault(what if number == first else f"{what} (as call {number})", []).append(rank)
-    found = "; ".join(f"{text} on {names(ranks, name_of)}" for text, ranks in calls.items())
-    return MismatchError(f"{group}, call {first}: the ranks do not call the same: {found}. All ranks have to make the "
-                         "same calls in the same order")
+    found = "; ".join(f"{text} on {members.named(ranks)}" for text, ranks in calls.items())
+    return MismatchError(f"{members.name}, call {first}: the ranks do not call the same: {found}. All ranks have to make "
+                         "the same calls in the same order")
 
 
 def shown_call(number: int, text: str) -> str:
     """Return the last call of a rank as messages show it; number 0 stands for none."""
     return f"call {number}: {text}" if number else "nothing in this group"
-
-
-def names(ranks: Sequence[int], name_of: Sequence[str]) -> str:
-    """Return a text that names ranks of a group."""
-    found = [name_of[rank] for rank in ranks]
-    return f"rank {found[0]}" if len(found) == 1 else f"ranks {', '.join(found[:8])}{', ...' if len(found) > 8 else ''}"

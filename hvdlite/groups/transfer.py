@@ -11,7 +11,7 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import ForkedProcessError, MismatchError, OperationTimeoutError, PeerLeftError
 from hvdlite.groups.call import Call
 from hvdlite.groups.matching import ANY
-from hvdlite.groups.peers import names
+from hvdlite.groups.members import Members
 from hvdlite.handoff.group_state import LongWait
 
 if TYPE_CHECKING:
@@ -75,20 +75,11 @@ class Transfer(Call):
 
 
 class Texts:
-    """What errors and reports say of the transfers of one rank.
+    """What errors and reports say of the transfers of one rank."""
 
-    Args:
-        group: its name.
-        members: the name of each rank.
-
-    Attributes:
-        others: the other ranks.
-    """
-
-    def __init__(self, group: str, rank: int, size: int, members: Sequence[str]) -> None:
-        self.group = group
-        self.others = [other for other in range(size) if other != rank]
-        self._rank, self._size, self._members = rank, size, tuple(members) or tuple(map(str, range(size)))
+    def __init__(self, members: Members) -> None:
+        self.group, self.others = members.name, members.others
+        self._rank, self._size, self._members = members.rank, members.size, members
 
     def described(self, call: Transfer) -> tuple[str, int, Sequence[int]]:
         """See `Transfer`."""
@@ -148,4 +139,4 @@ class Texts:
                                      f"{call.timeout or 0.0:g} s: {why}", () if call.peer == ANY else (call.peer,))
 
     def _named(self, ranks: Iterable[int]) -> str:
-        return names(sorted(ranks), self._members)
+        return self._members.named(sorted(ranks))

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HorovodInternalError
+from hvdlite.core.world import Hosts
 from hvdlite.groups.carriers import Carrier, Done, RemoteCarrier, RingCarrier
+from hvdlite.groups.members import Members
 from hvdlite.groups.messages import Messages
 from hvdlite.handoff.group_state import GroupState
 from hvdlite.memory.area import LEFT, Area, next_area
@@ -161,7 +163,8 @@ class Rank:
         self.is_stopped = False  # as if the process were
         self._is_over = False
         self._asked = threading.Event()
-        self.messages = Messages("group dp", rank, size, (), GroupState("id", tuple(range(size)), self.area), carriers)
+        members = Members.of("group dp", range(size), rank, Hosts((tuple(range(size)),)))
+        self.messages = Messages(members, GroupState("id", members.of_runtime, self.area), carriers)
         self.messages.let_work = self._asked.set
         self._asked.set()  # for what has come before
         self._worker = threading.Thread(target=self._work, name="hvdlite-worker", daemon=True)

@@ -17,6 +17,7 @@ from hvdlite.core.world import Hosts
 from hvdlite.engine.oob import OobChannel
 from hvdlite.groups import meeting
 from hvdlite.groups.meeting import Meeting, Place
+from hvdlite.groups.members import Members
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.oob_store import OobStore
 from tests.worlds import HANGS_SECONDS
@@ -52,8 +53,9 @@ class Job:
 
     def meeting(self, rank: int, ranks: Sequence[int], hosts: Sequence[str] = (), *, nbytes: int = 100_000,
                 name: str = "group", **more: Any) -> Meeting:
-        return Meeting(self.runtimes[rank], name, tuple(ranks), Hosts.of(hosts or ["one host"] * len(ranks)), nbytes,
-                       [str(each) for each in ranks], **more)
+        index = list(ranks).index(rank)
+        return Meeting(self.runtimes[rank], Members(name, index, tuple(ranks), Hosts.of(hosts or ["one host"] * len(ranks)),
+                                                    tuple(map(str, ranks))), nbytes, **more)
 
 
 def met(job: Job, meetings: Sequence[Meeting], seconds: float = HANGS_SECONDS) -> list[Any]:

@@ -31,10 +31,13 @@ class World:
         self.own, self.rings = list(own), [0] * len(own)
         wires: dict[int, Wire] = {}
         self.wires = [Wire(rank, wires) for rank in range(len(own))]
-        self.ends = [RemotePeers(wire.announce, wire.rank, len(own), lambda rank=wire.rank: self.own[rank],  # type: ignore[misc]
-                                 lambda rank=wire.rank: self._ring(rank)) for wire in self.wires]  # type: ignore[misc]
+        self.ends = [self._peers(wire) for wire in self.wires]
         for wire, end in zip(self.wires, self.ends, strict=True):
             wire.listener = end.hear
+
+    def _peers(self, wire: Wire) -> RemotePeers:
+        others = [rank for rank in range(len(self.own)) if rank != wire.rank]
+        return RemotePeers(wire.announce, others, lambda: self.own[wire.rank], lambda: self._ring(wire.rank))
 
     def _ring(self, rank: int) -> None:
         self.rings[rank] += 1

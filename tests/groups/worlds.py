@@ -14,12 +14,14 @@ import pytest
 
 from hvdlite.core.array import Array
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.core.world import Hosts
 from hvdlite.diagnostics.progress import Progress
 from hvdlite.groups import reports
 from hvdlite.groups.call import Call
 from hvdlite.groups.carriers import RingCarrier
 from hvdlite.groups.execution import Execution
 from hvdlite.groups.group import Group
+from hvdlite.groups.members import Members
 from hvdlite.groups.messages import Messages
 from hvdlite.groups.operation import Operation
 from hvdlite.groups.peers import RemotePeers
@@ -112,11 +114,12 @@ def groups(size: int, *, one_host: bool = True, timeout: float = HANGS_SECONDS,
         messages: whether ranks can send and receive.
     """
     file, order, ends = anonymous_file(), fence_file(), []
-    hub, members = LoopbackHub(), tuple(map(str, range(size)))
+    hub = LoopbackHub()
     neighbours: dict[int, Neighbours] = {}
     ranks = tuple(range(size))
     for rank in ranks:
         memory = SharedMemory(os.dup(file), rank, Fence(os.dup(order)) if fenced else None)
+        members = Members.of("group of tests", ranks, rank, Hosts((ranks,)))
         heaps, told = memory.heaps(size), Reports()
         area = next_area(memory, rank, 0, ranks)
         pairs = memory.range(pair_bytes(size), ranks)
@@ -132,16 +135,14 @@ def groups(size: int, *, one_host: bool = True, timeout: float = HANGS_SECONDS,
         mail = None
         if messages:
             carrier = RingCarrier(Rings(pairs.bytes.data, rank, heaps, 1 << 16), area, others)
-            mail = Messages("group of tests", rank, size, members, state, dict.fromkeys(others, carrier), told.progress,
-                            patience)
+            mail = Messages(members, state, dict.fromkeys(others, carrier), told.progress, patience)
         near = None if one_host else Neighbours(rank, neighbours)
-        execution = Execution("group of tests", rank, size, plane, state, told, mail, members,
+        execution = Execution(members, plane, state, told, mail,
                               announce=None if near is None else near.announce, patience=patience)
         if near is not None:
             assert isinstance(execution.peers, RemotePeers)
             near.hear(execution.peers.hear)
-        ends.append(Group("group of tests", rank, size, timeout, members, state, execution, mail, told,
-                          tell=told.failures.append))
+        ends.append(Group(members, timeout, state, execution, mail, told, tell=told.failures.append))
     os.close(file)
     os.close(order)
     return ends
