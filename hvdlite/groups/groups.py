@@ -113,8 +113,11 @@ class Groups:
         try:
             own = Members.of(name, ranks, runtime.world.rank, runtime.hosts, names)
             return self._opened(runtime, own, timeout, deadline, release)
-        except BaseException:
+        except BaseException as error:
+            failure = runtime.failure
             release()
+            if isinstance(error, MemoryError) and failure is not None:  # its memory has ended with it
+                raise failure.with_traceback(None) from error
             raise
 
     def _check_process(self, name: str) -> None:

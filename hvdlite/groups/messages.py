@@ -41,10 +41,6 @@ SHORT_SECONDS: Final = 0.01
 A = TypeVar("A")
 
 
-def _nothing() -> None:
-    pass
-
-
 class Messages:
     """One rank's sends and receives. Callable from any thread.
 
@@ -62,7 +58,7 @@ class Messages:
     def __init__(self, members: Members, state: GroupState, carriers: Mapping[int, Carrier],
                  progress: Waits = UNCOUNTED, patience: float = PATIENCE_SECONDS) -> None:
         self.rank, self.state, self.progress, self.patience = members.rank, state, progress, patience
-        self.let_work: Callable[[], object] = _nothing
+        self.let_work: Callable[[], object] = lambda: None
         self.texts = Texts(members)
         self._area, self._carriers = state.area, carriers
         self._each_carrier = list(dict.fromkeys(carriers.values()))
@@ -303,8 +299,8 @@ class Messages:
         try:
             if not carrier.put(call):
                 return False
-        except MemoryError as error:
-            self._finish(call, error)
+        except MemoryError as error:  # the runtime's memory ends with it
+            self._finish(call, self.state.error or error)
             return True
         if call.sent == call.values.size:
             self._unqueue(call)

@@ -124,7 +124,7 @@ def test_calls_are_carried_out_in_their_order_whoever_does_it(one_host: bool, se
     assert one == other and len(one) == 40
 
 
-# docs/protocol.md#ordered-groups
+# docs/protocol.md#groups
 @HOSTS
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32))

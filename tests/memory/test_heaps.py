@@ -41,6 +41,7 @@ def host() -> Iterator[Host]:
     os.close(made.file)
 
 
+# docs/protocol.md#heaps
 def test_what_one_rank_takes_all_see_and_no_two_overlap(host: Host) -> None:
     taken = [(rank, host.own(rank).take(nbytes)) for nbytes in (1, LENGTH, 3 * LENGTH) for rank in (2, 0, 1)]
     for number, (_, mine) in enumerate(taken):
