@@ -249,7 +249,8 @@ class Group:
                     break
         if worker is not None and worker is not threading.current_thread():
             worker.join(JOIN_SECONDS)
-        is_late = self.state.runner not in (0, threading.get_ident())  # a thread, which may still use the memory
+        is_late = self.state.runner not in (0, threading.get_ident()) or (  # a thread, which may still use the memory
+            worker is not None and worker is not threading.current_thread() and worker.is_alive())
         if self._messages is not None:
             self._messages.leave()
             self._messages.close()

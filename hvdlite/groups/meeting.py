@@ -101,11 +101,10 @@ class Meeting:
         try:
             answer = self._met(own, deadline)
         finally:
-            if answer is None or answer.problem:
-                if self._rank:
-                    self._announce((0,), _Member(number))
-                if taken is not None:
-                    heaps[self._runtime.world.rank].lend(taken, lambda: True)
+            if self._rank and (answer is None or answer.problem):
+                self._announce((0,), _Member(number))
+            if taken is not None and self._answer is not None and self._answer.problem:  # else others may use it
+                heaps[self._runtime.world.rank].lend(taken, lambda: True)
         if problem is not None:
             raise problem
         if answer.left >= 0:
@@ -130,6 +129,7 @@ class Meeting:
             self._tell(_Answer({}, problem=shortened(f"{self._name}: rank {self._members.names[0]} has given up: "
                                                      f"{text_of(error)}", LONGEST_PROBLEM)))
             raise
+        self._answer = answer
         self._tell(answer)
         return answer
 
@@ -140,7 +140,7 @@ class Meeting:
         if not self._wait(self._all_have_come, deadline):
             return _Answer({}, problem=self._in_vain(self._missing()))
         gone = self._departed()
-        if gone and self._missing():
+        if gone:
             return _Answer({}, problem=self._departure(gone), left=gone[0])
         for rank, member in sorted(self._heard.items()):
             if member.problem:
