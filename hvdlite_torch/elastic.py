@@ -2,7 +2,7 @@
 
 from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.training.elastic import run
-from hvdlite.training.elastic_state import ObjectState, State
+from hvdlite.training.elastic.state import ObjectState, State
 from hvdlite_torch.elastic_handlers import (
     ModelStateHandler,
     OptimizerStateHandler,

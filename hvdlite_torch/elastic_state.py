@@ -12,7 +12,7 @@ from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.training import objects
-from hvdlite.training.elastic_state import ObjectState, advice, pickled
+from hvdlite.training.elastic.state import ObjectState, advice, pickled
 from hvdlite.training.replicas import named_parts
 from hvdlite_torch.elastic_handlers import StateDictHandler, StateHandler, handler_for, taken_out, with_rooms
 from hvdlite_torch.elastic_parts import Digests, Part

@@ -14,7 +14,7 @@ import hvdlite_torch as hvd  # noqa: E402
 from hvdlite import api  # noqa: E402
 from hvdlite.core.errors import ReplicaMismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite.training.elastic_state import ObjectState  # noqa: E402
+from hvdlite.training.elastic.state import ObjectState  # noqa: E402
 from hvdlite_torch import elastic_state  # noqa: E402
 from hvdlite_torch.elastic import StateHandler, TorchState, get_handler_registry, set_handler_registry  # noqa: E402
 from tests.torch.elastic_training import OPTIMIZERS, Training  # noqa: E402
