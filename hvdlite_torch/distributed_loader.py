@@ -17,9 +17,9 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from hvdlite.core.errors import MismatchError
-from hvdlite.training.replica_group import ReplicaGroup
-from hvdlite.training.shards import CurrentBatch, shard
-from hvdlite.training.synchronized_sampler import SynchronizedSampler
+from hvdlite.training.mirrored.replica_group import ReplicaGroup
+from hvdlite.training.mirrored.shards import CurrentBatch, shard
+from hvdlite.training.mirrored.synchronized_sampler import SynchronizedSampler
 from hvdlite_torch import same_data
 from hvdlite_torch.rows import rows_of, rows_taken
 from hvdlite_torch.scope_registry import ScopeRegistry

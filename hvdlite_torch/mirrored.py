@@ -13,9 +13,9 @@ from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.scopes import Scopes
-from hvdlite.training.shards import CurrentBatch
-from hvdlite.training.strategies import LaunchableStrategy, parse_reduce_op
+from hvdlite.training.mirrored.scopes import Scopes
+from hvdlite.training.mirrored.shards import CurrentBatch
+from hvdlite.training.mirrored.strategies import LaunchableStrategy, parse_reduce_op
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.distributed_loader import DistributedLoader
 from hvdlite_torch.replica_group import TorchReplicaGroup

@@ -10,7 +10,7 @@ import torch
 
 from hvdlite.core.errors import MismatchError
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.replica_group import ReplicaGroup
+from hvdlite.training.mirrored.replica_group import ReplicaGroup
 from hvdlite_torch.state import broadcast_structure, broadcast_tensors
 from hvdlite_torch.tensors import as_array, contiguous
 

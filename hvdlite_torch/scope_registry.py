@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from torch.nn.parameter import is_lazy
 
 from hvdlite.core.process_set import ProcessSet
-from hvdlite.training.mirroring import MirrorSchedule, TensorKind, agreed_names, matching_tensors
-from hvdlite.training.scopes import LivingObjects
+from hvdlite.training.mirrored.mirroring import MirrorSchedule, TensorKind, agreed_names, matching_tensors
+from hvdlite.training.mirrored.scopes import LivingObjects
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.copying import ModuleHook
 from hvdlite_torch.foreign_optimizers import refuse_foreign_optimizers

@@ -11,8 +11,8 @@ import numpy as np
 
 from hvdlite import api, ops
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.mirrored.strategies import parse_reduce_op
 from hvdlite.training.objects import allgather_object
-from hvdlite.training.strategies import parse_reduce_op
 from hvdlite_tf.keras import scope
 
 

@@ -33,7 +33,7 @@ _log = logging.getLogger("hvdlite")
 
 
 class ElasticState(Protocol):
-    """What `run` needs of a state; see `training.elastic_state.State`."""
+    """What `run` needs of a state; see `training.elastic.state.State`."""
 
     _commits: int
 

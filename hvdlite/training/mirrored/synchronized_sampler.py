@@ -10,8 +10,8 @@ import collections
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hvdlite.training.replica_group import ReplicaGroup
-from hvdlite.training.shards import shard
+from hvdlite.training.mirrored.replica_group import ReplicaGroup
+from hvdlite.training.mirrored.shards import shard
 
 CHUNK = 8192
 """The least number of indices that are broadcast together."""

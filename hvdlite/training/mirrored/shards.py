@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hvdlite.training.replica_group import ReplicaGroup
+from hvdlite.training.mirrored.replica_group import ReplicaGroup
 
 
 def shard(rows: int, rank: int, size: int) -> slice:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from hvdlite.core.errors import MismatchError
-from hvdlite.training.replica_group import ReplicaGroup
+from hvdlite.training.mirrored.replica_group import ReplicaGroup
 
 Tensor = TypeVar("Tensor")
 
