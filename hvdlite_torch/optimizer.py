@@ -14,8 +14,7 @@ from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors
-from hvdlite.training.groups import group_ids
+from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors, group_ids
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
 from hvdlite_torch.closures import with_final_closure
 from hvdlite_torch.compression import Compression, Compressor
