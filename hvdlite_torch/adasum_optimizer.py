@@ -27,10 +27,10 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import check_passes
-from hvdlite_torch import cuda
+from hvdlite_torch.arrays import cuda
+from hvdlite_torch.arrays.tensors import as_array, as_runtime_array, contiguous
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.stages import StagedSteps
-from hvdlite_torch.tensors import as_array, as_runtime_array, contiguous
 
 
 class DistributedAdasum(StagedSteps):

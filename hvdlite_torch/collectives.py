@@ -12,8 +12,8 @@ from hvdlite.core.device import AnyArray
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.handle import Handle, Handles
-from hvdlite_torch import cuda, tensors
-from hvdlite_torch.tensors import as_tensor, contiguous
+from hvdlite_torch.arrays import cuda, tensors
+from hvdlite_torch.arrays.tensors import as_tensor, contiguous
 
 
 class TorchHandle:

@@ -10,8 +10,8 @@ import torch
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.runtime.runtime import Runtime
-from hvdlite_torch import cuda
-from hvdlite_torch.tensors import as_runtime_array, as_tensor, contiguous
+from hvdlite_torch.arrays import cuda
+from hvdlite_torch.arrays.tensors import as_runtime_array, as_tensor, contiguous
 
 Gradients = Sequence[tuple[str, torch.Tensor]]
 """Names, equal on all ranks, and dense gradients to be overwritten with their averages over all ranks."""

@@ -15,7 +15,9 @@ from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite_torch import collectives, cuda
+from hvdlite_torch import collectives
+from hvdlite_torch.arrays import cuda
+from hvdlite_torch.arrays.tensors import as_tensor
 from hvdlite_torch.collectives import (
     TorchHandle,
     as_runtime_array,
@@ -34,7 +36,6 @@ from hvdlite_torch.derivatives import (
     apply,
     apply_in_place,
 )
-from hvdlite_torch.tensors import as_tensor
 
 Average, Sum, Adasum = api.Average, api.Sum, api.Adasum
 Min, Max, Product = api.Min, api.Max, api.Product

@@ -12,10 +12,10 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet, global_p
 from hvdlite.core.types import Collective
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects, replicas
-from hvdlite_torch import cuda
+from hvdlite_torch.arrays import cuda
+from hvdlite_torch.arrays.tensors import as_runtime_array, contiguous, dense_strides, on_host
 from hvdlite_torch.ops import broadcast_async_
 from hvdlite_torch.rows import mapped
-from hvdlite_torch.tensors import as_runtime_array, contiguous, dense_strides, on_host
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int,

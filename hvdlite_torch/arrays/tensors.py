@@ -9,7 +9,7 @@ from hvdlite import api
 from hvdlite.core.array import BFLOAT16, Array
 from hvdlite.core.device import AnyArray, DeviceAccess, DeviceArray
 from hvdlite.core.errors import UnsupportedError
-from hvdlite_torch import casts, cuda
+from hvdlite_torch.arrays import casts, cuda
 
 api.offer_casts(casts.widen, casts.narrow, casts.reduce_pair)  # NumPy's own are slower
 
