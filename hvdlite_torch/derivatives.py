@@ -28,7 +28,7 @@ from hvdlite.core.types import ReduceOp
 from hvdlite_torch import collectives
 from hvdlite_torch.arrays.tensors import contiguous
 from hvdlite_torch.collectives import TorchHandle
-from hvdlite_torch.gradient_weights import transforms_active, weight_of_this_pass
+from hvdlite_torch.gradients.weights import transforms_active, weight_of_this_pass
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 Tensors = Sequence[torch.Tensor]

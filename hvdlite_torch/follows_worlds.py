@@ -9,7 +9,7 @@ from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.runtime.followers import Learner
 from hvdlite.runtime.names import Names
 from hvdlite.runtime.runtime import Runtime
-from hvdlite_torch.unfinal import set_grad
+from hvdlite_torch.gradients.unfinal import set_grad
 
 _EARLIER = "torch.earlier"
 """Begins the labels of optimizers that were made before the world."""

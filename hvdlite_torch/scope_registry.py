@@ -19,7 +19,7 @@ from hvdlite.training.mirrored.scopes import LivingObjects
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.copying import ModuleHook
 from hvdlite_torch.foreign_optimizers import refuse_foreign_optimizers
-from hvdlite_torch.gradient_weights import GradientWeight
+from hvdlite_torch.gradients.weights import GradientWeight
 from hvdlite_torch.optimizer import DistributedOptimizer, is_distributed
 from hvdlite_torch.replica_group import TorchReplicaGroup
 from hvdlite_torch.scoped_optimizer import ScopedOptimizer, load_from_replica_0

@@ -19,7 +19,7 @@ from hvdlite_torch.gradients.owners import Owner
 from hvdlite_torch.gradients.recorder import Recorder
 from hvdlite_torch.gradients.runs import Run, graph_task, outermost
 from hvdlite_torch.gradients.torch_gradients import TorchGradients
-from hvdlite_torch.unfinal import Guard, get_grad, set_grad
+from hvdlite_torch.gradients.unfinal import Guard, get_grad, set_grad
 
 
 class Hooks(Owner):

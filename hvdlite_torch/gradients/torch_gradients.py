@@ -23,7 +23,7 @@ from hvdlite_torch.arrays.tensors import as_runtime_array, contiguous, dense_str
 from hvdlite_torch.compression import Compressor, wire_dtype
 from hvdlite_torch.gradients.gpu_places import GpuPlaces
 from hvdlite_torch.gradients.places import COUNTS, TorchPlaces
-from hvdlite_torch.unfinal import get_grad, set_grad
+from hvdlite_torch.gradients.unfinal import get_grad, set_grad
 
 FEW = 64
 """Elements; so many of a gradient tell most of the time that it is not all zeros."""
