@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from hvdlite import api
+from hvdlite_torch.collectives.broadcasts import Placeholder, broadcast_structure, load_exactly
 from hvdlite_torch.elastic_sampler import ElasticSampler
 from hvdlite_torch.rows import leaves, mapped
-from hvdlite_torch.state import Placeholder, broadcast_structure, load_exactly
 
 
 class StateHandler:

@@ -12,7 +12,7 @@ from hvdlite.core.errors import MismatchError
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.mirrored.replica_group import ReplicaGroup
 from hvdlite_torch.arrays.tensors import as_array, contiguous
-from hvdlite_torch.state import broadcast_structure, broadcast_tensors
+from hvdlite_torch.collectives.broadcasts import broadcast_structure, broadcast_tensors
 
 
 class TorchReplicaGroup(ReplicaGroup):

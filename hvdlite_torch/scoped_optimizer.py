@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvdlite_torch.collectives.broadcasts import load_exactly
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.gradients.owners import owner_in
 from hvdlite_torch.optimizer import Distributed
-from hvdlite_torch.state import load_exactly
 from hvdlite_torch.uneven_inputs import Joined
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.runtime.runtime import Runtime
-from hvdlite_torch.state import take_over
+from hvdlite_torch.collectives.broadcasts import take_over
 
 
 @dataclasses.dataclass

@@ -5,7 +5,7 @@ Rules
   itself made of collectives from this file, so derivatives of every order exist.
 - A gradient is a collective too: all ranks differentiate together, in the same order. A part of a gradient that is zero on
   some ranks stays in their graphs, because the derivative of that gradient is a collective as well.
-- In uneven batches of a scope, a gradient is the adjoint that `gradient_weights` derives.
+- In uneven batches of a scope, a gradient is the adjoint that `gradients.weights` derives.
 - Under vmap one collective carries the whole batch. Rows (the first dimension) stay rows.
 - Facts that are known only after a collective, such as other ranks' row counts, are kept in the call object; transforms
   of torch.func pass it through unchanged.
@@ -25,9 +25,9 @@ from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import ReduceOp
-from hvdlite_torch import collectives
 from hvdlite_torch.arrays.tensors import contiguous
-from hvdlite_torch.collectives import TorchHandle
+from hvdlite_torch.collectives import below_autograd
+from hvdlite_torch.collectives.below_autograd import TorchHandle
 from hvdlite_torch.gradients.weights import transforms_active, weight_of_this_pass
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -82,8 +82,8 @@ class AllreduceCall(Call):
         """Begin to reduce into `outputs`, which may be the tensors; the handle returns a list of them, or the only one."""
         rest = self.name, self.op, self.prescale, self.postscale, self.process_set
         if self.is_grouped:
-            return collectives.grouped_allreduce(tensors, outputs, *rest)
-        return collectives.allreduce(tensors[0], outputs[0], *rest, blocking=self.is_blocking)
+            return below_autograd.grouped_allreduce(tensors, outputs, *rest)
+        return below_autograd.allreduce(tensors[0], outputs[0], *rest, blocking=self.is_blocking)
 
     def adjoint(self, upstream: Tensors) -> list[torch.Tensor]:
         if self.op not in LINEAR:
@@ -104,7 +104,7 @@ class BroadcastCall(Call):
 
     def begin(self, tensors: Tensors, outputs: Tensors) -> TorchHandle:
         """Begin to broadcast into the only output, which may be the tensor."""
-        return collectives.broadcast(tensors[0], outputs[0], self.root_rank, self.name, self.process_set)
+        return below_autograd.broadcast(tensors[0], outputs[0], self.root_rank, self.name, self.process_set)
 
     def adjoint(self, upstream: Tensors) -> list[torch.Tensor]:
         (combined,) = apply(_sum(f"{self.name}.gradient", self.process_set, self.averages), *upstream)
@@ -124,7 +124,7 @@ class AllgatherCall(Call):
     has_rows = True
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
-        handles = [collectives.allgather(tensor, name, self.process_set)
+        handles = [below_autograd.allgather(tensor, name, self.process_set)
                    for tensor, name in zip(tensors, self.names or [self.name], strict=True)]
         results = [handle.wait() for handle in handles]
         mine = _members(self.process_set).index(api.runtime().world.rank)
@@ -154,7 +154,7 @@ class ReducescatterCall(Call):
     has_rows = True
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
-        handles = [collectives.reducescatter(tensor, name, self.op, self.prescale, self.postscale, self.process_set)
+        handles = [below_autograd.reducescatter(tensor, name, self.op, self.prescale, self.postscale, self.process_set)
                    for tensor, name in zip(tensors, self.names or [self.name], strict=True)]
         return [handle.wait() for handle in handles]
 
@@ -185,7 +185,7 @@ class AlltoallCall(Call):
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
         (tensor,) = tensors
-        result, self.received = collectives.alltoall(tensor, self.splits, self.name, self.process_set).wait()
+        result, self.received = below_autograd.alltoall(tensor, self.splits, self.name, self.process_set).wait()
         self._rows = tensor.shape[0]
         return [result]
 
@@ -241,7 +241,7 @@ def apply_in_place(call: AllreduceCall | BroadcastCall, tensors: Tensors) -> Tor
 def pull_back(call: Call, upstream: Tensors) -> list[torch.Tensor]:
     """Return the gradients of a call's tensors in the running backward pass, given those of the results. Differentiable.
 
-    That is the call's adjoint; in an uneven batch of a scope, the adjoint that `gradient_weights` derives.
+    That is the call's adjoint; in an uneven batch of a scope, the adjoint that `gradients.weights` derives.
     """
     weight = weight_of_this_pass(call.name)
     if weight == 1:

@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.runtime.runtime import Runtime
+from hvdlite_torch.collectives.broadcasts import broadcast_tensors
 from hvdlite_torch.copying import ModuleHook
-from hvdlite_torch.state import broadcast_tensors
 
 
 def broadcast_buffers(model: torch.nn.Module, root_rank: int = 0, process_set: ProcessSet = global_process_set, *,
