@@ -17,9 +17,9 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors, group_ids
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
 from hvdlite_torch.closures import with_final_closure
+from hvdlite_torch.comm_hooks.exchange import CommHook, check_hook
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.gradients.hooks import Hooks
-from hvdlite_torch.hook_exchange import CommHook, check_hook
 from hvdlite_torch.reduction import ReductionSettings, chosen_wait
 from hvdlite_torch.stages import Stage, StagedSteps
 

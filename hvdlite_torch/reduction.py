@@ -17,10 +17,10 @@ from hvdlite.training.gradients.hook_bucket import HookBucket
 from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.gradients.round import WaitIn
 from hvdlite_torch.arrays import cuda
+from hvdlite_torch.comm_hooks.exchange import CommHook, Exchange, reduce_round
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.gradients.torch_gradients import TorchGradients
-from hvdlite_torch.hook_exchange import CommHook, Exchange, reduce_round
 from hvdlite_torch.step_parts import count_training
 
 

@@ -1,8 +1,4 @@
-"""Communication hooks: PowerSGD, or torch's own hooks, instead of an allreduce, for `DistributedOptimizer(comm_hook=)`.
-
-A hook gets all gradients of a step after backward and averages them in place, with the methods of `Exchange`. Hooks trade
-accuracy and overlap for bytes: they pay off on slow networks only.
-"""
+"""PowerSGD: an average of low-rank approximations of gradients, with error feedback."""
 
 from __future__ import annotations
 
@@ -15,24 +11,10 @@ from typing import Any
 
 import torch
 
-from hvdlite_torch.ddp_hook import DDPHook
-from hvdlite_torch.hook_exchange import CommHook, Exchange, Gradients
-
-__all__ = ["AllReduce", "CommHook", "DDPHook", "Exchange", "Gradients", "PowerSGD"]
-
+from hvdlite_torch.comm_hooks.exchange import Exchange, Gradients
 
 _SMALL = 16 << 10
 """Gradients of one shape with up to this many elements are compressed together: a call costs more than a copy."""
-
-
-class AllReduce:
-    """Plain averaging, as without a hook, but after backward."""
-
-    is_idempotent = True
-
-    def reduce(self, gradients: Gradients, exchange: Exchange) -> None:
-        """Average the gradients."""
-        exchange.average("gradients", [gradient for _, gradient in gradients])
 
 
 class PowerSGD:

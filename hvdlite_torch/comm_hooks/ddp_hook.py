@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
-from hvdlite_torch.hook_exchange import Exchange, Gradients
+from hvdlite_torch.comm_hooks.exchange import Exchange, Gradients
 
 _FIRST_BYTES = 1 << 20
 """The size of the first bucket, like DDP's."""
