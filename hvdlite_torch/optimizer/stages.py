@@ -11,9 +11,9 @@ import torch
 from hvdlite.training.replicas import check_replicas
 from hvdlite_torch.arrays.tensors import on_host
 from hvdlite_torch.copying import PlainCopies
-from hvdlite_torch.follows_worlds import FollowsWorlds
+from hvdlite_torch.optimizer.follows_worlds import FollowsWorlds
+from hvdlite_torch.optimizer.uneven_inputs import UnevenInputs
 from hvdlite_torch.step_hooks import once_a_step
-from hvdlite_torch.uneven_inputs import UnevenInputs
 
 Stage = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """A method that gets the arguments of `step`, the optimizer first. A stage before the step may return others."""

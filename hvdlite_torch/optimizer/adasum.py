@@ -30,7 +30,7 @@ from hvdlite.training.arguments import check_passes
 from hvdlite_torch.arrays import cuda
 from hvdlite_torch.arrays.tensors import as_array, as_runtime_array, contiguous
 from hvdlite_torch.compression import Compressor
-from hvdlite_torch.stages import StagedSteps
+from hvdlite_torch.optimizer.stages import StagedSteps
 
 
 class DistributedAdasum(StagedSteps):

@@ -1,9 +1,9 @@
-"""`DistributedOptimizer`: the user's optimizer, with gradients that are reduced when `backward()` returns."""
+"""`DistributedOptimizer`, the class that it mixes into the class of the user's optimizer, and `step(closure)`."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -15,14 +15,14 @@ from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors, group_ids
-from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
-from hvdlite_torch.closures import with_final_closure
 from hvdlite_torch.comm_hooks.exchange import CommHook, check_hook
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.gradients.hooks import Hooks
-from hvdlite_torch.reduction import ReductionSettings, chosen_wait
-from hvdlite_torch.stages import Stage, StagedSteps
+from hvdlite_torch.optimizer.adasum import DistributedAdasum, check_whole_job
+from hvdlite_torch.optimizer.reduction import ReductionSettings, chosen_wait
+from hvdlite_torch.optimizer.stages import Stage, StagedSteps
 
+Closure = Callable[[], Any]
 OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
 
 
@@ -69,7 +69,7 @@ def DistributedOptimizer(
         named_parameters: names for messages and matching; `model.named_parameters()`. Default: numbered.
         compression: `Compression.none`, `.fp16` or `.bf16`: dtype on the wire for float32 and float64 gradients.
         backward_passes_per_step: gradients accumulated (summed) locally before each reduction.
-        op: Average, Sum, Product, Min, Max or Adasum (of the changes of the ranks' steps, see `adasum_optimizer`).
+        op: Average, Sum, Product, Min, Max or Adasum (of the changes of the ranks' steps, see `optimizer.adasum`).
         gradient_predivide_factor: for Average: divide by this before the sum and by size/this after it, against overflow.
         num_groups: deprecated; use `groups`.
         groups: gradients that are reduced together: a number of groups, or a list of lists of parameters.
@@ -264,7 +264,7 @@ class Distributed(StagedSteps):
     def _finish_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._synchronizes:
             return None
-        changed = with_final_closure(args, kwargs, self)
+        changed = _with_final_closure(args, kwargs, self)
         if changed is None:
             self._make_final(in_step=True)
         return changed
@@ -275,6 +275,35 @@ class Distributed(StagedSteps):
 
     _stages_before: tuple[Stage, ...] = (StagedSteps._join_world, _finish_gradients)
     _stages_after = (_end_step, StagedSteps._check_replicas)
+
+
+def _final_closure(closure: Closure, optimizer: Distributed) -> Closure:
+    """Return a closure for one step, after which the gradients that it computed are final.
+
+    A rank whose closure has no `backward()` takes part in the others' reduction. An optimizer may call the closure several
+    times in a step; each call computes gradients anew, or accumulates onto those of the call before.
+    """
+    calls = itertools.count()
+
+    def final() -> Any:
+        with ExitStack() as stack:
+            if next(calls):  # before the first one the script may have computed gradients
+                for hooks in optimizer._sources:
+                    stack.enter_context(hooks.before_step.later_call())
+            loss = closure()
+            optimizer._make_final(in_step=True)
+        return optimizer._reduce_loss(loss)
+    return final
+
+
+def _with_final_closure(args: tuple[Any, ...], kwargs: dict[str, Any],
+                        optimizer: Distributed) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of `step`, the optimizer first, with the final closure; None when there is no closure."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return None
+    final = _final_closure(closure, optimizer)
+    return ((args[0], final, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": final})
 
 
 def _number(group: int, index: int) -> str:
