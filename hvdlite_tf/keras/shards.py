@@ -233,7 +233,7 @@ def loaded_shards(loader: Any) -> Callable[[], Iterator[tuple[int, Any]]]:
         ValueError: when the loader's sampler already divides samples among ranks.
     """
     from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
-    from hvdlite_torch.distributed_loader import source_of
+    from hvdlite_torch.mirrored.distributed_loader import source_of
 
     replicas = ReplicaGroup(api.runtime(), GLOBAL_PROCESS_SET_ID)
     source = source_of(loader, replicas)

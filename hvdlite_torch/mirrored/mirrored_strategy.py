@@ -17,10 +17,10 @@ from hvdlite.training.mirrored.scopes import Scopes
 from hvdlite.training.mirrored.shards import CurrentBatch
 from hvdlite.training.mirrored.strategies import LaunchableStrategy, parse_reduce_op
 from hvdlite_torch.compression import Compression, Compressor
-from hvdlite_torch.distributed_loader import DistributedLoader
-from hvdlite_torch.replica_group import TorchReplicaGroup
+from hvdlite_torch.mirrored.distributed_loader import DistributedLoader
+from hvdlite_torch.mirrored.scope_registry import ScopeRegistry
+from hvdlite_torch.mirrored.torch_replica_group import TorchReplicaGroup
 from hvdlite_torch.rows import mapped
-from hvdlite_torch.scope_registry import ScopeRegistry
 
 _scopes: Scopes[ScopeRegistry] = Scopes(
     {torch.nn.Module: ScopeRegistry.add_module, torch.optim.Optimizer: ScopeRegistry.add_optimizer}, "MirroredStrategy")

@@ -20,7 +20,7 @@ from hvdlite_torch.optimizer import Distributed
 from hvdlite_torch.optimizer.uneven_inputs import Joined
 
 if TYPE_CHECKING:
-    from hvdlite_torch.scope_registry import ScopeRegistry
+    from hvdlite_torch.mirrored.scope_registry import ScopeRegistry
 
 
 class ScopedOptimizer(Distributed):

@@ -20,9 +20,9 @@ from hvdlite.core.errors import MismatchError
 from hvdlite.training.mirrored.replica_group import ReplicaGroup
 from hvdlite.training.mirrored.shards import CurrentBatch, shard
 from hvdlite.training.mirrored.synchronized_sampler import SynchronizedSampler
-from hvdlite_torch import same_data
+from hvdlite_torch.mirrored import same_data
+from hvdlite_torch.mirrored.scope_registry import ScopeRegistry
 from hvdlite_torch.rows import rows_of, rows_taken
-from hvdlite_torch.scope_registry import ScopeRegistry
 
 _END: Any = object()
 

@@ -13,7 +13,7 @@ from hvdlite_torch.gradients.owners import owners
 from hvdlite_torch.optimizer import is_distributed
 
 if TYPE_CHECKING:
-    from hvdlite_torch.scope_registry import ScopeRegistry
+    from hvdlite_torch.mirrored.scope_registry import ScopeRegistry
 
 
 def refuse_foreign_optimizers(registry: ScopeRegistry) -> None:

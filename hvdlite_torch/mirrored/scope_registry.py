@@ -18,11 +18,11 @@ from hvdlite.training.mirrored.mirroring import MirrorSchedule, TensorKind, agre
 from hvdlite.training.mirrored.scopes import LivingObjects
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.copying import ModuleHook
-from hvdlite_torch.foreign_optimizers import refuse_foreign_optimizers
 from hvdlite_torch.gradients.weights import GradientWeight
+from hvdlite_torch.mirrored.foreign_optimizers import refuse_foreign_optimizers
+from hvdlite_torch.mirrored.scoped_optimizer import ScopedOptimizer, load_from_replica_0
+from hvdlite_torch.mirrored.torch_replica_group import TorchReplicaGroup
 from hvdlite_torch.optimizer import DistributedOptimizer, is_distributed
-from hvdlite_torch.replica_group import TorchReplicaGroup
-from hvdlite_torch.scoped_optimizer import ScopedOptimizer, load_from_replica_0
 from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 
 
