@@ -3,7 +3,8 @@
 from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.training.elastic import run
 from hvdlite.training.elastic.state import ObjectState, State
-from hvdlite_torch.elastic_handlers import (
+from hvdlite_torch.elastic.elastic_sampler import ElasticSampler
+from hvdlite_torch.elastic.handlers import (
     ModelStateHandler,
     OptimizerStateHandler,
     SamplerStateHandler,
@@ -12,8 +13,7 @@ from hvdlite_torch.elastic_handlers import (
     get_handler_registry,
     set_handler_registry,
 )
-from hvdlite_torch.elastic_sampler import ElasticSampler
-from hvdlite_torch.elastic_state import TorchState
+from hvdlite_torch.elastic.torch_state import TorchState
 
 __all__ = [
     "ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "ModelStateHandler", "ObjectState",

@@ -15,7 +15,7 @@ import torch
 
 from hvdlite import api
 from hvdlite_torch.collectives.broadcasts import Placeholder, broadcast_structure, load_exactly
-from hvdlite_torch.elastic_sampler import ElasticSampler
+from hvdlite_torch.elastic.elastic_sampler import ElasticSampler
 from hvdlite_torch.rows import leaves, mapped
 
 
