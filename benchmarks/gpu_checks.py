@@ -171,7 +171,7 @@ def host(sheet: Sheet, setup: Setup) -> None:
     gpu = setup.gpu()
     import hvdlite_torch as hvd
     from hvdlite import api
-    from hvdlite_torch import cuda
+    from hvdlite_torch.arrays import cuda
     hvd.init()
     tensor = torch.ones(1024, device=gpu)
     hvd.allreduce_(tensor, op=hvd.Sum)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdlite.training.compression import compresses
+from hvdlite.training.arguments import compresses
 
 
 class Compressor:

@@ -4,7 +4,7 @@ Inside `tf.function` a collective is one call into Python that blocks until it i
 in which they were traced, so all ranks must trace them in the same order. (Gradients go together: `gradients.py`.)
 
 Where gradients of variables are weighted by samples later, a gradient that comes from another rank's loss needs that rank's
-weight. So it is the adjoint of the collective under the weighted inner product, which `hvdlite_torch/gradient_weights.py`
+weight. So it is the adjoint of the collective under the weighted inner product, which `hvdlite_torch/gradients/weights.py`
 derives.
 """
 

@@ -9,7 +9,14 @@ if TYPE_CHECKING:
     from hvdlite import frontend, join
     from hvdlite.frontend import *
     from hvdlite_torch import comm_hooks, elastic
-    from hvdlite_torch.buffers import broadcast_buffers
+    from hvdlite_torch.collectives.broadcasts import (
+        allgather_object,
+        broadcast_object,
+        broadcast_optimizer_state,
+        broadcast_parameters,
+        check_replicas,
+    )
+    from hvdlite_torch.collectives.buffers import broadcast_buffers
     from hvdlite_torch.compression import Compression
     from hvdlite_torch.memory_usage import memory_report
     from hvdlite_torch.metrics import gather_all_tensors, synchronize_metrics
@@ -49,13 +56,6 @@ if TYPE_CHECKING:
         synchronize,
     )
     from hvdlite_torch.optimizer import DistributedOptimizer
-    from hvdlite_torch.state import (
-        allgather_object,
-        broadcast_object,
-        broadcast_optimizer_state,
-        broadcast_parameters,
-        check_replicas,
-    )
     from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 
     __all__ = [
@@ -71,7 +71,9 @@ if TYPE_CHECKING:
     __all__ += frontend.__all__
 else:
     _HOMES = {
-        "buffers": ["broadcast_buffers"],
+        "collectives.broadcasts": ["allgather_object", "broadcast_object", "broadcast_optimizer_state",
+                                   "broadcast_parameters", "check_replicas"],
+        "collectives.buffers": ["broadcast_buffers"],
         "compression": ["Compression"],
         "memory_usage": ["memory_report"],
         "metrics": ["gather_all_tensors", "synchronize_metrics"],
@@ -83,8 +85,6 @@ else:
                 "grouped_reducescatter_async", "poll", "recv", "recv_async", "reduce", "reducescatter",
                 "reducescatter_async", "scatter", "send", "send_async", "sparse_allreduce_async", "synchronize"],
         "optimizer": ["DistributedOptimizer"],
-        "state": ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters",
-                  "check_replicas"],
         "sync_batch_norm": ["SyncBatchNorm"],
     }
     _WHERE = {name: home for home, names in _HOMES.items() for name in names}

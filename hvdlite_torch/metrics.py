@@ -10,7 +10,7 @@ import torch
 from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.training import objects
-from hvdlite_torch.tensors import as_array, contiguous
+from hvdlite_torch.arrays.tensors import as_array, contiguous
 
 
 def synchronize_metrics(module: torch.nn.Module) -> None:

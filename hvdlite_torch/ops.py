@@ -15,8 +15,10 @@ from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite_torch import collectives, cuda
-from hvdlite_torch.collectives import (
+from hvdlite_torch.arrays import cuda
+from hvdlite_torch.arrays.tensors import as_tensor
+from hvdlite_torch.collectives import below_autograd
+from hvdlite_torch.collectives.below_autograd import (
     TorchHandle,
     as_runtime_array,
     contiguous_like,
@@ -24,8 +26,7 @@ from hvdlite_torch.collectives import (
     mark_written,
     to_transportable,
 )
-from hvdlite_torch.compression import Compression, Compressor
-from hvdlite_torch.derivatives import (
+from hvdlite_torch.collectives.derivatives import (
     AllgatherCall,
     AllreduceCall,
     AlltoallCall,
@@ -34,7 +35,7 @@ from hvdlite_torch.derivatives import (
     apply,
     apply_in_place,
 )
-from hvdlite_torch.tensors import as_tensor
+from hvdlite_torch.compression import Compression, Compressor
 
 Average, Sum, Adasum = api.Average, api.Sum, api.Adasum
 Min, Max, Product = api.Min, api.Max, api.Product
@@ -74,8 +75,8 @@ def allreduce_async(tensor: torch.Tensor, average: bool | None = None, name: str
                     op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                     process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `allreduce`, but return a handle immediately; not differentiable."""
-    return collectives.allreduce(tensor, torch.empty_like(tensor), _name("allreduce", name, process_set),
-                                 api.reduce_op(op, average), prescale_factor, postscale_factor, process_set)
+    return below_autograd.allreduce(tensor, torch.empty_like(tensor), _name("allreduce", name, process_set),
+                                    api.reduce_op(op, average), prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_(tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
@@ -130,8 +131,8 @@ def grouped_allreduce_async(tensors: Sequence[torch.Tensor], average: bool | Non
                             process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `grouped_allreduce`, but return one handle immediately; not differentiable."""
     outputs = [torch.empty_like(tensor) for tensor in tensors]
-    return collectives.grouped_allreduce(tensors, outputs, _name("grouped_allreduce", name, process_set),
-                                         api.reduce_op(op, average), prescale_factor, postscale_factor, process_set)
+    return below_autograd.grouped_allreduce(tensors, outputs, _name("grouped_allreduce", name, process_set),
+                                            api.reduce_op(op, average), prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce_(tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
@@ -180,7 +181,7 @@ def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: ReduceOp = Avera
 def allgather_async(tensor: torch.Tensor, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `allgather`, but return a handle immediately; not differentiable."""
-    return collectives.allgather(tensor, _name("allgather", name, process_set), process_set)
+    return below_autograd.allgather(tensor, _name("allgather", name, process_set), process_set)
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set,
@@ -203,8 +204,8 @@ def grouped_allgather_async(tensors: Sequence[torch.Tensor], name: str | None = 
     """Like `grouped_allgather`, but return one handle immediately; not differentiable."""
     base = _name("grouped_allgather", name, process_set)
     members = api.member_names(base, len(tensors))
-    return collectives.join_handles([collectives.allgather(tensor, member, process_set)
-                                     for tensor, member in zip(tensors, members, strict=True)])
+    return below_autograd.join_handles([below_autograd.allgather(tensor, member, process_set)
+                                        for tensor, member in zip(tensors, members, strict=True)])
 
 
 def grouped_allgather(tensors: Sequence[torch.Tensor], name: str | None = None,
@@ -218,8 +219,8 @@ def reducescatter_async(tensor: torch.Tensor, name: str | None = None, op: Reduc
                         process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
                         postscale_factor: float = 1.0) -> TorchHandle:
     """Like `reducescatter`, but return a handle immediately; not differentiable."""
-    return collectives.reducescatter(tensor, _name("reducescatter", name, process_set), op, prescale_factor,
-                                     postscale_factor, process_set)
+    return below_autograd.reducescatter(tensor, _name("reducescatter", name, process_set), op, prescale_factor,
+                                        postscale_factor, process_set)
 
 
 def reducescatter(tensor: torch.Tensor, name: str | None = None, compression: type[Compressor] = Compression.none,
@@ -250,9 +251,10 @@ def grouped_reducescatter_async(tensors: Sequence[torch.Tensor], name: str | Non
                                 postscale_factor: float = 1.0) -> TorchHandle:
     """Like `grouped_reducescatter`, but return one handle immediately; not differentiable."""
     base = _name("grouped_reducescatter", name, process_set)
-    return collectives.join_handles([collectives.reducescatter(tensor, member, op, prescale_factor, postscale_factor,
-                                                               process_set)
-                                     for tensor, member in zip(tensors, api.member_names(base, len(tensors)), strict=True)])
+    members = api.member_names(base, len(tensors))
+    return below_autograd.join_handles([below_autograd.reducescatter(tensor, member, op, prescale_factor, postscale_factor,
+                                                                     process_set)
+                                        for tensor, member in zip(tensors, members, strict=True)])
 
 
 def grouped_reducescatter(tensors: Sequence[torch.Tensor], name: str | None = None,
@@ -271,7 +273,7 @@ def grouped_reducescatter(tensors: Sequence[torch.Tensor], name: str | None = No
 def alltoall_async(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None,
                    process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `alltoall`, but return a handle immediately; its result is always (tensor, rows received). Not differentiable."""
-    return collectives.alltoall(tensor, _split_list(splits), _name("alltoall", name, process_set), process_set)
+    return below_autograd.alltoall(tensor, _split_list(splits), _name("alltoall", name, process_set), process_set)
 
 
 def alltoall(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None,
@@ -338,8 +340,8 @@ def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = No
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `broadcast`, but return a handle immediately; not differentiable."""
-    return collectives.broadcast(tensor, torch.empty_like(tensor), root_rank, _name("broadcast", name, process_set),
-                                 process_set)
+    return below_autograd.broadcast(tensor, torch.empty_like(tensor), root_rank, _name("broadcast", name, process_set),
+                                    process_set)
 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None,

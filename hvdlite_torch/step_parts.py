@@ -1,4 +1,4 @@
-"""The parts of a training step with torch, for `hvdrun --profile`: forward, backward, optimizer; waits are counted apart."""
+"""The parts of a training step with torch, for `hvdrun --profile`: forward, backward, optimizer; and waits for batches."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch.nn.modules import module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
 from torch.utils.hooks import RemovableHandle
 
+from hvdlite import api
 from hvdlite.diagnostics.progress import Progress
 from hvdlite.runtime.runtime import Runtime
-from hvdlite_torch.input_time import count_input
 from hvdlite_torch.step_hooks import once_a_step
 
 
@@ -97,3 +98,32 @@ def count_training(runtime: Runtime) -> None:
     count_input()
     if runtime.config.step_parts:
         _installed().follow(runtime.progress)
+
+
+def count_input() -> None:
+    """Count the time in which any `DataLoader` of this process waits for a batch, from now on; again changes nothing.
+
+    A loader whose data set reads another loader counts once.
+    """
+    base = getattr(dataloader, "_BaseDataLoaderIter", None)
+    next_batch = getattr(base, "__next__", None)
+    if base is None or next_batch is None or hasattr(next_batch, "counts_for_hvdlite"):
+        return  # another torch: then this time is part of what is not known
+
+    loading = threading.local()
+
+    @functools.wraps(next_batch)
+    def counted(self: Any) -> Any:
+        if getattr(loading, "is_nested", False):
+            return next_batch(self)
+        loading.is_nested = True
+        begun, cpu = time.perf_counter(), time.thread_time()
+        try:
+            return next_batch(self)
+        finally:
+            loading.is_nested = False
+            if api.is_initialized() and not api.is_provisional():
+                api.runtime().progress.loaded(time.perf_counter() - begun, time.thread_time() - cpu)
+
+    counted.counts_for_hvdlite = True  # type: ignore[attr-defined]
+    base.__next__ = counted

@@ -16,7 +16,7 @@ from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.moments import combined_moments
-from hvdlite_torch import collectives, derivatives
+from hvdlite_torch.collectives import below_autograd, derivatives
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -143,7 +143,7 @@ class _Synchronized(torch.autograd.Function):
                 call: _Call) -> tuple[torch.Tensor, ...]:
         dense = _dense(input)
         own = torch.cat(_moments(dense))
-        everywhere = collectives.allgather(own[None], call.name, call.process_set).wait().double()
+        everywhere = below_autograd.allgather(own[None], call.name, call.process_set).wait().double()
         means, squares, counts = everywhere.split([input.shape[1], input.shape[1], 1], 1)
         count, mean, variance = combined_moments(counts, means, squares)
         if count.device.type == "cpu" and not torch.compiler.is_compiling() and count.item() == 1:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.training.elastic import run
-from hvdlite.training.elastic_state import ObjectState, State
+from hvdlite.training.elastic.state import ObjectState, State
 
 __all__ = ["HorovodInternalError", "HostUpdateResult", "HostsUpdatedInterrupt", "ObjectState", "State", "run", "run_fn"]
 

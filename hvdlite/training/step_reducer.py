@@ -23,9 +23,8 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.followers import Learner
 from hvdlite.runtime.names import Names
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.arguments import check_compression, factors
+from hvdlite.training.arguments import check_compression, factors, group_ids
 from hvdlite.training.gradients.arrays import ArrayReducer, Gradient, Rows, scaled
-from hvdlite.training.groups import group_ids
 
 _samples: ContextVar[Any] = ContextVar("hvdlite_samples", default=None)
 

@@ -17,8 +17,8 @@ from keras.src.trainers.data_adapters.array_slicing import train_validation_spli
 
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.mirrored.shards import shard
 from hvdlite.training.objects import broadcast_object
-from hvdlite.training.shards import shard
 from hvdlite.training.step_reducer import current_samples
 from hvdlite_tf.keras import shards, step
 from hvdlite_tf.keras.evaluation_data import EvaluationData, without_warnings

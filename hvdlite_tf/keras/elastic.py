@@ -10,7 +10,7 @@ import keras
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.training.elastic import run
-from hvdlite.training.elastic_state import ObjectState, State
+from hvdlite.training.elastic.state import ObjectState, State
 from hvdlite_tf.keras.broadcast import array_of, broadcast_variables
 from hvdlite_tf.keras.elastic_callbacks import (
     CommitStateCallback,

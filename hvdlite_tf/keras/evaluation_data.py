@@ -26,8 +26,8 @@ import keras
 import numpy as np
 
 from hvdlite import api
+from hvdlite.training.mirrored.shards import disjoint_shard
 from hvdlite.training.objects import allgather_object
-from hvdlite.training.shards import disjoint_shard
 from hvdlite_tf.keras import shards
 from hvdlite_tf.keras.loading import Loading
 from hvdlite_tf.keras.scope import BaseStrategy

@@ -16,9 +16,9 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.mirrored.scopes import Scopes
+from hvdlite.training.mirrored.strategies import LaunchableStrategy
 from hvdlite.training.objects import broadcast_object
-from hvdlite.training.scopes import Scopes
-from hvdlite.training.strategies import LaunchableStrategy
 from hvdlite_tf.keras import step
 from hvdlite_tf.keras.optimizer import distribute_when_used, is_distributed
 from hvdlite_tf.keras.order import sync_random_state

@@ -22,8 +22,8 @@ from keras.src.trainers.data_adapters.data_adapter_utils import (
 
 from hvdlite import api
 from hvdlite.core.errors import MismatchError
-from hvdlite.training.replica_group import ReplicaGroup
-from hvdlite.training.shards import shard
+from hvdlite.training.mirrored.replica_group import ReplicaGroup
+from hvdlite.training.mirrored.shards import shard
 from hvdlite_tf.keras.loading import ENDLESS, Loading
 from hvdlite_tf.keras.order import check_shuffles, lineage, sync_random_state
 from hvdlite_tf.keras.scope import BaseStrategy
@@ -233,7 +233,7 @@ def loaded_shards(loader: Any) -> Callable[[], Iterator[tuple[int, Any]]]:
         ValueError: when the loader's sampler already divides samples among ranks.
     """
     from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
-    from hvdlite_torch.distributed_loader import source_of
+    from hvdlite_torch.mirrored.distributed_loader import source_of
 
     replicas = ReplicaGroup(api.runtime(), GLOBAL_PROCESS_SET_ID)
     source = source_of(loader, replicas)
@@ -334,7 +334,7 @@ def graph_rows(leaf: Any, rank: int, size: int, *, is_exclusive: bool = False) -
     """Return this rank's rows of a batch whose length is known when the graph runs.
 
     Args:
-        is_exclusive: whether to use `disjoint_shard` of `training.shards` instead of `shard`.
+        is_exclusive: whether to use `disjoint_shard` of `training.mirrored.shards` instead of `shard`.
     """
     import tensorflow as tf
     rows = tf.cast(tf.shape(leaf)[0], tf.int32)  # of ragged tensors it is an int64

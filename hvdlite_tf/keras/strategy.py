@@ -11,8 +11,8 @@ import numpy as np
 
 from hvdlite import api, ops
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.mirrored.strategies import parse_reduce_op
 from hvdlite.training.objects import allgather_object
-from hvdlite.training.strategies import parse_reduce_op
 from hvdlite_tf.keras import scope
 
 
@@ -42,7 +42,7 @@ class MirroredStrategy(scope.BaseStrategy):
         """Like the base class's."""
         if keras.backend.backend() != "torch" or samples is None:
             return nullcontext()
-        from hvdlite_torch.gradient_weights import weighted_later
+        from hvdlite_torch.gradients.weights import weighted_later
         return weighted_later(api.runtime(), float(max(samples, 1)), lambda: [each.value for each in variables()])
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:

@@ -18,8 +18,8 @@ from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.mirrored.strategies import parse_reduce_op
 from hvdlite.training.objects import allgather_object
-from hvdlite.training.strategies import parse_reduce_op
 from hvdlite_tf import ops, step_samples
 from hvdlite_tf.keras import scope, step
 from hvdlite_tf.keras.shards import distributed_dataset, local_dataset

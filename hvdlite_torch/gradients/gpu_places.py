@@ -16,7 +16,7 @@ import torch
 
 from hvdlite.core.device import AnyArray, DeviceArray, Event
 from hvdlite.handoff.buckets import LearnedBucket
-from hvdlite_torch import cuda
+from hvdlite_torch.arrays import cuda
 from hvdlite_torch.gradients.places import Place, TorchPlaces
 
 _stride, _address, _size = torch.Tensor.stride, torch.Tensor.data_ptr, torch.Tensor.numel

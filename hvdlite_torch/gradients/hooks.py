@@ -14,12 +14,12 @@ from hvdlite.training.gradients.before_step import BeforeStep
 from hvdlite.training.gradients.errors import GradientOrderError
 from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.gradients.round import Round
-from hvdlite_torch import cuda
+from hvdlite_torch.arrays import cuda
 from hvdlite_torch.gradients.owners import Owner
 from hvdlite_torch.gradients.recorder import Recorder
 from hvdlite_torch.gradients.runs import Run, graph_task, outermost
 from hvdlite_torch.gradients.torch_gradients import TorchGradients
-from hvdlite_torch.unfinal import Guard, get_grad, set_grad
+from hvdlite_torch.gradients.unfinal import Guard, get_grad, set_grad
 
 
 class Hooks(Owner):

@@ -35,8 +35,8 @@ import torch
 from hvdlite.core.device import AnyArray, Event
 from hvdlite.handoff.buckets import LearnedBucket
 from hvdlite.training.gradients.framework import SMALL
-from hvdlite_torch import cuda
-from hvdlite_torch.tensors import contiguous, host_tensor
+from hvdlite_torch.arrays import cuda
+from hvdlite_torch.arrays.tensors import contiguous, host_tensor
 
 if TYPE_CHECKING:
     from hvdlite_torch.gradients.torch_gradients import TorchGradients

@@ -18,12 +18,12 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import Collective
 from hvdlite.handoff.buckets import LearnedBucket
 from hvdlite.training.gradients.framework import Alone, Shape
-from hvdlite_torch import cuda
+from hvdlite_torch.arrays import cuda
+from hvdlite_torch.arrays.tensors import as_runtime_array, contiguous, dense_strides, on_host
 from hvdlite_torch.compression import Compressor, wire_dtype
 from hvdlite_torch.gradients.gpu_places import GpuPlaces
 from hvdlite_torch.gradients.places import COUNTS, TorchPlaces
-from hvdlite_torch.tensors import as_runtime_array, contiguous, dense_strides, on_host
-from hvdlite_torch.unfinal import get_grad, set_grad
+from hvdlite_torch.gradients.unfinal import get_grad, set_grad
 
 FEW = 64
 """Elements; so many of a gradient tell most of the time that it is not all zeros."""

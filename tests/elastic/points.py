@@ -29,7 +29,7 @@ MEMBERS = {"donor": 0, "survivor": 1, "joiner": 2}
 _MEMBER = "hvdlite.bootstrap.member:Member"
 _WORLDS = "hvdlite.runtime.worlds:Worlds"
 _MEETING = "hvdlite.runtime.meeting"
-_STATE = "hvdlite.training.elastic_state:ObjectState"
+_STATE = "hvdlite.training.elastic.state:ObjectState"
 
 
 @dataclasses.dataclass(frozen=True)

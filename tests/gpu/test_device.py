@@ -143,7 +143,7 @@ def test_a_capture_is_seen(device: Any) -> None:
 def test_torch_takes_the_planes_memory(device: Any) -> None:
     import torch
 
-    from hvdlite_torch import cuda
+    from hvdlite_torch.arrays import cuda
     memory = device.allocate(4096)
     part = memory.part(64, 24, np.dtype(np.float32))
     part.shape, part.strides = (2, 3, 4), (12, 1, 3)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hvdlite.core.device import DeviceArray
-from hvdlite_torch import cuda
+from hvdlite_torch.arrays import cuda
 from tests.gpu_double.cuda import view
 from tests.gpu_double.worlds import Gpus, install_gpus
 

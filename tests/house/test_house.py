@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import hvdlite
@@ -21,6 +22,9 @@ from hvdlite.planes.selection import operations
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDERS = ("hvdlite", "hvdlite_torch", "hvdlite_tf", "runner")
 SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+CROWDED = {"hvdlite/bootstrap", "hvdlite/core", "hvdlite/diagnostics", "hvdlite/engine", "hvdlite/groups",
+           "hvdlite/negotiation", "hvdlite/planes", "hvdlite/runtime", "hvdlite_tf", "hvdlite_tf/keras"}
+"""Folders with more loose files than others may have; no more are to come."""
 
 
 def test_importing_needs_no_framework_and_no_engine() -> None:
@@ -118,3 +122,10 @@ def test_links_lead_somewhere() -> None:
 def test_files_fit_a_sitting() -> None:
     for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 600, path
+
+
+def test_a_folder_has_few_loose_files() -> None:
+    """Whoever opens a folder reads its files' names at a glance, and finds more in folders that say what is inside."""
+    loose = Counter(path.parent.relative_to(ROOT).as_posix() for path in SOURCES)
+    full = {folder: count for folder, count in loose.items() if count > 12 and folder not in CROWDED}
+    assert not full, f"more than 12 files in one folder: {full}; put those that belong together into a folder of their own"

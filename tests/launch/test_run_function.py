@@ -156,7 +156,7 @@ def test_an_elastic_job_returns_the_results_of_the_ranks_with_which_it_ended(cap
 
         import hvdlite as hvd
         from hvdlite.training.elastic import run
-        from hvdlite.training.elastic_state import ObjectState
+        from hvdlite.training.elastic.state import ObjectState
         hvd.init()
 
         @run

@@ -14,7 +14,7 @@ import torch
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_map
 
-from hvdlite_torch import cuda
+from hvdlite_torch.arrays import cuda
 from tests.gpu_double.gpu import GpuDouble, plane
 from tests.gpu_double.torch_cuda import install
 from tests.gpu_double.worlds import Gpus

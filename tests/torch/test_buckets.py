@@ -14,7 +14,8 @@ torch = pytest.importorskip("torch")
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.planes.base import FusionBuffer, Plane  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import Compression, DistributedOptimizer, cuda  # noqa: E402
+from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
+from hvdlite_torch.arrays import cuda  # noqa: E402
 from tests.torch.models import by_bucket, net, reducer_of, settle, train, weights, wrapped  # noqa: E402
 from tests.torch.programs import buckets as programs  # noqa: E402
 from tests.worlds import HANGS_SECONDS, TORCH, processes, threads  # noqa: E402

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 import hvdlite_torch as hvd
 from hvdlite import api
 from hvdlite.runtime.runtime import Runtime
-from hvdlite_torch import derivatives
+from hvdlite_torch.collectives import derivatives
 from tests.worlds import threads
 
 SIZE = 2

@@ -14,9 +14,14 @@ import hvdlite_torch as hvd  # noqa: E402
 from hvdlite import api  # noqa: E402
 from hvdlite.core.errors import ReplicaMismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite.training.elastic_state import ObjectState  # noqa: E402
-from hvdlite_torch import elastic_state  # noqa: E402
-from hvdlite_torch.elastic import StateHandler, TorchState, get_handler_registry, set_handler_registry  # noqa: E402
+from hvdlite.training.elastic.state import ObjectState  # noqa: E402
+from hvdlite_torch.elastic import (  # noqa: E402
+    StateHandler,
+    TorchState,
+    get_handler_registry,
+    set_handler_registry,
+    torch_state,
+)
 from tests.torch.elastic_training import OPTIMIZERS, Training  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -129,7 +134,7 @@ def test_a_sync_that_fails_changes_nothing(as_ranks: Callable[..., list[Any]], m
         state.restore()
         assert trainings[rank].bits() == before and state.step == 0
 
-    monkeypatch.setattr(elastic_state, "broadcast_tensors", fail)
+    monkeypatch.setattr(torch_state, "broadcast_tensors", fail)
     as_ranks(step)
 
 
@@ -142,8 +147,8 @@ def test_a_sync_that_fails_changes_nothing(as_ranks: Callable[..., list[Any]], m
 def test_only_what_differs_on_some_rank_is_sent(as_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch,
                                                 change: Callable[[Training, TorchState], Any], sent: bool) -> None:
     counts = []
-    broadcast = elastic_state.broadcast_tensors
-    monkeypatch.setattr(elastic_state, "broadcast_tensors",
+    broadcast = torch_state.broadcast_tensors
+    monkeypatch.setattr(torch_state, "broadcast_tensors",
                         lambda *arguments: (counts.append(len(arguments[1])), broadcast(*arguments)))
 
     trainings = [Training("sgd") for _ in range(2)]  # not on the threads: torch's generator is everybody's

@@ -17,7 +17,8 @@ import hvdlite_torch as hvd  # noqa: E402
 from hvdlite import api  # noqa: E402
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import Compression, cuda  # noqa: E402
+from hvdlite_torch import Compression  # noqa: E402
+from hvdlite_torch.arrays import cuda  # noqa: E402
 from tests.gpu_double.torch_cuda import install  # noqa: E402
 from tests.gpu_double.worlds import Gpus  # noqa: E402
 from tests.torch import test_buckets, test_optimizer  # noqa: E402

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader, IterableDataset, dataloader  # noqa: E402
 
 from hvdlite.diagnostics.progress import Progress  # noqa: E402
-from hvdlite_torch.input_time import count_input  # noqa: E402
+from hvdlite_torch.step_parts import count_input  # noqa: E402
 
 
 class Nested(IterableDataset[Any]):
@@ -25,7 +25,7 @@ def test_a_loader_that_reads_another_counts_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(progress, "loaded", lambda seconds, cpu: waits.append(seconds))
     api = SimpleNamespace(is_initialized=lambda: True, is_provisional=lambda: False,
                           runtime=lambda: SimpleNamespace(progress=progress))
-    monkeypatch.setattr("hvdlite_torch.input_time.api", api)
+    monkeypatch.setattr("hvdlite_torch.step_parts.api", api)
     monkeypatch.setattr(dataloader._BaseDataLoaderIter, "__next__", dataloader._BaseDataLoaderIter.__next__)
     count_input()
     count_input()

@@ -94,7 +94,7 @@ class OfHuggingFace(IterableDataset):
 
 def test_data_that_are_split_already_are_not_split_again(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr("hvdlite_torch.same_data.warnings.warn", lambda text, **_: told.append(text))
+    monkeypatch.setattr("hvdlite_torch.mirrored.same_data.warnings.warn", lambda text, **_: told.append(text))
 
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank

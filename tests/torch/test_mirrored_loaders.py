@@ -133,7 +133,7 @@ def test_every_sample_once_an_epoch(kind: str, size: int) -> None:
 
 
 def test_samplers_without_an_end_and_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdlite.training.synchronized_sampler.CHUNK", 20)
+    monkeypatch.setattr("hvdlite.training.mirrored.synchronized_sampler.CHUNK", 20)
 
     class Endless(Sampler):
         def __iter__(self) -> Iterator[int]:

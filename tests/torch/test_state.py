@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 import hvdlite_torch as hvd  # noqa: E402
 from hvdlite import api  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import state  # noqa: E402
+from hvdlite_torch.collectives import broadcasts  # noqa: E402
 from tests.torch.models import net  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -67,7 +67,7 @@ def test_state_keeps_its_dtypes_when_it_is_broadcast() -> None:
         optimizer = WideMoments(model.parameters())
         if runtime.world.rank == 0:
             train(model, optimizer, 3)
-        state.take_over(runtime, optimizer, 0)
+        broadcasts.take_over(runtime, optimizer, 0)
         taken = [tensor.clone() for tensor in tensors(model, optimizer)]
         hvd.DistributedOptimizer(optimizer, _runtime=runtime)
         train(model, optimizer, 2, runtime.world.rank)
@@ -110,7 +110,7 @@ def test_what_torch_itself_converts_stays_converted() -> None:
                     each.grad = torch.ones_like(each)
             if runtime.world.rank == 0:
                 optimizer.step(lambda: torch.ones(()))
-            state.take_over(runtime, optimizer, 0)
+            broadcasts.take_over(runtime, optimizer, 0)
             (own,) = optimizer.state.values()
             found += [own[key] for key in sorted(own)]
         return found

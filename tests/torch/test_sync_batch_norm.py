@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import hvdlite_torch as hvd
 from hvdlite import api
 from hvdlite.runtime.runtime import Runtime
-from hvdlite_torch.gradient_weights import GradientWeight
+from hvdlite_torch.gradients.weights import GradientWeight
 from tests.torch.programs import sync_batch_norm as programs
 from tests.worlds import TORCH, processes, threads
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import hvdlite_torch as hvd  # noqa: E402
 from hvdlite import api  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch.gradient_weights import weighted_later  # noqa: E402
+from hvdlite_torch.gradients.weights import weighted_later  # noqa: E402
 from tests.torch.mirroring import Net, assert_close, dataset, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 

@@ -20,7 +20,7 @@ from hvdlite.runtime.followers import Followers  # noqa: E402
 from hvdlite.runtime.learned import Learned  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer, MirroredStrategy, comm_hooks  # noqa: E402
-from hvdlite_torch.elastic_handlers import StateDictHandler  # noqa: E402
+from hvdlite_torch.elastic.handlers import StateDictHandler  # noqa: E402
 from tests.elastic_jobs import ElasticJob  # noqa: E402
 from tests.raising import raises  # noqa: E402
 from tests.torch.models import by_bucket, net, weights  # noqa: E402

@@ -11,7 +11,7 @@ import pytest
 from hvdlite import api
 from hvdlite.core.errors import HostsUpdatedInterrupt, UnsupportedError
 from hvdlite.training import elastic
-from hvdlite.training.elastic_state import ObjectState, State
+from hvdlite.training.elastic.state import ObjectState, State
 from hvdlite.training.replicas import named_parts
 
 

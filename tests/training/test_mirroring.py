@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hvdlite.core.errors import MismatchError
-from hvdlite.training.mirroring import MirrorSchedule, TensorKind, agreed_names, matching_tensors
+from hvdlite.training.mirrored.mirroring import MirrorSchedule, TensorKind, agreed_names, matching_tensors
 
 
 class Tensor:

@@ -16,10 +16,10 @@ from hvdlite.training.gradients.before_step import BeforeStep
 from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.step_reducer import StepReducer, current_samples
 from hvdlite_torch import Compression
+from hvdlite_torch.arrays.tensors import as_tensor, on_host
 from hvdlite_torch.gradients.hooks import Hooks
-from hvdlite_torch.reduction import gradients_of
-from hvdlite_torch.tensors import as_tensor, on_host
-from hvdlite_torch.unfinal import get_grad, set_grad
+from hvdlite_torch.gradients.unfinal import get_grad, set_grad
+from hvdlite_torch.optimizer.reduction import gradients_of
 
 
 class TorchStepReducer(StepReducer):

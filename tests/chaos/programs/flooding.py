@@ -17,7 +17,7 @@ from hvdlite.bootstrap.member import Member
 from hvdlite.core.frames import to_frame
 from hvdlite.membership import messages
 from hvdlite.training import elastic
-from hvdlite.training.elastic_state import ObjectState
+from hvdlite.training.elastic.state import ObjectState
 
 ESCAPES = "\x1b]0;escaped\x07\x1b[2J\x9b31m"
 _ANY_SIZE = 1 << 30

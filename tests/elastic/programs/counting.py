@@ -21,7 +21,7 @@ import numpy as np
 
 from hvdlite import api, ops
 from hvdlite.training import elastic
-from hvdlite.training.elastic_state import ObjectState
+from hvdlite.training.elastic.state import ObjectState
 
 COUNT = 4096
 """Weights."""

@@ -13,7 +13,7 @@ import numpy as np
 from hvdlite import api
 from hvdlite.core.errors import HorovodInternalError, LaunchError, PeerLostError
 from hvdlite.training.elastic import run
-from hvdlite.training.elastic_state import ObjectState
+from hvdlite.training.elastic.state import ObjectState
 from tests.groups.programs.groups import RANK, group_of, left_over
 from tests.groups.worlds import allreduce, barrier, result_of, sums
 from tests.worlds import HANGS_SECONDS

@@ -14,7 +14,7 @@ from hvdlite import api, ops
 from hvdlite.core.errors import HorovodInternalError, LaunchError, UnsupportedError
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.training.elastic import run
-from hvdlite.training.elastic_state import ObjectState
+from hvdlite.training.elastic.state import ObjectState
 from tests.held import open_files
 
 

@@ -1,0 +1,90 @@
+"""PyTorch tensors as the runtime's arrays, without copying."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hvdlite import api
+from hvdlite.core.array import BFLOAT16, Array
+from hvdlite.core.device import AnyArray, DeviceAccess, DeviceArray
+from hvdlite.core.errors import UnsupportedError
+from hvdlite_torch.arrays import casts, cuda
+
+api.offer_casts(casts.widen, casts.narrow, casts.reduce_pair)  # NumPy's own are slower
+
+
+def contiguous(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a contiguous tensor with `tensor`'s values, sharing its memory when it is contiguous itself.
+
+    Raises:
+        UnsupportedError: for something else, a tensor on an accelerator that is not an NVIDIA GPU, or a sparse one.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedError(f"'{name}' must be a torch.Tensor, not {type(tensor).__name__} (for arrays there is "
+                               "`import hvdlite as hvd`)")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"'{name}' is on {tensor.device}, and only NVIDIA's GPUs (cuda) have a data plane; move "
+                               "it to the CPU")
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(f"'{name}' is sparse ({tensor.layout}); densify it with .to_dense(), or pass "
+                               "sparse_as_dense=True to DistributedOptimizer")
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
+
+
+def as_runtime_array(tensor: torch.Tensor, name: str, devices: DeviceAccess | None) -> AnyArray:
+    """Return the memory of a tensor from `contiguous` as the runtime's array; one on a GPU needs `devices`."""
+    if not cuda.is_on_gpu(tensor):
+        return as_array(tensor, name)
+    assert devices is not None
+    return cuda.wrap(tensor, devices)
+
+
+def on_host(tensor: torch.Tensor, name: str) -> Array:
+    """Return a tensor's values as a NumPy array, which is a copy of one on a GPU."""
+    dense = contiguous(tensor, name)
+    return as_array(dense.cpu() if cuda.is_on_gpu(dense) else dense, name)
+
+
+def as_array(tensor: torch.Tensor, name: str) -> Array:
+    """Return a NumPy view of the memory of a tensor from `contiguous`.
+
+    Raises:
+        UnsupportedError: for a dtype that NumPy does not have.
+    """
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(BFLOAT16)
+    try:
+        return tensor.numpy()
+    except TypeError:
+        raise UnsupportedError(f"'{name}': dtype {tensor.dtype} is not supported") from None
+
+
+def as_tensor(array: AnyArray) -> torch.Tensor:
+    """Return a tensor over an array that a collective returned: for one on a GPU, the tensor that it is."""
+    if isinstance(array, DeviceArray):
+        assert isinstance(array.owner, torch.Tensor)
+        return array.owner
+    return host_tensor(array)
+
+
+def host_tensor(array: Array) -> torch.Tensor:
+    """Return a tensor over a NumPy array of any strides."""
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor that fills its memory in another order than row-major, else ()."""
+    if tensor.is_contiguous() or tensor.layout is not torch.strided:
+        return ()
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length != 1 and stride != expected:
+            return ()
+        expected *= length
+    return tuple(tensor.stride())

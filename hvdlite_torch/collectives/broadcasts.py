@@ -1,0 +1,207 @@
+"""Broadcasts of parameters, optimizer state and objects, so that all ranks start with the same state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hvdlite import api
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet, global_process_set
+from hvdlite.core.types import Collective
+from hvdlite.runtime.runtime import Runtime
+from hvdlite.training import objects, replicas
+from hvdlite_torch.arrays import cuda
+from hvdlite_torch.arrays.tensors import as_runtime_array, contiguous, dense_strides, on_host
+from hvdlite_torch.ops import broadcast_async_
+from hvdlite_torch.rows import mapped
+
+
+def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int,
+                         process_set: ProcessSet = global_process_set) -> None:
+    """Overwrite tensors with rank `root_rank`'s, in place.
+
+    In a process that joins an elastic job, this does nothing, like `broadcast_optimizer_state` and `broadcast_object`:
+    `hvd.elastic.run` synchronises the state.
+
+    Args:
+        params: a `state_dict()`, or `named_parameters()`, or a list of tensors. Entries of a dict that are not tensors are
+            left alone.
+
+    Raises:
+        ValueError: for anything else.
+        MismatchError: when a tensor's shape or dtype differs between ranks.
+    """
+    if api.is_provisional():
+        return
+    handles = [broadcast_async_(tensor.detach(), root_rank, f"parameters.{name}", process_set)
+               for name, tensor in _named(params)]
+    for handle in handles:
+        handle.wait()
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
+    """Give every rank rank `root_rank`'s optimizer state and hyper-parameters.
+
+    Works for every torch optimizer, stepped or not: the state's structure travels as an object and its tensors as tensors,
+    so no step is taken to create it. Tensors keep their dtypes.
+
+    Args:
+        model: accepted for Horovod's sake; not needed.
+    """
+    del model
+    if not api.is_provisional():
+        _broadcast_state(api.runtime(), optimizer, root_rank)
+
+
+def take_over(runtime: Runtime, optimizer: torch.optim.Optimizer, root_rank: int,
+              models: Iterable[torch.nn.Module] = ()) -> None:
+    """Copy rank `root_rank`'s parameters, optimizer state, and models' parameters and buffers to every rank."""
+    tensors = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for model in models:
+        tensors.update((id(tensor), tensor) for tensor in (*model.parameters(), *model.buffers()))
+    broadcast_tensors(runtime, [tensor.detach() for tensor in tensors.values()], root_rank, "take_over.parameters")
+    _broadcast_state(runtime, optimizer, root_rank)
+
+
+def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+    state = broadcast_structure(runtime, optimizer.state_dict(), root_rank, "optimizer_state")
+    if runtime.world.rank != root_rank:
+        load_exactly(optimizer, state)
+
+
+def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any],
+                 load: Callable[[dict[str, Any]], Any] | None = None) -> None:
+    """Load a state dict that belongs to the caller, so that its tensors keep their dtypes.
+
+    torch casts floating-point state to its parameter's dtype: float32 moments of bfloat16 parameters would lose their bits.
+
+    Args:
+        load: another function than `optimizer.load_state_dict`.
+    """
+    (load or optimizer.load_state_dict)(state)
+    for saved, group in zip(state.get("param_groups", ()), optimizer.param_groups, strict=False):
+        for key, parameter in zip(saved["params"], group["params"], strict=True):
+            if parameter in optimizer.state and key in state["state"]:
+                optimizer.state[parameter] = _with_dtypes_of(state["state"][key], optimizer.state[parameter])
+
+
+def _with_dtypes_of(saved: Any, loaded: Any) -> Any:
+    """Return the loaded structure of state, where tensors that were cast are replaced by the saved ones."""
+    if isinstance(loaded, torch.Tensor):
+        was_cast = isinstance(saved, torch.Tensor) and saved.dtype is not loaded.dtype and saved.shape == loaded.shape
+        return saved.to(loaded.device) if was_cast else loaded
+    if isinstance(loaded, dict) and isinstance(saved, Mapping):
+        for key in loaded:
+            if key in saved:
+                loaded[key] = _with_dtypes_of(saved[key], loaded[key])
+    elif type(loaded) in (list, tuple) and type(saved) is type(loaded) and len(saved) == len(loaded):
+        return type(loaded)(map(_with_dtypes_of, saved, loaded))
+    return loaded
+
+
+def broadcast_structure(runtime: Runtime, value: Any, root_rank: int, name: str,
+                        process_set: int = GLOBAL_PROCESS_SET_ID) -> Any:
+    """Return the root's structure of dicts, lists, tuples, tensors and objects; the others' `value` is ignored."""
+    tensors: list[torch.Tensor] = []  # in the order in which they come in the structure, on all ranks
+
+    def taken_out(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        return Placeholder(leaf)
+
+    def put_in(leaf: Any) -> Any:
+        if not isinstance(leaf, Placeholder):
+            return leaf
+        tensors.append(leaf.room())
+        return tensors[-1]
+
+    is_root = runtime.world.rank == root_rank
+    structure = objects.broadcast_object(runtime, mapped(value, taken_out) if is_root else None, root_rank,
+                                         f"{name}.structure", process_set)
+    if not is_root:
+        value = mapped(structure, put_in)
+    broadcast_tensors(runtime, tensors, root_rank, name, process_set)
+    return value
+
+
+def check_replicas(params: Mapping[str, Any] | Iterable[Any], process_set: ProcessSet = global_process_set) -> None:
+    """Compare tensors over all ranks, bit by bit; all ranks call this with the same names.
+
+    `DistributedOptimizer` does so by itself after every HVDLITE_REPLICA_CHECK_STEPS steps.
+
+    Args:
+        params: like `broadcast_parameters`.
+
+    Raises:
+        ReplicaMismatchError: on all ranks, naming the first tensor that differs and the ranks.
+    """
+    named = [(name, on_host(tensor, name)) for name, tensor in _named(params)]
+    runtime, process_set_id = api.runtime(), api.set_id(process_set)
+    replicas.check_replicas(runtime, named, runtime.unnamed("torch", "check_replicas", process_set_id), process_set_id)
+
+
+def broadcast_tensors(runtime: Runtime, tensors: Sequence[torch.Tensor], root_rank: int, name: str,
+                      process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
+    """Overwrite tensors with the root's, in place."""
+    devices = runtime.devices
+    dense = [cuda.to_transportable(contiguous(tensor, name), devices, Collective.BROADCAST) for tensor in tensors]
+    handles = [runtime.broadcast(f"{name}.{index}", as_runtime_array(tensor, name, devices), root_rank,
+                                 process_set=process_set)
+               for index, tensor in enumerate(dense)]
+    for tensor, sent, handle in zip(tensors, dense, handles, strict=True):
+        cuda.wait(handle)
+        if tensor.data_ptr() != sent.data_ptr():
+            tensor.copy_(sent)
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
+                     process_set: ProcessSet = global_process_set) -> Any:
+    """Return rank `root_rank`'s picklable object on every rank."""
+    if api.is_provisional():
+        return obj
+    name = api.negotiated_name("torch", "broadcast_object", name, process_set)
+    return objects.broadcast_object(api.runtime(), obj, root_rank, name, api.set_id(process_set))
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Return every rank's picklable object, in rank order."""
+    name = api.negotiated_name("torch", "allgather_object", name, process_set)
+    return objects.allgather_object(api.runtime(), obj, name, api.set_id(process_set))
+
+
+class Placeholder:
+    """A placeholder for a tensor in a structure that is sent as an object.
+
+    Strides are sent too: if an optimizer's state has other strides than its parameter, torch rounds 16-bit floats
+    differently, and replicas would diverge.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        self.strides, self.device = dense_strides(tensor), tensor.device.type
+
+    def fits(self, room: torch.Tensor) -> bool:
+        """Return whether the tensor can be received in the memory of another one."""
+        return (room.layout is torch.strided and tuple(room.shape) == self.shape and room.device.type == self.device
+                and str(room.dtype).removeprefix("torch.") == self.dtype and dense_strides(room) == self.strides)
+
+    def room(self) -> torch.Tensor:
+        """Return memory for the tensor."""
+        room = torch.zeros(self.shape, dtype=getattr(torch, self.dtype), device=self.device)
+        return room.as_strided(self.shape, self.strides) if self.strides else room
+
+
+def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(params, Mapping):
+        return [(name, value) for name, value in sorted(params.items()) if isinstance(value, torch.Tensor)]
+    named = []
+    for index, entry in enumerate(params if isinstance(params, Iterable) else [params]):
+        name, value = entry if isinstance(entry, tuple) and len(entry) == 2 else (str(index), entry)
+        if not isinstance(value, torch.Tensor):
+            raise ValueError("tensors are given as a state_dict(), as named_parameters() or as a list, with no "
+                             f"{type(value).__name__} in it (entry {name})")
+        named.append((name, value))
+    return named

@@ -1,0 +1,145 @@
+"""The arguments of a communication hook: the gradients of a round, and collectives over the ranks that share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.runtime.runtime import Runtime
+from hvdlite_torch.arrays import cuda
+from hvdlite_torch.arrays.tensors import as_runtime_array, as_tensor, contiguous
+
+Gradients = Sequence[tuple[str, torch.Tensor]]
+"""Names, equal on all ranks, and dense gradients to be overwritten with their averages over all ranks."""
+
+
+class CommHook(Protocol):
+    """The interface of `comm_hook`.
+
+    A hook can have an attribute `is_idempotent`: averaging averages again leaves them as they are, so parameters can have
+    several backward passes before a step. A second one raises with other hooks.
+    """
+
+    def reduce(self, gradients: Gradients, exchange: Exchange) -> None:
+        """Average the gradients over all ranks, in place; called on all ranks with the same names in the same order."""
+
+
+class Exchange:
+    """Collectives over the ranks that share gradients.
+
+    Attributes:
+        size: how many ranks these are.
+        rank: this rank's number in the job.
+        active: how many of them take part in this round; the others have joined.
+        joins: changes when all ranks have joined, and when a world of an elastic job begins. Until then, ranks that joined
+            early or were not there missed calls of `reduce`.
+        parameters: of the gradients that are being reduced, in their order.
+    """
+
+    _runtime: Runtime  # of this world
+    size: int
+    rank: int
+    active: int
+
+    def __init__(self) -> None:
+        self.parameters: Sequence[torch.Tensor] = ()
+        self._joins_before = 0  # this world
+        self._label, self._process_set = "", GLOBAL_PROCESS_SET_ID
+
+    def attach(self, runtime: Runtime, label: str, process_set: int) -> None:
+        """Use the collectives of a runtime from now on."""
+        self._runtime, self._label, self._process_set = runtime, label, process_set
+        self.size, self.rank = len(runtime.members(process_set)), runtime.world.rank
+
+    def detach(self) -> None:
+        """The runtime has ended, maybe in the middle of a round."""
+        self._joins_before = self.joins + 1
+        del self._runtime
+        self.parameters = ()
+
+    @property
+    def joins(self) -> int:
+        return self._joins_before + self._runtime.joins
+
+    def average(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Average tensors in place, as one group."""
+        self.start_average(name, tensors)()
+
+    def start_average(self, name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Start to average tensors in place, as one group; return a function that waits until they are averaged."""
+        return self._start_reduction(name, tensors, ReduceOp.AVERAGE)
+
+    def largest(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the largest values of a tensor over all ranks, element by element."""
+        result = tensor.clone()
+        self._start_reduction(name, [result], ReduceOp.MAX)()
+        return result
+
+    def gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' tensors, concatenated along the first dimension."""
+        devices = self._runtime.devices
+        source = cuda.to_transportable(contiguous(tensor, name), devices, Collective.ALLGATHER)
+        handle = self._runtime.allgather(f"{self._label}.{name}", as_runtime_array(source, name, devices),
+                                         process_set=self._process_set)
+        return as_tensor(cuda.wait(handle)).to(tensor.device)
+
+    def _start_reduction(self, name: str, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Callable[[], None]:
+        if not tensors:
+            return _nothing
+        devices = self._runtime.devices
+        dense = [cuda.to_transportable(contiguous(tensor, name), devices, Collective.ALLREDUCE, op) for tensor in tensors]
+        arrays = [as_runtime_array(tensor, name, devices) for tensor in dense]
+        handle = self._runtime.grouped_allreduce(f"{self._label}.{name}", arrays, arrays, op, process_set=self._process_set)
+
+        def wait() -> None:
+            cuda.wait(handle)
+            for tensor, result in zip(tensors, dense, strict=True):
+                if tensor.data_ptr() != result.data_ptr():
+                    tensor.copy_(result)
+        return wait
+
+
+class AllReduce:
+    """Plain averaging, as without a hook, but after backward."""
+
+    is_idempotent = True
+
+    def reduce(self, gradients: Gradients, exchange: Exchange) -> None:
+        """Average the gradients."""
+        exchange.average("gradients", [gradient for _, gradient in gradients])
+
+
+def _nothing() -> None:
+    pass
+
+
+def check_hook(hook: Any) -> None:
+    """Raise `ValueError` unless this can be a `comm_hook`."""
+    if isinstance(hook, type):
+        raise ValueError(f"comm_hook takes an instance with state of its own, such as {hook.__name__}(), not the class")
+    if not callable(getattr(hook, "reduce", None)):
+        raise ValueError(
+            f"comm_hook takes an object with a method reduce(gradients, exchange), such as comm_hooks.PowerSGD(), not "
+            f"{hook!r}. A function (state, bucket) that DDP's register_comm_hook takes goes through "
+            "comm_hooks.DDPHook(state, function)")
+
+
+def reduce_round(hook: CommHook, exchange: Exchange, members: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]],
+                 active: int) -> list[torch.Tensor]:
+    """Let a hook average the gradients that some rank has; see `training.gradients.hook_bucket`."""
+    reduced = []
+    with torch.no_grad():
+        for name, parameter, gradient in members:
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            elif gradient.layout is not torch.strided:
+                gradient = gradient.to_dense()
+            reduced.append((name, parameter, gradient))
+        exchange.parameters, exchange.active = [parameter for _, parameter, _ in reduced], active
+        hook.reduce([(name, gradient) for name, _, gradient in reduced], exchange)
+        exchange.parameters = ()
+    return [gradient for _, _, gradient in reduced]

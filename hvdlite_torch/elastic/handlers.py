@@ -1,0 +1,228 @@
+"""How `TorchState` saves, restores and sends each kind of object: models, optimizers, samplers, and what has a state dict.
+
+A handler keeps two copies of an object's state. A commit is written over the older one, tensor by tensor and on the
+tensors' own devices, so commits allocate nothing once both exist. What another rank sends is received there, too: the
+object itself changes only after everything has come.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hvdlite import api
+from hvdlite_torch.collectives.broadcasts import Placeholder, broadcast_structure, load_exactly
+from hvdlite_torch.elastic.elastic_sampler import ElasticSampler
+from hvdlite_torch.rows import leaves, mapped
+
+
+class StateHandler:
+    """Saves, restores and synchronises one attribute of a `TorchState`; a base for your own handlers.
+
+    Register a handler with `set_handler_registry`.
+
+    Attributes:
+        value: the object.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Copy the object's state to a new place: when another handler fails, this one gets back what it had saved."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to what `save` or `sync` has copied last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Take rank 0's state on all ranks, and save it."""
+        raise NotImplementedError
+
+    def set_value(self, value: Any) -> None:
+        """Replace the object, and save the new one."""
+        self.value = value
+        self.save()
+
+
+class StateDictHandler(StateHandler):
+    """Handles an object with `state_dict()` and `load_state_dict()`, such as a learning rate scheduler or a `GradScaler`.
+
+    Attributes:
+        saved: the last copy.
+        staged: the older copy, whose memory the next one takes; or the next one, before `promote`.
+    """
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.saved: Any = None
+        self.staged: Any = None
+        self.save()
+
+    def save(self) -> None:
+        """Copy the object's state; the last copy stays until the new one is complete."""
+        self.stage()
+        self.promote()
+
+    def restore(self) -> None:
+        """Load the last copy; it stays as it is."""
+        self.load(self.saved)
+
+    def sync(self) -> None:
+        """Take rank 0's state on all ranks, and save it."""
+        runtime = api.runtime()
+        if runtime.world.rank == 0:
+            self.stage()
+        received = broadcast_structure(runtime, self.staged, 0, runtime.unnamed("torch", "elastic.handler"))
+        self.receive(received)
+
+    def stage(self) -> Any:
+        """Copy the object's state over the older copy, and return it; `promote` makes it the saved one."""
+        self.staged = copied_over(self.value.state_dict(), self.staged)
+        return self.staged
+
+    def stage_received(self, structure: Any) -> Any:
+        """Put memory in place of a received structure's placeholders, and return it, for its tensors to be received."""
+        self.staged = with_rooms(structure, self.staged)
+        return self.staged
+
+    def receive(self, structure: Any) -> None:
+        """Save a complete state of rank 0, and load it on the other ranks."""
+        self.staged = structure
+        self.receive_staged(load=api.rank() != 0)
+
+    def receive_staged(self, *, load: bool) -> None:
+        """Save the staged copy, which is complete, as the state of rank 0.
+
+        Args:
+            load: whether this rank's object has another state.
+        """
+        if load:
+            self.load(self.staged)
+        self.promote()
+
+    def promote(self) -> None:
+        """Make the staged copy the saved one."""
+        self.saved, self.staged = self.staged, self.saved
+
+    def load(self, structure: Any) -> None:
+        """Load a structure like a state dict, which the object must not keep."""
+        self.value.load_state_dict(copied_over(structure, None))
+        if isinstance(self.value, torch.amp.GradScaler):
+            self.value._per_optimizer_states.clear()  # of a step that failed, which is no part of its state dict
+
+
+class ModelStateHandler(StateDictHandler):
+    """Handles a module: parameters and buffers."""
+
+    def load(self, structure: Any) -> None:
+        """Copy parameters and buffers into the module's own."""
+        self.value.load_state_dict(structure)
+
+
+class OptimizerStateHandler(StateDictHandler):
+    """Handles an optimizer: state, in its own dtypes, and hyper-parameters."""
+
+    def load(self, structure: Any) -> None:
+        """Load a copy, in the memory of the optimizer's tensors where that fits."""
+        load_exactly(self.value, copied_over(structure, self.value.state_dict()))
+
+
+class SamplerStateHandler(StateDictHandler):
+    """Handles a sampler, which is divided among the ranks of each new world."""
+
+
+def copied_over(structure: Any, room: Any) -> Any:
+    """Return a deep copy of a structure, in the memory of another structure's tensors where that fits."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    rooms = _Rooms(room)
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf if type(leaf) in _SHARED else copy.deepcopy(leaf)
+        own = rooms.take(lambda room: _is_alike(room, leaf))
+        if own is None:
+            return leaf.detach().clone()
+        targets.append(own)
+        sources.append(leaf.detach())
+        return own
+
+    result = mapped(structure, copied)
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)
+    return result
+
+
+def taken_out(structure: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a structure with placeholders for its tensors, which are appended to a list."""
+    def placeholder(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf.detach())
+        return Placeholder(leaf)
+    return mapped(structure, placeholder)
+
+
+def with_rooms(structure: Any, room: Any) -> Any:
+    """Return a structure with memory in place of its placeholders: another structure's tensors, where they fit."""
+    rooms = _Rooms(room)
+
+    def received(leaf: Any) -> Any:
+        if not isinstance(leaf, Placeholder):
+            return leaf
+        own = rooms.take(leaf.fits)
+        return leaf.room() if own is None else own
+    return mapped(structure, received)
+
+
+class _Rooms:
+    """Tensors whose memory may be used again; in the order in which they come, which seldom changes."""
+
+    def __init__(self, structure: Any) -> None:
+        self._tensors = iter([leaf for leaf in leaves(structure) if isinstance(leaf, torch.Tensor)])
+
+    def take(self, fits: Callable[[torch.Tensor], bool]) -> torch.Tensor | None:
+        """Return the next tensor, if it fits."""
+        own = next(self._tensors, None)
+        return own if own is not None and fits(own) else None
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.layout is other.layout is torch.strided and one.dtype is other.dtype and one.shape == other.shape
+            and one.device == other.device and one.stride() == other.stride())
+
+
+_SHARED = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+Registry = list[tuple[type, Callable[[Any], StateHandler]]]
+_registry: Registry = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+
+
+def get_handler_registry() -> Registry:
+    """Return the handlers: pairs of a type and the handler of its instances, the first of which that matches is taken."""
+    return _registry
+
+
+def set_handler_registry(registry: Registry) -> None:
+    """Replace the handlers for states that are made from now on."""
+    global _registry
+    _registry = registry
+
+
+def handler_for(value: Any) -> StateHandler | None:
+    """Return a handler for an object; None for one that is saved as a plain object."""
+    for kind, make in _registry:
+        if isinstance(value, kind):
+            return make(value)
+    has_state_dict = all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+    return StateDictHandler(value) if has_state_dict and not isinstance(value, type) else None

@@ -1,0 +1,5 @@
+"""`MirroredStrategy` for PyTorch: one replica of the model per rank."""
+
+from hvdlite_torch.mirrored.mirrored_strategy import MirroredStrategy
+
+__all__ = ["MirroredStrategy"]

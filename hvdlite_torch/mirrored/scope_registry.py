@@ -1,0 +1,246 @@
+"""The objects made in a strategy's scope: modules are remembered, optimizers are distributed, and both are mirrored."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
+from torch.nn.parameter import is_lazy
+
+from hvdlite.core.process_set import ProcessSet
+from hvdlite.training.mirrored.mirroring import MirrorSchedule, TensorKind, agreed_names, matching_tensors
+from hvdlite.training.mirrored.scopes import LivingObjects
+from hvdlite_torch.compression import Compressor
+from hvdlite_torch.copying import ModuleHook
+from hvdlite_torch.gradients.weights import GradientWeight
+from hvdlite_torch.mirrored.foreign_optimizers import refuse_foreign_optimizers
+from hvdlite_torch.mirrored.scoped_optimizer import ScopedOptimizer, load_from_replica_0
+from hvdlite_torch.mirrored.torch_replica_group import TorchReplicaGroup
+from hvdlite_torch.optimizer import DistributedOptimizer, is_distributed
+from hvdlite_torch.sync_batch_norm import SyncBatchNorm
+
+
+class ScopeRegistry:
+    """The objects made in one strategy's scope, as long as they live.
+
+    Args:
+        learning_rate_factor: a factor on learning rates.
+        sync_batch_norm: whether BatchNorm layers become `SyncBatchNorm`.
+
+    Attributes:
+        schedule: decides when everything is mirrored.
+        weight: weights this rank's gradients in the current batch.
+    """
+
+    def __init__(self, replicas: TorchReplicaGroup, process_set: ProcessSet, *, learning_rate_factor: float,
+                 sync_batch_norm: bool, backward_passes_per_step: int, compression: type[Compressor]) -> None:
+        self._lazy: list[weakref.ref[torch.Tensor]] = []  # without a shape when everything was mirrored last
+        self.schedule = MirrorSchedule(replicas, functools.partial(_any_has_its_shape, self._lazy))
+        self.learning_rate_factor = learning_rate_factor
+        self._replicas, self._process_set = replicas, process_set
+        self._sync_batch_norm = sync_batch_norm
+        self._passes, self._compression = backward_passes_per_step, compression
+        self._modules: LivingObjects[torch.nn.Module] = LivingObjects()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._optimizers: LivingObjects[Any] = LivingObjects()
+        self.weight = GradientWeight(replicas.runtime)
+        self._awaiting: list[Any] = []  # hooks on modules with lazy parameters, while there is a weight
+        if replicas.size > 1:
+            refuse_foreign_optimizers(self)
+
+    # --- what is made ------------------------------------------------------------------------------------------------
+
+    def add_module(self, module: torch.nn.Module) -> None:
+        """Remember a module; only `torch.nn.Module.__init__` has run, the subclass may not be initialized."""
+        kind = type(module).__name__
+        self._modules.add(f"{kind}{self._counts[kind]}", module)
+        self._counts[kind] += 1
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.register_load_state_dict_post_hook(_Reloaded(self))
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Distribute an optimizer and mirror its parameters; only `torch.optim.Optimizer.__init__` has run.
+
+        Raises:
+            MismatchError: on all ranks, when their parameters differ in number, shape or dtype.
+        """
+        if is_distributed(optimizer):
+            return
+        self._convert()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        described = list(zip(self._names(parameters), map(_kind, parameters), strict=True))
+        names = agreed_names(self._replicas, described)
+        self.scale(optimizer.param_groups)
+        if not any(other.defaults is optimizer.defaults for _, other in self._optimizers):
+            self.scale([optimizer.defaults])
+        optimizer_id = self._optimizers.count
+        optimizer._scope, optimizer._optimizer_id = self, optimizer_id  # type: ignore[attr-defined]
+        DistributedOptimizer(optimizer, list(zip(names, parameters, strict=True)), compression=self._compression,
+                             backward_passes_per_step=self._passes, process_set=self._process_set,
+                             _runtime=self._replicas.runtime, _label=f"{self._replicas.label}.{optimizer_id}",
+                             _kind=ScopedOptimizer)
+        self._optimizers.add(f"optimizer{optimizer_id}", optimizer)
+        self._replicas.broadcast_tensors([each.detach() for each in parameters if not is_lazy(each)], "parameters")
+        self.schedule.due = True
+        self.apply_weight()
+
+    def scale(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Multiply the learning rates of parameter groups, except groups that another optimizer of the scope has already."""
+        if self.learning_rate_factor != 1:
+            scaled = {id(group) for _, optimizer in self._optimizers for group in optimizer.param_groups}
+            for group in groups:
+                if "lr" in group and id(group) not in scaled:
+                    group["lr"] = group["lr"] * self.learning_rate_factor
+
+    def paths(self) -> dict[int, str]:
+        """Return the paths of the parameters of the scope's modules, by the parameters' identity."""
+        paths: dict[int, str] = {}
+        walked: set[torch.nn.Module] = set()  # walk each submodule once, not once for each module around it
+        for name, module in self._living_modules():
+            for prefix, part in module.named_modules(walked, name):
+                for attribute, parameter in part._parameters.items():
+                    if parameter is not None:
+                        paths.setdefault(id(parameter), f"{prefix}.{attribute}")
+        return paths
+
+    def _names(self, parameters: Sequence[torch.Tensor]) -> list[str]:
+        """Return unique names for parameters: their paths in their models, with a prefix where needed."""
+        paths: dict[int, tuple[str, str]] = {}
+        for name, module in self._living_modules():
+            for path, parameter in module.named_parameters():
+                paths.setdefault(id(parameter), (name, path))
+        found = [paths.get(id(parameter), ("noname", str(index))) for index, parameter in enumerate(parameters)]
+        times = collections.Counter(path for _, path in found)
+        return [path if times[path] == 1 and name != "noname" else f"{name}.{path}" for name, path in found]
+
+    # --- mirroring ---------------------------------------------------------------------------------------------------
+
+    def mirror_if_due(self) -> None:
+        """Mirror what has been made or loaded since the last time, if anything; all ranks call this together."""
+        if self.schedule.due:
+            self.mirror()
+
+    def mirror(self) -> None:
+        """Give all parameters, buffers and optimizer state replica 0's values; all ranks call this together.
+
+        Raises:
+            MismatchError: on all ranks, when a tensor's shape or dtype differs.
+        """
+        self._convert()
+        if self._replicas.size > 1:
+            self._mirror_tensors()
+        self.schedule.done()  # not if the matching has raised, on all ranks
+        if self._replicas.size > 1:
+            self._mirror_optimizers()
+
+    def _mirror_tensors(self) -> None:
+        named = self._tensors()
+        tensors = matching_tensors(self._replicas, named, _kind, _make)
+        self._replicas.broadcast_tensors([tensor.detach() for tensor in tensors], "tensors")
+        self._lazy[:] = [weakref.ref(tensor) for tensor in named.values() if is_lazy(tensor)]
+
+    def _mirror_optimizers(self) -> None:
+        known = dict(self._optimizers)
+        for name in self._replicas.broadcast_object(list(known), "optimizers"):
+            optimizer = known.get(name)
+            state = self._replicas.broadcast_structure(None if optimizer is None else optimizer.state_dict(), "state")
+            if optimizer is not None and self._replicas.replica_id > 0:
+                load_from_replica_0(optimizer, state)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return all tensors to mirror by name; a tensor has a name for each path to it."""
+        named: dict[str, torch.Tensor] = {}
+        for name, optimizer in self._optimizers:
+            for group, settings in enumerate(optimizer.param_groups):
+                named.update((f"{name}.{group}.{index}", each) for index, each in enumerate(settings["params"]))
+        modules = list(self._living_modules())
+        for name, module in modules:
+            for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    named[f"{name}.{attribute}"] = tensor
+        for name, module in modules:  # includes submodules that were copied or unpickled: their `__init__` did not run
+            for path, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+                named.setdefault(f"{name}.{path}", tensor)
+        return {name: tensor for name, tensor in named.items() if tensor.device.type != "meta"}
+
+    def _living_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        return ((name, module) for name, module in self._modules if hasattr(module, "_parameters"))
+
+    def _convert(self) -> None:
+        """Convert BatchNorm layers to `SyncBatchNorm` in place, so that references to them stay valid."""
+        if not self._sync_batch_norm:
+            return
+        for _, root in self._living_modules():
+            for module in root.modules():
+                if type(module) in (BatchNorm1d, BatchNorm2d, BatchNorm3d, torch.nn.SyncBatchNorm):
+                    module.__class__ = SyncBatchNorm
+                    module.process_set = self._process_set  # type: ignore[assignment]
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    def set_weight(self, weight: float) -> None:
+        """Multiply gradients by `weight` from now on, before they are accumulated.
+
+        Gradients that `torch.autograd.grad` returns are not multiplied, because they are not accumulated. Gradients that a
+        script sets itself are multiplied before they are reduced.
+        """
+        if weight != self.weight.value:
+            self.weight.value = weight
+            self.apply_weight()
+
+    def apply_weight(self) -> None:
+        """Apply the weight to all parameters that there are now, including frozen ones; to lazy ones with their shapes."""
+        optimizers = [optimizer for _, optimizer in self._optimizers]
+        for optimizer in optimizers:
+            optimizer._hooks.own_weight = self.weight.value
+        for hook in self._awaiting:
+            hook.remove()
+        self._awaiting = []
+        parameters = {id(parameter): parameter for optimizer in optimizers
+                      for group in optimizer.param_groups for parameter in group["params"]}
+        self.weight.apply_to(parameters.values())
+        lazy = {key for key, parameter in parameters.items() if self.weight.value != 1 and is_lazy(parameter)}
+        if lazy:
+            modules = {module for _, root in self._living_modules() for module in root.modules()}
+            self._awaiting = [module.register_forward_pre_hook(_Materialized(self)) for module in modules
+                              if any(id(parameter) in lazy for parameter in module._parameters.values())]
+
+
+class _Reloaded(ModuleHook):
+    """A hook that reports that a module has loaded a checkpoint; copies of the module do not report."""
+
+    def __init__(self, registry: ScopeRegistry) -> None:
+        self._registry = registry  # modules keep the registry alive, also without the strategy
+
+    def __call__(self, module: torch.nn.Module, keys: Any) -> None:
+        self._registry.schedule.has_loaded = True
+
+
+class _Materialized(ModuleHook):
+    """Applies the weight before a lazy module's forward pass, after torch has given its parameters shapes."""
+
+    def __init__(self, registry: ScopeRegistry) -> None:
+        self._registry = registry
+
+    def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
+        self._registry.apply_weight()
+
+
+def _any_has_its_shape(tensors: Sequence[weakref.ref[torch.Tensor]]) -> bool:
+    return any(tensor is not None and not is_lazy(tensor) for tensor in (reference() for reference in tensors))
+
+
+def _kind(tensor: torch.Tensor) -> TensorKind:
+    return TensorKind(None if is_lazy(tensor) else tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."),
+                      tensor.requires_grad, tensor.device.type)
+
+
+def _make(kind: TensorKind) -> torch.Tensor:
+    assert kind.shape is not None
+    return torch.empty(kind.shape, dtype=getattr(torch, kind.dtype), device=kind.device)

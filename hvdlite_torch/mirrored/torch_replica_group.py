@@ -1,0 +1,60 @@
+"""The replicas of a strategy on torch: exchange of tensors between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvdlite.core.errors import MismatchError
+from hvdlite.core.types import ReduceOp
+from hvdlite.training.mirrored.replica_group import ReplicaGroup
+from hvdlite_torch.arrays.tensors import as_array, contiguous
+from hvdlite_torch.collectives.broadcasts import broadcast_structure, broadcast_tensors
+
+
+class TorchReplicaGroup(ReplicaGroup):
+    """A group of replicas with collectives on torch tensors; alone, all of them do nothing."""
+
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor], kind: str) -> None:
+        """Overwrite tensors with replica 0's."""
+        if self.size > 1:
+            broadcast_tensors(self.runtime, tensors, self.root, self.name(kind), self.process_set)
+
+    def broadcast_structure(self, value: Any, kind: str) -> Any:
+        """Return replica 0's structure of dicts, lists, tuples, tensors and objects."""
+        if self.size == 1:
+            return value
+        return broadcast_structure(self.runtime, value, self.root, self.name(kind), self.process_set)
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        """Return the reduction of a tensor, which is moved through host memory; not differentiable."""
+        result = contiguous(tensor.detach().cpu(), "reduce").clone()
+        if self.size > 1:
+            name = self.name("reduce")
+            array = as_array(result, name)
+            self.runtime.allreduce(name, array, array, op, process_set=self.process_set, blocking=True).wait()
+        return result.to(tensor.device)
+
+    def allgather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every replica's tensor; shapes may differ along the first dimension. Not differentiable.
+
+        Raises:
+            MismatchError: on all ranks, when something else differs.
+        """
+        if self.size == 1:
+            return [tensor.detach().clone()]
+        dense = contiguous(tensor.detach().cpu(), "gather")
+        kinds = self.allgather_object((tuple(dense.shape), str(dense.dtype).removeprefix("torch.")), "gather.shape")
+        for replica_id, (shape, dtype) in enumerate(kinds):
+            if (shape[1:], len(shape), dtype) != (kinds[0][0][1:], len(kinds[0][0]), kinds[0][1]):
+                raise MismatchError(f"gather: shapes must be equal but for the axis: replica 0 has {kinds[0][1]} "
+                                    f"{kinds[0][0]}, replica {replica_id} {dtype} {shape}")
+        name = self.name("gather")
+        flat = dense.reshape(-1).view(torch.uint8)  # as bytes, so that every dtype travels alike
+        everything = self.runtime.allgather(name, as_array(flat, name), process_set=self.process_set).wait()
+        assert everything is not None
+        parts = torch.from_numpy(everything).view(dense.dtype).split([math.prod(shape) for shape, _ in kinds])
+        return [part.reshape(shape).to(tensor.device) for part, (shape, _) in zip(parts, kinds, strict=True)]

@@ -1,0 +1,332 @@
+"""`DistributedOptimizer`, the class that it mixes into the class of the user's optimizer, and `step(closure)`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from hvdlite import api
+from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.types import ReduceOp
+from hvdlite.runtime.runtime import Runtime
+from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors, group_ids
+from hvdlite_torch.comm_hooks.exchange import CommHook, check_hook
+from hvdlite_torch.compression import Compression, Compressor
+from hvdlite_torch.gradients.hooks import Hooks
+from hvdlite_torch.optimizer.adasum import DistributedAdasum, check_whole_job
+from hvdlite_torch.optimizer.reduction import ReductionSettings, chosen_wait
+from hvdlite_torch.optimizer.stages import Stage, StagedSteps
+
+Closure = Callable[[], Any]
+OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
+
+
+def DistributedOptimizer(
+    optimizer: OptimizerType,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: object = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    comm_hook: CommHook | None = None,
+    wait_in: str | None = None,
+    _runtime: Runtime | None = None,
+    _label: str | None = None,
+    _kind: type[Distributed] | None = None,
+) -> OptimizerType:
+    """Make `optimizer` average its gradients over all ranks; returns the same object.
+
+    Each gradient is handed over by a hook as soon as it is accumulated, so communication overlaps `backward()`. When the
+    (outermost) `backward()` returns, gradients are final: you can clip, unscale and read them. With
+    `wait_in="step"` they are final in `step()`, after `synchronize()`, or when one is read from Python, whichever comes
+    first. A parameter without a gradient on some ranks counts as zeros there; without one on all ranks it keeps None. A
+    parameter that is frozen when the optimizer is wrapped is reduced from the step in which it is trainable on all ranks.
+    The optimizer keeps its class name, `isinstance`, state, defaults, hooks and schedulers. Copies and pickles are plain.
+
+    Several `backward()` calls before a step work when all ranks make the same number of them, over the same parameters:
+    each one is reduced, and gradients add up. It is cheaper to sum the losses, to use `backward_passes_per_step`, or
+    `optimizer.no_sync()` for all but the last. For other ops than Average, and
+    with communication hooks that are not exact, one of these is needed: a second pass onto reduced gradients is an error.
+
+    Gradients that a script sets itself (`p.grad = ...`, by `torch.autograd.grad` or torch.func, of float32 copies) are
+    reduced in `step()` or `synchronize()`, on all ranks. So are those with which it replaces reduced ones; what it changes
+    in place after the reduction (clipping) stays as it is.
+
+    `step(closure)`: gradients are final when the closure returns, also on a rank whose closure had no `backward()`. For
+    `torch.optim.LBFGS`, which decides by the losses how often it calls the closure, losses are reduced like gradients. For
+    other optimizers that do, return `hvd.allreduce(loss)` from the closure.
+
+    Args:
+        named_parameters: names for messages and matching; `model.named_parameters()`. Default: numbered.
+        compression: `Compression.none`, `.fp16` or `.bf16`: dtype on the wire for float32 and float64 gradients.
+        backward_passes_per_step: gradients accumulated (summed) locally before each reduction.
+        op: Average, Sum, Product, Min, Max or Adasum (of the changes of the ranks' steps, see `optimizer.adasum`).
+        gradient_predivide_factor: for Average: divide by this before the sum and by size/this after it, against overflow.
+        num_groups: deprecated; use `groups`.
+        groups: gradients that are reduced together: a number of groups, or a list of lists of parameters.
+        sparse_as_dense: densify sparse gradients, instead of gathering their rows. Gathered ones are gathered again when
+            backward passes accumulate.
+        process_set: the ranks that share gradients; on other ranks the optimizer trains alone.
+        comm_hook: a communication hook, see `comm_hooks`; with op=Average and no other argument that changes what
+            travels.
+        wait_in: "backward" or "step", Horovod's contract: where ranks wait for the reduced gradients, the same on all ranks:
+            they make different numbers of reductions where passes compute different gradients. Default: the knob
+            `HVDLITE_WAIT_IN`, "backward" (`hvdrun --horovod-compat` and `hvdlite.horovod_compat` make it "step").
+
+    Raises:
+        ValueError: for invalid arguments, and an optimizer that is wrapped already; parameters without a name or with the
+            same name are listed.
+        UnsupportedError: for an unregistered process set.
+        NotImplementedError: for Adasum on some of the ranks.
+        NotInitializedError: before `init()`.
+    """
+    runtime = _runtime if _runtime is not None else api.attached_runtime()
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"DistributedOptimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if is_distributed(optimizer):
+        raise ValueError(WRAPPED)
+    op = ReduceOp(op)
+    groups = chosen_groups(groups, num_groups)
+    check_passes(backward_passes_per_step)
+    check_compression(compression)
+    prescale, postscale = factors(op, gradient_predivide_factor)
+    names = _names(optimizer, named_parameters)
+    ids = group_ids(groups, list(names))
+    base = type(optimizer)
+    if comm_hook is not None and (op is not ReduceOp.AVERAGE or compression is not Compression.none or groups is not None
+                                  or gradient_predivide_factor != 1.0):
+        raise ValueError("comm_hook decides itself how gradients are averaged: leave op, compression, groups and "
+                         "gradient_predivide_factor at their defaults")
+    if comm_hook is not None:
+        check_hook(comm_hook)
+    waiting = chosen_wait(wait_in)
+    if runtime is not None:
+        api.set_id(process_set)  # raises before anything is changed
+    if op is ReduceOp.ADASUM:
+        if runtime is not None and runtime.world.size > 1:
+            check_whole_job(process_set)
+        optimizer.__class__ = type(base.__name__, (DistributedAdasum, base), {"__module__": base.__module__})
+        assert isinstance(optimizer, DistributedAdasum)
+        optimizer._prepare(names, process_set, compression)
+    else:
+        optimizer.__class__ = type(base.__name__, (_kind or Distributed, base), {"__module__": base.__module__})
+        assert isinstance(optimizer, Distributed)
+        optimizer._prepare(ReductionSettings(
+            names, ids, op, prescale, postscale, compression, backward_passes_per_step, sparse_as_dense, process_set,
+            waiting, comm_hook,
+            unseen_sparse_dims=int(isinstance(optimizer, torch.optim.SparseAdam))))  # it takes no dense gradients
+    if runtime is not None:
+        optimizer._attach(runtime, _label)
+    if _runtime is None:
+        api.follow(optimizer)
+    return optimizer
+
+
+def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `DistributedOptimizer` has been called with an optimizer."""
+    return isinstance(optimizer, StagedSteps)
+
+
+class Distributed(StagedSteps):
+    """Mixed into the user's optimizer class. Only translates between torch's events and the reducer."""
+
+    _hooks: Hooks  # of this world
+    _sources: list[Hooks]  # that reduce this optimizer's gradients: the own ones first; none while it trains alone
+    _loss_reduction: tuple[str, ReduceOp] | None = None  # name and op, where losses steer the optimizer
+
+    def _prepare(self, settings: ReductionSettings) -> None:
+        """Become a distributed optimizer, which takes part in no world yet."""
+        self._settings, self._process_set_given = settings, settings.process_set
+        self._parameter_names = settings.names
+        self._synchronizes = True
+        self._sources = []
+        self._stage_steps(first=False)
+
+    def _attach(self, runtime: Runtime, label: str | None = None) -> None:
+        """Take part in a runtime's world; ranks attach their optimizers in the same order.
+
+        Args:
+            label: of the gradient set, equal on all ranks; by default the next one.
+        """
+        settings = self._settings
+        self._process_set = api.set_id(settings.process_set)
+        label = runtime.label("torch", self._process_set) if label is None else label
+        self.gradient_label, self._check_name = label, f"{label}.check"
+        self._hooks = settings.make_hooks(runtime, label)
+        self._runtime, self._active = runtime, self._hooks.reducer.is_shared
+        self._sources = [self._hooks] if self._active else []
+        self._loss_reduction = (f"{label}.loss", settings.op) if isinstance(self, torch.optim.LBFGS) else None
+        self._steps = 0
+        for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
+            self._watch(parameter)
+        self._hooks.retire_others()
+
+    def _detach(self) -> None:
+        self._hooks.abandon()
+        self._settings.detach()
+        del self._hooks
+        self._sources, self._loss_reduction = [], None
+
+    def _watch(self, parameter: torch.Tensor) -> None:
+        if self._active:
+            self._hooks.reducer.add(parameter, self._parameter_names[parameter],
+                                    self._settings.group_ids.get(id(parameter), 0))
+            self._hooks.watch(parameter)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Like the base class's; the new parameters are reduced too. Call it on all ranks."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        group = len(self.param_groups) - 1
+        for index, parameter in enumerate(self.param_groups[-1]["params"]):
+            self._parameter_names.setdefault(parameter, _number(group, index))
+            self._watch(parameter)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Like the base class's, whose arguments it takes; reductions under way are completed first."""
+        self._clear()
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+        if self._active and not (args[0] if args else kwargs.get("set_to_none", True)):
+            self._hooks.before_step.zeroed()
+
+    def synchronize(self) -> None:
+        """Make gradients final now. Only needed where `backward()` does not already (see `DistributedOptimizer`)."""
+        self._take_part()
+        self._make_final(in_step=False)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let `step()` inside take the gradients as they are, after a call of `synchronize()`."""
+        before, self._synchronizes = self._synchronizes, False
+        try:
+            yield
+        finally:
+            self._synchronizes = before
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally; the first backward pass after it reduces the sums."""
+        self._take_part()
+        with ExitStack() as stack:
+            for hooks in self._sources:
+                stack.enter_context(hooks.reducer.suspended())
+            yield
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many backward passes are accumulated before each reduction."""
+        check_passes(passes)
+        self._settings.passes = passes
+        if self._is_attached:
+            self._hooks.reducer.passes.per_round = passes
+            self._hooks.before_step.cleared()
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Like the base class's; reductions under way are completed and counts start anew."""
+        self._clear()
+        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _clear(self) -> None:
+        for hooks in self._sources:
+            hooks.cleared()
+
+    def _make_final(self, *, in_step: bool) -> None:
+        """Make gradients final.
+
+        Args:
+            in_step: whether the script cannot change them before they are used.
+        """
+        for hooks in self._sources:
+            hooks.finish_if_due(in_step=in_step)
+
+    def _loss_weight(self) -> float:
+        """Return by what this rank's gradients are multiplied before they are averaged."""
+        return 1.0
+
+    def _reduce_loss(self, loss: Any) -> Any:
+        """Return the reduction of all ranks' losses, like that of their gradients, where it steers the optimizer."""
+        if self._loss_reduction is None or not self._active:
+            return loss
+        name, op = self._loss_reduction
+        value = np.array((loss.item() if isinstance(loss, torch.Tensor) else float(loss)) * self._loss_weight())
+        self._runtime.allreduce(name, value, value, op, process_set=self._process_set, blocking=True).wait()
+        return torch.full_like(loss, float(value), requires_grad=False) if isinstance(loss, torch.Tensor) else float(value)
+
+    # --- stages of a step ----------------------------------------------------------------------------------------------
+
+    def _finish_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._synchronizes:
+            return None
+        changed = _with_final_closure(args, kwargs, self)
+        if changed is None:
+            self._make_final(in_step=True)
+        return changed
+
+    def _end_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for hooks in self._sources:
+            hooks.stepped()
+
+    _stages_before: tuple[Stage, ...] = (StagedSteps._join_world, _finish_gradients)
+    _stages_after = (_end_step, StagedSteps._check_replicas)
+
+
+def _final_closure(closure: Closure, optimizer: Distributed) -> Closure:
+    """Return a closure for one step, after which the gradients that it computed are final.
+
+    A rank whose closure has no `backward()` takes part in the others' reduction. An optimizer may call the closure several
+    times in a step; each call computes gradients anew, or accumulates onto those of the call before.
+    """
+    calls = itertools.count()
+
+    def final() -> Any:
+        with ExitStack() as stack:
+            if next(calls):  # before the first one the script may have computed gradients
+                for hooks in optimizer._sources:
+                    stack.enter_context(hooks.before_step.later_call())
+            loss = closure()
+            optimizer._make_final(in_step=True)
+        return optimizer._reduce_loss(loss)
+    return final
+
+
+def _with_final_closure(args: tuple[Any, ...], kwargs: dict[str, Any],
+                        optimizer: Distributed) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of `step`, the optimizer first, with the final closure; None when there is no closure."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return None
+    final = _final_closure(closure, optimizer)
+    return ((args[0], final, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": final})
+
+
+def _number(group: int, index: int) -> str:
+    return f"noname.{group}.{index}"
+
+
+def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None) -> dict[torch.Tensor, str]:
+    """Return a unique name for every parameter of the optimizer."""
+    parameters = {parameter: _number(group_index, index) for group_index, group in enumerate(optimizer.param_groups)
+                  for index, parameter in enumerate(group["params"])}
+    if named is None:
+        return parameters
+    pairs = list(named) if isinstance(named, Iterable) else [named]
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+        raise ValueError("named_parameters must be (name, parameter) pairs, such as model.named_parameters()")
+    seen: set[str] = set()
+    twice = sorted({name for name, _ in pairs if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
+    if twice:
+        raise ValueError(f"parameter names must be unique; these occur more than once: {', '.join(twice)}")
+    given = {parameter: name for name, parameter in pairs}
+    unnamed = [f"group {number}" for parameter, number in parameters.items() if parameter not in given]
+    if unnamed:
+        raise ValueError(f"{len(unnamed)} of the optimizer's parameters have no name in named_parameters (group.index): "
+                         f"{', '.join(name.removeprefix('group noname.') for name in unnamed[:10])}; pass "
+                         "model.named_parameters() of the very model whose parameters the optimizer has, or leave it out")
+    return {parameter: given[parameter] for parameter in parameters}
