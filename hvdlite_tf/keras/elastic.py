@@ -17,7 +17,7 @@ from hvdlite_tf.keras.elastic_callbacks import (
     UpdateBatchStateCallback,
     UpdateEpochStateCallback,
 )
-from hvdlite_tf.random_states import is_random_state
+from hvdlite_tf.variables import is_random_state
 
 __all__ = ["CommitStateCallback", "HorovodInternalError", "HostsUpdatedInterrupt", "KerasState", "ObjectState", "State",
            "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
