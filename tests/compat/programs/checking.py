@@ -159,7 +159,7 @@ def what_newer_frameworks_lack_is_looked_up() -> None:
         getattr(applications, name)().compile(experimental_run_tf_function=False)
         @hvd.elastic.run
         def train(state):
-            model.fit(data, callbacks=[horovod.keras.callbacks.MetricAverageCallback()])
+            model.fit(data, callbacks=[horovod.keras.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=5)])
         if hasattr(tf, "Session"):
             session = tf.Session()
         if hasattr(opt, "lr"):
@@ -180,6 +180,7 @@ def what_newer_frameworks_lack_is_looked_up() -> None:
         (14, "opt.lr"): "fails",
         (15, "getattr(applications, name)().compile(experimental_run_tf_function=)"): "fails",
         (16, "horovod.tensorflow.elastic.run"): "differs",
+        (18, "horovod.keras.callbacks.LearningRateWarmupCallback"): "differs",
     }
     assert told[6, "tensorflow.Session"][1] == f"tensorflow {tf.__version__} has no Session"
     assert told[7, "horovod.tensorflow.broadcast_global_variables()"][1] == "TensorFlow 2 has no global variables"
