@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 from hvdlite.diagnose import TABLES
+from hvdlite.horovod_compat.differences import DIFFERENCES, GONE
 
 DOCS = Path(__file__).resolve().parent
 MARK = re.compile(r"(<!-- python -m hvdlite.diagnose --markdown (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+DIFFER = re.compile(r"(<!-- differences that hvdrun --horovod-check knows -->\n).*?(<!-- end -->)", re.DOTALL)
 FILES = re.compile(r"(<!-- files of ([\w/]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -24,6 +26,13 @@ def files_table(folder: str) -> str:
     return "\n".join(rows)
 
 
+def differences_table() -> str:
+    """Return what `hvdrun --horovod-check` says of names that exist, in Markdown."""
+    tables = (("fails", GONE), ("differs", DIFFERENCES))
+    rows = [f"| `{name}` | {effect} | {text} |" for effect, table in tables for name, text in table]
+    return "\n".join(["| name | | why |", "|---|---|---|", *rows])
+
+
 def _in(folder: str, name: str) -> bool:
     """Return whether a folder's table has a file: the table of `hvdlite` has only the modules that are in no package."""
     return folder != "hvdlite" or "/" not in name
@@ -36,6 +45,7 @@ def main() -> int:
         text = page.read_text(encoding="utf-8")
         new = MARK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
         new = FILES.sub(lambda match: f"{match[1]}{files_table(match[2])}\n{match[3]}", new)
+        new = DIFFER.sub(lambda match: f"{match[1]}{differences_table()}\n{match[2]}", new)
         if new != text:
             stale.append(page.name)
             if "--check" not in sys.argv:

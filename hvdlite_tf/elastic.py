@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from hvdlite.core.array import Array
 from hvdlite_tf.functions import broadcast_variables, refuse_session
 from hvdlite_tf.keras.elastic import (
     HorovodInternalError,
@@ -13,10 +12,8 @@ from hvdlite_tf.keras.elastic import (
     KerasState,
     ObjectState,
     State,
-    assign,
-    named_values,
+    VariablesState,
     run,
-    values_of,
 )
 
 __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State", "TensorFlowKerasState",
@@ -36,7 +33,7 @@ class TensorFlowKerasState(KerasState):
         super().__init__(model, optimizer, **kwargs)
 
 
-class TensorFlowState(ObjectState):
+class TensorFlowState(VariablesState):
     """The state of a training with variables of your own.
 
     Args:
@@ -58,36 +55,13 @@ class TensorFlowState(ObjectState):
             raise ValueError("TensorFlow 2 has no list of all variables: give TensorFlowState(variables=[...]), or use "
                              "TensorFlowKerasState(model, optimizer)")
         self.variables = list(variables)
-        self._values = values_of(self.variables)
         super().__init__(**kwargs)
-
-    def save(self) -> None:
-        """Copy the variables and all attributes."""
-        values = values_of(self.variables)
-        super().save()
-        self._values = values
-
-    def restore(self) -> None:
-        """Go back to the last `save` or `sync`."""
-        assign(self.variables, self._values)
-        super().restore()
-
-    def _replicated(self, sent: Collection[str]) -> Iterator[tuple[str, Array | int]]:
-        yield from super()._replicated(sent)
-        yield from named_values(self.variables)
-
-    def sync(self) -> None:
-        """Take rank 0's state, and save it.
-
-        Raises:
-            MismatchError: when rank 0 has other variables.
-            ValueError: when rank 0's state was made of other parts than this rank's.
-        """
-        self._check_parts()
-        broadcast_variables(self.variables, 0)
-        values = values_of(self.variables)
-        super().sync()
-        self._values = values
 
     def _parts(self) -> list[str]:
         return [*super()._parts(), f"{len(self.variables)} variables"]
+
+    def _variables(self) -> list[Any]:
+        return self.variables
+
+    def _broadcast(self) -> None:
+        broadcast_variables(self.variables, 0)

@@ -12,7 +12,7 @@ from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.training import objects
 from hvdlite_tf.errors import as_tensorflow
 from hvdlite_tf.ops import broadcast_
-from hvdlite_tf.random_states import is_random_state
+from hvdlite_tf.variables import is_random_state
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set,

@@ -13,7 +13,7 @@ from hvdlite.training.arguments import chosen_groups
 from hvdlite_tf.compression import Compression, Compressor
 from hvdlite_tf.errors import as_tensorflow
 from hvdlite_tf.gradients import TensorFlowStepReducer
-from hvdlite_tf.local_layers import local_variables
+from hvdlite_tf.variables import local_variables
 
 
 class _Tape:

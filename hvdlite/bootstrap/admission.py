@@ -22,8 +22,7 @@ from hvdlite.control.wire import Connection
 from hvdlite.core.config import poll_timeout
 from hvdlite.core.errors import HvdliteError, LaunchError, ProtocolError
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
-from hvdlite.core.refused_connections import RefusedConnections
-from hvdlite.core.socket_paths import check_same_user
+from hvdlite.core.sockets import RefusedConnections, check_same_user
 
 HALF_OPEN_LIMIT: Final = 64
 """Connections that may be in their handshake at once, besides one for each rank that is missing."""

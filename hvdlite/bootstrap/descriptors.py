@@ -18,7 +18,7 @@ from pathlib import Path
 from hvdlite.bootstrap.cancellation import Cancellation
 from hvdlite.core.config import poll_timeout, socket_timeout
 from hvdlite.core.errors import LaunchError, ProtocolError
-from hvdlite.core.socket_paths import check_same_user, short_socket_path
+from hvdlite.core.sockets import check_same_user, short_socket_path
 
 _log = logging.getLogger("hvdlite.control")
 

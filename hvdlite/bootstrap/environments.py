@@ -29,7 +29,7 @@ from hvdlite.bootstrap.job_directory import agreed_prefix
 from hvdlite.core import launch_contract as contract
 from hvdlite.core.addresses import loopback
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.held_port import HeldPort
+from hvdlite.core.sockets import HeldPort
 from hvdlite.core.world import World
 
 PORTS: Final = range(20_000, 32_000)

@@ -21,7 +21,7 @@ from hvdlite.core.addresses import routes_to
 from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostError, ProtocolError
 from hvdlite.core.launch_contract import MEMBER_SOCKET
 from hvdlite.core.process_limit import explained
-from hvdlite.core.socket_paths import check_same_user, short_socket_path
+from hvdlite.core.sockets import check_same_user, short_socket_path
 from hvdlite.membership.messages import (
     Alive,
     AllFinished,

@@ -16,13 +16,16 @@ import numpy as np
 
 from hvdlite.bootstrap.environments import LaunchInfo
 from hvdlite.bootstrap.job_directory import agreed_prefix
-from hvdlite.bootstrap.x25519 import BASE, x25519
 from hvdlite.core.array import Array
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.held_port import HeldPort
+from hvdlite.core.sockets import HeldPort
 from hvdlite.core.world import World
 
 KEY_BYTES: Final = 32
+BASE: Final = (9).to_bytes(KEY_BYTES, "little")
+"""The base point of X25519 (RFC 7748); `_P` and `_A24` are the curve's."""
+_P: Final = 2**255 - 19
+_A24: Final = 121665
 TOKEN_BYTES: Final = 16
 _ANYWHERE: Final = ("192.0.2.1", 9)  # from a block reserved for documentation; no packet is sent
 
@@ -157,3 +160,27 @@ def source_address(host: str, port: int = 9) -> str:
         except OSError:
             return ""
         return str(probe.getsockname()[0])
+
+
+def x25519(scalar: bytes, point: bytes) -> bytes:
+    """Return the product of a secret and a public value; with `BASE`, the public value of a secret (RFC 7748, section 5).
+
+    Two processes agree so on a secret that somebody who only listens cannot know. Python's integers take a different time
+    for different numbers, so a key is used once.
+    """
+    secret = int.from_bytes(scalar, "little") & ~7 & (2**255 - 1) | 2**254
+    x_1 = int.from_bytes(point, "little") & (2**255 - 1)
+    x_2, z_2, x_3, z_3, swapped = 1, 0, x_1, 1, 0
+    for position in reversed(range(255)):
+        bit = secret >> position & 1
+        if swapped != bit:
+            x_2, z_2, x_3, z_3 = x_3, z_3, x_2, z_2
+        swapped = bit
+        a, b, c, d = x_2 + z_2, x_2 - z_2, x_3 + z_3, x_3 - z_3
+        aa, bb, da, cb = a * a % _P, b * b % _P, d * a % _P, c * b % _P
+        e = aa - bb
+        x_3, z_3 = (da + cb) ** 2 % _P, x_1 * (da - cb) ** 2 % _P
+        x_2, z_2 = aa * bb % _P, e * (aa + _A24 * e) % _P
+    if swapped:
+        x_2, z_2 = x_3, z_3
+    return (x_2 * pow(z_2, _P - 2, _P) % _P).to_bytes(KEY_BYTES, "little")

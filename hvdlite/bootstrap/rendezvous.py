@@ -24,7 +24,7 @@ from hvdlite.control.wire import Connection
 from hvdlite.core.config import poll_timeout
 from hvdlite.core.errors import LaunchError, ProtocolError
 from hvdlite.core.file_limit import reserve_descriptors
-from hvdlite.core.socket_paths import check_same_user, short_socket_path
+from hvdlite.core.sockets import check_same_user, short_socket_path
 from hvdlite.negotiation.messages import Message
 
 BACKLOG = 1024

@@ -34,7 +34,7 @@ from hvdlite.bootstrap.rendezvous import is_loopback
 from hvdlite.bootstrap.store_texts import SECRET_ON_ALL, Signer, Text, opened, sealed
 from hvdlite.core.config import environment_name
 from hvdlite.core.errors import HvdliteError, LaunchError
-from hvdlite.core.held_port import HeldPort
+from hvdlite.core.sockets import HeldPort
 from hvdlite.core.texts import printable, shortened
 from hvdlite.core.world import Hosts, World
 from hvdlite.negotiation.agreement import named_ranks

@@ -5,30 +5,13 @@ from __future__ import annotations
 import contextlib
 import queue
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from hvdlite.control.base import DecisionReceived, DirectMessageReceived, Event, ReportReceived
 from hvdlite.negotiation.messages import Decision, DirectMessage, Report
 
-
-class _EventQueue:
-    """One rank's incoming events and wake-ups (None), in a queue into which a finalizer may put in the middle of a put."""
-
-    def __init__(self) -> None:
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-
-    def put(self, event: Event) -> None:
-        self._events.put(event)
-
-    def wake(self) -> None:
-        self._events.put(None)
-
-    def get_all(self, timeout: float | None) -> list[Event]:
-        taken: list[Event | None] = []
-        with contextlib.suppress(queue.Empty):
-            taken.append(self._events.get(timeout=timeout) if timeout != 0 else self._events.get_nowait())
-            while True:
-                taken.append(self._events.get_nowait())
-        return [event for event in taken if event is not None]
+_Events: TypeAlias = "queue.SimpleQueue[Event | None]"
+"""One rank's incoming events and wake-ups (None): a queue into which a finalizer may put in the middle of a put."""
 
 
 class InprocControl:
@@ -37,15 +20,13 @@ class InprocControl:
     parent = 0
     children: frozenset[int] = frozenset()
 
-    def __init__(self, rank: int, queues: Sequence[_EventQueue]) -> None:
-        self._rank = rank
-        self._queues = queues
-        self._closed = False
+    def __init__(self, rank: int, queues: Sequence[_Events]) -> None:
+        self._rank, self._queues = rank, queues
 
     @classmethod
     def star(cls, size: int) -> list[InprocControl]:
         """Return the connected control planes of `size` ranks."""
-        queues = [_EventQueue() for _ in range(size)]
+        queues: list[_Events] = [queue.SimpleQueue() for _ in range(size)]
         return [cls(rank, queues) for rank in range(size)]
 
     def send_report(self, report: Report) -> None:
@@ -62,19 +43,24 @@ class InprocControl:
 
     def wait(self, timeout: float | None, spin: float = 0.0) -> list[Event]:
         del spin  # the others need this process's GIL
-        return self._queues[self._rank].get_all(timeout)
+        own, taken = self._queues[self._rank], []
+        with contextlib.suppress(queue.Empty):
+            taken.append(own.get(timeout=timeout) if timeout != 0 else own.get_nowait())
+            while True:
+                taken.append(own.get_nowait())
+        return [event for event in taken if event is not None]
 
     def wake(self) -> None:
-        self._queues[self._rank].wake()
+        self.wake_rank(self._rank)
 
     def wake_rank(self, rank: int) -> None:
-        self._queues[rank].wake()
+        self._queues[rank].put(None)
 
     def flush(self, timeout: float) -> None:
         del timeout  # an event is delivered immediately
 
     def close_in_child(self) -> None:
-        self._closed = True
+        pass  # there are no descriptors
 
     def close(self) -> None:
-        self._closed = True
+        pass

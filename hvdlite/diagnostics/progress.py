@@ -95,17 +95,23 @@ def _times(thread: Path) -> tuple[int, int]:
 
 
 class Progress:
-    """A rank's own side."""
+    """A rank's own side.
+
+    Attributes:
+        steps: so far, as `Reading` counts them.
+        input: seconds that the thread that trains has waited for batches.
+        blocked: seconds in waits that are over.
+    """
 
     def __init__(self) -> None:
         self.metrics = MetricsFile()
-        self._blocked = 0.0
+        self.blocked = 0.0
         self._memory: bytearray | mmap.mmap = bytearray(_SIZE)
-        self._steps = self._samples = 0
+        self.steps = self._samples = 0
         self._counts_samples = False
         self._last = 0.0
         self._collecting = self._collection_begun = 0.0
-        self._input = self._input_cpu = 0.0
+        self.input = self._input_cpu = 0.0
         self._absent = 0
         self._parts = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         self._is_watching = False
@@ -156,13 +162,13 @@ class Progress:
     def block(self) -> float:
         """The script begins to wait for a collective; return what `unblock` wants."""
         now = time.monotonic()
-        _BLOCKED.pack_into(self._memory, _HEAD.size, self._blocked, now)
+        _BLOCKED.pack_into(self._memory, _HEAD.size, self.blocked, now)
         return now
 
     def unblock(self, begun: float) -> None:
         """It goes on. With several threads that wait, each counts."""
-        self._blocked += time.monotonic() - begun
-        _BLOCKED.pack_into(self._memory, _HEAD.size, self._blocked, 0.0)
+        self.blocked += time.monotonic() - begun
+        _BLOCKED.pack_into(self._memory, _HEAD.size, self.blocked, 0.0)
 
     def round(self) -> None:
         """An optimizer has stepped; counts as long as nobody counts samples."""
@@ -172,7 +178,7 @@ class Progress:
     def step(self, samples: int) -> None:
         """A step over so many samples of this rank is done."""
         if not self._counts_samples:
-            self._counts_samples, self._steps, self._samples, self._last = True, 0, 0, 0.0
+            self._counts_samples, self.steps, self._samples, self._last = True, 0, 0, 0.0
             self._ledgers.clear()  # they count other steps
         self._step(samples)
 
@@ -182,28 +188,13 @@ class Progress:
         Other threads than the one that trains load ahead, and do not count.
         """
         if self._thread in (0, threading.get_ident()):
-            self._input += seconds
+            self.input += seconds
             self._input_cpu += cpu
-
-    @property
-    def steps(self) -> int:
-        """Steps so far, as `Reading` counts them."""
-        return self._steps
 
     @property
     def parts(self) -> dict[str, float]:
         """Seconds of each part of the steps; see `part`."""
         return dict(self._parts)
-
-    @property
-    def input(self) -> float:
-        """Seconds that the thread that trains has waited for batches."""
-        return self._input
-
-    @property
-    def blocked(self) -> float:
-        """Seconds in waits that are over."""
-        return self._blocked
 
     def part(self, name: str, seconds: float) -> None:
         """A part of a step has taken so long: "forward", "backward" or "optimizer"."""
@@ -238,8 +229,8 @@ class Progress:
         if self._is_due(now):
             self._enter(now)
         if self._last:
-            _STEP.pack_into(self._memory, _TIMES + (self._steps - 1) % KEPT * _STEP.size, now - self._last, samples)
-        self._steps += 1
+            _STEP.pack_into(self._memory, _TIMES + (self.steps - 1) % KEPT * _STEP.size, now - self._last, samples)
+        self.steps += 1
         self._samples += samples
         self._last = now
         self._write()
@@ -248,14 +239,14 @@ class Progress:
         """Return whether a step enters the time; in the first second those that double the steps do: jobs may be short."""
         if not self._ledgers or now - self._ledgers[-1][0] >= LEDGER_SECONDS:
             return True
-        return not self._steps & (self._steps - 1) and now - self._ledgers[0][0] < LEDGER_SECONDS
+        return not self.steps & (self.steps - 1) and now - self._ledgers[0][0] < LEDGER_SECONDS
 
     def _enter(self, now: float) -> None:
         """Enter the time up to now into the ledger; the calling thread is the one that trains."""
         self._thread = threading.get_ident()
         cpu, queued = self._schedule.read()
         self._begun = self._begun or now
-        total = Ledger(now - self._begun, self._steps, self._blocked, cpu, queued, self._collecting, self._input,
+        total = Ledger(now - self._begun, self.steps, self.blocked, cpu, queued, self._collecting, self.input,
                        self._input_cpu, self._absent, **self._parts,
                        traffic=() if self._traffic is None else self._traffic.read())
         if not self._ledgers:
@@ -272,7 +263,7 @@ class Progress:
         _PEAK.pack_into(self._memory, _PEAK_AT, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT)
 
     def _write(self) -> None:
-        _HEAD.pack_into(self._memory, 0, self._steps, self._samples, self._counts_samples, self._last)
+        _HEAD.pack_into(self._memory, 0, self.steps, self._samples, self._counts_samples, self._last)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,7 @@ from typing import Final
 from hvdlite.core.errors import HvdliteError
 from hvdlite.core.launch_contract import REPORT_SOCKET
 from hvdlite.core.process_limit import explained
-from hvdlite.core.refused_connections import RefusedConnections
-from hvdlite.core.socket_paths import check_same_user, short_socket_path
+from hvdlite.core.sockets import RefusedConnections, check_same_user, short_socket_path
 from hvdlite.diagnostics.stall_inspector import ANSWER_SECONDS, Receiver
 from hvdlite.diagnostics.stall_report import StallReport
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -12,15 +13,16 @@ import sysconfig
 import tempfile
 import threading
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from hvdlite.core.ledger import Ledger
 from hvdlite.diagnostics.slowness import Slowness, diagnose
 from hvdlite.negotiation.agreement import named_ranks
-from hvdlite.negotiation.messages import RankStatus
+from hvdlite.negotiation.messages import GpuProgress, RankStatus
 from hvdlite.negotiation.stalls import Stall
 
 _log = logging.getLogger("hvdlite")
@@ -31,22 +33,39 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 SHOWN: Final = 10
 """Number of a rank's last collectives in a report."""
+RECENT: Final = 200
+"""How many collectives a rank remembers."""
 _C_LEVEL_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
 
 
-def rank_status(thread: int, recent: Sequence[str], first_number: int, waiting: Iterable[str]) -> RankStatus:
-    """Describe this rank.
+class CallHistory:
+    """The names of the collectives that this rank has called last. Any thread may add to it."""
 
-    Args:
-        thread: identifies the thread that last called a collective; its stack is told, or the main thread's if it has ended.
-        recent: the last collectives, oldest first; the first of them was this rank's collective number `first_number`.
-        waiting: what it has enqueued and not got back.
-    """
-    frames = sys._current_frames()
-    frame = frames.get(thread) or frames.get(threading.main_thread().ident or 0)
-    location = location_of(frame) if frame else "nowhere: the thread that called collectives has ended"
-    return RankStatus(location=location, stack="".join(traceback.format_stack(frame)) if frame else "",
-                      recent=tuple(recent), first_number=first_number, waiting=tuple(waiting))
+    def __init__(self) -> None:
+        self._recent: deque[str] = deque(maxlen=RECENT)
+        self._numbers = itertools.count(1)  # of all collectives, since the beginning
+        self._count = 0
+
+    def add(self, name: str) -> None:
+        """This rank has called a collective."""
+        self._recent.append(name)
+        self._count = next(self._numbers)
+
+    def status(self, thread: int, waiting: Iterable[str], gpu: tuple[GpuProgress, ...], ledger: Ledger) -> RankStatus:
+        """Describe this rank.
+
+        Args:
+            thread: identifies the thread that last called a collective; its stack is told, or the main thread's if it has
+                ended.
+            waiting: what it has enqueued and not got back.
+        """
+        recent = tuple(self._recent)
+        first_number = self._count - len(self._recent) + 1
+        frames = sys._current_frames()
+        frame = frames.get(thread) or frames.get(threading.main_thread().ident or 0)
+        location = location_of(frame) if frame else "nowhere: the thread that called collectives has ended"
+        return RankStatus(location=location, stack="".join(traceback.format_stack(frame)) if frame else "", recent=recent,
+                          first_number=first_number, waiting=tuple(waiting), gpu=gpu, ledger=ledger)
 
 
 def location_of(frame: FrameType) -> str:

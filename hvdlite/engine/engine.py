@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 from hvdlite.control.base import DecisionReceived, DirectMessageReceived, Event
 from hvdlite.core.errors import HorovodInternalError, MismatchError
 from hvdlite.core.process_limit import explained
-from hvdlite.diagnostics.call_history import CallHistory
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.stall_inspector import CoordinatorWatchdog
+from hvdlite.diagnostics.stall_report import CallHistory
 from hvdlite.engine.connections import Connections
 from hvdlite.engine.coordinator_link import CoordinatorLink
 from hvdlite.engine.decisions import Decisions, JobFailed

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvdlite.core.errors import LaunchError, NotInitializedError
-from hvdlite.core.held_port import HeldPort
+from hvdlite.core.sockets import HeldPort
 from hvdlite.launch import workers
 
 try:

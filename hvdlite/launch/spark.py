@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 
 from hvdlite.core.errors import LaunchError, PeerLostError
-from hvdlite.core.held_port import HeldPort
+from hvdlite.core.sockets import HeldPort
 from hvdlite.launch import workers
 from hvdlite.launch.run_function import RankTraceback
 

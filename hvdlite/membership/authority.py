@@ -144,19 +144,18 @@ class Authority:
         world.bury(member)
         in_world, has_finished = member in world.members, world.state is WorldState.FINISHED
         failure = Failure(member.id, world.name(member), code, event.cause, member.fault, world.epoch,
-                          in_training=in_world and before is not MemberState.IDLE and not event.is_consequence
-                          and not has_finished)
+                          in_training=in_world and before is not MemberState.IDLE and not has_finished)
         if before is MemberState.DISMISSED:
             return
         if before is MemberState.KILLED and not member.fault:
             self._left(member, _WORLD_LOST)
         elif has_finished:
             if in_world and code != 0:
-                self._failed(failure, is_consequence=event.is_consequence)
-        elif in_world and before in (MemberState.FIRST_MEETING, MemberState.OUTSIDE) and (
-                event.is_consequence or world.state is WorldState.ENDING):
-            if code and not event.is_consequence and self._history.blamed is None:
-                self._failed(failure)  # it was the first; its consequence has been seen earlier
+                self._failed(failure)
+        elif (in_world and world.state is WorldState.ENDING
+                and before in (MemberState.FIRST_MEETING, MemberState.OUTSIDE)):
+            if code and self._history.blamed is None:
+                self._failed(failure)  # it was the first; others have noticed it earlier
             else:
                 self._left(member, _WORLD_LOST)
         elif why := self.leaves(member):
@@ -184,12 +183,12 @@ class Authority:
         if barred:
             self._note_barred(host)
 
-    def _failed(self, failure: Failure, *, is_consequence: bool = False) -> None:
+    def _failed(self, failure: Failure) -> None:
         if self._limits.one_world:
             return None if self.is_over else self._end_job(failure.shell_code, str(failure), failure)
         if self.world.state is WorldState.FINISHED:
             is_rank_0 = failure.member == self.members[0]
-            self._note(self._history.add_at_end(failure, is_rank_0=is_rank_0, is_consequence=is_consequence))
+            self._note(self._history.add_at_end(failure, is_rank_0=is_rank_0))
             return
         self._history.add(failure)
         self._note(str(failure))

@@ -100,13 +100,11 @@ class MemberGone:
     Attributes:
         code: 0 or an exit code, negative for a signal; None for one that is lost with its host.
         cause: the exception of its failure record: type and message.
-        is_consequence: the record says that the failure began in another rank.
     """
 
     member: int
     code: int | None
     cause: str = ""
-    is_consequence: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

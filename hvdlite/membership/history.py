@@ -72,7 +72,6 @@ class History:
         self._limit = limit
         self.failures: list[Failure] = []
         self.failed_at_end: Failure | None = None
-        self._lost_at_end: Failure | None = None  # the first loss then which by itself is no failure of the job
         self._new: list[Failure] = []  # since `conclude`
         self._without_progress: list[Failure] = []  # in training, since the last commit
         self._blamed: Failure | None = None
@@ -92,7 +91,7 @@ class History:
         self.failures.append(failure)
         self._new.append(failure)
 
-    def add_at_end(self, failure: Failure, *, is_rank_0: bool, is_consequence: bool) -> str:
+    def add_at_end(self, failure: Failure, *, is_rank_0: bool) -> str:
         """Record a failure after `elastic.run` has returned everywhere, and return the line about it.
 
         The job succeeds nevertheless if a rank other than 0 was killed or lost, and no other rank misses it: training has
@@ -100,9 +99,8 @@ class History:
         """
         self.add(failure)
         if (failure.code or -1) < 0 and not is_rank_0:
-            self._lost_at_end = self._lost_at_end or failure
             return f"{failure}; training had finished"
-        self.failed_at_end = self.failed_at_end or (self._lost_at_end if is_consequence else None) or failure
+        self.failed_at_end = self.failed_at_end or failure
         return str(failure)
 
     @property
@@ -140,7 +138,7 @@ class History:
 
     def begin_again(self) -> None:
         """Forget how far training was: another one begins, and its commits may be counted from 0."""
-        self.failed_at_end = self._lost_at_end = None
+        self.failed_at_end = None
         self._commits = self._commits_at_error = -1
         self._without_progress, self._worlds, self._errors = [], 0, 0
 

@@ -21,8 +21,7 @@ from hvdlite_tf.keras.backends import with_errors_of_backend as _with_errors_of_
 from hvdlite_tf.keras.broadcast import broadcast_variables as _broadcast_variables
 from hvdlite_tf.keras.collectives import allgather, allreduce, broadcast, reducescatter
 from hvdlite_tf.keras.hooks import install as _install
-from hvdlite_tf.keras.models import load_model
-from hvdlite_tf.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from hvdlite_tf.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from hvdlite_tf.sync_batch_norm import SyncBatchNormalization
 from hvdlite_tf.sync_batch_norm import install as _install_sync_batch_norm
 

@@ -16,7 +16,7 @@ from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError
 from hvdlite_tf.keras.backends import with_errors_of_backend
-from hvdlite_tf.random_states import is_random_state, moved_on
+from hvdlite_tf.variables import is_random_state, moved_on
 
 _SMALL = 1 << 16
 """Bytes of the largest variable that shares a broadcast."""

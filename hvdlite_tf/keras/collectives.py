@@ -6,8 +6,9 @@ Both are differentiable. On JAX collectives take values, outside of compiled fun
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import keras
 
@@ -16,6 +17,9 @@ from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite_tf.compression import Compression, Compressor
+
+_FRONTENDS: Final = {"tensorflow": "hvdlite_tf.ops", "torch": "hvdlite_torch.ops"}
+"""Modules with differentiable collectives, by Keras' backend."""
 
 
 def allreduce(value: Any, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
@@ -46,11 +50,7 @@ def allgather(value: Any, name: str | None = None, *, horovod_gradient: bool = T
     Args:
         horovod_gradient: average the gradients of all ranks' results, as Horovod does; False: sum them, which is exact.
     """
-    tensor = keras.ops.convert_to_tensor(value)
-    differentiable = _differentiable()
-    if differentiable is not None:
-        return differentiable.allgather(tensor, name, horovod_gradient=horovod_gradient)
-    return _called(lambda array: ops.allgather(array, name), tensor, name)
+    return _collective("allgather", value, name, horovod_gradient)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, *, horovod_gradient: bool = True) -> Any:
@@ -59,11 +59,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None, *, horovod_gr
     Args:
         horovod_gradient: like `allgather`'s.
     """
-    tensor = keras.ops.convert_to_tensor(value)
-    differentiable = _differentiable()
-    if differentiable is not None:
-        return differentiable.broadcast(tensor, root_rank, name, horovod_gradient=horovod_gradient)
-    return _called(lambda array: ops.broadcast(array, root_rank, name), tensor, name)
+    return _collective("broadcast", value, name, horovod_gradient, root_rank=root_rank)
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = ReduceOp.AVERAGE, *,
@@ -73,22 +69,16 @@ def reducescatter(value: Any, name: str | None = None, op: ReduceOp = ReduceOp.A
     Args:
         horovod_gradient: multiply the gradient by the number of ranks, as Horovod does; False: the exact gradient.
     """
-    tensor = keras.ops.convert_to_tensor(value)
-    differentiable = _differentiable()
-    if differentiable is not None:
-        return differentiable.reducescatter(tensor, op=op, name=name, horovod_gradient=horovod_gradient)
-    return _called(lambda array: ops.reducescatter(array, name, op), tensor, name)
+    return _collective("reducescatter", value, name, horovod_gradient, op=op)
 
 
-def _differentiable() -> Any:
-    """Return the module of the backend's differentiable collectives; None if it has none."""
-    if keras.backend.backend() == "tensorflow":
-        from hvdlite_tf import ops as tf_ops
-        return tf_ops
-    if keras.backend.backend() == "torch":
-        from hvdlite_torch import ops as torch_ops
-        return torch_ops
-    return None
+def _collective(operation: str, value: Any, name: str | None, horovod_gradient: bool, **arguments: Any) -> Any:
+    """Call a collective of the backend's frontend, which is differentiable, or of NumPy's where the backend has none."""
+    tensor, frontend = keras.ops.convert_to_tensor(value), _FRONTENDS.get(keras.backend.backend())
+    if frontend is None:
+        return _called(lambda array: getattr(ops, operation)(array, name=name, **arguments), tensor, name)
+    differentiable = getattr(importlib.import_module(frontend), operation)
+    return differentiable(tensor, name=name, horovod_gradient=horovod_gradient, **arguments)
 
 
 def _called(function: Callable[[Array], Array], tensor: Any, name: str | None) -> Any:

@@ -17,13 +17,59 @@ from hvdlite_tf.keras.elastic_callbacks import (
     UpdateBatchStateCallback,
     UpdateEpochStateCallback,
 )
-from hvdlite_tf.random_states import is_random_state
+from hvdlite_tf.variables import is_random_state
 
 __all__ = ["CommitStateCallback", "HorovodInternalError", "HostsUpdatedInterrupt", "KerasState", "ObjectState", "State",
            "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 
 
-class KerasState(ObjectState):
+class VariablesState(ObjectState):
+    """A state with variables, beside plain attributes; what has the variables tells which they are."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._values = self._copied_values()
+        super().__init__(**kwargs)
+
+    def save(self) -> None:
+        """Copy the variables and all attributes."""
+        values = self._copied_values()
+        super().save()
+        self._values = values
+
+    def restore(self) -> None:
+        """Go back to the last `save` or `sync`."""
+        assign(self._variables(), self._values)
+        super().restore()
+
+    def sync(self) -> None:
+        """Take rank 0's state, and save it; random states of layers are advanced by the rank.
+
+        Raises:
+            MismatchError: when rank 0 has other variables.
+            ValueError: when rank 0's state was made of other parts than this rank's.
+        """
+        self._check_parts()
+        self._broadcast()
+        values = self._copied_values()
+        super().sync()
+        self._values = values
+
+    def _replicated(self, sent: Collection[str]) -> Iterator[tuple[str, Array | int]]:
+        yield from super()._replicated(sent)
+        yield from named_values(self._variables())
+
+    def _variables(self) -> list[Any]:
+        raise NotImplementedError
+
+    def _broadcast(self) -> None:
+        """Give the variables rank 0's values."""
+        raise NotImplementedError
+
+    def _copied_values(self) -> list[Any]:
+        return values_of(self._variables())
+
+
+class KerasState(VariablesState):
     """The state of a training with Keras: a model, its optimizer, and plain attributes.
 
     An optimizer without variables is built for the model's trainable variables.
@@ -48,51 +94,29 @@ class KerasState(ObjectState):
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         if self.optimizer is not None and not getattr(self.optimizer, "built", True):
             self.optimizer.build(model.trainable_variables)
-        self._values = self._copied_values()
         super().__init__(**kwargs, _position_in_epoch=(0, 0))
-
-    def save(self) -> None:
-        """Copy the model, the optimizer and all attributes."""
-        values = self._copied_values()
-        super().save()
-        self._values = values
 
     def restore(self) -> None:
         """Go back to the last `save` or `sync`."""
         if hasattr(self.model, "_jax_state_synced"):
             self.model._jax_state_synced = True  # what a broken-off step has left is not to be written back
-        assign(self._variables(), self._values)
         super().restore()
-
-    def sync(self) -> None:
-        """Take rank 0's state, and save it; random states of layers are advanced by the rank.
-
-        Raises:
-            MismatchError: when rank 0 has another model or optimizer.
-            ValueError: when rank 0's state was made of other parts than this rank's.
-        """
-        self._check_parts()
-        self._read_back()
-        broadcast_variables(self._variables(), 0, "elastic.variables")
-        values = self._copied_values()
-        super().sync()
-        self._values = values
 
     def _parts(self) -> list[str]:
         count = len(self.model.variables)
         return [*super()._parts(), f"a model with {count} variables", f"an optimizer with {len(self._variables()) - count}"]
 
-    def _replicated(self, sent: Collection[str]) -> Iterator[tuple[str, Array | int]]:
-        yield from super()._replicated(sent)
-        yield from named_values(self._variables())
-
     def _variables(self) -> list[Any]:
         own = getattr(self.optimizer, "variables", [])
         return [*self.model.variables, *(own() if callable(own) else own)]
 
+    def _broadcast(self) -> None:
+        self._read_back()
+        broadcast_variables(self._variables(), 0, "elastic.variables")
+
     def _copied_values(self) -> list[Any]:
         self._read_back()
-        return values_of(self._variables())
+        return super()._copied_values()
 
     def _read_back(self) -> None:
         """On the JAX backend, write what `fit` computes to the variables."""

@@ -30,6 +30,7 @@ from hvdlite.training.mirrored.shards import disjoint_shard
 from hvdlite.training.objects import allgather_object
 from hvdlite_tf.keras import shards
 from hvdlite_tf.keras.loading import Loading
+from hvdlite_tf.keras.order import checked
 from hvdlite_tf.keras.scope import BaseStrategy
 
 
@@ -76,7 +77,7 @@ class EvaluationData:
         if arrays is not None and keras.backend.backend() == "tensorflow":
             self._dataset = self._in_graph(shards.array_dataset(arrays, batch_size, None, lambda indices: indices))
         elif arrays is None and shards.is_tf_dataset(x):
-            self._dataset = self._in_graph(x if shards.is_distributed(x) else shards.checked(x))
+            self._dataset = self._in_graph(x if shards.is_distributed(x) else checked(x))
         elif arrays is None and shards.is_loader(x):
             self._begin_loader = shards.loaded_shards(x)
         elif arrays is None and not isinstance(x, keras.utils.PyDataset):
@@ -98,7 +99,7 @@ class EvaluationData:
                                                         (batch_index + 1) * batch)) for batch_index in range(count))
             return self._noted(self._split(batches)), count if self._rank == 0 else None
         if isinstance(self._x, keras.utils.PyDataset):
-            shards.begin_epoch(self._x)
+            shards.call_hook(self._x, "on_epoch_begin")
             self._rounds = _Rounds(self._x, self._bounded(self._x.num_batches), self._rank, self._size, self.is_whole)
             return self._rounds, None
         if shards.is_loader(self._x):
@@ -109,7 +110,7 @@ class EvaluationData:
     def end(self) -> None:
         """End one pass."""
         if isinstance(self._x, keras.utils.PyDataset):
-            shards.end_epoch(self._x)
+            shards.call_hook(self._x, "on_epoch_end")
 
     @property
     def is_spare(self) -> bool:

@@ -48,15 +48,15 @@ def order_seed(count: int) -> list[int]:
     return [probe.getrandbits(32), count]
 
 
-def check_shuffles(dataset: Any) -> None:
-    """Compare the seeds of a tf.data.Dataset's shuffles between ranks.
+def checked(dataset: Any) -> Any:
+    """Return a tf.data.Dataset after comparing the seeds of its shuffles between ranks.
 
     Raises:
         MismatchError: on all ranks, when a shuffle has no seed or different seeds.
     """
     runtime = api.runtime()
     if runtime.world.size == 1:
-        return
+        return dataset
     own = [(int(each._seed), int(each._seed2)) for each in lineage(dataset)
            if hasattr(each, "_seed") and hasattr(each, "_seed2")]
     everywhere = allgather_object(runtime, own, runtime.unnamed("keras", "shuffle_seeds"))
@@ -69,6 +69,7 @@ def check_shuffles(dataset: Any) -> None:
                                 f"{rank}: {remedy}")
     if (0, 0) in own:
         raise MismatchError(f"a tf.data.Dataset shuffles without a seed: {remedy}")
+    return dataset
 
 
 def lineage(dataset: Any) -> Iterator[Any]:

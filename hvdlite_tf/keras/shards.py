@@ -25,7 +25,7 @@ from hvdlite.core.errors import MismatchError
 from hvdlite.training.mirrored.replica_group import ReplicaGroup
 from hvdlite.training.mirrored.shards import shard
 from hvdlite_tf.keras.loading import ENDLESS, Loading
-from hvdlite_tf.keras.order import check_shuffles, lineage, sync_random_state
+from hvdlite_tf.keras.order import checked, lineage, sync_random_state
 from hvdlite_tf.keras.scope import BaseStrategy
 
 Batch = Any
@@ -200,24 +200,15 @@ class _BatchShards(keras.utils.PyDataset):
         return select_rows(batch, shard(rows_of(batch), self._rank, self._size))
 
     def on_epoch_begin(self) -> None:
-        begin_epoch(self._dataset)
+        call_hook(self._dataset, "on_epoch_begin")
 
     def on_epoch_end(self) -> None:
         self._loading.stop()
-        end_epoch(self._dataset)
+        call_hook(self._dataset, "on_epoch_end")
 
 
-def begin_epoch(dataset: Any) -> None:
-    """Call a PyDataset's hook with rank 0's random numbers, because it may shuffle."""
-    _call_hook(dataset, "on_epoch_begin")
-
-
-def end_epoch(dataset: Any) -> None:
-    """Like `begin_epoch`."""
-    _call_hook(dataset, "on_epoch_end")
-
-
-def _call_hook(dataset: Any, name: str) -> None:
+def call_hook(dataset: Any, name: str) -> None:
+    """Call a PyDataset's `on_epoch_begin` or `on_epoch_end` with rank 0's random numbers, because it may shuffle."""
     if getattr(type(dataset), name, None) is not getattr(keras.utils.PyDataset, name, None):
         sync_random_state()
         getattr(dataset, name)()
@@ -318,16 +309,6 @@ def global_dataset(x: Any) -> Any:
 def is_distributed(dataset: Any) -> bool:
     """Return whether a tf.data.Dataset was derived from one with only this rank's part."""
     return any(hasattr(each, "_hvdlite_global") for each in lineage(dataset))
-
-
-def checked(dataset: Any) -> Any:
-    """Return a tf.data.Dataset after checking that its shuffles are equal on all ranks.
-
-    Raises:
-        MismatchError: when they differ.
-    """
-    check_shuffles(dataset)
-    return dataset
 
 
 def graph_rows(leaf: Any, rank: int, size: int, *, is_exclusive: bool = False) -> Any:

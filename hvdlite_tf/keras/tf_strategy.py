@@ -23,7 +23,7 @@ from hvdlite.training.objects import allgather_object
 from hvdlite_tf import ops, step_samples
 from hvdlite_tf.keras import scope, step
 from hvdlite_tf.keras.shards import distributed_dataset, local_dataset
-from hvdlite_tf.random_states import RANDOM_STATE
+from hvdlite_tf.variables import RANDOM_STATE
 
 
 class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ignore[misc]

@@ -29,7 +29,7 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError
 from hvdlite.training.objects import allgather_object
 from hvdlite_tf.keras.broadcast import array_of, broadcast_variables
-from hvdlite_tf.random_states import is_random_state, moved_on
+from hvdlite_tf.variables import is_random_state, moved_on
 
 _log = logging.getLogger("hvdlite")
 

@@ -23,7 +23,7 @@ from typing import Final
 
 from hvdlite._version import __version__
 from hvdlite.core.errors import LaunchError, ProtocolError
-from hvdlite.core.held_port import HeldPort
+from hvdlite.core.sockets import HeldPort
 from hvdlite_runner.agents import host_probe
 from hvdlite_runner.agents.shells import PROBLEM_CODE
 from hvdlite_runner.host.commands import cores

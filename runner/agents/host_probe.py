@@ -25,9 +25,9 @@ from typing import Any, Final
 from hvdlite.core.addresses import route_to as route_to
 from hvdlite.core.addresses import routes_to
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
-from hvdlite.core.held_port import HeldPort
 from hvdlite.core.own_programs import module_command
 from hvdlite.core.process_limit import explained
+from hvdlite.core.sockets import HeldPort
 from hvdlite_runner.agents.gpu_topology import gpu_topology
 from hvdlite_runner.host.commands import cores
 

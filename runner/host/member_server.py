@@ -17,7 +17,7 @@ from typing import Final
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
 from hvdlite.core.launch_contract import MEMBER_SOCKET
-from hvdlite.core.socket_paths import check_same_user, short_socket_path
+from hvdlite.core.sockets import check_same_user, short_socket_path
 from hvdlite.membership.messages import Frames, MemberHello, MemberMessage, frame
 
 STRANGERS: Final = 256

@@ -18,7 +18,7 @@ import msgspec
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.launch_contract import REPORT_SOCKET
-from hvdlite.core.socket_paths import check_same_user, short_socket_path
+from hvdlite.core.sockets import check_same_user, short_socket_path
 from hvdlite.diagnostics import progress
 from hvdlite_runner.placement import format_ranks
 

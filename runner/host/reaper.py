@@ -33,26 +33,32 @@ class Process(NamedTuple):
     start: int = 0  # when it was started, in ticks since the host's start; a process id is used again later
 
 
+def _pids() -> list[int]:
+    """Return the ids of all processes; none on systems other than Linux."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
+
+
+def _content(pid: int, name: str) -> bytes:
+    """Return a file of a process in /proc; b"" when the process is gone, or somebody else's."""
+    try:
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
 def process_table() -> dict[int, Process]:
     """Return all processes by id; none on systems other than Linux."""
-    table = {}
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
-        if not name.isdigit():
-            continue
-        process = look_up(int(name))
-        if process is not None:
-            table[int(name)] = process
-    return table
+    return {pid: process for pid in _pids() if (process := look_up(pid)) is not None}
 
 
 def look_up(pid: int) -> Process | None:
     """Return a process, or None when it is gone; always None on systems other than Linux."""
+    fields = _content(pid, "stat").rpartition(b")")[2].split()  # names contain any character
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # names contain any character
         parent, group, session = map(int, fields[1:4])
         return Process(parent, group, session, fields[0].decode(), int(fields[19]))
-    except (OSError, ValueError, IndexError):
+    except (ValueError, IndexError):
         return None
 
 
@@ -77,31 +83,16 @@ def members(table: dict[int, Process], ranks: set[int], marked: set[int] | None 
 def limits_in_use() -> dict[int, int]:
     """Return the soft limit of message queues of each process that has one; none on systems other than Linux."""
     found = {}
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/limits", "rb") as file:
-                line = next(line for line in file if line.startswith(b"Max msgqueue size"))
-            found[int(name)] = int(line.split()[3])
-        except (OSError, ValueError, StopIteration):
-            continue  # gone, or unlimited
+    for pid in _pids():
+        words = _content(pid, "limits").partition(b"Max msgqueue size")[2].split()
+        if words and words[0].isdigit():  # else it is gone, or unlimited
+            found[pid] = int(words[0])
     return found
 
 
 def marked_processes(*marks: bytes) -> list[int]:
     """Return the ids of all live processes with all marks in their environment; none on systems other than Linux."""
-    found = []
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
-        if not name.isdigit() or int(name) == os.getpid():
-            continue
-        try:
-            with open(f"/proc/{name}/environ", "rb") as file:
-                if set(marks) <= set(file.read().split(b"\0")):
-                    found.append(int(name))
-        except OSError:
-            continue  # gone, or somebody else's
-    return found
+    return [pid for pid in _pids() if pid != os.getpid() and set(marks) <= set(_content(pid, "environ").split(b"\0"))]
 
 
 def kill_job(mark: bytes, ranks: dict[int, int], limit: int = 0, timeout: float = TIMEOUT_SECONDS) -> None:
@@ -164,11 +155,7 @@ def kill_all(table: dict[int, Process], pids: Iterable[int]) -> None:
 
 def _is_reaper(pid: int) -> bool:
     """Return whether a process runs this program."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read().split(b"\0")
-    except OSError:
-        return False
+    words = _content(pid, "cmdline").split(b"\0")
     return words[1:3] == [b"-S", b"-E"] and words[3:] != [] and words[3].endswith(b"/reaper.py")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hvdlite.core.addresses import loopback, routes_to
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.held_port import HeldPort
+from hvdlite.core.sockets import HeldPort
 from hvdlite_runner.agents import host_probe
 from hvdlite_runner.agents.remote_agent import RemoteAgent
 from hvdlite_runner.job.hosts import HostPool

@@ -16,7 +16,7 @@ from hvdlite.bootstrap.descriptors import recv_fds, send_fds
 from hvdlite.bootstrap.job_directory import JobDirectory, agreed_prefix
 from hvdlite.bootstrap.rendezvous import Address, connect_to_rank_0
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.socket_paths import short_socket_path
+from hvdlite.core.sockets import short_socket_path
 from tests.bootstrap.meeting import LIMIT, meet, rank_info
 from tests.bootstrap.other_user import as_other_user, needs_root, other_user, shared_by_all
 from tests.worlds import HANGS_SECONDS

@@ -16,8 +16,8 @@ import pytest
 from hvdlite.bootstrap import mpi
 from hvdlite.bootstrap.environments import read_launch_info
 from hvdlite.bootstrap.job_key import JobKey
+from hvdlite.bootstrap.mpi import BASE, x25519
 from hvdlite.bootstrap.rendezvous import Address
-from hvdlite.bootstrap.x25519 import BASE, x25519
 from hvdlite.core.errors import LaunchError
 from tests.bootstrap.programs import key_in_environment
 from tests.worlds import HANGS_SECONDS, over_tcp, processes

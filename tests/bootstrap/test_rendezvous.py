@@ -20,7 +20,7 @@ from hvdlite.bootstrap.rendezvous import Address, accept_ranks, connect_to_rank_
 from hvdlite.control.codec import RankInfo
 from hvdlite.control.handshake import Greeting
 from hvdlite.core.errors import LaunchError, ProtocolError
-from hvdlite.core.refused_connections import LOGGED_REFUSALS, RefusedConnections
+from hvdlite.core.sockets import LOGGED_REFUSALS, RefusedConnections
 from tests.bootstrap.meeting import LIMIT, SETTINGS, meet, rank_info
 from tests.worlds import HANGS_SECONDS
 

@@ -16,7 +16,7 @@ from hvdlite.bootstrap.job_directory import host_identity, network_identity
 from hvdlite.bootstrap.store import meet_in_store, own_address
 from hvdlite.bootstrap.store_texts import sealed
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.held_port import HeldPort
+from hvdlite.core.sockets import HeldPort
 from tests.bootstrap.stores import HANGS_SECONDS, KEY, DictStore, said, signer
 
 

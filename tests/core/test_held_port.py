@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from hvdlite.bootstrap.rendezvous import Address, listen
-from hvdlite.core.held_port import HeldPort
+from hvdlite.core.sockets import HeldPort
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1"])

@@ -124,7 +124,7 @@ def key(authority: Authority, now: float) -> bytes:
         now if hosts._failures or hosts._retired._until else 0.0, history._commits, history._worlds, history._errors,
         history._commits_at_error, [(each.member, each.in_training) for each in history._new],
         [each.member for each in history._without_progress], history._blamed and history._blamed.member,
-        history.failed_at_end is None, history._lost_at_end is None, sorted(meetings.complaints),
+        history.failed_at_end is None, sorted(meetings.complaints),
         sorted(meetings._unreached), meetings.count, authority._has_finished)
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
 

@@ -94,8 +94,8 @@ class Talk:
     def cannot_meet(self, member: int, *missing: int) -> Talk:
         return self.handle(MemberSaid(member, MeetingFailed(self.epoch, "no route", missing)))
 
-    def gone(self, member: int, code: int | None = -9, cause: str = "", *, is_consequence: bool = False) -> Talk:
-        return self.handle(MemberGone(member, code, cause, is_consequence))
+    def gone(self, member: int, code: int | None = -9, cause: str = "") -> Talk:
+        return self.handle(MemberGone(member, code, cause))
 
     def lost(self, host: str) -> Talk:
         return self.handle(HostLost(host, "the cable was cut"))

@@ -176,13 +176,6 @@ def test_a_failure_before_elastic_run_ends_as_an_ordinary_job() -> None:
     assert end.code == 5 and end.reason.endswith("rank 1 on a: ImportError: x (exit code 5)")
 
 
-def test_the_first_cause_is_told_when_a_consequence_is_seen_earlier() -> None:
-    talk = founded(2, met=False).met()
-    talk.gone(0, 1, "WorldLostError: rank 1 was lost", is_consequence=True)
-    end = talk.gone(1, 5, "ImportError: x").end()
-    assert "ImportError" in end.reason and end.code == 5
-
-
 def test_founders_in_elastic_run_go_on_without_those_that_were_not_there_yet() -> None:
     talk = founded(4, met=False, slots={"a": 4}).met()
     talk.ready(0, 1)

@@ -271,11 +271,6 @@ def test_a_rank_that_is_killed_after_the_end_of_training_is_named_and_the_job_su
     talk.finished(0, 1)
     talk.gone(0)
     assert talk.gone(1, 0).end().code == 137, "rank 0 saves the result"
-    talk = founded(2)
-    talk.finished(0, 1)
-    talk.gone(1)
-    end = talk.gone(0, 1, "PeerLostError: rank 1 was lost", is_consequence=True).end()
-    assert end.code == 137 and end.reason == "rank 1 on a: killed by signal 9 (SIGKILL)", "rank 0 still needed it"
 
 
 def test_hosts_that_vanish_while_nobody_can_take_over_are_used_on() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.planes.nccl.cupy_device import CupyDevice
-from hvdlite.planes.nccl.device import EventPool
+from hvdlite.planes.nccl.cupy_device import CupyDevice, EventPool
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
 from tests.gpu_double.gpu import GpuDouble

@@ -13,7 +13,7 @@ import pytest
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.negotiation.messages import GpuProgress, OverdueWork
 from hvdlite.negotiation.stalls import gpu_stall
-from hvdlite.planes.nccl.device import EventPool
+from hvdlite.planes.nccl.cupy_device import EventPool
 from hvdlite.planes.nccl.watcher import LaunchedGroup, LaunchedWork, Watcher
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds

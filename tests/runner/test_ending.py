@@ -115,6 +115,15 @@ def test_the_first_failure_is_named_with_its_consequences() -> None:
     assert lines(verdict(EndJob(5, "", 1), [Exit(1, 5)], record(1), repeats=True))[1:] == ["Traceback:"]
 
 
+def test_the_origin_is_named_of_an_elastic_job_whichever_end_is_seen_first() -> None:
+    """The authority knows no records: it blames whoever ended first, or failed when training had finished."""
+    end, records = EndJob(1, "rank 0 on a: exit code 1", 0), record(0, origin=1)
+    outside = verdict(end, [Exit(0, 1), Exit(1, 5)], records, one_world=False)
+    assert outside.code == 5 and outside.key == 1
+    at_end = verdict(end, [Exit(1, -9), Exit(0, 1)], records, one_world=False)
+    assert at_end.code == 137 and at_end.key == 1, "rank 0 still needed it"
+
+
 def test_a_rank_that_crashes_after_it_was_told_to_end_is_the_cause_when_others_name_it() -> None:
     ended = verdict(EndJob(1, "", 0), [Exit(0, 1), Exit(1, -11, ended_by_us=True)], record(0, origin=1))
     assert ended.code == 139 and ended.key == 1

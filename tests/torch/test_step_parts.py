@@ -114,7 +114,7 @@ def test_parts_are_counted_once_and_without_waits(training: Training, optimizer:
             torch.nn.Sequential(Taking(training, 1), Taking(training, 2))(torch.ones(1))
         if trains:
             training.passes(5)
-            training.progress._blocked += 1  # a wait at the end of backward()
+            training.progress.blocked += 1  # a wait at the end of backward()
             training.step(wrapped, optimizer)
 
     Calling([torch.zeros(1)], {})  # so that the step of a base class is hooked, too

@@ -17,7 +17,7 @@ from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import Plan
-from hvdlite.planes.nccl.device import Communicator, Device
+from hvdlite.planes.nccl.cupy_device import Communicator, CupyDevice
 from hvdlite.planes.nccl.kernels import NEEDED, bits
 
 BYTES: Final = 1
@@ -56,7 +56,7 @@ class StagingBuffer:
         allocate: returns memory for the device's stream; the framework may use it for another stream once it is dropped.
     """
 
-    def __init__(self, device: Device, allocate: Callable[[int], DeviceArray]) -> None:
+    def __init__(self, device: CupyDevice, allocate: Callable[[int], DeviceArray]) -> None:
         self._device, self._allocate = device, allocate
         self._memory: DeviceArray | None = None
 
@@ -93,7 +93,7 @@ class Launch:
         has_kernels: whether kernels work on all ranks of the communicator.
     """
 
-    device: Device
+    device: CupyDevice
     communicator: Communicator
     staging: StagingBuffer
     plan: Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -14,14 +14,29 @@ from hvdlite.planes.base import OobChannel, WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl import collectives
 from hvdlite.planes.nccl.collectives import DTYPES, StagingBuffer
-from hvdlite.planes.nccl.device import Device
-from hvdlite.planes.nccl.peer_info import PeerInfo, check_peers
+from hvdlite.planes.nccl.cupy_device import CupyDevice
+from hvdlite.planes.nccl.library import version_text
 from hvdlite.planes.nccl.watcher import CommunicatorRef
 
 _PEER_STATUSES: Final = (2, 6)
 """ncclSystemError and ncclRemoteError, which NCCL also returns when another rank is gone."""
 
+_SEVERAL_ON_ONE: Final = 23000
+"""The version from which NCCL accepts several ranks on one GPU."""
+
 _log = logging.getLogger("hvdlite")
+
+
+class PeerInfo(msgspec.Struct, frozen=True):
+    """One rank's host, GPU, NCCL version and kernels."""
+
+    host: str
+    gpu: str  # from `CupyDevice.bus_id`
+    uuid: str  # from `CupyDevice.uuid`
+    version: int  # the code of the NCCL version
+    has_kernels: bool = True  # from `CupyDevice.has_kernels`; ranks use kernels only where all have them
+    unique_id: bytes = b""  # the communicator's id; set by the first rank only
+
 
 _PEER_INFO: Final = msgspec.msgpack.Decoder(PeerInfo)
 
@@ -50,8 +65,8 @@ class Communicators:
         shared_gpu: whether several ranks may share a GPU.
     """
 
-    def __init__(self, rank: int, host: str, oob: OobChannel, thread: LaunchThread, device: Device, staging: StagingBuffer,
-                 *, shared_gpu: bool) -> None:
+    def __init__(self, rank: int, host: str, oob: OobChannel, thread: LaunchThread, device: CupyDevice,
+                 staging: StagingBuffer, *, shared_gpu: bool) -> None:
         self.refs: dict[int, CommunicatorRef] = {}
         self._rank, self._host, self._oob, self._thread = rank, host, oob, thread
         self._device, self._staging, self._shared_gpu = device, staging, shared_gpu
@@ -121,7 +136,39 @@ class Communicators:
         return ref
 
 
-def nccl_error(rank: int, device: Device, communicator: Any, what: str, error: Exception) -> HorovodInternalError:
+def check_peers(ranks: Mapping[int, PeerInfo], *, shared: bool) -> None:
+    """Check that these ranks can create a communicator; the result is the same on all of them.
+
+    Args:
+        shared: whether several ranks may use one GPU.
+
+    Raises:
+        HorovodInternalError: naming the ranks and both values.
+    """
+    first, *others = sorted(ranks)
+    for rank in others:
+        if ranks[rank].version != ranks[first].version:
+            raise HorovodInternalError(f"rank {first} has NCCL {version_text(ranks[first].version)} and rank {rank} has "
+                                       f"{version_text(ranks[rank].version)}: install one version everywhere")
+    users: dict[tuple[str, str, str], int] = {}
+    owners: dict[tuple[str, str], int] = {}
+    for rank in sorted(ranks) if not shared else ():
+        mine = ranks[rank]
+        other = users.setdefault((mine.host, mine.gpu, mine.uuid), rank)
+        if other != rank:
+            raise HorovodInternalError(
+                f"ranks {other} and {rank} use the same GPU ({mine.gpu}): call "
+                "torch.cuda.set_device(hvd.local_rank()) after init(), before anything is put on a GPU; start at most as "
+                "many ranks a host as it has GPUs. For tests, HVDLITE_SHARED_GPU=1 allows it (NCCL before 2.30 also needs "
+                "another NCCL_HOSTID for each rank)")
+        other = owners.setdefault((mine.host, mine.gpu), rank)
+        if other != rank and mine.version < _SEVERAL_ON_ONE:
+            raise HorovodInternalError(
+                f"ranks {other} and {rank} use slices (MIG) of one GPU ({mine.gpu}), which NCCL "
+                f"{version_text(mine.version)} refuses: use NCCL 2.30 or newer, or another GPU for each rank")
+
+
+def nccl_error(rank: int, device: CupyDevice, communicator: Any, what: str, error: Exception) -> HorovodInternalError:
     """Return the error that a rank raises when NCCL or CUDA fails in `what`; `PeerLostError` if it may be another rank's."""
     if isinstance(error, MemoryError):
         return HorovodInternalError(f"rank {rank}: out of memory in {what}: {error}")

@@ -1,25 +1,30 @@
-"""A GPU through CuPy, with what CuPy lacks: care for the current device, and for contexts on other GPUs."""
+"""A GPU through CuPy, with what CuPy lacks: care for the current device, and for contexts on other GPUs; its pool of events.
+
+Streams, events and addresses are plain integers, as CuPy's low-level calls take them. Stream 0 is CUDA's default stream.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.core.device import CopySpec, DeviceArray
-from hvdlite.core.errors import HorovodInternalError
+from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.planes.nccl import kernels, library
-from hvdlite.planes.nccl.device import Communicator
 from hvdlite.planes.nccl.driver import Driver
 
 _log = logging.getLogger("hvdlite")
 
+Communicator: TypeAlias = Any
+"""NCCL's communicator: a `cupy.cuda.nccl.NcclCommunicator`, whose methods take plain addresses."""
 _HIGHEST_PRIORITY: Final = -5
 """CUDA clamps priorities to its range."""
 _OUT_OF_MEMORY: Final = 2
@@ -36,6 +41,11 @@ class CupyDevice:
     Args:
         index: the index of the GPU; None chooses it by the local rank.
         environment: the environment of the process, checked for unsupported settings.
+
+    Attributes:
+        stream: the plane's stream: non-blocking, of the highest priority.
+        version: the code of the NCCL version.
+        failure: the exception types of NCCL (the first), CUDA and memory errors.
     """
 
     def __init__(self, index: int | None, local_rank: int, environment: Mapping[str, str]) -> None:
@@ -56,32 +66,42 @@ class CupyDevice:
         self.version: int = self._nccl.get_version()
         self._own_threads = threading.local()  # has an attribute in threads that called `make_current`
         with self._here():
-            self.stream = self._runtime.streamCreateWithPriority(self._runtime.streamNonBlocking, _HIGHEST_PRIORITY)
+            self.stream: int = self._runtime.streamCreateWithPriority(self._runtime.streamNonBlocking, _HIGHEST_PRIORITY)
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._kernels_work = True
 
     def make_current(self) -> None:
+        """Make this GPU the current device of the calling thread, one of our own, for good.
+
+        Another current device, 0 by default, would get a context, which takes some hundred MiB of its memory.
+        """
         self._own_threads.entered = True
         self._runtime.setDevice(self.index)
         self._driver.relax_captures()
 
     def bus_id(self) -> str:
+        """Return an identifier of this GPU on its host."""
         return str(self._runtime.deviceGetPCIBusId(self.index))
 
     def uuid(self) -> str:
+        """Return what is unique to the GPU, or to the slice of it (MIG) that this process uses."""
         return self._driver.uuid(self.index)
 
     def make_event(self) -> int:
+        """Return a new event."""
         with self._here():
             return int(self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming))
 
     def destroy_event(self, event: int) -> None:
+        """Destroy an event; waits that are launched keep their meaning."""
         self._runtime.eventDestroy(event)
 
     def close(self) -> None:
+        """Destroy the plane's stream; work in progress on it goes on."""
         self._runtime.streamDestroy(self.stream)
 
     def record(self, event: int, stream: int) -> None:
+        """Record an event: it covers all work launched on a stream so far."""
         if self._runtime.getDevice() == self.index:
             self._runtime.eventRecord(event, stream)
             return
@@ -89,6 +109,7 @@ class CupyDevice:
             self._runtime.eventRecord(event, stream)
 
     def wait(self, stream: int, event: int) -> None:
+        """Make future work on a stream wait for an event."""
         if self._runtime.getDevice() == self.index:
             self._runtime.streamWaitEvent(stream, event)
             return
@@ -96,6 +117,7 @@ class CupyDevice:
             self._runtime.streamWaitEvent(stream, event)
 
     def is_event_done(self, event: int) -> bool:
+        """Return whether all work before the event is done."""
         status = self._driver.event_status(event)
         if status not in (0, _NOT_READY):  # without a driver, or an error: CuPy keeps the GIL, but knows errors' names
             status = self._runtime.eventQuery(event)
@@ -104,6 +126,7 @@ class CupyDevice:
         return status == 0
 
     def is_capturing(self, stream: int) -> bool:
+        """Return whether a stream is being captured into a CUDA graph."""
         try:
             return bool(self._runtime.streamIsCapturing(stream))
         except self._runtime.CUDARuntimeError as error:
@@ -114,6 +137,11 @@ class CupyDevice:
             return True
 
     def allocate(self, nbytes: int) -> DeviceArray:
+        """Return uninitialised memory, aligned to 256 bytes.
+
+        Raises:
+            MemoryError: if there is not enough memory.
+        """
         rounded = max(256, -(-nbytes // 256) * 256)
         with self._here():
             try:  # not from CuPy's pool, whose memory is reused in the order of one stream: this is used on several
@@ -136,17 +164,25 @@ class CupyDevice:
             _log.debug("memory of GPU %d is not freed: %s", self.index, error)
 
     def synchronize(self) -> None:
+        """Wait for the device's stream."""
         self._runtime.streamSynchronize(self.stream)
 
     def zero(self, array: DeviceArray) -> None:
+        """Fill a dense array with zeros; waits for all work on the plane's stream."""
         with self._here():
             self._runtime.memsetAsync(array.pointer, 0, array.nbytes, self.stream)
         self.synchronize()
 
     def copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
+        """Copy bytes."""
         self._runtime.memcpyAsync(target, source, nbytes, self._runtime.memcpyDeviceToDevice, stream)
 
     def copy_row_major(self, source: DeviceArray, target: DeviceArray, stream: int) -> None:
+        """Copy an array of any strides to a row-major array.
+
+        Raises:
+            HorovodInternalError: if kernels cannot be compiled.
+        """
         width = source.dtype.itemsize
         kernel = self._kernel(("layouts", width), lambda: kernels.row_major_code(width))
         if kernel is None:
@@ -156,6 +192,7 @@ class CupyDevice:
 
     def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, factor: float = 1.0,
                      fill_value: int = 0) -> bool:
+        """Copy, cast, scale and fill many arrays with as few kernels as possible; False if there are none."""
         scales = factor != 1.0
         kernel = self._kernel((source, target, scales), lambda: kernels.source_code(source, target, scales))
         if kernel is None:
@@ -166,17 +203,21 @@ class CupyDevice:
         return True
 
     def has_kernels(self) -> bool:
+        """Return whether kernels can be compiled."""
         kernel = self._kernel(("float32", "float32", True), lambda: kernels.source_code("float32", "float32", True))
         return kernel is not None
 
     def unique_id(self) -> bytes:
+        """Return the id of a new communicator; called by one of its ranks."""
         return bytes(self._nccl.get_unique_id())
 
     def communicator(self, size: int, unique_id: bytes, rank: int) -> Communicator:
-        return self._nccl.NcclCommunicator(size, unique_id, rank)  # type: ignore[no-any-return]
+        """Create a communicator; blocks until all its ranks have called this."""
+        return self._nccl.NcclCommunicator(size, unique_id, rank)
 
     @contextmanager
     def group(self) -> Any:
+        """Return a context whose communicator calls form one NCCL group."""
         self._nccl.groupStart()
         try:
             yield
@@ -184,6 +225,7 @@ class CupyDevice:
             self._nccl.groupEnd()
 
     def explain(self, communicator: Communicator | None, error: Exception) -> str:
+        """Return an error's text with NCCL's last error message."""
         if isinstance(error, KeyError):
             return f"NCCL answered with status {error}, which CuPy does not know"
         said = library.last_error(getattr(communicator, "comm", 0) or 0)
@@ -250,3 +292,72 @@ class _Handle:
 
     def __init__(self, ptr: int) -> None:
         self.ptr = ptr
+
+
+def check_not_captured(device: CupyDevice, stream: int) -> None:
+    """Check that a stream is not being captured into a CUDA graph.
+
+    Raises:
+        UnsupportedError: if it is, with the parts of a step that can be captured.
+    """
+    if device.is_capturing(stream):
+        raise UnsupportedError("a collective cannot become part of a CUDA graph: ranks agree on it while it runs. "
+                               "Capture the model only (torch.cuda.make_graphed_callables), and leave backward hooks, "
+                               "collectives and optimizer.step() outside")
+
+
+class EventPool:
+    """A pool of events: creating an event costs more than recording it. Thread-safe.
+
+    Attributes:
+        free: the events that nobody refers to.
+        closed: whether free events are destroyed.
+    """
+
+    def __init__(self, device: CupyDevice) -> None:
+        self._device = device
+        self.free: deque[int] = deque()
+        self.closed = False
+        self._pid = os.getpid()
+
+    def record(self, stream: int) -> PooledEvent:
+        """Return an event that covers all work launched on `stream` so far."""
+        try:
+            handle = self.free.pop()
+        except IndexError:
+            handle = self._device.make_event()
+        event = PooledEvent(handle, stream, self)
+        self._device.record(handle, stream)
+        return event
+
+    def close(self) -> None:
+        """Destroy the free events now, and each other one when nobody refers to it any more."""
+        self.closed = True
+        self.destroy_free()
+
+    def destroy_free(self) -> None:
+        """Destroy the free events, but not in a forked child, which must not call CUDA."""
+        while self._pid == os.getpid():
+            try:
+                event = self.free.pop()
+            except IndexError:
+                return
+            try:
+                self._device.destroy_event(event)
+            except self._device.failure:
+                return
+
+
+class PooledEvent:
+    """An event of the pool; returns to it when there are no more references. Launched waits keep their meaning."""
+
+    __slots__ = ("_pool", "handle", "stream")
+
+    def __init__(self, handle: int, stream: int, pool: EventPool) -> None:
+        self.handle, self.stream, self._pool = handle, stream, pool
+
+    def __del__(self) -> None:
+        pool = self._pool
+        pool.free.append(self.handle)
+        if pool.closed:
+            pool.destroy_free()

@@ -37,8 +37,7 @@ from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl import collectives, library
 from hvdlite.planes.nccl.collectives import DTYPES, Launch, StagingBuffer
 from hvdlite.planes.nccl.communicators import Communicators, nccl_error
-from hvdlite.planes.nccl.cupy_device import CupyDevice
-from hvdlite.planes.nccl.device import Device, EventPool, PooledEvent, check_not_captured
+from hvdlite.planes.nccl.cupy_device import CupyDevice, EventPool, PooledEvent, check_not_captured
 from hvdlite.planes.nccl.watcher import (
     ABORT_SECONDS,
     POLL_SECONDS,
@@ -64,7 +63,7 @@ LINGER_SECONDS: Final = 0.1
 VERDICT_SECONDS: Final = 2.0
 """See `NcclPlane`; on one host the end of a process ends its connections at once."""
 
-MakeDevice = Callable[[int | None], Device]
+MakeDevice = Callable[[int | None], CupyDevice]
 """Opens the GPU with the given index; None chooses it by the local rank."""
 
 
@@ -99,7 +98,7 @@ class NcclPlane:
         self._launched: dict[int, int] = {}  # by process set: the sequence number of the last plan launched
         self._shared_gpu, self._exit_timeout, self._clock = shared_gpu, exit_timeout, clock
         self._opening = threading.Lock()
-        self._device: Device | None = None
+        self._device: CupyDevice | None = None
         self._events: EventPool | None = None
         self._reason: str | None = None  # why there is no GPU, once it is known
         self._closing = False
@@ -243,7 +242,7 @@ class NcclPlane:
         elif has_ended or self._thread.end(FREED_SECONDS):  # by now an abort has ended what it was blocked in
             self._release(device)
 
-    def _release(self, device: Device) -> None:
+    def _release(self, device: CupyDevice) -> None:
         """Destroy streams and events: a process of an elastic job makes new ones in each world."""
         assert self._events is not None
         try:
@@ -255,7 +254,7 @@ class NcclPlane:
         except device.failure as error:
             _log.info("rank %d: GPU %d has failed: %s", self._rank, device.index, error)
 
-    def _final_allreduce(self, device: Device, refs: Sequence[CommunicatorRef]) -> None:
+    def _final_allreduce(self, device: CupyDevice, refs: Sequence[CommunicatorRef]) -> None:
         """Wait until the GPUs of all ranks have finished their work, or until the timeout."""
         deadline = time.monotonic() + self._exit_timeout
 
@@ -285,7 +284,7 @@ class NcclPlane:
 
     # --- inside ---------------------------------------------------------------------------------------------------------
 
-    def _opened(self, index: int | None) -> Device:
+    def _opened(self, index: int | None) -> CupyDevice:
         """Return the GPU; the first call opens it."""
         if self._device is not None:
             return self._device
@@ -304,7 +303,7 @@ class NcclPlane:
                 self._device = device
         return self._device
 
-    def _allocate(self, device: Device, nbytes: int) -> DeviceArray:
+    def _allocate(self, device: CupyDevice, nbytes: int) -> DeviceArray:
         """Return new memory of the framework's, or the device's where no framework has lent an array yet."""
         if self._allocate_by is None:
             return device.allocate(nbytes)
@@ -316,13 +315,13 @@ class NcclPlane:
             device.wait(device.stream, memory.ready.handle)
         return memory.after(None)
 
-    def _zeroed(self, device: Device, nbytes: int) -> DeviceArray:
+    def _zeroed(self, device: CupyDevice, nbytes: int) -> DeviceArray:
         """Return zeroed memory: the gaps between a bucket's tensors are never written, but reduced with them."""
         memory = self._allocate(device, nbytes)
         device.zero(memory)
         return memory
 
-    def _launch(self, device: Device, plan: Plan) -> LaunchedWork:
+    def _launch(self, device: CupyDevice, plan: Plan) -> LaunchedWork:
         if self._closing:
             raise HorovodInternalError("the plane for GPUs is closed")
         response = plan.response

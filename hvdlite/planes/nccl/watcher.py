@@ -14,7 +14,7 @@ from typing import Final
 from hvdlite.core.device import Event
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.negotiation.messages import OverdueWork
-from hvdlite.planes.nccl.device import Communicator, Device, PooledEvent, check_not_captured
+from hvdlite.planes.nccl.cupy_device import Communicator, CupyDevice, PooledEvent, check_not_captured
 
 _log = logging.getLogger("hvdlite")
 
@@ -66,8 +66,8 @@ class LaunchedWork:
 
     __slots__ = ("_device", "_streams", "_watcher", "event", "group", "keep_alive")
 
-    def __init__(self, device: Device, event: PooledEvent, watcher: Watcher, group: LaunchedGroup, keep_alive: object = None,
-                 streams: Collection[int] = ()) -> None:
+    def __init__(self, device: CupyDevice, event: PooledEvent, watcher: Watcher, group: LaunchedGroup,
+                 keep_alive: object = None, streams: Collection[int] = ()) -> None:
         self._device, self.event, self._watcher, self.group = device, event, watcher, group
         self.keep_alive, self._streams = keep_alive, streams
 
@@ -114,7 +114,7 @@ class Watcher:
         is_known: called before `fail`: whether the job has ended for another reason.
     """
 
-    def __init__(self, device: Device, check: Callable[[], None], fail: Callable[[Exception], None],
+    def __init__(self, device: CupyDevice, check: Callable[[], None], fail: Callable[[Exception], None],
                  times: Sequence[float] = (), report: Callable[[OverdueWork], None] = lambda work: None,
                  clock: Callable[[], float] = time.monotonic, *,
                  is_known: Callable[[Exception], bool] = lambda error: False) -> None:
@@ -241,7 +241,7 @@ class CommunicatorRef:
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(self.communicator))
 
 
-def abort(refs: Sequence[CommunicatorRef], device: Device, timeout: float) -> int:
+def abort(refs: Sequence[CommunicatorRef], device: CupyDevice, timeout: float) -> int:
     """Abort communicators, each in its own thread: aborting them one after the other can hang (nccl issue 1013).
 
     Return the number of aborts that have not returned within `timeout` seconds; their threads are abandoned.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hvdlite.bootstrap import store as meeting
 from hvdlite.bootstrap.store import meet_in_store, own_address
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.held_port import HeldPort
+from hvdlite.core.sockets import HeldPort
 from hvdlite_torch.distributed import store as store_module
 from hvdlite_torch.distributed.store import TorchStore
 from tests.bootstrap.stores import HANGS_SECONDS, KEY, said
