@@ -7,7 +7,6 @@ end it properly (docs/protocol.md#one-runtime).
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import sys
 import threading
@@ -105,6 +104,7 @@ def _release(*, waits: bool) -> None:
     with _lock:
         _users = max(0, _users - 1)
         if not _users:
+            _groups.leave_world()
             _worlds.leave(waits=waits)
 
 
@@ -379,7 +379,7 @@ def join_group(store: KeyValues, name: str, rank: int, size: int, timeout: float
     return _groups.join(store, name, rank, size, timeout, members)
 
 
-def open_group(name: str, ranks: Sequence[int], timeout: float = math.inf) -> Group:
+def open_group(name: str, ranks: Sequence[int], timeout: float = 1800.0) -> Group:
     """Make a group of ranks of this process's world, whose collectives are carried out in the order of calls.
 
     All of these ranks call this. In an elastic job the group belongs to the present world, and fails with it.
@@ -387,7 +387,8 @@ def open_group(name: str, ranks: Sequence[int], timeout: float = math.inf) -> Gr
     Args:
         name: the same on all of them, for messages; another one for each group that is made at the same time.
         ranks: of the world: those of the group, in its order.
-        timeout: seconds after which the meeting, and later a call, fails on a rank that still waits.
+        timeout: seconds after which the meeting, and later a call, fails on a rank that still waits; by default as many as
+            in `torch.distributed`.
 
     Raises:
         NotInitializedError: before `init()`, and between two worlds.

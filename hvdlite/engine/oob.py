@@ -7,6 +7,7 @@ set must know of each other is told to the first of them, which answers all. A d
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import defaultdict, deque
@@ -31,8 +32,7 @@ def _never() -> bool:
 class OobChannel:
     """One rank's out-of-band channel; implements `planes.base.OobChannel`.
 
-    Only `fetch`, `publish_from`, `withdraw_from`, `announce` and `hear` are called by other threads than the background
-    thread.
+    Those methods that say so are called by other threads, too; the rest by the background thread only.
 
     Args:
         rank: this one.
@@ -45,6 +45,7 @@ class OobChannel:
         self._heard: defaultdict[str, deque[tuple[int, bytes]]] = defaultdict(deque)  # announcements without a listener
         self._listeners: dict[str, Callable[[int, bytes], None]] = {}
         self._ignored: dict[str, None] = {}  # in the order of `ignore`
+        self._waiting: list[threading.Lock] = []
         self._failure: HorovodInternalError | None = None
         self._say: Callable[[SideMessage], None] = lambda side_message: None
         self._post: Callable[[Item], None] = lambda item: None
@@ -71,12 +72,14 @@ class OobChannel:
                 else:
                     self._received[OobKey(note.label, note.sender)] = note.payload
             self._arrived.notify_all()
+        self._tell()
 
     def close(self, failure: HorovodInternalError) -> None:
         """Nothing arrives any more: raise that wherever something is waited for."""
         with self._arrived:
             self._failure = failure
             self._arrived.notify_all()
+        self._tell()
 
     def publish(self, label: str, text: bytes) -> None:
         self._thread = threading.get_ident()
@@ -103,6 +106,7 @@ class OobChannel:
     def look(self) -> None:
         with self._arrived:
             self._arrived.notify_all()
+        self._tell()
 
     def publish_from(self, label: str, text: bytes) -> None:
         """Like `publish`, from any other thread than the background thread."""
@@ -130,7 +134,15 @@ class OobChannel:
     def take(self, label: str) -> list[tuple[int, bytes]]:
         """Return the announcements that have come and that nobody hears, and forget them; from any thread."""
         with self._arrived:
-            return list(self._heard.pop(HEARD + label, ()))
+            texts = list(self._heard.pop(HEARD + label, ()))
+        return texts
+
+    def give_back(self, label: str, texts: Sequence[tuple[int, bytes]]) -> None:
+        """Put announcements back for whoever takes the next ones; from any thread."""
+        if texts:
+            with self._arrived:
+                self._heard[HEARD + label].extendleft(reversed(texts))
+            self._tell()
 
     def wait(self, is_over: Callable[[], object], until: float) -> bool:
         """Wait until something is true, which is looked at when something has come or a rank has left; from any thread.
@@ -141,15 +153,25 @@ class OobChannel:
         Raises:
             HorovodInternalError: when the job ends first.
         """
-        with self._arrived:
+        news = threading.Lock()  # released when there is something to look at
+        self._waiting.append(news)
+        try:
             while not is_over():
                 if self._failure is not None:
                     raise self._failure.with_traceback(None)
                 rest = until - time.monotonic()
                 if rest <= 0:
                     return False
-                self._arrived.wait(min(rest, threading.TIMEOUT_MAX))
+                news.acquire(timeout=min(rest, threading.TIMEOUT_MAX))
             return True
+        finally:
+            self._waiting.remove(news)
+
+    def _tell(self) -> None:
+        """Let those in `wait` look, without a lock that one of them may hold in a signal handler."""
+        for news in list(self._waiting):
+            with contextlib.suppress(RuntimeError):  # it is about to look anyway
+                news.release()
 
     def ignore(self, label: str) -> None:
         """Hear nothing any more; what comes within the next few of these calls is forgotten. From any thread."""

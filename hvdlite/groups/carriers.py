@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
@@ -26,13 +27,15 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 import numpy as np
 
 from hvdlite.core.array import Array
-from hvdlite.memory.area import LET_GO, Area
+from hvdlite.memory.area import UNUSED, Area
 from hvdlite.memory.rings import Piece, RingReader, Rings
 
 if TYPE_CHECKING:
     from hvdlite.groups.messages import Messages
     from hvdlite.groups.transfer import Transfer
 
+ARRIVE_SECONDS: Final = 1.0
+"""How long after its receiver has left a send may be told that it was received: both are told at the same time."""
 _ANNOUNCEMENT: Final = struct.Struct("!qqq")
 _LEFT: Final = b""
 """Announces that the rank has left the group."""
@@ -71,10 +74,11 @@ class Carrier:
     Attributes:
         is_over_when_put: whether a send is over when all of it is put; otherwise `Messages.sent` tells.
         is_short: whether there may be room for a send without anybody telling.
+        keeps_looking: see `Messages`.
     """
 
     is_over_when_put = False
-    is_short = False
+    is_short = keeps_looking = False
 
     def open(self, messages: Messages) -> None:
         """Begin to carry the messages of one rank; called once, before anything else."""
@@ -115,6 +119,10 @@ class Carrier:
         """Return whether something has come from a rank that `advance` has not taken; ask for `has_left` before."""
         return False
 
+    def may_arrive(self, call: Transfer) -> bool:
+        """Return whether a send to a rank that has left may yet be over: it was received, but this rank has not heard it."""
+        return False
+
     def leave(self) -> None:
         """This rank sends and receives nothing any more."""
 
@@ -137,7 +145,6 @@ class RingCarrier(Carrier):
         self._rings, self._area, self._peers = rings, area, dict(peers)
         self._readers: dict[int, RingReader] = {}
         self._arriving: dict[int, Message] = {}  # by source
-        self._lines = list(area.lines)  # the area drops its own before all have let go
 
     def put(self, call: Transfer) -> bool:
         local = self._peers[call.peer]
@@ -204,8 +211,10 @@ class RingCarrier(Carrier):
 
     def close(self) -> None:
         self._readers.clear()
-        lines = self._lines
-        self._rings.close(self._area.has_left, lambda: all(line[LET_GO] for line in lines))
+        area, rings = self._area, self._rings.close(self._area.has_left)
+        if rings:
+            self.keeps_looking = True
+            self._rings.heap.lend(rings, area.all_let_go(UNUSED), area.end_looking())
 
 
 class Link(Protocol):
@@ -238,7 +247,7 @@ class RemoteCarrier(Carrier):
     def __init__(self, link: Link, peers: Sequence[int]) -> None:
         self._link, self._peers = link, tuple(peers)
         self._numbers: Counter[int] = Counter()  # of messages to each rank
-        self._left: set[int] = set()
+        self._left: dict[int, float] = {}  # when that was heard
 
     def open(self, messages: Messages) -> None:
         super().open(messages)
@@ -269,6 +278,9 @@ class RemoteCarrier(Carrier):
     def has_left(self, rank: int) -> bool:
         return rank in self._left
 
+    def may_arrive(self, call: Transfer) -> bool:
+        return call.begun and time.monotonic() < self._left[call.peer] + ARRIVE_SECONDS
+
     def leave(self) -> None:
         self._link.announce(self._peers, _LEFT)
 
@@ -281,7 +293,7 @@ class RemoteCarrier(Carrier):
 
     def _heard(self, source: int, text: bytes) -> None:
         if text == _LEFT:
-            self._left.add(source)
+            self._left[source] = time.monotonic()
         elif len(text) == _TAKE.size:
             self._take(source, *_TAKE.unpack(text))
         else:

@@ -310,10 +310,10 @@ class Execution:
         waiting = [operation.agreed for call in queue for operation in call.operations]
         return found + [PastCall(number, text, 0.0, "scheduled") for number, text in enumerate(waiting, first)]
 
-    def leave(self) -> None:
-        """Let the other ranks see that this one carries out no operations any more."""
-        self._area.leave(self._completed)
-        if isinstance(self.peers, RemotePeers):
+    def leave(self, *, is_reason: bool = True) -> None:
+        """Let the other ranks see that this one carries out no operations any more; see `Area.leave`."""
+        self._area.leave(self._completed, is_reason=is_reason)
+        if is_reason and isinstance(self.peers, RemotePeers):
             self.peers.leave(self._completed)
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ The lock is held for moments, and never while a call is carried out. Rules: docs
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -37,6 +38,7 @@ from hvdlite.groups.operation import Operation
 from hvdlite.groups.reports import Reports
 from hvdlite.groups.transfer import Transfer
 from hvdlite.handoff.group_state import GroupState
+from hvdlite.memory.area import DONE, UNUSED
 
 JOIN_SECONDS: Final = 2.0
 """How long `close` waits for the threads that carry out calls."""
@@ -123,13 +125,16 @@ class Group:
                 error = HorovodInternalError(
                     f"{self.name}: a signal handler made a call inside call {state.begun} of the same group and "
                     "thread, which it has interrupted; set a flag in the handler, and make the call afterwards")
+            works_here = False  # no thread can be started
             runs_here = not is_nested and blocking and not state.runner and not self._queue
             if error is None and runs_here:
                 state.runner = threading.get_ident()
             elif error is None and not is_nested:
                 self._queue.append(call)
                 self._places = call.place = self._places + 1
-                self._let_work()
+                if not self._let_work() and not state.runner:
+                    state.runner = threading.get_ident()
+                    works_here = True
         if error is not None:
             call.end(error)
         elif is_nested:
@@ -141,6 +146,8 @@ class Group:
             finally:
                 self._idle()
                 self._progress.unblock(begun)
+        elif works_here:
+            self._work_here()
         elif blocking:
             call.wait()
         return call
@@ -251,11 +258,15 @@ class Group:
             worker.join(JOIN_SECONDS)
         is_late = self.state.runner not in (0, threading.get_ident()) or (  # a thread, which may still use the memory
             worker is not None and worker is not threading.current_thread() and worker.is_alive())
+        let_go = 0 if is_late else DONE
+        if self.state.has_runtime:
+            self._execution.leave(is_reason=False)  # unless it has, with the reason
         if self._messages is not None:
             self._messages.leave()
             self._messages.close()
+            let_go = min(let_go, UNUSED) if self._messages.keeps_looking else let_go
         self._execution.close()
-        self.state.area.release(let_go=not is_late)
+        self.state.area.release(let_go)
         self._released()
 
     def close_in_child(self) -> None:
@@ -264,14 +275,31 @@ class Group:
 
     # --- the worker thread ----------------------------------------------------------------------------------------------
 
-    def _let_work(self) -> None:
-        """Let the worker thread look for work; with the lock."""
+    def _let_work(self) -> bool:
+        """Let the worker thread look for work, with the lock; return False if there is none, and none can be started."""
         if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name=f"hvdlite-group-{self.name}", daemon=True)
-            self._worker.start()
+            worker = threading.Thread(target=self._work, name=f"hvdlite-group-{self.name}", daemon=True)
+            try:
+                worker.start()
+            except RuntimeError:  # a limit, or the interpreter ends
+                return False
+            self._worker = worker
         self._changed.notify_all()
         if self._is_driving:
             self.state.area.wake((self.state.area.index,))
+        return True
+
+    def _work_here(self) -> None:
+        """Carry out what is queued on this thread, which is the runner."""
+        try:
+            while True:
+                with self._lock:
+                    if not self._queue:
+                        return
+                    call = self._queue.popleft()
+                self._carry_out(call)
+        finally:
+            self._idle()
 
     def _let_work_from_anywhere(self) -> None:
         """Likewise without the lock; the background thread never waits for it: a signal handler may wait for that thread."""
@@ -282,7 +310,8 @@ class Group:
             finally:
                 self._lock.release()
         else:
-            threading.Thread(target=self._let_work_later, name=f"hvdlite-group-{self.name}", daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # then it is done by whoever waits next
+                threading.Thread(target=self._let_work_later, name=f"hvdlite-group-{self.name}", daemon=True).start()
 
     def _let_work_later(self) -> None:
         with self._lock:
@@ -342,12 +371,18 @@ class Group:
             self._carry_out(first)
 
     def _idle(self) -> None:
+        works_here = False
         with self._lock:
             self.state.runner = 0
             if self._is_closed:
                 self._changed.notify_all()
-            elif self._queue or (self._messages is not None and self._messages.needs_work):
+            elif self._queue:
+                works_here = not self._let_work()
+                self.state.runner = threading.get_ident() if works_here else 0
+            elif self._messages is not None and self._messages.needs_work:
                 self._let_work()
+        if works_here:
+            self._work_here()
 
     def _carry_out(self, call: Call) -> None:
         error: Exception | None = None

@@ -11,7 +11,6 @@ The ranks of a world of its own meet in a store; all groups then meet on their r
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import os
 import re
@@ -32,14 +31,14 @@ from hvdlite.groups.carriers import Carrier, RemoteCarrier, RingCarrier
 from hvdlite.groups.execution import Execution
 from hvdlite.groups.group import Group
 from hvdlite.groups.link import GroupLink
-from hvdlite.groups.meeting import Meeting
+from hvdlite.groups.meeting import GroupMeeting
 from hvdlite.groups.members import Members
 from hvdlite.groups.memory import GroupMemory
 from hvdlite.groups.messages import Messages
 from hvdlite.groups.peers import RemotePeers
 from hvdlite.groups.reports import Reports, RuntimeReports, notice_of
 from hvdlite.handoff.group_state import GroupState
-from hvdlite.memory.area import LET_GO, Area, area_bytes
+from hvdlite.memory.area import DONE, Area, area_bytes
 from hvdlite.memory.rings import Rings
 from hvdlite.negotiation.messages import FailureNotice
 from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
@@ -73,6 +72,7 @@ class Groups:
     def __init__(self, worlds: Worlds, begin: Callable[[LaunchInfo | None], None], end: Callable[[], None]) -> None:
         self._worlds, self._begin, self._end = worlds, begin, end
         self._groups: list[Group] = []
+        self._of_world: list[Group] = []  # those of `open`, which end with the world
         self._own: list[Runtime] = []  # of groups that are not closed
         self._leaving: list[Runtime] = []  # of groups that are
         self._default: Runtime | None = None  # the job's, if the default group's ranks are those of the job
@@ -81,7 +81,8 @@ class Groups:
     def open(self, name: str, ranks: Sequence[int], timeout: float) -> Group:
         """Make a group of ranks of this process's world; see `api.open_group`."""
         self._check_process(name)
-        runtime, rank = self._worlds.current(), self._worlds.current().world.rank
+        runtime = self._worlds.current()
+        rank = runtime.world.rank
         if rank not in ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(runtime.world.size)):
             raise ValueError(f"{name}: rank {rank} cannot make a group of ranks {list(ranks)}: it has to be one of them, "
                              f"each must be there once, and the world has ranks 0 to {runtime.world.size - 1}")
@@ -90,7 +91,9 @@ class Groups:
         members = Members.of(name, ranks, rank, runtime.hosts)
         if members.size == 1:
             return self._alone(members, timeout)
-        return self._opened(runtime, members, timeout, time.monotonic() + timeout, lambda: None)
+        group = self._opened(runtime, members, timeout, time.monotonic() + timeout, lambda: None)
+        self._of_world.append(group)
+        return group
 
     def join(self, store: KeyValues, name: str, rank: int, size: int, timeout: float,
              members: Sequence[int] | None = None) -> Group:
@@ -113,11 +116,8 @@ class Groups:
         try:
             own = Members.of(name, ranks, runtime.world.rank, runtime.hosts, names)
             return self._opened(runtime, own, timeout, deadline, release)
-        except BaseException as error:
-            failure = runtime.failure
+        except BaseException:
             release()
-            if isinstance(error, MemoryError) and failure is not None:  # its memory has ended with it
-                raise failure.with_traceback(None) from error
             raise
 
     def _check_process(self, name: str) -> None:
@@ -130,6 +130,11 @@ class Groups:
         """Tell the other ranks of the groups that are worlds of their own that this process ends with an exception."""
         for runtime in self._own:
             tell_failure(runtime, error)
+
+    def leave_world(self) -> None:
+        """Leave the groups of `open`: this process leaves the world, and the others do not."""
+        for group in list(self._of_world):
+            group.close()
 
     def close_all(self) -> None:
         """Leave all groups, and wait until the other ranks have left those that are worlds of their own, too."""
@@ -230,6 +235,16 @@ class Groups:
 
     def _opened(self, runtime: Runtime, members: Members, timeout: float, deadline: float,
                 release: Callable[[], object]) -> Group:
+        """Like `_made`; of a job that fails, the reason is raised, and not that its memory has ended with it."""
+        try:
+            return self._made(runtime, members, timeout, deadline, release)
+        except MemoryError as error:
+            if runtime.failure is None:
+                raise
+            raise runtime.failure.with_traceback(None) from error
+
+    def _made(self, runtime: Runtime, members: Members, timeout: float, deadline: float,
+              release: Callable[[], object]) -> Group:
         """Meet on a runtime, and return the group.
 
         Args:
@@ -237,7 +252,8 @@ class Groups:
             release: called when the group is closed.
         """
         config, memory = runtime.config, GroupMemory(len(members.local), runtime.config.shm_slot)
-        place = Meeting(runtime, members, memory.nbytes, timeout_or_inf(config.stall_check_time_seconds)).place(deadline)
+        patience = timeout_or_inf(config.stall_check_time_seconds)
+        place = GroupMeeting(runtime, members, memory.nbytes, patience).place(deadline)
         link = GroupLink(runtime, f"{place.identity}.", members.of_runtime)
         failures, standings = link.part("failures"), link.part("standings")
 
@@ -251,6 +267,8 @@ class Groups:
         def closed() -> None:
             runtime.remove_group(state)
             self._groups.remove(group)
+            if group in self._of_world:
+                self._of_world.remove(group)
             failures.close()
             standings.close()
             heaps[area.index].take_back()
@@ -258,16 +276,20 @@ class Groups:
 
         heaps = [runtime.connections.heaps[members.of_runtime[rank]] for rank in members.local]
         reports = RuntimeReports(runtime, members.of_runtime)
+        made: list[Area] = []
         try:
             area = memory.area(place.memory, members.local.index(members.rank))
+            made.append(area)
             if area.index == 0:
-                heaps[0].lend(place.memory, functools.partial(_all_let_go, area.lines))
+                heaps[0].lend([place.memory], area.all_let_go(DONE))
             state = GroupState(place.identity, members.of_runtime, area, reports.waits_changed)
             make_plane = runtime.connections.group_planes
             assert make_plane is not None, "a job of one rank has groups of one rank only"
             plane = make_plane(members.rank, members.hosts, memory, area, link)
         except BaseException as error:
             tell(error)
+            for each in made:
+                each.release()
             raise
         rings = Rings(memory.pairs, area.index, heaps)
         messages = Messages(members, state, _carriers(members, area, rings, link.part("messages")), reports.progress)
@@ -290,10 +312,6 @@ def _carriers(members: Members, area: Area, rings: Rings, link: GroupLink) -> di
     far = [rank for rank in members.others if rank not in near]
     found: dict[int, Carrier] = dict.fromkeys(near, RingCarrier(rings, area, near))
     return {**found, **dict.fromkeys(far, RemoteCarrier(link, far))} if far else found
-
-
-def _all_let_go(lines: Sequence[memoryview]) -> bool:
-    return all(line[LET_GO] for line in lines)
 
 
 def _start_timeline(runtime: Runtime, group: str) -> None:

@@ -41,7 +41,7 @@ class _Member(msgspec.Struct, array_like=True, frozen=True):
 class _Answer(msgspec.Struct, array_like=True, frozen=True):
     """What the first rank answers to all that it has heard."""
 
-    numbers: dict[int, int]  # by rank of the group
+    numbers: dict[int, int]  # by rank of the runtime
     identity: str = ""
     places: tuple[tuple[int, int], ...] = ()  # by host
     problem: str = ""
@@ -60,7 +60,7 @@ class Place(msgspec.Struct, frozen=True):
     memory: Range
 
 
-class Meeting:
+class GroupMeeting:
     """One rank's part in a meeting.
 
     Args:
@@ -71,8 +71,10 @@ class Meeting:
     def __init__(self, runtime: Runtime, members: Members, nbytes: int, patience: float = math.inf) -> None:
         self._runtime, self._channel, self._members, self._nbytes = runtime, runtime.connections.oob, members, nbytes
         self._name, self._rank, self._ranks = members.name, members.rank, members.of_runtime
-        self._label = f"meet.{self._ranks[0]}.{self._name}"
-        self._heard: dict[int, _Member] = {}  # by rank of the group
+        self._first = self._ranks.index(min(self._ranks))  # the same for all, in whatever order they have the members
+        self._label = f"meet.{min(self._ranks)}.{self._name}"
+        self._heard: dict[int, _Member] = {}  # by rank of the runtime
+        self._others: list[tuple[int, bytes]] = []  # what ranks have announced that are no members
         self._answer: _Answer | None = None
         self._start, self._patience = time.monotonic(), patience
 
@@ -101,10 +103,11 @@ class Meeting:
         try:
             answer = self._met(own, deadline)
         finally:
-            if self._rank and (answer is None or answer.problem):
-                self._announce((0,), _Member(number))
+            self._channel.give_back(self._label, self._others)
+            if self._rank != self._first and (answer is None or answer.problem):
+                self._announce((self._ranks[self._first],), _Member(number))
             if taken is not None and self._answer is not None and self._answer.problem:  # else others may use it
-                heaps[self._runtime.world.rank].lend(taken, lambda: True)
+                heaps[self._runtime.world.rank].lend([taken], lambda: True)
         if problem is not None:
             raise problem
         if answer.left >= 0:
@@ -113,20 +116,20 @@ class Meeting:
             raise LaunchError(answer.problem)
         if taken is None:
             start, nbytes = answer.places[self._members.hosts.ranks_by_host.index(self._members.local)]
-            taken = heaps[self._ranks[self._members.local[0]]].range(start, nbytes)
+            taken = heaps[self._ranks[self._members.local[0]]].mapped(start, nbytes)
         return Place(answer.identity, taken)
 
     def _met(self, own: _Member, deadline: float) -> _Answer:
-        if self._rank:
-            self._announce((0,), own)
+        if self._rank != self._first:
+            self._announce((self._ranks[self._first],), own)
             return self._answered(own.number, deadline)
-        self._heard[0] = own
+        self._heard[self._ranks[self._rank]] = own
         try:
             answer = self._collected(deadline)
         except HorovodInternalError:  # the job has failed: all hear of it from their own runtime
             raise
         except BaseException as error:
-            self._tell(_Answer({}, problem=shortened(f"{self._name}: rank {self._members.names[0]} has given up: "
+            self._tell(_Answer({}, problem=shortened(f"{self._name}: rank {self._members.names[self._rank]} has given up: "
                                                      f"{text_of(error)}", LONGEST_PROBLEM)))
             raise
         self._answer = answer
@@ -142,33 +145,34 @@ class Meeting:
         gone = self._departed()
         if gone:
             return _Answer({}, problem=self._departure(gone), left=gone[0])
-        for rank, member in sorted(self._heard.items()):
+        for index, rank in enumerate(self._ranks):
+            member = self._heard[rank]
             if member.problem:
-                return _Answer({}, problem=f"{self._name}: {self._members.named([rank])}: {member.problem}")
+                return _Answer({}, problem=f"{self._name}: {self._members.named([index])}: {member.problem}")
             if member.ranks != self._ranks:
                 return _Answer({}, problem=f"{self._name}: the ranks do not agree on its members: {list(self._ranks)} on "
-                                           f"{self._members.named([0])}, {list(member.ranks)} on "
-                                           f"{self._members.named([rank])}")
-        places = [self._heard[group[0]].place for group in self._members.hosts.ranks_by_host]
+                                           f"{self._members.named([self._rank])}, {list(member.ranks)} on "
+                                           f"{self._members.named([index])}")
+        places = [self._heard[self._ranks[group[0]]].place for group in self._members.hosts.ranks_by_host]
         return _Answer({}, secrets.token_hex(8), tuple(place for place in places if place is not None))
 
     def _all_have_come(self) -> bool:
         for rank, text in self._channel.take(self._label):
-            member = msgspec.msgpack.decode(text, type=_Member)
-            if rank not in self._ranks:
+            if rank not in self._ranks:  # it is early: this rank makes that group later
+                self._others.append((rank, text))
                 continue
-            index = self._ranks.index(rank)
+            member = msgspec.msgpack.decode(text, type=_Member)
             if member.ranks:
-                self._heard[index] = member
-            elif index in self._heard and self._heard[index].number == member.number:
-                del self._heard[index]
+                self._heard[rank] = member
+            elif rank in self._heard and self._heard[rank].number == member.number:
+                del self._heard[rank]
         return not self._missing() or bool(self._departed())
 
     def _missing(self) -> list[int]:
-        return [index for index in range(len(self._ranks)) if index not in self._heard]
+        return [index for index, rank in enumerate(self._ranks) if rank not in self._heard]
 
     def _tell(self, answer: _Answer) -> None:
-        numbers = {index: member.number for index, member in self._heard.items() if index}
+        numbers = {rank: member.number for rank, member in self._heard.items() if rank != self._ranks[self._rank]}
         if numbers:
             self._announce(list(numbers), msgspec.structs.replace(answer, numbers=numbers))
 
@@ -177,14 +181,14 @@ class Meeting:
     def _answered(self, number: int, deadline: float) -> _Answer:
         """Wait for the first rank's answer."""
         def has_come() -> bool:
-            for rank, text in self._channel.take(self._label):
+            for _, text in self._channel.take(self._label):
                 answer = msgspec.msgpack.decode(text, type=_Answer)
-                if rank == self._ranks[0] and answer.numbers.get(self._rank) == number:
+                if answer.numbers.get(self._ranks[self._rank]) == number:
                     self._answer = answer
             return self._answer is not None or bool(self._departed())
 
         if not self._wait(has_come, deadline) and not self._wait(has_come, time.monotonic() + ANSWER_SECONDS):
-            return _Answer({}, problem=self._in_vain([0]))
+            return _Answer({}, problem=self._in_vain([self._first]))
         gone = self._departed()
         return self._answer or _Answer({}, problem=self._departure(gone), left=gone[0])
 
@@ -195,10 +199,11 @@ class Meeting:
         tell_at = self._start + self._patience
         if tell_at < deadline and not self._channel.wait(is_over, tell_at):
             self._patience = math.inf
-            if self._rank <= 1:  # of those that wait for the first one, one is enough
+            is_first = self._rank == self._first
+            if is_first or self._rank == (self._first == 0):  # of those that wait for the first one, one is enough
                 _log.warning("%s: %s has waited %.0f s for %s to make the group", self._name,
                              self._members.named([self._rank]), time.monotonic() - self._start,
-                             self._members.named([0] if self._rank else self._missing()))
+                             self._members.named(self._missing() if is_first else [self._first]))
         return self._channel.wait(is_over, deadline)
 
     def _departed(self) -> list[int]:
@@ -215,4 +220,4 @@ class Meeting:
                 f"timeout after {time.monotonic() - self._start:.1f} s")
 
     def _announce(self, to: Sequence[int], text: _Member | _Answer) -> None:
-        self._channel.announce(self._label, [self._ranks[rank] for rank in to], msgspec.msgpack.encode(text))
+        self._channel.announce(self._label, to, msgspec.msgpack.encode(text))

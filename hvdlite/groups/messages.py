@@ -118,6 +118,11 @@ class Messages:
         return bool(self._calls or self._notes)
 
     @property
+    def keeps_looking(self) -> bool:
+        """Whether, after `close`, this rank still looks whether others use what it has shared with them."""
+        return any(carrier.keeps_looking for carrier in self._each_carrier)
+
+    @property
     def needs_work(self) -> bool:
         """Whether nobody calls `advance` who should."""
         return self.is_active and not self._waiting
@@ -136,11 +141,14 @@ class Messages:
         Args:
             blocked: whether the thread waits for another rank. Then rings that fill up are emptied into private memory.
         """
-        return self._guarded(self._advance, blocked)
+        return os.getpid() == self._process and self._guarded(self._advance, blocked)
 
     def wait(self, call: Transfer, timeout: float | None) -> bool:
         """See `Call.wait`."""
         limit, key = math.inf if timeout is None else time.monotonic() + timeout, object()
+        if os.getpid() != self._process:
+            call.end(self.texts.forked(self._process))
+            return True
         try:
             self._waiting.add(key)
             while call in self._calls:
@@ -341,8 +349,9 @@ class Messages:
         left = {rank for rank in self.texts.others if self._carriers[rank].has_left(rank)}
         for call in tuple(self._calls) if left else ():
             peers = self.texts.peers(call)
-            if left.issuperset(peers) and (call.is_send or not (
-                    call.begun or any(self._carriers[peer].has_more(peer) for peer in peers))):
+            if left.issuperset(peers) and not (
+                    self._carriers[call.peer].may_arrive(call) if call.is_send
+                    else call.begun or any(self._carriers[peer].has_more(peer) for peer in peers)):
                 self._finish(call, self.texts.departed(call, peers))
         return len(self._calls) < before
 

@@ -22,6 +22,7 @@ class JobState:
         joins: how often all ranks have joined.
         failure: the error that ended the job; None while the job runs.
         departed: the ranks that have left the job normally.
+        closing: what groups fail with once the background thread ends; None while it runs.
         groups: the groups that live on this runtime; written by user threads.
         ended: set when the background thread has ended.
     """
@@ -34,6 +35,7 @@ class JobState:
         self.joins = 0
         self.failure: HorovodInternalError | None = None
         self.departed: set[int] = set()
+        self.closing: Exception | None = None
         self.groups: list[GroupState] = []
         self.ended = threading.Event()
 
@@ -46,6 +48,7 @@ class JobState:
 
         All know it before the first one is woken, whose script may go on and leave another.
         """
+        self.closing = error
         for group in list(self.groups):
             group.has_runtime, group.error = False, group.error or error
         for group in list(self.groups):

@@ -16,7 +16,7 @@ Rules (docs/protocol.md#areas)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -32,7 +32,10 @@ TEXT: Final = 960
 NUMBER, LENGTH, DIGEST = range(3)
 """The words of a head."""
 LEFT, LET_GO = range(2)
-"""The words of a rank's line: one more than the last call that it has completed, once it has left; whether it has let go."""
+"""The words of a rank's line. `LEFT`: once it has left, one more than the last call that it has completed; negative if the
+others hear in another way why. `LET_GO`: `UNUSED` when it uses what the ranks share no more, `DONE` when it never looks
+again whether the others do."""
+UNUSED, DONE = 1, 2
 _RANK: Final = LINE + 2 * (LINE + TEXT)
 _LEFT_AT: Final = 16
 
@@ -87,32 +90,47 @@ class Area:
             word.value = value
             word.wake()
 
+    def all_let_go(self, least: int) -> Callable[[], bool]:
+        """Return whether all ranks' lines say that they have let go, as a function that lasts longer than `release`."""
+        lines = self.lines
+        return lambda: all(line[LET_GO] >= least for line in lines)
+
+    def end_looking(self) -> Callable[[], None]:
+        """Return what tells, after `release`, that this rank never looks at the lines again."""
+        line = self.lines[self.index]
+
+        def done() -> None:
+            line[LET_GO] = DONE
+        return done
+
     def has_left(self, rank: int) -> bool:
         """Return whether a rank makes no calls any more; of an area that was released, True."""
         return not self.lines or self.lines[rank][LEFT] != 0
 
-    def leave(self, completed: int) -> None:
+    def leave(self, completed: int, *, is_reason: bool = True) -> None:
         """This rank makes no calls any more; those that wait see it. Again is fine.
 
         Args:
             completed: the number of the last call that it has completed; 0 for none.
+            is_reason: whether this ends the others' calls; else they hear of the reason in another way.
         """
         lines = self.lines
-        if lines:  # else a thread of this rank is late: the others have seen it
-            lines[self.index][LEFT] = 1 + completed
+        if lines and lines[self.index][LEFT] <= 0:  # else a thread of this rank is late: the others have seen it
+            lines[self.index][LEFT] = 1 + completed if is_reason else -1 - completed
             self.wake()
 
-    def release(self, *, let_go: bool = True) -> None:
+    def release(self, let_go: int = DONE) -> None:
         """Use the memory no more. What is written now goes nowhere.
 
         Args:
-            let_go: whether no thread of this rank uses it any more; else nobody else gets the memory before the job ends.
+            let_go: what this rank's line says then; 0 if a thread may still use what the ranks share: nobody else gets that
+                before the job ends.
         """
         lines, self.lines, self.heads, self.texts, self.values = self.lines, [], [], [], []
         self._words = [shared_word(bytearray(4), 0)] * self.size
         self.word = self._words[self.index]
-        if lines and let_go:
-            lines[self.index][LET_GO] = 1
+        if lines:
+            lines[self.index][LET_GO] = let_go
 
 
 def next_area(memory: SharedMemory, rank: int, capacity: int, ranks: Sequence[int]) -> Area | None:

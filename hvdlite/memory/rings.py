@@ -184,6 +184,11 @@ class Rings:
         self._writers: dict[int, RingWriter] = {}
         self._ranges: dict[tuple[int, int], Range] = {}  # by sender and receiver
 
+    @property
+    def heap(self) -> Heap:
+        """This rank's."""
+        return self._heaps[self._index]
+
     def writer(self, to: int) -> RingWriter:
         """Return this rank's end of the ring to another rank; there is one.
 
@@ -206,15 +211,14 @@ class Rings:
         fence = self._heaps[source].memory.fence
         if fence is not None:
             fence()
-        ring = self._ranges[source, self._index] = self._heaps[source].range(pair[_PLACE], self._ring)
+        ring = self._ranges[source, self._index] = self._heaps[source].mapped(pair[_PLACE], self._ring)
         return RingReader(ring.bytes, pair, fence)
 
-    def close(self, has_left: Callable[[int], bool], all_let_go: Callable[[], bool]) -> None:
-        """Let go of all rings. Those that nobody reads or writes any more lose their pages.
+    def close(self, has_left: Callable[[int], bool]) -> list[Range]:
+        """Let go of all rings; return those of this rank's heap. What nobody reads or writes any more loses its pages.
 
         Args:
             has_left: whether a rank sends nothing any more; this one does not.
-            all_let_go: whether no rank of the host uses any ring any more.
         """
         self._heaps[self._index].memory.flush()  # of two ranks that leave together, one sees that the other has left
         for source in range(len(self._heaps)):
@@ -224,10 +228,10 @@ class Rings:
         for (source, to), ring in self._ranges.items():
             if has_left(source) and (to == self._index or has_left(to) or self._writers[to].is_empty):
                 ring.free(0, self._ring)
-            if source == self._index:
-                self._heaps[source].lend(ring, all_let_go)
+        own = [ring for (source, _), ring in self._ranges.items() if source == self._index]
         self._writers.clear()
         self._ranges.clear()
+        return own
 
     def _pair(self, source: int, to: int) -> memoryview:
         line = 2 * (source * len(self._heaps) + to) * LINE // 8

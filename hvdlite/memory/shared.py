@@ -87,6 +87,10 @@ def _unlinked_file() -> int:
     return descriptor
 
 
+def _nothing() -> None:
+    pass
+
+
 class _Mapping(mmap.mmap):
     """A mapping of a range of the file; exists as long as any view of it."""
 
@@ -97,14 +101,15 @@ class _Mapping(mmap.mmap):
         _free_pages(self, self.process, *self.own)
 
 
-def _free_pages(mapping: mmap.mmap, process: int, start: int, length: int) -> None:
-    """Free the pages of a range, unless this is a forked child of the process that owns them."""
+def _free_pages(mapping: mmap.mmap, process: int, start: int, length: int) -> bool:
+    """Free the pages of a range, unless this is a forked child of their process; return whether it has zeros now."""
     if os.getpid() != process:
-        return
+        return False
     try:
         mapping.madvise(mmap.MADV_REMOVE, start, length)
     except (AttributeError, OSError, ValueError):
-        pass  # not Linux, or never allocated: the pages are freed with the file
+        return False  # not Linux, or a file system without holes: the pages are freed with the file
+    return True
 
 
 class Range:
@@ -129,9 +134,9 @@ class Range:
         """Allocate pages for a part, or raise `MemoryError`."""
         self.memory.allocate(self.start + begin, length)
 
-    def free(self, begin: int, length: int) -> None:
-        """Free the pages of a part; in a forked child, do nothing."""
-        _free_pages(self._mapping, self.memory.process, self._at + begin, length)
+    def free(self, begin: int, length: int) -> bool:
+        """Free the pages of a part, if that is possible; return whether it has zeros now. In a forked child, do nothing."""
+        return _free_pages(self._mapping, self.memory.process, self._at + begin, length)
 
 
 class Segment:
@@ -194,6 +199,16 @@ class Segment:
         return self._counter_bytes + (index * REGIONS + region) * self.slot
 
 
+class _File:
+    """A descriptor; closed when nobody has this object: until then its number does not come to mean another file."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
 class SharedMemory:
     """One rank's handle of the host's shared memory file.
 
@@ -207,13 +222,13 @@ class SharedMemory:
     """
 
     def __init__(self, descriptor: int, rank: int, fence: Fence | None = None) -> None:
-        self.descriptor, self.process = descriptor, os.getpid()
+        self._file: _File | None = _File(descriptor)
+        self.process = os.getpid()
         self.fence: Callable[[], None] | None = fence
         self.flush: Callable[[], None] = fence or Fence(fence_file())
         self._rank = rank
         self._heaps: list[Heap] = []
         self._end, self._length = 0, os.fstat(descriptor).st_size  # the end of the ranges in use, and of all
-        self._lock = threading.RLock()  # of the descriptor, whose number means another file once it is closed
 
     def range(self, nbytes: int, ranks: Sequence[int]) -> Range | None:
         """Return the next range, without pages; None if this rank is not one of `ranks`.
@@ -267,31 +282,32 @@ class SharedMemory:
 
     def close(self) -> None:
         """Close the file; mappings remain, and the fence while a segment has it."""
-        with self._lock:
-            self.flush, self.fence = _nothing, self.fence and _nothing
-            for heap in self._heaps:
-                heap.close()
-            if self.descriptor >= 0:
-                os.close(self.descriptor)
-                self.descriptor = -1
+        self.flush, self.fence = _nothing, self.fence and _nothing
+        for heap in self._heaps:
+            heap.close()
+        self._file = None
 
     def allocate(self, start: int, length: int) -> None:
         """Allocate pages for a range, or raise `MemoryError`."""
         if not hasattr(os, "posix_fallocate"):
             return  # macOS: a sparse file on disk
+        file = self._open_file()
         try:
-            with self._lock:
-                os.posix_fallocate(self.descriptor, start, length)
+            os.posix_fallocate(file.descriptor, start, length)
         except OSError as error:
             raise MemoryError(f"no memory for {length} bytes shared between ranks ({error}); lower HVDLITE_SHM_SLOT, or "
                               "turn learned buckets off with HVDLITE_BUCKET_SIZE=0") from error
 
     def mapping(self, start: int, nbytes: int, kind: type[mmap.mmap] = mmap.mmap) -> mmap.mmap:
         """Return a mapping of a range of the file."""
-        with self._lock:
-            if self.descriptor < 0:
-                raise MemoryError("the memory that ranks share is closed: the job has ended")
-            return kind(self.descriptor, nbytes, offset=start)
+        file = self._open_file()
+        return kind(file.descriptor, nbytes, offset=start)
+
+    def _open_file(self) -> _File:
+        file = self._file
+        if file is None:
+            raise MemoryError("the memory that ranks share is closed: the job has ended")
+        return file
 
     def mapped(self, start: int, nbytes: int) -> Range:
         """Return a range of the file with a mapping of its own."""
@@ -326,7 +342,7 @@ class Heap:
         self._lock = threading.RLock()  # guards the rest
         self._next = begin
         self._free: dict[int, list[Range]] = {}  # by length
-        self._lent: list[tuple[Range, Callable[[], bool]]] = []
+        self._lent: list[tuple[Sequence[Range], Callable[[], bool], Callable[[], object]]] = []
 
     def take(self, nbytes: int) -> Range:
         """Return a range of zeros, without pages; only the heap's own rank calls this.
@@ -337,34 +353,46 @@ class Heap:
         nbytes = _rounded(nbytes)
         self.take_back()
         with self._lock:
-            if self._free.get(nbytes):
-                return self._free[nbytes].pop()
+            free = self._free.get(nbytes)
+            if free:
+                return free.pop()
             start = self._next
             if start + nbytes > self._end:
                 raise MemoryError(f"no range of {nbytes} bytes is left in this rank's part of the file that ranks share; "
                                   "raise the limit on the size of files (ulimit -f)")
             self._next += nbytes
-        return self.range(start, nbytes)
+        return self.mapped(start, nbytes)
 
-    def lend(self, taken: Range, is_over: Callable[[], bool]) -> None:
-        """Take a range back once all that share it have let go of it, as the function says."""
+    def lend(self, taken: Sequence[Range], is_over: Callable[[], bool], over: Callable[[], object] = _nothing) -> None:
+        """Take ranges back once all that share them have let go of them.
+
+        Args:
+            is_over: whether they have.
+            over: called when the ranges are back; `is_over` is not asked any more.
+        """
         with self._lock:
-            self._lent.append((taken, is_over))
+            self._lent.append((taken, is_over, over))
 
     def take_back(self) -> None:
         """Free the pages of what all have let go of."""
         with self._lock:
-            over = [taken for taken, is_over in self._lent if is_over()]
-            self._lent = [pair for pair in self._lent if pair[0] not in over]
-            for taken in over:
-                taken.free(0, taken.bytes.size)
-                self._free.setdefault(taken.bytes.size, []).append(taken)
+            lent, self._lent = self._lent, []
+            for each in lent:
+                ranges, is_over, over = each
+                if not is_over():
+                    self._lent.append(each)
+                    continue
+                for taken in ranges:
+                    if taken.free(0, taken.bytes.size):  # else it keeps what is in it, and is not used again
+                        self._free.setdefault(taken.bytes.size, []).append(taken)
+                over()
 
     def close(self) -> None:
         """The file is closed: keep no memory mapped but what is in use."""
-        self._mapping, self._free, self._lent = None, {}, []
+        with self._lock:
+            self._mapping, self._free, self._lent = None, {}, []
 
-    def range(self, start: int, nbytes: int) -> Range:
+    def mapped(self, start: int, nbytes: int) -> Range:
         """Return a range that the heap's rank has taken."""
         with self._lock:
             if self._mapping is None and self._mapped:
@@ -386,10 +414,6 @@ def counter_bytes(ranks: int) -> int:
 def segment_bytes(ranks: int, slot: int) -> int:
     """Return the length of a segment in bytes; most of its pages are never allocated."""
     return counter_bytes(ranks) + ranks * REGIONS * _rounded(slot)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _rounded(nbytes: int) -> int:

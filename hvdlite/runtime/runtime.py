@@ -176,8 +176,8 @@ class Runtime:
     def add_group(self, group: GroupState) -> None:
         """Let a group report here, and fail when the background thread ends; now if it has ended."""
         self._state.groups.append(group)
-        if self._state.ended.is_set():
-            self._state.fail_groups(self._state.closing_error())
+        if self._state.closing is not None:
+            self._state.fail_groups(self._state.closing)
 
     def remove_group(self, group: GroupState) -> None:
         """A group is closed; again is fine."""

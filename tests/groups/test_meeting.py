@@ -16,7 +16,7 @@ from hvdlite.core.errors import HorovodInternalError, LaunchError, PeerLeftError
 from hvdlite.core.world import Hosts
 from hvdlite.engine.oob import OobChannel
 from hvdlite.groups import meeting
-from hvdlite.groups.meeting import Meeting, Place
+from hvdlite.groups.meeting import GroupMeeting, Place
 from hvdlite.groups.members import Members
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.oob_store import OobStore
@@ -52,13 +52,14 @@ class Job:
             channel.look()
 
     def meeting(self, rank: int, ranks: Sequence[int], hosts: Sequence[str] = (), *, nbytes: int = 100_000,
-                name: str = "group", **more: Any) -> Meeting:
+                name: str = "group", **more: Any) -> GroupMeeting:
         index = list(ranks).index(rank)
-        return Meeting(self.runtimes[rank], Members(name, index, tuple(ranks), Hosts.of(hosts or ["one host"] * len(ranks)),
-                                                    tuple(map(str, ranks))), nbytes, **more)
+        of_hosts = Hosts.of(hosts or ["one host"] * len(ranks))
+        members = Members(name, index, tuple(ranks), of_hosts, tuple(map(str, ranks)))
+        return GroupMeeting(self.runtimes[rank], members, nbytes, **more)
 
 
-def met(job: Job, meetings: Sequence[Meeting], seconds: float = HANGS_SECONDS) -> list[Any]:
+def met(job: Job, meetings: Sequence[GroupMeeting], seconds: float = HANGS_SECONDS) -> list[Any]:
     """Let ranks meet; return what each got, or the error."""
     results: list[Any] = [None] * len(meetings)
 

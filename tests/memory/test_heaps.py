@@ -50,7 +50,7 @@ def test_what_one_rank_takes_all_see_and_no_two_overlap(host: Host) -> None:
         mine.bytes[...] = number + 1
     for number, (rank, mine) in enumerate(taken):
         for heaps in host.heaps:
-            assert (heaps[rank].range(mine.start, mine.bytes.size).bytes == number + 1).all()
+            assert (heaps[rank].mapped(mine.start, mine.bytes.size).bytes == number + 1).all()
     window = host.memories[0].window(LENGTH, (0,))[0]
     assert not window.any(), "nor do they overlap with the rest of the file"
 
@@ -61,7 +61,7 @@ def test_a_range_comes_back_without_pages_when_all_have_let_go(host: Host) -> No
     start = taken.start
     taken.allocate(0, LENGTH)
     taken.bytes[...] = 7
-    heap.lend(taken, lambda: all(let_go))
+    heap.lend([taken], lambda: all(let_go))
     for rank in range(2):
         assert heap.take(LENGTH).start != start and host.allocated >= before + LENGTH
         let_go[rank] = True
@@ -89,8 +89,8 @@ def test_what_is_not_in_the_mapping_has_one_of_its_own(monkeypatch: pytest.Monke
     for number, mine in enumerate(taken):
         mine.allocate(0, LENGTH)
         mine.bytes[...] = number
-        assert (host.heaps[1][0].range(mine.start, LENGTH).bytes == number).all()
-        host.own(0).lend(mine, lambda: True)
+        assert (host.heaps[1][0].mapped(mine.start, LENGTH).bytes == number).all()
+        host.own(0).lend([mine], lambda: True)
     del mine
     taken.clear()
     assert not host.own(0).take(LENGTH).bytes.any()
@@ -105,7 +105,7 @@ heaps = [SharedMemory(os.dup(file), rank).heaps(2) for rank in range(2)]
 taken = heaps[0][0].take(1 << 24)
 taken.allocate(0, 5)
 taken.bytes[:5] = 7
-print(heaps[1][0].range(taken.start, 1 << 24).bytes[:6].tolist())
+print(heaps[1][0].mapped(taken.start, 1 << 24).bytes[:6].tolist())
 """
 
 
@@ -122,9 +122,9 @@ def test_a_closed_file_is_no_memory(host: Host) -> None:
     early.allocate(0, LENGTH)
     memory.close()
     early.bytes[...] = 3
-    assert (host.heaps[1][0].range(early.start, LENGTH).bytes == 3).all(), "what is mapped remains"
+    assert (host.heaps[1][0].mapped(early.start, LENGTH).bytes == 3).all(), "what is mapped remains"
     with pytest.raises(MemoryError, match="closed: the job has ended"):
-        host.heaps[0][1].range(host.own(1).take(LENGTH).start, LENGTH)
+        host.heaps[0][1].mapped(host.own(1).take(LENGTH).start, LENGTH)
     for make in (lambda: memory.window(LENGTH, (0,)), lambda: memory.range(LENGTH, (0,)), lambda: memory.mapped(0, LENGTH)):
         with pytest.raises(MemoryError):
             make()
@@ -138,7 +138,7 @@ def test_a_heap_that_is_exhausted_is_no_memory() -> None:
     mine = heaps[0].take(4 << 20)
     with pytest.raises(MemoryError, match=f"no range of {8 << 20} bytes is left in this rank's part"):
         heaps[0].take(8 << 20)
-    heaps[0].lend(mine, lambda: True)
+    heaps[0].lend([mine], lambda: True)
     assert heaps[0].take(4 << 20).bytes.size == 4 << 20
     assert heaps[1].take(8 << 20).start >= 8 << 20 and memory.window(4 << 20, (0,))
 
@@ -148,7 +148,7 @@ def test_a_forked_child_frees_no_pages(host: Host) -> None:
     taken = heap.take(LENGTH)
     taken.allocate(0, LENGTH)
     taken.bytes[...] = 9
-    heap.lend(taken, lambda: True)
+    heap.lend([taken], lambda: True)
     pid = os.fork()
     if pid == 0:
         heap.take_back()

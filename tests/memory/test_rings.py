@@ -159,7 +159,8 @@ class Host:
 
     def close(self, rank: int) -> None:
         self.left.add(rank)
-        self.rings[rank].close(self.left.__contains__, lambda: len(self.left) == len(self.rings))
+        rings = self.rings[rank].close(self.left.__contains__)
+        self.heaps[rank][rank].lend(rings, lambda: len(self.left) == len(self.rings))
 
     @property
     def allocated(self) -> int:
