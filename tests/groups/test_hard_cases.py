@@ -227,7 +227,6 @@ def test_members_in_another_order_hear_of_it() -> None:
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 12), reason="only 3.12 starts no threads in atexit")
 def test_messages_are_flushed_at_exit(tmp_path: Path) -> None:
-    """Passes at 77a3083b."""
     ended = processes(2, programs.sends_at_exit, str(tmp_path), 2)
     assert ended[1].result == "['None 0', 'None 1']", ended
 

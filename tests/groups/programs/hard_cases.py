@@ -127,7 +127,7 @@ def a_handler_in_the_middle_of(folder: str, size: int, where: str) -> str:
             original(*arguments)
             if threading.get_ident() == main and not done:
                 signal.raise_signal(signal.SIGUSR1)
-        patch = mock.patch.object(os, "posix_fallocate", allocate)
+        patch: Any = mock.patch.object(os, "posix_fallocate", allocate)
     else:
         channel = runtime.connections.oob
         original_wait = channel.wait
