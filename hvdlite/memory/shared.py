@@ -297,11 +297,16 @@ class SharedMemory:
         except OSError as error:
             raise MemoryError(f"no memory for {length} bytes shared between ranks ({error}); lower HVDLITE_SHM_SLOT, or "
                               "turn learned buckets off with HVDLITE_BUCKET_SIZE=0") from error
+        finally:
+            del file  # whoever keeps the error would keep it open
 
     def mapping(self, start: int, nbytes: int, kind: type[mmap.mmap] = mmap.mmap) -> mmap.mmap:
         """Return a mapping of a range of the file."""
         file = self._open_file()
-        return kind(file.descriptor, nbytes, offset=start)
+        try:
+            return kind(file.descriptor, nbytes, offset=start)
+        finally:
+            del file
 
     def _open_file(self) -> _File:
         file = self._file
