@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hvdlite.core.array import Array
 from hvdlite.memory.area import Area, area_bytes
 from hvdlite.memory.rings import pair_bytes
-from hvdlite.memory.shared import PAGE, Range, Segment, segment_bytes
+from hvdlite.memory.shared import PAGE, Range, Segment, counter_bytes, segment_bytes
 
 
 class GroupMemory:
@@ -35,7 +35,7 @@ class GroupMemory:
         Raises:
             MemoryError: if the system has no memory left.
         """
-        taken.allocate(0, self._segment_at)
+        taken.allocate(0, self._segment_at + counter_bytes(self._ranks))
         self._range, self._index = taken, index
         self.pairs = taken.bytes[self._pairs_at:self._pairs_at + pair_bytes(self._ranks)].data
         return Area(taken.bytes[:area_bytes(self._ranks)], index, self._ranks)

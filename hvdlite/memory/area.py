@@ -140,11 +140,8 @@ def next_area(memory: SharedMemory, rank: int, capacity: int, ranks: Sequence[in
         MemoryError: see `SharedMemory.segment`.
     """
     nbytes = area_bytes(len(ranks), capacity)
-    taken = memory.range(nbytes, ranks)
-    if taken is None:
-        return None
-    taken.allocate(0, nbytes)
-    return Area(taken.bytes, list(ranks).index(rank), len(ranks), capacity)
+    taken = memory.range(nbytes, ranks, nbytes)
+    return None if taken is None else Area(taken.bytes, list(ranks).index(rank), len(ranks), capacity)
 
 
 def _padded(nbytes: int) -> int:

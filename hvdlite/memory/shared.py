@@ -143,7 +143,7 @@ class Segment:
     """The shared memory of a process set's ranks: barrier counters and staging slots.
 
     Args:
-        range_: of `segment_bytes`.
+        range_: of `segment_bytes`; its first `counter_bytes` have pages.
 
     Attributes:
         arrivals: the number of barriers that each rank has reached, by index in the set; written by that rank.
@@ -160,7 +160,6 @@ class Segment:
         self.fence, self.flush = range_.memory.fence, range_.memory.flush
         self._range, self._index = range_, index
         self._counter_bytes = counter_bytes(ranks)
-        range_.allocate(0, self._counter_bytes)
         self.arrivals = range_.bytes[:ranks * COUNTER_STRIDE].view(np.int64)[::COUNTER_STRIDE // 8]
         self._allocated = [0] * REGIONS  # bytes of this rank's slots that have pages
 
@@ -230,22 +229,26 @@ class SharedMemory:
         self._heaps: list[Heap] = []
         self._end, self._length = 0, os.fstat(descriptor).st_size  # the end of the ranges in use, and of all
 
-    def range(self, nbytes: int, ranks: Sequence[int]) -> Range | None:
-        """Return the next range, without pages; None if this rank is not one of `ranks`.
+    def range(self, nbytes: int, ranks: Sequence[int], pages: int = 0) -> Range | None:
+        """Return the next range, whose first `pages` bytes have pages; None if this rank is not one of `ranks`.
 
         Raises:
-            MemoryError: if (on all ranks) the file is exhausted. Ranks remain in step.
+            MemoryError: if the system has no memory left, or (on all ranks) the file is exhausted. Ranks remain in step.
         """
         start = self._next_range(nbytes, PAGE)
-        return self.mapped(start, nbytes) if self._rank in ranks else None
+        if self._rank not in ranks:
+            return None
+        if pages:
+            self.allocate(start, pages)
+        return self.mapped(start, nbytes)
 
     def segment(self, ranks: Sequence[int], slot: int) -> Segment | None:
         """Return the next segment, for a process set; None if this rank is not one of `ranks`.
 
         Raises:
-            MemoryError: if the system has no memory left, or as for `range`. Ranks remain in step.
+            MemoryError: as for `range`.
         """
-        found = self.range(segment_bytes(len(ranks), slot), ranks)
+        found = self.range(segment_bytes(len(ranks), slot), ranks, counter_bytes(len(ranks)))
         return None if found is None else Segment(found, list(ranks).index(self._rank), len(ranks), slot)
 
     def window(self, nbytes: int, ranks: Sequence[int]) -> list[Array]:
