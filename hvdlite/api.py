@@ -432,7 +432,7 @@ def fail(error: BaseException) -> None:
 
 def _at_exit() -> None:
     global _users
+    _groups.close_all()  # first: the last one that uses the runtime leaves the job
     with _lock:
         _users = 0
-    _groups.close_all()
     shutdown()

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import ForkedProcessError, HorovodInternalError, MismatchError, PeerLeftError, UnsupportedError
+from hvdlite.core.errors import ForkedProcessError, HorovodInternalError, MismatchError, PeerLostError, UnsupportedError
 from hvdlite.groups.call import Call, when_all_done
 from hvdlite.groups.execution import Execution, PastCall
 from hvdlite.groups.members import Members
@@ -206,8 +206,8 @@ class Group:
         """Fail all calls under way and all later ones. The other ranks see it, but for what they are told in another way."""
         state = self.state
         first = state.error or error
-        # Of other errors they are told; and if another rank has left, that is what they need to know.
-        if isinstance(first, HorovodInternalError) and not isinstance(first, PeerLeftError) and state.has_runtime:
+        # Of other errors they are told; and what another rank has done they hear as this one has, and need to know.
+        if isinstance(first, HorovodInternalError) and not isinstance(first, PeerLostError) and state.has_runtime:
             self._execution.leave()
         state.fail(error)
         if self._messages is not None:
