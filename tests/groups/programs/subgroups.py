@@ -84,6 +84,7 @@ def one_is_lost(folder: str, size: int, how: str) -> None:
     else:
         raise AssertionError("there is a group with a rank that is not there")
     print(f"{time.monotonic() - begun:.1f} s", flush=True)
+    time.sleep(2.0)  # a rank that leaves now would be named, too
 
 
 def one_does_not_come(folder: str, size: int) -> None:
