@@ -1,8 +1,9 @@
 """The timeline's file, which rank 0 writes in Chrome's trace format, for Perfetto and chrome://tracing.
 
 The file is a JSON array that is complete after every write, because each write replaces the closing bracket by new events
-and a closing bracket: a job that is killed leaves a file that can be read. A write that fails in its middle is taken back,
-and is the last one. A process is a rank, a thread is a tensor.
+and a closing bracket. A write that fails in its middle is taken back, and is the last one. Linux ends a write at the next
+page when its process is killed (`generic_perform_write`), so SIGKILL at that moment cuts the last event; what precedes it
+is complete, and the format does not require the array's end. A process is a rank, a thread is a tensor.
 """
 
 from __future__ import annotations
