@@ -205,8 +205,8 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     with the same file does nothing; one with another file closes the first file.
 
     Args:
-        file_path: the file, which is overwritten. It is valid JSON after every write; open it with https://ui.perfetto.dev or
-            chrome://tracing.
+        file_path: the file, which is overwritten. It is valid JSON after every write. Open it with https://ui.perfetto.dev
+            or chrome://tracing.
         mark_cycles: whether to show decisions, which correspond to Horovod's cycles.
 
     Raises:

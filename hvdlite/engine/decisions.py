@@ -8,8 +8,8 @@ from collections.abc import Callable
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.engine.coordinator_link import CoordinatorLink
 from hvdlite.engine.execution import Execution
-from hvdlite.handoff.handle import BlockedWaiters
-from hvdlite.handoff.job_state import JobState
+from hvdlite.engine.oob import OobChannel
+from hvdlite.handoff.handoff import Handoff
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.messages import Decision, FailureNotice, RankStatus, SideMessage
 
@@ -32,19 +32,18 @@ class Decisions:
         has_left: whether this rank has: its own leaving is accepted, and everything that was decided before is done.
 
     Args:
-        state: gets the tuned knobs.
+        handoff: its state gets the tuned knobs, and the ranks that have left.
+        oob: whose waiters look again when ranks have left.
         status: describes this rank for stall reports.
-        departed: called when ranks have left the job.
     """
 
-    def __init__(self, controller: Controller, coordinator: CoordinatorLink, execution: Execution, state: JobState,
-                 waiters: BlockedWaiters, recorder: FlightRecorder, status: Callable[[], RankStatus],
-                 departed: Callable[[], None]) -> None:
+    def __init__(self, controller: Controller, coordinator: CoordinatorLink, execution: Execution, handoff: Handoff,
+                 recorder: FlightRecorder, oob: OobChannel, status: Callable[[], RankStatus]) -> None:
         self.has_left = False
         self._rank = controller.rank
-        self._departed = departed
         self._controller, self._coordinator, self._execution = controller, coordinator, execution
-        self._state, self._waiters, self._recorder, self._status = state, waiters, recorder, status
+        self._state, self._waiters, self._recorder = handoff.state, handoff.waiters, recorder
+        self._oob, self._status = oob, status
         self._queue: deque[Decision] = deque()  # received and not applied
 
     def __bool__(self) -> bool:
@@ -64,7 +63,7 @@ class Decisions:
             self._controller.send_side_message(SideMessage(status=self._status()))
         if decision.left:
             self._state.departed.update(decision.left)
-            self._departed()
+            self._oob.look()
         if self._rank in decision.deferred:
             self._waiters.defer()
         self._queue.append(decision)

@@ -11,6 +11,7 @@ Theory of operation
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -26,7 +27,6 @@ from hvdlite.engine.coordinator_link import CoordinatorLink
 from hvdlite.engine.decisions import Decisions, JobFailed
 from hvdlite.engine.execution import Execution
 from hvdlite.engine.failures import failure_error, failure_notice
-from hvdlite.engine.health import HealthCheck
 from hvdlite.engine.limits import FLUSH_SECONDS, LISTEN_SECONDS, TRACE_BATCH
 from hvdlite.engine.mailboxes import Mailboxes
 from hvdlite.engine.polling import poll
@@ -35,7 +35,6 @@ from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import BlockedWaiters
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.inbox import Item, Task
-from hvdlite.handoff.mailbox import MailboxCall
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.messages import (
     FailureNotice,
@@ -72,15 +71,11 @@ class Engine:
         self._inbox, self._waiters, self._state = handoff.inbox, handoff.waiters, handoff.state  # shared with user threads
         self._recorder, self._clock = recorder, connections.clock
         self.history = CallHistory()
-        self._mailboxes = Mailboxes(self._rank, connections.mailbox_area, self._state, controller.report_mailbox,
-                                    self._inbox.post, self._exchanged, lambda act: self._inbox.post(Task(act)), self._take)
-        self._execution = Execution(
-            self._rank, connections.plane, connections.devices, self._state, recorder, self._clock, self._mailboxes,
-            wait_until=self._wait_until, release_name=self._inbox.release, mark_stale=controller.mark_stale)
-        self._decisions = Decisions(controller, coordinator, self._execution, self._state, self._waiters, recorder,
-                                    self._status, connections.oob.look)
-        self._health = HealthCheck(watchdog, coordinator, self._execution, self._clock, look_seconds,
-                                   send=self._send_side_message, lost=self._lose_parent, decide=self._decide)
+        self._mailboxes = Mailboxes(connections.mailbox_area, handoff, controller, recorder, self.history)
+        self._execution = Execution(connections, handoff, controller, recorder, self._mailboxes, self._wait_until)
+        self._decisions = Decisions(controller, coordinator, self._execution, handoff, recorder, connections.oob,
+                                    self._status)
+        self._watchdog, self._look_seconds, self._next_look = watchdog, look_seconds, -math.inf
         connections.oob.connect(controller.send_side_message, self._inbox.post)
         self._listened = self._clock()  # when messages were last handled
         self._leaving = False
@@ -188,7 +183,7 @@ class Engine:
             inbox.awake = False
             busy = bool(inbox.items)
         try:
-            events = self._control.wait(0 if busy else self._health.look(), self._spin if self._waiters else 0.0)
+            events = self._control.wait(0 if busy else self._look(), self._spin if self._waiters else 0.0)
         finally:
             inbox.awake = True
         for event in events:
@@ -246,7 +241,7 @@ class Engine:
     def _receive(self, event: Event) -> None:
         match event:
             case DecisionReceived(decision):
-                self._health.heard()
+                self._watchdog.heard()
                 self._decisions.accept(decision)
             case DirectMessageReceived(message):
                 if self._controller.is_foreign(message):
@@ -270,22 +265,28 @@ class Engine:
     def _glance(self) -> None:
         """Handle messages in the middle of a plan, without blocking."""
         self._exchange(within_plan=True, sleep=False)
-        self._health.look()
+        self._look()
 
-    def _exchanged(self, call: MailboxCall) -> None:
-        """A call in a mailbox is over; any thread may call this."""
-        name = call.signature[0]
-        self._inbox.release(call.key)
-        if call.is_done:
-            self.history.add(name)
-            self._recorder.exchanged(name)
-
-    def _send_side_message(self, message: SideMessage) -> None:
-        self._controller.send_side_message(message)
-        self._send_report()
-
-    def _lose_parent(self, reason: str) -> None:
-        self.fail(FailureNotice(self._control.parent, "lost", reason))
+    def _look(self) -> float | None:
+        """Look for stalls if it is time; return when to look again, in seconds, or None while nothing is pending."""
+        coordinator, execution = self._coordinator, self._execution
+        if not (execution.waits or coordinator.busy):
+            self._watchdog.heard()
+            return None
+        now = self._clock()
+        if now < self._next_look and not coordinator.urgent:
+            return self._look_seconds
+        self._next_look = now + self._look_seconds
+        message = self._watchdog.look(now, execution.waits, execution.partners, execution.moving_since)
+        if message is not None:
+            self._controller.send_side_message(message)
+            self._send_report()
+        if reason := self._watchdog.gave_up(now):
+            self.fail(FailureNotice(self._control.parent, "lost", reason))
+        if coordinator.check_stalls(now):
+            self._decide()
+            return 0.0  # the decision is to be applied before this rank sleeps
+        return self._look_seconds
 
     def _status(self) -> RankStatus:
         self._tell_groups()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from hvdlite.core.device import CPU, AnyArray, Completion
@@ -12,13 +12,14 @@ from hvdlite.core.errors import HorovodInternalError, MismatchError, PeerLeftErr
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective
 from hvdlite.diagnostics.flight_recorder import FlightRecorder, bucket_lane, lane_of
-from hvdlite.engine.limits import Clock
+from hvdlite.engine.connections import Connections
 from hvdlite.engine.mailboxes import Mailboxes
 from hvdlite.handoff.buckets import BucketEntry, LearnedLayout, buffer_bytes
 from hvdlite.handoff.entry import Entry
-from hvdlite.handoff.job_state import JobState
+from hvdlite.handoff.handoff import Handoff
 from hvdlite.negotiation.controller import (
     CloseMailbox,
+    Controller,
     EvictLayout,
     FreezeMailbox,
     Instruction,
@@ -27,7 +28,7 @@ from hvdlite.negotiation.controller import (
     SuspendLayout,
 )
 from hvdlite.negotiation.messages import BucketRelease, ErrorKind, Layout, Mailbox, ReceiveSplits, Response
-from hvdlite.planes.base import AlltoallSplits, BufferSlice, DevicePlane, FusionBuffer, Plan, Plane, WaitUntil
+from hvdlite.planes.base import AlltoallSplits, BufferSlice, FusionBuffer, Plan, WaitUntil
 
 _log = logging.getLogger("hvdlite")
 
@@ -42,26 +43,24 @@ class Execution:
         moving_since: when it began, on the caller's clock; infinite when there is none.
 
     Args:
-        devices: the plane for tensors on GPUs, if there is one.
-        state: gets the process sets, layouts and joins that result.
-        wait_until: lets the planes wait.
+        connections: of which the planes and the clock are used.
+        handoff: its state gets the process sets, layouts and joins that result; its inbox has the names in use.
+        controller: gives up layouts for which there is no memory.
         mailboxes: this rank's.
-        release_name: makes an entry's key usable again; called before its handle is completed.
-        mark_stale: gives up a layout on all ranks.
+        wait_until: lets the planes wait.
     """
 
-    def __init__(self, rank: int, plane: Plane, devices: DevicePlane | None, state: JobState, recorder: FlightRecorder,
-                 clock: Clock, mailboxes: Mailboxes, *, wait_until: WaitUntil,
-                 release_name: Callable[[tuple[int, str]], None], mark_stale: Callable[[int], None]) -> None:
+    def __init__(self, connections: Connections, handoff: Handoff, controller: Controller, recorder: FlightRecorder,
+                 mailboxes: Mailboxes, wait_until: WaitUntil) -> None:
         self.partners: tuple[int, ...] = ()
         self.moving_since = NOT_MOVING
-        self._rank, self._plane, self._devices = rank, plane, devices
-        self._state, self._recorder, self._clock = state, recorder, clock
-        self._process_sets, self._layouts = state.process_sets, state.layouts
-        if devices is not None:
-            devices.add_process_set(GLOBAL_PROCESS_SET_ID, self._process_sets[GLOBAL_PROCESS_SET_ID])
-        self._wait_until, self._release_name, self._mark_stale = wait_until, release_name, mark_stale
-        self._mailboxes = mailboxes
+        self._rank, self._controller = controller.rank, controller
+        self._plane, self._devices, self._clock = connections.plane, connections.devices, connections.clock
+        self._inbox, self._state = handoff.inbox, handoff.state
+        self._process_sets, self._layouts = self._state.process_sets, self._state.layouts
+        if self._devices is not None:
+            self._devices.add_process_set(GLOBAL_PROCESS_SET_ID, self._process_sets[GLOBAL_PROCESS_SET_ID])
+        self._recorder, self._mailboxes, self._wait_until = recorder, mailboxes, wait_until
         self._entries: dict[tuple[int, str], Entry] = {}  # enqueued and not completed; likewise below
         self._buckets: dict[int, BucketEntry] = {}
         self._plans: defaultdict[int, int] = defaultdict(int)  # by process set
@@ -189,7 +188,7 @@ class Execution:
                     buffers[device] = buffer
         if failure is not None:
             _log.warning("rank %d: '%s' goes on without learned buckets: %s", self._rank, layout.label, failure)
-            self._mark_stale(layout.layout_id)
+            self._controller.mark_stale(layout.layout_id)
         elif len(buffers) == len(buffer_bytes(layout)):
             self._layouts[layout.label] = LearnedLayout(layout, buffers)
 
@@ -291,7 +290,7 @@ class Execution:
     def _release(self, entry: Entry) -> Entry:
         """Free the entry's name before its handle is completed, so that the waiter can use it again at once."""
         del self._entries[entry.key]
-        self._release_name(entry.key)
+        self._inbox.release(entry.key)
         return entry
 
 

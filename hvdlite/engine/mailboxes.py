@@ -6,10 +6,12 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from hvdlite.core.errors import HorovodInternalError
-from hvdlite.handoff.entry import Entry
-from hvdlite.handoff.job_state import JobState
+from hvdlite.diagnostics.flight_recorder import FlightRecorder
+from hvdlite.diagnostics.stall_report import CallHistory
+from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
 from hvdlite.memory.area import Area
+from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.messages import Mailbox, MailboxFrozen, MailboxStale
 from hvdlite.planes.arithmetic import Casts
 
@@ -25,22 +27,16 @@ class Mailboxes:
 
     Args:
         areas: None where the ranks share no memory; then no mailbox is ever opened.
-        state: gets the mailboxes that user threads may use.
-        report: tells the coordinator.
-        tell: called by user threads, like `report`.
-        finished: called by any thread when a call is done, or has failed.
-        later: called by any thread: lets this one call a function.
-        enqueue: lets a call become a request.
+        handoff: gets the mailboxes that user threads may use, and calls that become requests.
+        history: of the collectives that this rank has called.
     """
 
-    def __init__(self, rank: int, areas: Areas | None, state: JobState,
-                 report: Callable[[MailboxStale | MailboxFrozen], None],
-                 tell: Callable[[MailboxStale], None], finished: Callable[[MailboxCall], None],
-                 later: Callable[[Callable[[], None]], None], enqueue: Callable[[Entry], None]) -> None:
+    def __init__(self, areas: Areas | None, handoff: Handoff, controller: Controller, recorder: FlightRecorder,
+                 history: CallHistory) -> None:
         self.waiting: dict[int, str] = {}
-        self._rank = rank
-        self._make_area, self._state, self._report = areas, state, report
-        self._tell, self._finished, self._later, self._enqueue = tell, finished, later, enqueue
+        self._rank = controller.rank
+        self._make_area, self._handoff, self._controller = areas, handoff, controller
+        self._recorder, self._history = recorder, history
         self._last: dict[int, MailboxEnd] = {}  # by area
         self._areas: dict[int, Area | None] = {}
         self._ends: dict[int, MailboxEnd] = {}
@@ -54,7 +50,7 @@ class Mailboxes:
     def open(self, mailbox: Mailbox) -> None:
         """Let threads use a mailbox, if this rank is a member of its process set."""
         assert self._make_area is not None
-        ranks, number = self._state.process_sets[mailbox.process_set_id], mailbox.area
+        ranks, number = self._handoff.state.process_sets[mailbox.process_set_id], mailbox.area
         if number not in self._areas:
             self._areas[number] = None
             with contextlib.suppress(MemoryError, OSError):
@@ -65,26 +61,26 @@ class Mailboxes:
         last = self._last.get(number)
         if area is None or (last is not None and last.is_busy):  # there was no memory, or a thread is still in it
             self._unusable[mailbox.mailbox_id] = mailbox.first_round - 1
-            self._report(MailboxStale(mailbox.mailbox_id, mailbox.stem))
+            self._controller.report_mailbox(MailboxStale(mailbox.mailbox_id, mailbox.stem))
         else:
-            end = MailboxEnd(mailbox, ranks, area, Casts.of_numpy(), self._tell, self._finished, self._later)
+            end = MailboxEnd(mailbox, ranks, area, Casts.of_numpy(), self._handoff.inbox, self._finished)
             self._last[number] = end
-            self._ends[mailbox.mailbox_id] = self._state.mailboxes[mailbox.process_set_id, mailbox.stem] = end
+            self._ends[mailbox.mailbox_id] = self._handoff.mailboxes[mailbox.process_set_id, mailbox.stem] = end
 
     def stale(self, stale: MailboxStale) -> None:
         """A thread cannot go on in a mailbox."""
         if stale.mailbox_id in self._ends:
             self.waiting[stale.mailbox_id] = stale.name
-            self._report(stale)
+            self._controller.report_mailbox(stale)
 
     def freeze(self, mailbox_id: int) -> None:
-        """Let no thread write to a mailbox, and say so."""
+        """Let no thread write to a mailbox, and confirm it."""
         end = self._ends.get(mailbox_id)
         if end is not None:
             self._withdraw(end)
-            end.when_unlocked(lambda: self._report(MailboxFrozen(mailbox_id, end.freeze())))
+            end.when_unlocked(lambda: self._controller.report_mailbox(MailboxFrozen(mailbox_id, end.freeze())))
         elif mailbox_id in self._unusable:
-            self._report(MailboxFrozen(mailbox_id, self._unusable.pop(mailbox_id)))
+            self._controller.report_mailbox(MailboxFrozen(mailbox_id, self._unusable.pop(mailbox_id)))
 
     def close(self, mailbox_id: int) -> None:
         """All ranks have frozen a mailbox; what is not complete becomes a request."""
@@ -96,7 +92,7 @@ class Mailboxes:
     def _close(self, end: MailboxEnd) -> None:
         entry = end.close()
         if entry is not None:
-            self._enqueue(entry)
+            self._handoff.inbox.post(entry)
 
     def leave(self, error: HorovodInternalError) -> None:
         """Let no thread use a mailbox any more; fail what is under way in them. The coordinator goes on closing them."""
@@ -113,5 +109,12 @@ class Mailboxes:
 
     def _withdraw(self, end: MailboxEnd) -> None:
         key = end.mailbox.process_set_id, end.mailbox.stem
-        if self._state.mailboxes.get(key) is end:
-            del self._state.mailboxes[key]
+        if self._handoff.mailboxes.get(key) is end:
+            del self._handoff.mailboxes[key]
+
+    def _finished(self, call: MailboxCall) -> None:
+        """A call is over; any thread may call this."""
+        if call.is_done:
+            name = call.signature[0]
+            self._history.add(name)
+            self._recorder.exchanged(name)

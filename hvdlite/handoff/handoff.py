@@ -8,6 +8,7 @@ from collections.abc import Callable
 from hvdlite.handoff.handle import BlockedWaiters
 from hvdlite.handoff.inbox import Inbox
 from hvdlite.handoff.job_state import JobState
+from hvdlite.handoff.mailbox import MailboxEnd
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,12 +18,14 @@ class Handoff:
     Attributes:
         inbox: what user threads enqueue.
         waiters: the handles on which user threads are blocked.
-        state: what the background thread tells of the job.
+        state: what the background thread reports of the job.
+        mailboxes: those that user threads may use, by process set and stem; written by the background thread.
     """
 
     inbox: Inbox
     waiters: BlockedWaiters
     state: JobState
+    mailboxes: dict[tuple[int, str], MailboxEnd] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def create(cls, rank: int, size: int, wake: Callable[[], None], *, spins: bool) -> Handoff:

@@ -7,7 +7,6 @@ import threading
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.handoff.buckets import LearnedLayout
 from hvdlite.handoff.group_state import GroupState
-from hvdlite.handoff.mailbox import MailboxEnd
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
 
@@ -17,7 +16,6 @@ class JobState:
     Attributes:
         process_sets: the process sets that exist.
         layouts: the learned layouts that have memory, by the label of their gradient set.
-        mailboxes: the mailboxes that are open, by process set and stem.
         tuned: the knobs that have been changed since the beginning.
         joins: how often all ranks have joined.
         failure: the error that ended the job; None while the job runs.
@@ -30,7 +28,6 @@ class JobState:
     def __init__(self, size: int) -> None:
         self.process_sets = ProcessSetTable(size)
         self.layouts: dict[str, LearnedLayout] = {}
-        self.mailboxes: dict[tuple[int, str], MailboxEnd] = {}
         self.tuned: dict[str, int] = {}
         self.joins = 0
         self.failure: HorovodInternalError | None = None

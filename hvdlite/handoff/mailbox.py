@@ -4,35 +4,38 @@ Theory of operation
 - The thread writes its values and a text that describes the tensor, wakes the others if it is the last, else sleeps until
   all have written the same text, and reduces all ranks' values in rank order. No other thread takes part, and no message is
   sent.
-- A thread that has waited for `PATIENCE_SECONDS`, or finds another text, tells the background thread, and waits on. The
-  coordinator then ends the mailbox: first no rank writes to it any more (`freeze`). When all ranks have said so, all see the
-  same memory, so they agree whether the last round is complete. If not, this rank's call becomes a request (`close`).
+- A thread that has waited for `PATIENCE_SECONDS`, or finds another text, notifies the background thread, and waits on. The
+  coordinator then ends the mailbox: first no rank writes to it any more (`freeze`). When all ranks have confirmed, all see
+  the same memory, so they agree whether the last round is complete. If not, this rank's call becomes a request (`close`).
 - A thread that is interrupted leaves its call behind, which the end of the mailbox completes like that of any other thread.
 - A mailbox serves one call at a time; a second thread's call becomes a request immediately.
 
 The lock is held while values are written and while they are reduced, never while a thread sleeps. The background thread
-never waits for it: a signal handler may interrupt its holder, and wait for the background thread.
+never waits for it, because a signal handler may interrupt its holder and wait for the background thread: what that has to
+do under the lock is done when the lock is free (`when_unlocked`).
 See `negotiation/mailboxes.py` for the rules.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.handoff.deferring_lock import DeferringLock
 from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.inbox import Inbox, Task
 from hvdlite.memory.area import LENGTH, NUMBER, TEXT, Area
 from hvdlite.negotiation.mailboxes import OPERATIONS
 from hvdlite.negotiation.messages import Mailbox, MailboxStale, Response
 from hvdlite.planes.arithmetic import Casts, Reduction
 
 PATIENCE_SECONDS: Final = 0.1
-"""How long a thread waits before it tells the coordinator."""
+"""How long a thread waits before it notifies the coordinator."""
 LONG_SECONDS: Final = 1.0
 """How long it sleeps at most after that."""
 
@@ -71,20 +74,16 @@ class MailboxEnd:
 
     Args:
         members: the ranks of the process set.
-        tell: called by user threads when the coordinator is to end the mailbox; more than once is fine.
-        finished: called when a call is done, by the thread that does it; the name of its tensor is free from then on.
-        later: called by user threads: lets the background thread call a function.
+        inbox: receives what the background thread is to do, possibly more than once; frees the names of finished calls.
+        finished: called when a call is done or has failed, by the thread that does it.
     """
 
-    def __init__(self, mailbox: Mailbox, members: tuple[int, ...], area: Area, casts: Casts,
-                 tell: Callable[[MailboxStale], None], finished: Callable[[MailboxCall], None],
-                 later: Callable[[Callable[[], None]], None] = lambda act: None) -> None:
+    def __init__(self, mailbox: Mailbox, members: tuple[int, ...], area: Area, casts: Casts, inbox: Inbox,
+                 finished: Callable[[MailboxCall], None]) -> None:
         self.mailbox, self.members = mailbox, members
-        self._area, self._casts, self._tell, self._finished = area, casts, tell, finished
-        self._deferring = DeferringLock(later)
-        self._lock = self._deferring.lock  # guards the rest; a signal handler may make a call while its thread holds it
-        self.when_unlocked = self._deferring.when_unlocked
-        self._let_act = self._deferring.let_act
+        self._area, self._casts, self._inbox, self._finished = area, casts, inbox, finished
+        self._deferred: deque[Callable[[], object]] = deque()  # what the background thread has to do under the lock
+        self._lock = threading.RLock()  # guards the rest; a signal handler may make a call while its thread holds it
         self._error: Exception | None = None
         self._is_writing = False
         self._call: MailboxCall | None = None  # under way
@@ -176,11 +175,19 @@ class MailboxEnd:
             elif self.last_round == call.round_id and self._differs(call) is False:
                 self._reduce(call)
             else:
-                self._tell(MailboxStale(self.mailbox.mailbox_id, call.signature[0]))
+                self._report_stale(call)
+
+    def _let_act(self) -> None:
+        """The lock is released, unless this is a signal handler inside another call: let the background thread have it."""
+        if self._deferred:
+            self._inbox.post(Task(self._act))
+
+    def _report_stale(self, call: MailboxCall) -> None:
+        self._inbox.post(MailboxStale(self.mailbox.mailbox_id, call.signature[0]))
 
     def _wait(self, call: MailboxCall) -> None:
         word, clock = self._area.word, time.perf_counter
-        has_told, begun = False, clock()
+        is_reported, begun = False, clock()
         while True:
             seen = word.value
             if self._error is not None:
@@ -193,11 +200,11 @@ class MailboxEnd:
             waited = clock() - begun
             if differs is False:
                 self.finish(call)
-            elif not has_told and (differs or waited >= PATIENCE_SECONDS):
-                has_told = True
-                self._tell(MailboxStale(self.mailbox.mailbox_id, call.signature[0]))
+            elif not is_reported and (differs or waited >= PATIENCE_SECONDS):
+                is_reported = True
+                self._report_stale(call)
             else:
-                word.wait(seen, LONG_SECONDS if has_told else PATIENCE_SECONDS)
+                word.wait(seen, LONG_SECONDS if is_reported else PATIENCE_SECONDS)
 
     # --- the background thread -------------------------------------------------------------------------------------------
 
@@ -209,7 +216,19 @@ class MailboxEnd:
     @property
     def is_busy(self) -> bool:
         """Whether the background thread has not got the lock yet."""
-        return self._deferring.is_busy
+        return bool(self._deferred)
+
+    def when_unlocked(self, act: Callable[[], object]) -> None:
+        """Call a function under the lock: now, or when the thread that holds it has finished."""
+        self._deferred.append(act)
+        self._act()
+
+    def _act(self) -> None:
+        while self._deferred and self._lock.acquire(blocking=False):
+            try:
+                self._deferred.popleft()()
+            finally:
+                self._lock.release()
 
     def freeze(self) -> int:
         """Write no more; return the last round that this rank has written."""
@@ -298,4 +317,5 @@ class MailboxEnd:
     def _end(self, call: MailboxCall) -> None:
         if not call.is_over:
             call.is_over = True
+            self._inbox.release(call.key)
             self._finished(call)

@@ -37,6 +37,7 @@ class Collectives:
 
     def __init__(self, world: World, handoff: Handoff, eager_limit: int) -> None:
         self._world, self._inbox, self._waiters, self._state = world, handoff.inbox, handoff.waiters, handoff.state
+        self._mailboxes = handoff.mailboxes
         self._eager_limit = eager_limit
 
     def members(self, process_set: int) -> tuple[int, ...]:
@@ -80,8 +81,8 @@ class Collectives:
                               device=device_of(output), blocking=blocking)
             return Entry(request, *_memory(source, output), output, self._waiters)
 
-        if blocking and self._state.mailboxes and type(source) is type(output) is np.ndarray:
-            mailbox = self._state.mailboxes.get((process_set, stem_of(name)))
+        if blocking and self._mailboxes and type(source) is type(output) is np.ndarray:
+            mailbox = self._mailboxes.get((process_set, stem_of(name)))
             if mailbox is not None:
                 return self._exchange(mailbox, MailboxCall(
                     (process_set, name), (name, dtype, output.shape, op, prescale, postscale), flat(source), flat(output),

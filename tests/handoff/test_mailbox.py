@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,19 +15,20 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
 from hvdlite.memory import futex
 from hvdlite.memory.area import Area, area_bytes
-from hvdlite.negotiation.messages import Mailbox, MailboxStale
+from hvdlite.negotiation.messages import Mailbox
 from hvdlite.planes.arithmetic import Casts, Reduction
 from tests.worlds import HANGS_SECONDS
 
 CAPACITY = 256
 
 
-def ends(size: int) -> tuple[list[MailboxEnd], list[MailboxStale], list[MailboxCall]]:
-    """Return all ranks' ends, what they tell, and the calls that are over."""
-    memory, told, over = bytearray(area_bytes(size, CAPACITY)), [], []  # type: ignore[var-annotated]
+def ends(size: int) -> tuple[list[MailboxEnd], list[Any], list[MailboxCall]]:
+    """Return all ranks' ends, what they post to the background thread, and the calls that are over."""
+    memory, posted, over = bytearray(area_bytes(size, CAPACITY)), [], []  # type: ignore[var-annotated]
+    inbox: Any = types.SimpleNamespace(post=posted.append, release=lambda key: None)
     mailbox = Mailbox(mailbox_id=1, stem="x", process_set_id=0, area=0, capacity=CAPACITY, first_round=1)
-    return [MailboxEnd(mailbox, tuple(range(size)), Area(memory, rank, size, CAPACITY), Casts.of_numpy(), told.append,
-                       over.append) for rank in range(size)], told, over
+    return [MailboxEnd(mailbox, tuple(range(size)), Area(memory, rank, size, CAPACITY), Casts.of_numpy(), inbox,
+                       over.append) for rank in range(size)], posted, over
 
 
 def call(value: float, elements: int = 1, name: str = "x") -> MailboxCall:
@@ -98,7 +100,7 @@ def test_a_thread_that_waits_is_told_of_the_end() -> None:
 
 
 def test_a_thread_that_is_interrupted_while_it_writes_has_not_taken_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    (end, other), told, over = ends(2)
+    (end, other), posted, over = ends(2)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -107,33 +109,31 @@ def test_a_thread_that_is_interrupted_while_it_writes_has_not_taken_part(monkeyp
     with pytest.raises(KeyboardInterrupt):
         exchange(end, call(1.0))
     monkeypatch.undo()
-    assert len(told) == 1 and not over and end.last_round == 0
+    assert len(posted) == 1 and not over and end.last_round == 0
     assert other.write(call(1.0))
     assert end.close() is None and len(over) == 1 and not over[0].is_done, "its name is free again"
     assert other.close() == "an entry"
 
 
 def test_what_an_interrupted_thread_has_written_counts() -> None:
-    (end, other), told, over = ends(2)
+    (end, other), posted, over = ends(2)
     first, second = call(1.0), call(2.0)
     assert end.write(first)
     end.abandon(first)
-    assert told and not over
+    assert posted and not over
     assert exchange(other, second) and second.output[0] == 3.0
     assert end.close() is None and over == [second, first] and first.output[0] == 3.0
 
 
 def test_the_background_thread_never_waits_for_a_thread_that_writes() -> None:
     """A signal handler may have interrupted that thread, and wait for the background thread."""
-    (end, *_), _, _ = ends(2)
+    (end, *_), posted, _ = ends(2)
     frozen: list[int] = []
-    later: list[Callable[[], None]] = []
-    end._deferring._later = later.append
     with end._lock:
         background = thread_of(lambda: end.when_unlocked(lambda: frozen.append(end.freeze())))
         background.join(HANGS_SECONDS)
         assert not background.is_alive() and end.is_busy and not frozen
     assert not exchange(end, call(1.0, elements=CAPACITY)), "it is too large"
-    for act in later:
-        act()
+    for task in posted:
+        task.run()
     assert frozen == [0] and not end.is_busy and not exchange(end, call(1.0))

@@ -15,9 +15,13 @@ import msgspec
 import numpy as np
 
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.diagnostics.flight_recorder import FlightRecorder
+from hvdlite.diagnostics.stall_report import CallHistory
 from hvdlite.engine.mailboxes import Mailboxes
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import BlockedWaiters
+from hvdlite.handoff.handoff import Handoff
+from hvdlite.handoff.inbox import Task
 from hvdlite.handoff.job_state import JobState
 from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
 from hvdlite.memory.area import Area, area_bytes
@@ -97,25 +101,43 @@ class Job:
         raise AssertionError("the ranks hang: " + "; ".join(str(rank.current) for rank in self.ranks))
 
 
+class Inbox:
+    """The inbox of a rank whose background thread does at once what it is to do."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def post(self, item: Entry | MailboxStale | Task) -> None:
+        match item:
+            case Entry():
+                self._rank.enqueue(item)
+            case MailboxStale():
+                self._rank.mailboxes.stale(item)
+            case Task():
+                item.run()
+
+    def release(self, key: tuple[int, str]) -> None:
+        self._rank.finished(key[1])
+
+
 class Rank:
     """A rank: its script's thread and its background thread."""
 
     def __init__(self, job: Job, rank: int, script: list[Call]) -> None:
         self.job, self.rank, self.script = job, rank, script
-        self.controller, self.state = Controller(rank), JobState(job.size)
+        self.controller = Controller(rank)
         self.outbox: deque[Report] = deque()
         self.inbox: deque[Decision] = deque()
-        made = iter(range(1 << 30))
-        self.mailboxes = Mailboxes(rank, lambda capacity, _: job.area(rank, next(made), capacity), self.state,
-                                   self.controller.report_mailbox, lambda stale: self.mailboxes.stale(stale), self._finished,
-                                   lambda act: act(), self._enqueue)
+        made, inbox = iter(range(1 << 30)), Inbox(self)
+        self.handoff = Handoff(inbox, _WAITERS, JobState(job.size))  # type: ignore[arg-type]
+        self.mailboxes = Mailboxes(lambda capacity, _: job.area(rank, next(made), capacity), self.handoff, self.controller,
+                                   FlightRecorder(rank, "shm", lambda: 0.0), CallHistory())
         self.entries: dict[str, tuple[Call, Entry]] = {}
         self.in_use: set[str] = set()
         self.position = 0
         self.current: tuple[Call, Any, MailboxCall | None] | None = None
         self._begun: MailboxCall | None = None  # about to be written
-        self._calls: dict[int, Call] = {}  # of mailboxes, by the identity of the MailboxCall
-        self._alive: list[MailboxCall] = []
+        self._exchanges: dict[str, tuple[Call, MailboxCall]] = {}  # that have gone to a mailbox, by name
 
     @property
     def is_over(self) -> bool:
@@ -142,22 +164,21 @@ class Rank:
             return made
 
         self.in_use.add(call.name)
-        end = self.state.mailboxes.get((0, stem_of(call.name))) if call.blocking else None
+        end = self.handoff.mailboxes.get((0, stem_of(call.name))) if call.blocking else None
         self.current = call, end, None
         if end is None:
-            self._enqueue(entry())
+            self.enqueue(entry())
         else:
             self._begun = MailboxCall((0, call.name), (call.name, "int64", (call.elements,), ReduceOp.SUM, 1.0, 1.0), value,
                                       output, entry)
 
     def _write(self, call: Call, end: MailboxEnd, made: MailboxCall) -> None:
         self._begun = None
-        self._calls[id(made)] = call
-        self._alive.append(made)
+        self._exchanges[call.name] = call, made
         if end.write(made):
             self.current = call, end, made
         else:
-            self._enqueue(made.make_entry())
+            self.enqueue(made.make_entry())
 
     def _look(self) -> None:
         assert self.current is not None
@@ -181,13 +202,16 @@ class Rank:
             if made is not None and not made.is_done and made.entry is None:
                 self.mailboxes.stale(MailboxStale(end.mailbox.mailbox_id, made.key[1]))
 
-    def _finished(self, made: MailboxCall) -> None:
-        self.in_use.discard(made.key[1])
+    def finished(self, name: str) -> None:
+        """A call in a mailbox is over."""
+        self.in_use.discard(name)
+        call, made = self._exchanges[name]
         assert made.is_done
-        self._calls[id(made)].result = int(made.output[0])
+        call.result = int(made.output[0])
         self.job.exchanged += 1
 
-    def _enqueue(self, entry: Entry) -> None:
+    def enqueue(self, entry: Entry) -> None:
+        """Report a call."""
         self.controller.enqueue(entry.request)
 
     def send(self) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdlite.core.types import Collective
 from hvdlite.engine.decisions import Decisions, JobFailed
+from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.job_state import JobState
 from hvdlite.negotiation.controller import Controller, Instruction, SplitBucket
 from hvdlite.negotiation.coordinator import Coordinator
@@ -125,8 +126,8 @@ class RankOfWorld:
         self.controller = FillingController(self.rank, self.epoch)
         here: Any = self  # it stands for the execution, the link to the coordinator, waiting threads and the recorder
         self.state = JobState(self.size)
-        self.decisions = Decisions(self.controller, here, here, self.state, here, here, lambda: here,
-                                   lambda: None)
+        no_oob: Any = types.SimpleNamespace(look=lambda: None)
+        self.decisions = Decisions(self.controller, here, here, Handoff(here, here, self.state), here, no_oob, lambda: here)
         simulation: Any = types.SimpleNamespace(controllers={self.rank: self.controller})
         self.reducer = Reducer(simulation, self.rank, [], job.random)
         self.running, self.leaving = True, False

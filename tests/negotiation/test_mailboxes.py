@@ -94,7 +94,7 @@ def test_an_area_is_used_again_only_when_all_ranks_have_applied_the_end_of_its_m
         for rank in job.ranks:
             rank.step()
         exchange(slow, fast)
-        assert all(rank.state.mailboxes for rank in job.ranks)
+        assert all(rank.handoff.mailboxes for rank in job.ranks)
         while slow.position < 3 or slow.current is not None:
             slow.step()
         while fast.position < 3:
