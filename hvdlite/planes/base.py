@@ -164,14 +164,14 @@ class DevicePlane(DeviceAccess, Protocol):
     def enter_thread(self) -> None:
         """Make the GPU the current device of the calling thread, the background thread, for good."""
 
-    def set_error_handler(self, report: Callable[[Exception], None]) -> None:
-        """Set the function that is called, from any thread, with an error in launched work."""
-
-    def set_overdue_handler(self, times: Sequence[float], report: Callable[[OverdueWork], None]) -> None:
-        """Set the function that is called, from any thread, with launched work that takes long.
+    def set_handlers(self, failed: Callable[[Exception], None], overdue: Callable[[OverdueWork], None],
+                     times: Sequence[float]) -> None:
+        """Set the functions that are called, from any thread; before the first tensor.
 
         Args:
-            times: in seconds; it is called once at each of them. 0 is never.
+            failed: called with an error in launched work.
+            overdue: called with launched work that takes long.
+            times: in seconds; `overdue` is called once at each of them. 0 is never.
         """
 
     def progress(self) -> tuple[GpuProgress, ...]:

@@ -91,10 +91,7 @@ def _connect(rank: int, oob: OobTexts, wake: Callable[[], None], address: str, t
     if not distributed.is_available() or not distributed.is_gloo_available():
         raise LaunchError("this build of torch comes without Gloo: install one from pypi.org or download.pytorch.org")
     gloo = distributed.ProcessGroupGloo
-    label = f"gloo.{process_set_id}"
-    store = _store_class()(functools.partial(oob.publish, label),
-                           lambda index: oob.fetch(label, ranks[index], wait_until, lambda: store.is_closed),
-                           oob.look, ranks.index(rank))
+    store = _store_class()(oob, f"gloo.{process_set_id}", ranks, ranks.index(rank), wait_until)
     options = gloo._Options()
     options._timeout = datetime.timedelta(seconds=min(timeout, NO_TIMEOUT_SECONDS))
     options._threads = 2
@@ -109,7 +106,7 @@ def _connect(rank: int, oob: OobTexts, wake: Callable[[], None], address: str, t
         if store.failure is not None:
             raise store.failure from None
         raise library_error("Gloo", ranks, error, wait_until) from error
-    made = GlooProcessGroup(group, ranks, wake, store, functools.partial(oob.withdraw, label))
+    made = GlooProcessGroup(group, ranks, wake, store)
     if len(ranks) <= CONNECTED_AT_ONCE:
         try:
             made.connect_all(wait_until)
@@ -157,21 +154,21 @@ def _store_class() -> Any:
         Gloo reads from its own thread, in the middle of an operation.
 
         Args:
-            publish: publishes this rank's text.
-            fetch: returns the text of the rank with the given index; raises an error if `is_closed`.
-            look: lets the threads in `fetch` look at that.
+            label: under which the ranks publish their texts.
+            index: of this rank among `ranks`.
+            wait_until: for reads by the background thread.
 
         Attributes:
             failure: what reading has failed with.
             is_closed: whether nobody needs what is read any more.
         """
 
-        def __init__(self, publish: Callable[[bytes], None], fetch: Callable[[int], bytes], look: Callable[[], None],
-                     index: int) -> None:
+        def __init__(self, oob: OobTexts, label: str, ranks: Sequence[int], index: int, wait_until: WaitUntil) -> None:
             super().__init__()
             self.failure: BaseException | None = None
             self.is_closed = False
-            self._publish, self._fetch, self._look, self._index = publish, fetch, look, index
+            self._oob, self._label, self._ranks, self._index = oob, label, ranks, index
+            self._wait_until = wait_until
             self._texts: dict[int, bytes] = {}
 
         @property
@@ -187,12 +184,16 @@ def _store_class() -> Any:
         def close(self) -> None:
             """Let Gloo's thread go on, with an error, if it waits for a text."""
             self.is_closed = True
-            self._look()
+            self._oob.look()
+
+        def withdraw(self) -> None:
+            """Remove this rank's text: nobody reads it any more."""
+            self._oob.withdraw(self._label)
 
         def set(self, key: str, value: bytes | str) -> None:
             assert key.endswith(f"/{self._index}") and not self._texts, f"Gloo sets {key}"
             self._texts[self._index] = value.encode() if isinstance(value, str) else bytes(value)
-            self._publish(self._texts[self._index])
+            self._oob.publish(self._label, self._texts[self._index])
 
         def get(self, key: str) -> bytes:
             self.wait([key])
@@ -202,7 +203,8 @@ def _store_class() -> Any:
             try:
                 for index in (int(key.rpartition("/")[2]) for key in keys):
                     if index not in self._texts:
-                        self._texts[index] = self._fetch(index)
+                        self._texts[index] = self._oob.fetch(self._label, self._ranks[index], self._wait_until,
+                                                             lambda: self.is_closed)
             except BaseException as error:  # Gloo converts it to a RuntimeError
                 self.failure = error
                 raise
@@ -213,10 +215,9 @@ def _store_class() -> Any:
 class GlooProcessGroup:
     """Implements `ProcessGroup` over torch's ProcessGroupGloo."""
 
-    def __init__(self, group: Any, ranks: Sequence[int], wake: Callable[[], None], store: Any,
-                 withdraw: Callable[[], None]) -> None:
+    def __init__(self, group: Any, ranks: Sequence[int], wake: Callable[[], None], store: Any) -> None:
         self._group, self._ranks, self._wake = group, ranks, wake
-        self._store, self._withdraw = store, withdraw  # Gloo does not keep the Python side of its store alive
+        self._store = store  # Gloo does not keep the Python side of its store alive
         self._size = len(ranks)
         self._index: int = group.rank()
         self._pid = os.getpid()
@@ -325,7 +326,7 @@ class GlooProcessGroup:
             if self._in_progress():
                 _leak(self._group)  # its destructor would wait
         del self._group
-        self._withdraw()
+        self._store.withdraw()
 
     def _in_progress(self) -> bool:
         return len(self._done) < self._begun

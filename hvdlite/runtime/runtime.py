@@ -67,10 +67,9 @@ class Runtime:
         self.recorder = FlightRecorder(world.rank, connections.plane.name, connections.clock)
         self.engine, self._rank_zero = build_engine(world, config, connections, coordinator, self.handoff, self.recorder)
         if connections.devices is not None:
-            connections.devices.set_error_handler(self._device_failed)
-            connections.devices.set_overdue_handler(
-                (config.stall_check_time_seconds, config.stall_shutdown_time_seconds),
-                lambda work: self._inbox.post(Task(lambda: self.engine.report_overdue(work))))
+            connections.devices.set_handlers(
+                self._device_failed, lambda work: self._inbox.post(Task(lambda: self.engine.report_overdue(work))),
+                (config.stall_check_time_seconds, config.stall_shutdown_time_seconds))
         self._compose(Collectives(world, self.handoff, min(config.eager_limit, EAGER_TRAFFIC // world.size)))
 
     def _compose(self, collectives: Collectives) -> None:

@@ -16,8 +16,7 @@ from hvdlite.core.errors import HorovodInternalError, PeerLostError
 from hvdlite.core.types import ReduceOp
 from hvdlite.planes.base import WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
-from hvdlite.planes.nccl.communicators import PeerInfo, check_peers
-from hvdlite.planes.nccl.watcher import CommunicatorRef, abort
+from hvdlite.planes.nccl.communicators import CommunicatorRef, PeerInfo, abort, check_peers
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
 from tests.gpu_double.gpu import GpuDouble, plane

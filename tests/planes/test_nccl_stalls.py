@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -134,8 +135,9 @@ def test_a_gpu_that_stays_late_ends_the_job(gpus: Gpus, clock: Clock) -> None:
 
 def test_work_that_takes_long_is_reported_once_for_each_time() -> None:
     gpu, clock, told = GpuDouble(), Clock(), list[float]()
-    watcher = Watcher(gpu.device, lambda: None, lambda error: None, (60.0, 800.0), lambda work: told.append(work.seconds),
-                      clock)
+    no_errors: Any = types.SimpleNamespace(check=lambda: None)
+    watcher = Watcher(gpu.device, no_errors, lambda error: None, (60.0, 800.0),
+                      lambda work: told.append(work.seconds), clock)
     gpu.hold(gpu.stream)
     pool = EventPool(gpu.device)
     group = LaunchedGroup(0, 1, (0, 1), ("x", "y", "z"), [], clock())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -14,13 +17,14 @@ from hvdlite.planes.base import OobChannel, WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl import collectives
 from hvdlite.planes.nccl.collectives import DTYPES, StagingBuffer
-from hvdlite.planes.nccl.cupy_device import CupyDevice
+from hvdlite.planes.nccl.cupy_device import Communicator, CupyDevice
 from hvdlite.planes.nccl.library import version_text
-from hvdlite.planes.nccl.watcher import CommunicatorRef
 
 _PEER_STATUSES: Final = (2, 6)
 """ncclSystemError and ncclRemoteError, which NCCL also returns when another rank is gone."""
 
+ABORT_SECONDS: Final = 10.0
+"""Time for aborts of communicators to return."""
 _SEVERAL_ON_ONE: Final = 23000
 """The version from which NCCL accepts several ranks on one GPU."""
 
@@ -42,7 +46,7 @@ _PEER_INFO: Final = msgspec.msgpack.Decoder(PeerInfo)
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """What the first rank of a communicator tells all of them."""
+    """The reply of the first rank of a communicator to all of them."""
 
     problem: str = ""  # why there can be none
     unique_id: bytes = b""
@@ -50,6 +54,31 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 _ANSWER: Final = msgspec.msgpack.Decoder(_Answer)
+
+
+class CommunicatorRef:
+    """A reference that prevents garbage collection of a communicator: CuPy would call `ncclCommDestroy`, which waits for
+    other ranks.
+
+    Args:
+        ranks: the ranks of the communicator.
+        has_kernels: whether kernels work on all of them.
+    """
+
+    def __init__(self, communicator: Communicator, ranks: tuple[int, ...] = (), *, has_kernels: bool = True) -> None:
+        self.communicator, self.ranks, self.has_kernels = communicator, ranks, has_kernels
+        self._is_ending = False
+        self._lock = threading.Lock()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
+
+    def end(self) -> None:
+        """Abort the communicator, and permit its garbage collection; a second call does nothing."""
+        with self._lock:
+            if self._is_ending:
+                return
+            self._is_ending = True
+        self.communicator.abort()
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self.communicator))
 
 
 class Communicators:
@@ -166,6 +195,27 @@ def check_peers(ranks: Mapping[int, PeerInfo], *, shared: bool) -> None:
             raise HorovodInternalError(
                 f"ranks {other} and {rank} use slices (MIG) of one GPU ({mine.gpu}), which NCCL "
                 f"{version_text(mine.version)} refuses: use NCCL 2.30 or newer, or another GPU for each rank")
+
+
+def abort(refs: Sequence[CommunicatorRef], device: CupyDevice, timeout: float) -> int:
+    """Abort communicators, each in its own thread: aborting them one after the other can hang (nccl issue 1013).
+
+    Return the number of aborts that have not returned within `timeout` seconds; their threads are abandoned.
+    """
+    def end(ref: CommunicatorRef) -> None:
+        try:
+            device.make_current()
+            ref.end()
+        except Exception as error:
+            _log.warning("aborting a communicator failed: %s", device.explain(None, error))
+
+    threads = [threading.Thread(target=end, args=(ref,), name="hvdlite-nccl-abort", daemon=True) for ref in refs]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return sum(thread.is_alive() for thread in threads)
 
 
 def nccl_error(rank: int, device: CupyDevice, communicator: Any, what: str, error: Exception) -> HorovodInternalError:

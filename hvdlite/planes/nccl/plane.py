@@ -36,17 +36,9 @@ from hvdlite.planes.base import FusionBuffer, OobChannel, Plan, WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl import collectives, library
 from hvdlite.planes.nccl.collectives import DTYPES, Launch, StagingBuffer
-from hvdlite.planes.nccl.communicators import Communicators, nccl_error
+from hvdlite.planes.nccl.communicators import ABORT_SECONDS, CommunicatorRef, Communicators, abort, nccl_error
 from hvdlite.planes.nccl.cupy_device import CupyDevice, EventPool, PooledEvent, check_not_captured
-from hvdlite.planes.nccl.watcher import (
-    ABORT_SECONDS,
-    POLL_SECONDS,
-    CommunicatorRef,
-    LaunchedGroup,
-    LaunchedWork,
-    Watcher,
-    abort,
-)
+from hvdlite.planes.nccl.watcher import POLL_SECONDS, LaunchedGroup, LaunchedWork, Watcher
 
 _log = logging.getLogger("hvdlite")
 
@@ -145,11 +137,10 @@ class NcclPlane:
 
     # --- for the runtime ------------------------------------------------------------------------------------------
 
-    def set_error_handler(self, report: Callable[[Exception], None]) -> None:
-        self._report = report
-
-    def set_overdue_handler(self, times: Sequence[float], report: Callable[[OverdueWork], None]) -> None:
-        self._overdue_times, self._report_overdue = tuple(sorted(time for time in times if time > 0)), report
+    def set_handlers(self, failed: Callable[[Exception], None], overdue: Callable[[OverdueWork], None],
+                     times: Sequence[float]) -> None:
+        self._report, self._report_overdue = failed, overdue
+        self._overdue_times = tuple(sorted(time for time in times if time > 0))
 
     def progress(self) -> tuple[GpuProgress, ...]:
         if self._device is None:
@@ -157,7 +148,7 @@ class NcclPlane:
         try:
             self.enter_thread()
             done, reached = self._watcher.progress()
-        except self._device.failure:  # the watcher tells it
+        except self._device.failure:  # the watcher reports it
             return ()
         return tuple(GpuProgress(number, launched, max(done.get(number, 0), reached.get(number, 0)), done.get(number, 0))
                      for number, launched in sorted(self._launched.items()))
@@ -295,11 +286,10 @@ class NcclPlane:
                 device = self._make_device(index)
                 self._events = EventPool(device)
                 self._staging = StagingBuffer(device, functools.partial(self._allocate, device))
-                self._watcher = Watcher(device, lambda: self._communicators.check(), lambda error: self._report(error),
-                                        self._overdue_times, lambda work: self._report_overdue(work), self._clock,
-                                        is_known=lambda error: isinstance(error, PeerLostError) and self._verdict())
                 self._communicators = Communicators(self._rank, self._host, self._oob, self._thread, device, self._staging,
                                                     shared_gpu=self._shared_gpu)
+                self._watcher = Watcher(device, self._communicators, self._fail, self._overdue_times, self._report_overdue,
+                                        self._clock)
                 self._device = device
         return self._device
 
@@ -342,6 +332,12 @@ class NcclPlane:
             if len(response.names) > 1:
                 what += f" and {len(response.names) - 1} more"
             raise nccl_error(self._rank, device, communicator, what, error) from error
+
+    def _fail(self, error: HorovodInternalError) -> None:
+        """Work under way has failed, unless that follows from what has ended the job."""
+        if not (isinstance(error, PeerLostError) and self._verdict()):
+            self._watcher.end(error)
+            self._report(error)
 
     def _verdict(self) -> bool:
         """Another rank may be gone: wait until the control plane says which; return whether the job has failed."""

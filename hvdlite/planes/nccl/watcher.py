@@ -1,10 +1,8 @@
-"""GPU work after its launch: completions, polling for errors, and aborting communicators."""
+"""GPU work after its launch: completions, and polling for errors."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import logging
 import threading
 import time
 from collections import deque
@@ -14,14 +12,11 @@ from typing import Final
 from hvdlite.core.device import Event
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.negotiation.messages import OverdueWork
-from hvdlite.planes.nccl.cupy_device import Communicator, CupyDevice, PooledEvent, check_not_captured
-
-_log = logging.getLogger("hvdlite")
+from hvdlite.planes.nccl.communicators import Communicators
+from hvdlite.planes.nccl.cupy_device import CupyDevice, PooledEvent, check_not_captured
 
 POLL_SECONDS: Final = 0.01
 """The polling interval. No wait depends on polling: it releases references of unfetched results and detects errors."""
-ABORT_SECONDS: Final = 10.0
-"""Time for aborts of communicators to return."""
 MAX_POLL_SECONDS: Final = 1.0
 """An upper bound of the duration of one poll, unless it hangs."""
 _MIN_SLEEP, _MAX_SLEEP = 20e-6, 1e-3
@@ -35,7 +30,7 @@ class LaunchedGroup:
         names: of the tensors.
         ready: the events for which it waits on the GPU; kept until it is done.
         since: when it was launched, on the plane's clock.
-        told: how many of the times have passed at which it is reported.
+        reported: how many of the times have passed at which it is reported.
     """
 
     process_set_id: int
@@ -44,7 +39,7 @@ class LaunchedGroup:
     names: tuple[str, ...]
     ready: Sequence[Event]
     since: float
-    told: int = 0
+    reported: int = 0
 
     def overdue(self, seconds: float) -> OverdueWork:
         """Describe it for rank 0."""
@@ -106,19 +101,17 @@ class Watcher:
     """Polls launched work until it is done, on a thread that sleeps while there is no work.
 
     Args:
-        check: raises asynchronous errors of NCCL.
-        fail: called once, with the first error.
+        communicators: whose asynchronous errors it raises.
+        fail: called once, with the first error; it ends the watcher unless the job has ended already.
         times: in seconds, ascending: when work that is not done is reported.
         report: called with that work.
         clock: in seconds.
-        is_known: called before `fail`: whether the job has ended for another reason.
     """
 
-    def __init__(self, device: CupyDevice, check: Callable[[], None], fail: Callable[[Exception], None],
+    def __init__(self, device: CupyDevice, communicators: Communicators, fail: Callable[[HorovodInternalError], None],
                  times: Sequence[float] = (), report: Callable[[OverdueWork], None] = lambda work: None,
-                 clock: Callable[[], float] = time.monotonic, *,
-                 is_known: Callable[[Exception], bool] = lambda error: False) -> None:
-        self._device, self._check, self._fail, self._is_known = device, check, fail, is_known
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._device, self._communicators, self._fail = device, communicators, fail
         self._times, self._report, self._clock = times, report, clock
         self._done: dict[int, int] = {}  # by process set: the sequence number of the last plan that is done
         self._pending: deque[LaunchedWork] = deque()
@@ -182,12 +175,8 @@ class Watcher:
                 self._poll()
                 time.sleep(POLL_SECONDS)
         except Exception as error:
-            text = error if isinstance(error, HorovodInternalError) else HorovodInternalError(
-                f"a GPU failed while work was under way: {self._device.explain(None, error)}")
-            if self._is_known(text):
-                return
-            self.end(text)
-            self._fail(text)
+            self._fail(error if isinstance(error, HorovodInternalError) else HorovodInternalError(
+                f"a GPU failed while work was under way: {self._device.explain(None, error)}"))
 
     def _wait_for_work(self) -> bool:
         with self._condition:
@@ -201,62 +190,15 @@ class Watcher:
             launched.keep_alive = None
             self._done[launched.group.process_set_id] = launched.group.sequence
         if self._pending and self._times:
-            self._tell_overdue(self._pending[0].group)
+            self._report_overdue(self._pending[0].group)
         with self._polling:
             if self._pending and not self._ended:
-                self._check()
+                self._communicators.check()
 
-
-    def _tell_overdue(self, group: LaunchedGroup) -> None:
+    def _report_overdue(self, group: LaunchedGroup) -> None:
         """Report what the GPU is at, if it is time. What was launched later waits for that."""
         seconds = self._clock() - group.since
-        told = sum(limit <= seconds for limit in self._times)
-        if told > group.told:
-            group.told = told
+        passed = sum(limit <= seconds for limit in self._times)
+        if passed > group.reported:
+            group.reported = passed
             self._report(group.overdue(seconds))
-
-
-class CommunicatorRef:
-    """A reference that prevents garbage collection of a communicator: CuPy would call `ncclCommDestroy`, which waits for
-    other ranks.
-
-    Args:
-        ranks: the ranks of the communicator.
-        has_kernels: whether kernels work on all of them.
-    """
-
-    def __init__(self, communicator: Communicator, ranks: tuple[int, ...] = (), *, has_kernels: bool = True) -> None:
-        self.communicator, self.ranks, self.has_kernels = communicator, ranks, has_kernels
-        self._is_ending = False
-        self._lock = threading.Lock()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
-
-    def end(self) -> None:
-        """Abort the communicator, and permit its garbage collection; a second call does nothing."""
-        with self._lock:
-            if self._is_ending:
-                return
-            self._is_ending = True
-        self.communicator.abort()
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self.communicator))
-
-
-def abort(refs: Sequence[CommunicatorRef], device: CupyDevice, timeout: float) -> int:
-    """Abort communicators, each in its own thread: aborting them one after the other can hang (nccl issue 1013).
-
-    Return the number of aborts that have not returned within `timeout` seconds; their threads are abandoned.
-    """
-    def end(ref: CommunicatorRef) -> None:
-        try:
-            device.make_current()
-            ref.end()
-        except Exception as error:
-            _log.warning("aborting a communicator failed: %s", device.explain(None, error))
-
-    threads = [threading.Thread(target=end, args=(ref,), name="hvdlite-nccl-abort", daemon=True) for ref in refs]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + timeout
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return sum(thread.is_alive() for thread in threads)
