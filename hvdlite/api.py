@@ -43,7 +43,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
     """Join the job that the environment describes; without one, run alone (size 1).
 
     Further calls share the runtime, and the same number of `shutdown()` calls ends it. A call that fails does not count and
-    leaves nothing behind. The other ranks are told the reason; after they have called `shutdown()`, all can call `init()`
+    leaves nothing behind. The other ranks receive the reason; after they have called `shutdown()`, all can call `init()`
     again.
 
     Args:
@@ -426,7 +426,7 @@ def _install_hooks() -> None:
 
 
 def fail(error: BaseException) -> None:
-    """Tell the other ranks that this one fails, where the interpreter will not: inside a worker of Ray or Spark, say."""
+    """Notify the other ranks that this one fails, where the interpreter does not: inside a worker of Ray or Spark."""
     _worlds.fail(error)
 
 

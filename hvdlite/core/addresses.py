@@ -1,4 +1,4 @@
-"""The addresses of this host, as routes tell them: the kernel's source address towards a host is the one to use."""
+"""The addresses of this host, found by routes: the kernel's source address towards a host is the one to use."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def _off(text: str) -> str | None:
     return "0" if _flag(text) else None
 
 
-_TRACEBACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else 0  # nobody uses it, as far as we know
+_TRACEBACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else 0  # no known user
 
 
 @dataclasses.dataclass(frozen=True)

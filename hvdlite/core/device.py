@@ -104,7 +104,7 @@ def empty(like: AnyArray, shape: tuple[int, ...]) -> AnyArray:
 
 
 class Completion(Protocol):
-    """Work that was launched on a GPU for one entry; the host is told before the GPU has done it.
+    """Work that was launched on a GPU for one entry; the host is notified before the GPU has done it.
 
     See docs/protocol.md#gpu-streams.
 

@@ -60,7 +60,7 @@ class StallError(PeerLostError):
 
 
 class DeadlockError(PeerLostError):
-    """Raised on all ranks when ranks wait for each other in a circle; tells which rank waits for what."""
+    """Raised on all ranks when ranks wait for each other in a circle; names which rank waits for what."""
 
 
 class OperationTimeoutError(HorovodInternalError, TimeoutError):
@@ -76,7 +76,7 @@ class OperationTimeoutError(HorovodInternalError, TimeoutError):
 
 
 class ForkedProcessError(HorovodInternalError):
-    """Raised when a forked child (a DataLoader worker, say) uses its parent's runtime."""
+    """Raised when a forked child (for example a DataLoader worker) uses its parent's runtime."""
 
 
 class DuplicateNameError(HvdliteError, ValueError):

@@ -139,7 +139,7 @@ class FailureRecord:
         return Path(job_directory) / f"failure.{rank}.json"
 
     def write(self, job_directory: str) -> None:
-        """Write the record atomically, if the directory is there and has room: it only says what the exit code does not."""
+        """Write the record atomically, if the directory is there and has room: it only adds to the exit code."""
         name = ""
         try:
             handle, name = tempfile.mkstemp(dir=job_directory, prefix=".failure.")

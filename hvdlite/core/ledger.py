@@ -11,7 +11,7 @@ MOST_CONNECTIONS: Final = 16
 
 
 class Traffic(msgspec.Struct, frozen=True, array_like=True):
-    """What the kernel tells of one TCP connection between hosts, at one of its ends.
+    """The kernel's figures of one TCP connection between hosts, at one of its ends.
 
     Attributes:
         local: the address and port of this end; likewise `remote`. What is `local` here is `remote` in the other end's rank.
@@ -45,7 +45,7 @@ class Ledger(msgspec.Struct, frozen=True, array_like=True):
         cpu: running.
         queued: able to run, while something else ran on its core.
         collecting: in Python's garbage collection.
-        input: waiting for batches, as far as the frontend can tell.
+        input: waiting for batches, as far as the frontend can measure it.
         input_cpu: of those, running.
         absent: gradients that this rank did not have in a step, counted by step.
         forward: in modules, without waits for collectives; like the following only under `hvdrun --profile`, with torch.

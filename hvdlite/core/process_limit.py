@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from hvdlite.core.errors import LaunchError
 
 NO_THREAD = "can't start new thread"
-"""What Python says when the system refuses a thread."""
+"""Python's message when the system refuses a thread."""
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ def short_socket_path(path: str) -> Iterator[str]:
 
 
 def check_same_user(sock: socket.socket) -> None:
-    """Raise `ProtocolError` unless the peer of a Unix socket has our user id (where the system can tell)."""
+    """Raise `ProtocolError` unless the peer of a Unix socket has our user id (where the system reports it)."""
     if not hasattr(socket, "SO_PEERCRED"):
         return  # the directory's mode 0700 has to do
     size = struct.calcsize("3i")
@@ -93,7 +93,7 @@ class RefusedConnections:
         self._address = address
         self._logged: set[tuple[str, str]] = set()  # peers and reasons
         self._rest = self._count = 0
-        self._example = ""  # the peer and the reason of the refusal that says most
+        self._example = ""  # the peer and the reason of the most telling refusal
         self._is_cut_short = True  # that connection: it was only closed, or slow
 
     def __str__(self) -> str:

@@ -60,7 +60,7 @@ class FlightRecorder:
             self._open = None
 
     @property
-    def untold(self) -> int:
+    def unsent(self) -> int:
         """Number of events that `take_trace` would return."""
         return len(self._trace)
 

@@ -276,7 +276,7 @@ class CoordinatorWatchdog:
         self._warned = False
         self._told = -math.inf  # when it last named its partners
 
-    def heard(self) -> None:
+    def received(self) -> None:
         """Rank 0 said something."""
         self._since = self._asked = math.inf
         if self._warned:

@@ -70,7 +70,7 @@ class Timeline:
         """This rank traces from now on."""
         self._answer(lambda order: bool(order.path))
 
-    def hear(self, rank: int, events: Sequence[TraceEvent], leaving: bool) -> None:
+    def receive(self, rank: int, events: Sequence[TraceEvent], leaving: bool) -> None:
         """Write what a rank reports; the file is closed when every rank has said its last."""
         if self._file is None:
             return

@@ -26,14 +26,14 @@ The group's ranks, as indices, are process set 0. The plane waits on this rank's
 
 @dataclasses.dataclass(frozen=True)
 class Connections:
-    """How one rank reaches the others. Only the background thread calls them, but for what they say themselves.
+    """How one rank reaches the others. Only the background thread calls them, except where their docstrings allow others.
 
     Attributes:
         control: carries reports and decisions.
         plane: moves tensors on the host.
         oob: carries the few bytes by which planes connect.
         devices: moves tensors on GPUs; None where there are none.
-        probe: tells the state of the ranks of this host without asking them; by default it knows none.
+        probe: returns the state of the ranks of this host without asking them; by default of none.
         clock: the same for all ranks of the job.
         mailbox_area: makes the memory of mailboxes; None where there are none.
         heaps: from which the ranks of this host take memory for groups.

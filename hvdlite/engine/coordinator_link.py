@@ -28,16 +28,16 @@ class CoordinatorLink(Protocol):
         """Handle a report of another rank or the loss of one; return the failure that this rank has to announce itself."""
 
     def decide(self) -> Sequence[Event]:
-        """Let the coordinator answer what has been reported; return what it says to this rank in the same process."""
+        """Let the coordinator answer what has been reported; return its messages to this rank in the same process."""
 
     def fail(self, notice: FailureNotice) -> None:
-        """Tell all ranks that the job ends."""
+        """Notify all ranks that the job ends."""
 
     def check_stalls(self, now: float) -> bool:
         """Detect stalled tensors and silent ranks; return whether the coordinator has something to decide for that."""
 
     def tracing_changed(self, on: bool) -> None:
-        """This rank begins or ends tracing: a decision said so."""
+        """This rank begins or ends tracing, as a decision demands."""
 
     def close(self, trace: Sequence[TraceEvent], error: Exception) -> None:
         """The job is over; `trace` is the rest of this rank's events."""

@@ -4,8 +4,8 @@ Theory of operation
 - The thread turns the inbox into a report, handles received messages, and applies decisions strictly in order.
 - Its only places to block are `ControlPlane.wait`, from the loop or, through `_wait_until`, from within a plane. Both
   handle messages and send reports, so a barrier neither delays the next report nor misses a death.
-- The first failure ends the job on this rank: the coordinator is told, it is logged once, and every pending and later call
-  raises it. The thread itself never dies silently.
+- The first failure ends the job on this rank: it is reported to the coordinator and logged once, and every pending and later
+  call raises it. The thread itself never dies silently.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Engine:
         self._recorder.trace(False)
 
     def fail(self, notice: FailureNotice) -> NoReturn:
-        """This rank knows of a failure first: tell the others, and end.
+        """This rank notices a failure first: report it to the others, and end.
 
         Raises:
             JobFailed: always.
@@ -120,9 +120,9 @@ class Engine:
         raise JobFailed(notice)
 
     def stop(self, reason: str) -> NoReturn:
-        """The world of an elastic job ends: the launcher, or this rank's script, says so.
+        """The world of an elastic job ends, by order of the launcher or of this rank's script.
 
-        The others are told the reason, so that they do not take this rank for lost.
+        The others receive the reason, so that they do not take this rank for lost.
 
         Raises:
             JobFailed: always.
@@ -134,7 +134,7 @@ class Engine:
         self._controller.send_side_message(SideMessage(requests_report=True))
 
     def report_overdue(self, work: OverdueWork) -> None:
-        """Tell rank 0 what this rank's GPU has not finished for long."""
+        """Report to rank 0 what this rank's GPU has not finished for long."""
         self._controller.send_side_message(SideMessage(overdue=work))
 
     def suspect(self, others: tuple[int, ...]) -> None:
@@ -165,7 +165,7 @@ class Engine:
                     self._decisions.apply_next()
         except JobFailed:
             raise
-        except Exception as error:  # a defect, or no memory: tell everybody rather than die silently
+        except Exception as error:  # a defect, or no memory: report it rather than die silently
             _log.exception("rank %d: the background thread failed", self._rank)
             self.fail(failure_notice(error, self._rank))
 
@@ -176,8 +176,8 @@ class Engine:
         """
         self._listened = self._clock()
         self._send_report()
-        heard = self._decide()
-        busy = not sleep or heard or (bool(self._decisions) and not within_plan)
+        received = self._decide()
+        busy = not sleep or received or (bool(self._decisions) and not within_plan)
         inbox = self._inbox
         if not busy:
             inbox.awake = False
@@ -195,8 +195,8 @@ class Engine:
         items = self._inbox.items
         while items:
             self._take(items.popleft())
-        untold = self._recorder.untold
-        if untold and (self._controller.has_news or untold >= TRACE_BATCH or self._leaving):
+        unsent = self._recorder.unsent
+        if unsent and (self._controller.has_news or unsent >= TRACE_BATCH or self._leaving):
             self._controller.send_side_message(SideMessage(trace=self._recorder.take_trace()))
         report = self._controller.report()
         if report is not None:
@@ -232,16 +232,16 @@ class Engine:
 
         Return whether this rank itself got a direct message, which the plan under way may wait for.
         """
-        heard = False
+        received = False
         for event in self._coordinator.decide():
             self._receive(event)
-            heard = heard or isinstance(event, DirectMessageReceived)
-        return heard
+            received = received or isinstance(event, DirectMessageReceived)
+        return received
 
     def _receive(self, event: Event) -> None:
         match event:
             case DecisionReceived(decision):
-                self._watchdog.heard()
+                self._watchdog.received()
                 self._decisions.accept(decision)
             case DirectMessageReceived(message):
                 if self._controller.is_foreign(message):
@@ -258,7 +258,7 @@ class Engine:
             poll(predicate, poll_interval, lambda: self._waiters, self._glance)
         while not predicate():
             self._exchange(within_plan=True)
-        if self._clock() - self._listened > LISTEN_SECONDS:  # the last to arrive everywhere still hears what is said
+        if self._clock() - self._listened > LISTEN_SECONDS:  # the last to arrive everywhere still receives messages
             self._exchange(within_plan=True, sleep=False)
             self._send_report()
 
@@ -271,7 +271,7 @@ class Engine:
         """Look for stalls if it is time; return when to look again, in seconds, or None while nothing is pending."""
         coordinator, execution = self._coordinator, self._execution
         if not (execution.waits or coordinator.busy):
-            self._watchdog.heard()
+            self._watchdog.received()
             return None
         now = self._clock()
         if now < self._next_look and not coordinator.urgent:
@@ -289,17 +289,17 @@ class Engine:
         return self._look_seconds
 
     def _status(self) -> RankStatus:
-        self._tell_groups()
+        self._notify_groups()
         devices = self._connections.devices
         waiting = [*(entry.handle.name for entry in self._execution.pending()), *self._mailboxes.waiting.values(),
                    *(wait.name for group in list(self._state.groups) for wait in group.calls().waits)]
         return self.history.status(self._inbox.last_caller, waiting, () if devices is None else devices.progress(),
                                    self._waiters.progress.ledger())
 
-    def _tell_groups(self) -> None:
-        """Tell those who watch groups that a report is gathered, or that the job fails: each of them once."""
-        for troubled in {group.troubled for group in list(self._state.groups)}:
-            troubled()
+    def _notify_groups(self) -> None:
+        """Notify those who watch groups that a report is gathered, or that the job fails: each of them once."""
+        for notify in {group.on_report for group in list(self._state.groups)}:
+            notify()
 
     def _close(self) -> None:
         """Close every part, whatever others raise; in the end no thread waits for this one any more."""
@@ -308,7 +308,7 @@ class Engine:
             state.failure = HorovodInternalError("the background thread ended unexpectedly; see the log")
         error = state.closing_error()
         parts: list[Callable[[], Any]] = [
-            *([] if state.failure is None else [self._tell_groups]),
+            *([] if state.failure is None else [self._notify_groups]),
             lambda: state.fail_groups(error),
             lambda: self._control.flush(FLUSH_SECONDS), lambda: connections.oob.close(error),
             lambda: self._execution.fail(error), connections.plane.close]

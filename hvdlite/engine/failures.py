@@ -16,7 +16,7 @@ from hvdlite.negotiation.messages import FailureNotice
 
 
 def failure_notice(error: Exception, rank: int) -> FailureNotice:
-    """Return what `rank` tells the others about an error on it. It may have suffered from a rank that nobody can name."""
+    """Return what `rank` reports about an error on it. It may have suffered from a rank that nobody can name."""
     if isinstance(error, PeerLostError) and error.rank == -1:
         return FailureNotice(-1, "lost", str(error))
     return FailureNotice(rank, type(error).__name__, str(error))

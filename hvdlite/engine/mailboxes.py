@@ -1,4 +1,4 @@
-"""The mailboxes of a rank: opened, frozen and closed as decisions say."""
+"""The mailboxes of a rank: opened, frozen and closed by decisions."""
 
 from __future__ import annotations
 

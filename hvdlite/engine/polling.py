@@ -18,7 +18,7 @@ def poll(predicate: Callable[[], bool], poll_interval: float, hurried: Callable[
 
     Args:
         poll_interval: seconds to sleep between looks, for the script to have the processor.
-        hurried: tells whether the script is blocked in a wait: then it is not needed.
+        hurried: returns whether the script is blocked in a wait, and so leaves the processor to this thread.
     """
     while not predicate():
         if hurried():

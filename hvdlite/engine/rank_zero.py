@@ -128,4 +128,4 @@ class RankZero:
                 self._coordinator.order(pong=(rank,))
         self._recorder.ready_elsewhere((rank,), report.items)
         if message is not None or report.leaving:
-            self.timeline.hear(rank, () if message is None else message.trace, report.leaving)
+            self.timeline.receive(rank, () if message is None else message.trace, report.leaving)

@@ -192,13 +192,13 @@ class Group:
             queue = list(self._queue)
         return self._execution.past_calls(queue)
 
-    def watch(self, troubled: Callable[[], object]) -> None:
+    def watch(self, on_report: Callable[[], object]) -> None:
         """Call a function when collectives fail, and whenever rank 0 gathers a report.
 
         It runs on the thread that finds out, which may be the runtime's background thread: it must not wait for other ranks,
         nor raise.
         """
-        self.state.troubled = troubled
+        self.state.on_report = on_report
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -391,10 +391,10 @@ class Group:
                 self._execution.perform(operation, self.timeout if call.timeout is None else call.timeout)
         except MismatchError as mismatched:
             error = mismatched
-            self.state.troubled()
+            self.state.on_report()
         except Exception as failed:
             error = self._execution.reason(failed)
-            self.state.troubled()  # before what is queued is given up
+            self.state.on_report()  # before what is queued is given up
             self._fail(error)
             if not isinstance(error, HorovodInternalError):  # no memory, say: the others do not know of it
                 self._tell(error)

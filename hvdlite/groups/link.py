@@ -59,7 +59,7 @@ class GroupLink:
 
         The background thread calls it, or this one; it returns at once.
         """
-        self._channel.hear(self._prefix, lambda rank, text: listener(self._index[rank], text))
+        self._channel.subscribe(self._prefix, lambda rank, text: listener(self._index[rank], text))
 
     def close(self) -> None:
         """Hear nothing any more."""

@@ -37,7 +37,7 @@ class Entry:
         return self.request.process_set_id, self.request.name
 
     def prepare(self, response: Response, rank: int, ranks: Sequence[int], splits: AlltoallSplits | None) -> None:
-        """Allocate an output whose size only the response tells.
+        """Allocate an output whose size is only in the response.
 
         Args:
             rank: this rank; `ranks` are the members of the process set.
@@ -106,20 +106,20 @@ class Entry:
         self._abandoned = True
 
 
-class TellingEntry(Entry):
+class NotifyingEntry(Entry):
     """An entry that calls a function when it is complete or has failed: in the background thread, with the error."""
 
-    __slots__ = ("_tell",)
+    __slots__ = ("_notify",)
 
     def __init__(self, request: Request, sources: Sequence[AnyArray | None], outputs: Sequence[AnyArray | None],
-                 result: Any, waiters: BlockedWaiters, tell: Callable[[Exception | None], None]) -> None:
+                 result: Any, waiters: BlockedWaiters, notify: Callable[[Exception | None], None]) -> None:
         super().__init__(request, sources, outputs, result, waiters)
-        self._tell = tell
+        self._notify = notify
 
     def complete(self, response: Response, completion: Completion | None = None) -> None:
         super().complete(response, completion)
-        self._tell(None)
+        self._notify(None)
 
     def fail(self, error: Exception) -> None:
         super().fail(error)
-        self._tell(error)
+        self._notify(error)

@@ -13,7 +13,7 @@ from hvdlite.memory.area import Area
 from hvdlite.negotiation.messages import CallWait, GroupCalls
 
 PATIENCE_SECONDS: Final = 4.0
-"""How long a rank waits for the others before it tells rank 0."""
+"""How long a rank waits for the others before it reports that to rank 0."""
 
 
 def _nothing() -> None:
@@ -28,7 +28,7 @@ class LongWait:
         name: for reports.
         number: of the collective in the group; 0 for a send or receive.
         ranks: that take part; of the group.
-        missing: for which it waits, as far as this rank knows; of the group.
+        missing: for which it waits, as seen by this rank; of the group.
         since: in `time.monotonic()`.
     """
 
@@ -50,7 +50,7 @@ class GroupState:
         changed: to be called when long waits are others than before.
         error: what every call fails with; None while the group can be used. The first one stays.
         has_runtime: False once the background thread has ended, which then is so on the other ranks, too.
-        troubled: called when collectives fail, and when rank 0 gathers a report; once for all groups that have the same.
+        on_report: called when collectives fail, and when rank 0 gathers a report; once for all groups that have the same.
         begun: the number of the collective that this rank has begun last; 0 for none.
         runner: the thread that carries out a call; 0 for none.
         queue: calls that have not begun.
@@ -66,7 +66,7 @@ class GroupState:
     changed: Callable[[], object] = _nothing
     error: Exception | None = None
     has_runtime: bool = True
-    troubled: Callable[[], object] = _nothing
+    on_report: Callable[[], object] = _nothing
     begun: int = 0
     runner: int = 0
     queue: deque[object] = dataclasses.field(default_factory=deque)

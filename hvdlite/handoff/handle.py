@@ -16,7 +16,9 @@ from hvdlite.handoff.group_state import GroupState
 from hvdlite.negotiation.messages import Blocked, Wait
 
 LONG_SECONDS: Final = 0.5
-"""How long a thread is blocked before the coordinator is told. It looks for ranks that wait for each other in a circle."""
+"""How long a thread is blocked before it is reported to the coordinator, which looks for ranks that wait for each other in a
+circle.
+"""
 
 
 OWN_THREADS: Final = "hvdlite-"
@@ -63,20 +65,20 @@ class BlockedWaiters:
 
     Args:
         about_to_block: called by a thread that is about to block.
-        tell: called by a thread that has been blocked for long, or whose long wait was interrupted, with these waiters.
+        report: called by a thread that has been blocked for long, or whose long wait was interrupted, with these waiters.
 
     Attributes:
         have_deferred: whether a wait has ever been deferred.
     """
 
-    __slots__ = ("_about_to_block", "_handles", "_long", "_tell", "have_deferred", "progress")
+    __slots__ = ("_about_to_block", "_handles", "_long", "_report", "have_deferred", "progress")
 
-    def __init__(self, about_to_block: Callable[[], None], tell: Callable[[BlockedWaiters], None]) -> None:
+    def __init__(self, about_to_block: Callable[[], None], report: Callable[[BlockedWaiters], None]) -> None:
         self.progress = Progress()
         self.have_deferred = False
         self._handles: set[Handle] = set()
         self._long: list[_LongWait] = []  # a signal handler may begin one inside another of the same thread
-        self._about_to_block, self._tell = about_to_block, tell
+        self._about_to_block, self._report = about_to_block, report
 
     def __bool__(self) -> bool:
         return bool(self._handles)
@@ -108,12 +110,12 @@ class BlockedWaiters:
         wait.wakeup.acquire()
         try:
             self._long.append(wait)
-            self._tell(self)
+            self._report(self)
             while not handle.done() and not wait.deferred:
                 wait.wakeup.acquire()
         except BaseException:
             self._long.remove(wait)
-            self._tell(self)
+            self._report(self)
             raise
         self._long.remove(wait)
         if not handle.done():
@@ -128,21 +130,21 @@ class BlockedWaiters:
                 wait.wake()
 
     def blocked(self, groups: Sequence[GroupState] = ()) -> Blocked:
-        """Return what the coordinator is to know.
+        """Return the report for the coordinator.
 
         Args:
             groups: the groups of this process.
         """
         waits, threads = self._waiting(groups)
-        told = tuple(group.calls() for group in groups)
+        reported = tuple(group.calls() for group in groups)
         others = threads is None or any(thread.ident not in threads and not thread.name.startswith(OWN_THREADS)
                                         for thread in threading.enumerate())
-        # Whoever waits before and after this has waited meanwhile: so what is told was true at one time.
+        # Whoever waits before and after this has waited meanwhile: so what is reported was true at one time.
         has_changed = (waits, threads) != self._waiting(groups) or any(
             (calls.begun, len(calls.waits)) != (now.begun, len(now.waits))
-            for calls, now in zip(told, (group.calls() for group in groups), strict=True))
+            for calls, now in zip(reported, (group.calls() for group in groups), strict=True))
         return Blocked(tuple(msgspec.structs.replace(wait.handle.waits_for, deferrable=wait.deferrable) for wait in waits),
-                       not others and not has_changed, told)
+                       not others and not has_changed, reported)
 
     def _waiting(self, groups: Sequence[GroupState]) -> tuple[list[_LongWait], frozenset[int] | None]:
         """Return the long waits, and the threads blocked there and in calls of groups; None: calls are carried out."""

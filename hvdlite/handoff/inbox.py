@@ -26,7 +26,7 @@ class Task:
 
 
 Item = Entry | BucketEntry | RoundDone | LayoutStale | Retired | MailboxStale | BlockedWaiters | Task
-"""Work for the background thread. `BlockedWaiters` in the inbox means that the coordinator is to know of them."""
+"""Work for the background thread. `BlockedWaiters` in the inbox means that they are to be reported to the coordinator."""
 
 
 class Inbox:
@@ -129,7 +129,7 @@ class Inbox:
     def hurry(self) -> None:
         """The caller is about to block: let the background thread begin with what it has not been woken for."""
         if (self._spins or self.items) and not self.awake:
-            self._wake()  # it may sleep already, since before the caller did, or not know yet what it is to do
+            self._wake()  # it may sleep already, since before the caller did, or not have seen its next task
 
     def release(self, key: tuple[int, str]) -> None:
         """Make a name free again; callable from any thread."""

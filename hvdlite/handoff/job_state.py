@@ -41,9 +41,9 @@ class JobState:
         return self.failure or HorovodInternalError("hvdlite was shut down on this rank before the collective was complete")
 
     def fail_groups(self, error: Exception) -> None:
-        """The background thread has ended: let all groups fail, whose other ranks hear of it from their own.
+        """The background thread has ended: let all groups fail; their other ranks fail by their own runtimes.
 
-        All know it before the first one is woken, whose script may go on and leave another.
+        All have the error before the first one is woken, whose script may go on and leave another.
         """
         self.closing = error
         for group in list(self.groups):

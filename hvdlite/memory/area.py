@@ -3,7 +3,7 @@
     rank 0: line | even calls: head, text | odd calls: head, text      rank 1: ...
     then, if calls bring their values: rank 0: even, odd | rank 1: ...
 
-A line has the word on which the rank sleeps, and says whether the rank has left. A head has the number of a call, the length
+A line has the word on which the rank sleeps, and whether the rank has left. A head has the number of a call, the length
 of its text, and the text's digest; the number is written after the rest. A rank writes only its own line, heads, texts and
 values; but any rank changes a word, and none relies on its value.
 
@@ -33,8 +33,8 @@ NUMBER, LENGTH, DIGEST = range(3)
 """The words of a head."""
 LEFT, LET_GO = range(2)
 """The words of a rank's line. `LEFT`: once it has left, one more than the last call that it has completed; negative if the
-others hear in another way why. `LET_GO`: `UNUSED` when it uses what the ranks share no more, `DONE` when it never looks
-again whether the others do."""
+others learn the reason in another way. `LET_GO`: `UNUSED` when it uses what the ranks share no more, `DONE` when it never
+looks again whether the others do."""
 UNUSED, DONE = 1, 2
 _RANK: Final = LINE + 2 * (LINE + TEXT)
 _LEFT_AT: Final = 16
@@ -91,12 +91,12 @@ class Area:
             word.wake()
 
     def all_let_go(self, least: int) -> Callable[[], bool]:
-        """Return whether all ranks' lines say that they have let go, as a function that lasts longer than `release`."""
+        """Return whether all ranks have let go according to their lines, as a function that lasts longer than `release`."""
         lines = self.lines
         return lambda: all(line[LET_GO] >= least for line in lines)
 
     def end_looking(self) -> Callable[[], None]:
-        """Return what tells, after `release`, that this rank never looks at the lines again."""
+        """Return a function that records, after `release`, that this rank never looks at the lines again."""
         line = self.lines[self.index]
 
         def done() -> None:
@@ -112,7 +112,7 @@ class Area:
 
         Args:
             completed: the number of the last call that it has completed; 0 for none.
-            is_reason: whether this ends the others' calls; else they hear of the reason in another way.
+            is_reason: whether this ends the others' calls; else they learn the reason in another way.
         """
         lines = self.lines
         if lines and lines[self.index][LEFT] <= 0:  # else a thread of this rank is late: the others have seen it
@@ -123,7 +123,7 @@ class Area:
         """Use the memory no more. What is written now goes nowhere.
 
         Args:
-            let_go: what this rank's line says then; 0 if a thread may still use what the ranks share: nobody else gets that
+            let_go: what this rank's line has then; 0 if a thread may still use what the ranks share: nobody else gets that
                 before the job ends.
         """
         lines, self.lines, self.heads, self.texts, self.values = self.lines, [], [], [], []

@@ -13,7 +13,7 @@ Rules (docs/protocol.md#slots, #staging-regions, #allocation, #memory-order)
   range of it. All ranks, members or not, request the same ranges in the same order, so they agree without communication.
   Ranges are not reused; when the file is exhausted, a request is a `MemoryError`.
 - A part of the file, the heaps, is divided between the ranks. From its own heap a rank takes ranges without asking anybody,
-  and tells those that share them. They come back to it, and are used again.
+  and notifies those that share them. They come back to it, and are used again.
 - A staging slot is written by its own rank only. A window's part is written by other ranks only within a reduction.
 - A window stays mapped while a view of it exists (for example a framework's gradient). A rank's pages are freed with its
   last view; no other rank reads them by then, because a reduction ends with a barrier. A forked child has the mappings, but

@@ -85,9 +85,9 @@ def disagreement(requests: Mapping[int, Request]) -> str | None:
         for rank in sorted(requests):
             groups.setdefault(str(value_of(requests[rank])), []).append(rank)
         if len(groups) > 1:
-            told = "; ".join(f"{named_ranks(ranks)}: {value}" for value, ranks in groups.items())
+            values = "; ".join(f"{named_ranks(ranks)}: {value}" for value, ranks in groups.items())
             hint = _SPARSE if what == "operation" and first.label else _HINTS.get(what, _GENERAL_HINT)
-            return f"ranks disagree about the {what} of '{first.name}': {told}. {hint}"
+            return f"ranks disagree about the {what} of '{first.name}': {values}. {hint}"
     return None
 
 

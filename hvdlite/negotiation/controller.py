@@ -64,7 +64,7 @@ class SuspendLayout:
 
 @dataclasses.dataclass(frozen=True)
 class FreezeMailbox:
-    """Do not write to a mailbox any more, and say so."""
+    """Do not write to a mailbox any more, and confirm that."""
 
     mailbox_id: int
 

@@ -5,7 +5,7 @@ through it: the host of the coordinator handles them, and gives as orders (`orde
 them.
 
 Rules (docs/protocol.md#decisions, #report-order)
-- Decisions are numbered without gaps. There is no decision when there is nothing to say.
+- Decisions are numbered without gaps. There is no decision without content.
 - The first failure ends the job. It names its origin; failures that arrive later are consequences and are dropped.
 """
 
@@ -61,7 +61,7 @@ class Coordinator:
     Attributes:
         blocked: the ranks that have reported long waits; detects deadlocks.
         negotiator: decides about tensors; for reading.
-        has_news: whether anything has happened since the last call of `decide`, which may have something to say then.
+        has_news: whether anything has happened since the last call of `decide`, which may then have content for a decision.
         tuned: the knobs that have been changed.
 
     Args:
@@ -152,7 +152,7 @@ class Coordinator:
     # --- what is decided ---------------------------------------------------------------------------------------------
 
     def decide(self) -> Decision | None:
-        """Return the next decision, or None when there is nothing to say."""
+        """Return the next decision, or None when it would be empty."""
         self.has_news = False
         failure = None if self._failure_sent else self._failure
         deferred = tuple(self.blocked.to_defer())
@@ -179,7 +179,7 @@ class Coordinator:
             timeline=orders.timeline, tuned=tuple(orders.tuned), failure=failure, deferred=deferred)
 
     def take_direct_messages(self) -> tuple[DirectMessage, ...]:
-        """Return what single ranks must know to apply the decision that was returned last; send it before the decision."""
+        """Return what single ranks need to apply the decision that was returned last; send it before the decision."""
         return tuple(DirectMessage(epoch=self.epoch, rank=rank, receive_splits=tuple(splits))
                      for rank, splits in sorted(self.negotiator.take_receive_splits().items()))
 
@@ -243,7 +243,7 @@ class Coordinator:
                 self.negotiator.leave(rank, now)
 
     def _receive_items(self, ranks: Ranks, items: Iterable[ReportItem | MergedRequests | RankReport], now: float) -> None:
-        """Handle the items of a report in order; a host's are of all its ranks, unless they say otherwise."""
+        """Handle the items of a report in order; a host's are of all its ranks, unless they name some."""
         negotiator = self.negotiator
         try:
             for item in items:

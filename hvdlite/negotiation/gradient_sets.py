@@ -67,7 +67,7 @@ class GradientSetTable:
     """All gradient sets of the job and their layouts, at the coordinator.
 
     Args:
-        reports: has the table of layouts, and what ranks have reported of their buckets; knows who belongs to which process
+        reports: has the table of layouts, and what ranks have reported of their buckets, and who belongs to which process
             set, who has joined, and which sets ranks have dropped.
         limits: how sets are cut; a `middle` of 0 turns learning off.
         capacity: layouts that may exist at a time; the least recently used is evicted.

@@ -192,7 +192,7 @@ def carried_over(layout: Layout, label: str, ranks: Ranks, first_round: int, lay
 
 
 def _member(requests: Mapping[int, Request]) -> Request:
-    """Return the member as all ranks know it; it is row-major when the ranks' strides differ."""
+    """Return the member as it is on all ranks; it is row-major when the ranks' strides differ."""
     first = first_of(requests)
     agreed = all(request.strides == first.strides for _, request in grouped(requests))
     return msgspec.structs.replace(first, absent=False, strides=first.strides if agreed else (), round_id=0, step=0,

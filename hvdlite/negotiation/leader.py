@@ -108,7 +108,7 @@ class Leader:
             self._layouts.forget(min(self._applied.values()))
 
     def lose(self, rank: int, reason: str) -> None:
-        """Report that a rank of the host is gone; the coordinator knows whether it had left."""
+        """Report that a rank of the host is gone; the coordinator decides whether it had left."""
         self._lost.append((rank, reason))
 
     def observe(self, decision: Decision) -> None:
@@ -236,7 +236,7 @@ class Leader:
             self._put_merged(requests)
         for buckets in self._buckets.open():
             self._put_apart(buckets)
-        for rounds in self._reports.rounds.values():  # which may be told twice
+        for rounds in self._reports.rounds.values():  # which may be reported twice
             self._put_apart(rounds)
 
     def _open_set(self, process_set_id: int) -> None:

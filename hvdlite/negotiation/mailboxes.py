@@ -5,11 +5,11 @@ calls the coordinator opens a *mailbox* for them: each rank writes the tensor an
 and reduces what all have written. See `handoff/mailbox.py` for a rank's side.
 
 Rules (docs/protocol.md#mailboxes)
-- A mailbox opens with the answer to a call of its stem. So no rank makes the next call of that name before it knows it.
+- A mailbox opens with the answer to a call of its stem. So no rank makes the next call of that name before that arrives.
 - A round of a mailbox is complete when every member has written the same description (name, dtype, shape, operation,
   factors). What a rank has written cannot be taken back.
-- A mailbox ends in two decisions. After the first, no rank writes to it, and each one says so. After the second, all ranks
-  see the same memory: a call in a round that is not complete becomes an ordinary request.
+- A mailbox ends in two decisions. After the first, no rank writes to it, and each one confirms that. After the second, all
+  ranks see the same memory: a call in a round that is not complete becomes an ordinary request.
 - It ends when a rank waits long in it or finds another description, and before a rank joins or leaves, before its process
   set is removed, while there is a timeline, and when another stem needs its area and there are no more. The coordinator
   needs no other reason: everything else that can happen to the tensor happens to the requests.
@@ -58,7 +58,7 @@ class _Open:
     mailbox: Mailbox
     members: tuple[int, ...]
     last_round: int
-    awaited: set[int] | None = None  # once it is frozen: the members that have not said that they do not write to it
+    awaited: set[int] | None = None  # once it is frozen: the members that have not confirmed that they do not write to it
     since: float = 0.0  # when it was frozen
     waiting: dict[int, str] = dataclasses.field(default_factory=dict)  # tensors that ranks wait for, by rank
     warned: bool = False
@@ -99,7 +99,7 @@ class MailboxTable:
         self._next_id = 1
 
     def __bool__(self) -> bool:
-        """Return whether the next decision has something to say about mailboxes."""
+        """Return whether the next decision has news of mailboxes."""
         return bool(self.opened or self.frozen or self.closed)
 
     # --- learning ------------------------------------------------------------------------------------------------------

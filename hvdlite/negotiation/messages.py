@@ -208,7 +208,7 @@ class CallWait(Message, frozen=True):
     name: str  # for reports: the group, the number of the call, and what it is
     sequence: int  # the number of the call in the group; 0 for a send or receive
     ranks: tuple[int, ...]  # that take part
-    missing: tuple[int, ...]  # those for which it waits, as far as this rank knows
+    missing: tuple[int, ...]  # those for which it waits, as seen by this rank
     seconds: float  # since it has begun
 
 
@@ -223,7 +223,7 @@ class GroupCalls(Message, frozen=True):
 class Blocked(Message, frozen=True):
     """The waits in which a rank's threads have been blocked for long.
 
-    It is void once one of `waits` is over; the rank tells when one of its `groups` is.
+    It is void once one of `waits` is over; the rank reports when one of its `groups` is.
     """
 
     waits: tuple[Wait, ...]  # one for each thread that is blocked in a negotiated collective

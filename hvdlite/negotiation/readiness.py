@@ -32,9 +32,9 @@ from hvdlite.negotiation.process_sets import ProcessSetTable
 class Joins:
     """The ranks that have joined: they have no more data and wait until all ranks have called `join()`.
 
-    The last rank to join is told to all. When nothing was reduced without a joined rank since the join before, that join's
-    last rank is named again: its parameters are as new as any other rank's, and nested joins (of several optimizers) name
-    the same rank.
+    The last rank to join is announced to all. When nothing was reduced without a joined rank since the join before, that
+    join's last rank is named again: its parameters are as new as any other rank's, and nested joins (of several optimizers)
+    name the same rank.
 
     Attributes:
         ranks: those that have joined, in order.
@@ -199,7 +199,7 @@ class Aggregator:
         self.rounds.take_if(lambda each: (each.process_set_id, each.label) == name and each.round_id <= done.round_id)
 
     def check_invariants(self) -> None:
-        """Fail when something is complete, or is not what its key says."""
+        """Fail when something is complete, or does not belong to its key."""
         for table in (self.layouts, self.requests, self.buckets, self.rounds, self.retired):
             table.check_invariants()
         for key, requests in self.requests.items():

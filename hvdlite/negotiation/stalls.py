@@ -85,7 +85,7 @@ class GpuStall(Stall):
 def circle_of_messages(stalls: Iterable[Stall]) -> frozenset[int]:
     """Return the ranks that wait for each other in sends and receives.
 
-    Other threads, which rank 0 does not know of, may still help them. A receive from any rank is in no circle.
+    Other threads, of which rank 0 is not aware, may still help them. A receive from any rank is in no circle.
     """
     needs: dict[int, list[tuple[int, ...]]] = {}
     for stall in stalls:
@@ -118,7 +118,7 @@ def bucket_stall(buckets: Gathering[int, BucketReady], reported: Gathered[Bucket
     return Stall(name, now - reported.since, tuple(sorted(reported.ranks)), tuple(buckets.missing_ranks(reported)))
 
 
-class _Told(NamedTuple):
+class _Reported(NamedTuple):
     wait: CallWait
     since: float  # on the caller's clock
 
@@ -130,24 +130,25 @@ _Key = tuple[str, str]
 class CallWaits:
     """Calls of groups in which ranks have waited for long.
 
-    They are not negotiated, so rank 0 knows of them only what the ranks that wait tell: which call, and for whom. Each rank
-    tells all of it again when something changes.
+    They are not negotiated, so rank 0 has only the reports of the ranks that wait: which call, and for whom. Each rank
+    reports all of it again when something changes.
     """
 
     def __init__(self) -> None:
-        self._told: dict[int, dict[_Key, _Told]] = {}
+        self._reported: dict[int, dict[_Key, _Reported]] = {}
         self._warned: set[_Key] = set()
 
     def update(self, rank: int, groups: Iterable[GroupCalls], now: float) -> None:
-        """Record what a rank tells; it replaces what it has told before."""
-        told = {(calls.group, wait.name): _Told(wait, now - wait.seconds) for calls in groups for wait in calls.waits}
-        self._told[rank] = told
-        if not told:
-            del self._told[rank]
-        self._warned.intersection_update({key for each in self._told.values() for key in each})
+        """Record a rank's report; it replaces the one before."""
+        reported = {(calls.group, wait.name): _Reported(wait, now - wait.seconds)
+                    for calls in groups for wait in calls.waits}
+        self._reported[rank] = reported
+        if not reported:
+            del self._reported[rank]
+        self._warned.intersection_update({key for each in self._reported.values() for key in each})
 
     def __bool__(self) -> bool:
-        return bool(self._told)
+        return bool(self._reported)
 
     def pending(self, now: float) -> list[Stall]:
         """Return every call for which some ranks wait, however short."""
@@ -160,11 +161,11 @@ class CallWaits:
         return [stall for _, stall in found]
 
     def _stalls(self, now: float) -> Iterator[tuple[_Key, Stall]]:
-        for key in dict.fromkeys(key for told in self._told.values() for key in told):
-            waiting = {rank: told[key] for rank, told in self._told.items() if key in told}
-            missing = set.intersection(*(set(told.wait.missing) for told in waiting.values())).difference(waiting)
+        for key in dict.fromkeys(key for waits in self._reported.values() for key in waits):
+            waiting = {rank: waits[key] for rank, waits in self._reported.items() if key in waits}
+            missing = set.intersection(*(set(each.wait.missing) for each in waiting.values())).difference(waiting)
             if missing:
-                ranks = {rank for told in waiting.values() for rank in told.wait.ranks}
-                kind = Stall if any(told.wait.sequence for told in waiting.values()) else MessageStall
-                yield key, kind(key[1], now - min(told.since for told in waiting.values()),
+                ranks = {rank for each in waiting.values() for rank in each.wait.ranks}
+                kind = Stall if any(each.wait.sequence for each in waiting.values()) else MessageStall
+                yield key, kind(key[1], now - min(each.since for each in waiting.values()),
                                 tuple(sorted(ranks - missing)), tuple(sorted(missing)))

@@ -69,14 +69,14 @@ def load() -> Any:
 
 
 def world_mismatch(rank: int, size: int) -> str:
-    """Return why MPI does not connect this job's ranks, or "": MPI knows only the ranks that its own launcher started."""
+    """Return why MPI does not connect this job's ranks, or "": it connects only the ranks that its own launcher started."""
     try:
         world = load().COMM_WORLD
     except LaunchError as error:
         return str(error)
     if (world.Get_rank(), world.Get_size()) != (rank, size):
-        return (f"MPI was not told of this job: to it this is rank {world.Get_rank()} of {world.Get_size()}, not {rank} of "
-                f"{size}; start the ranks with mpirun (hvdrun --mpi)")
+        return (f"MPI was not started for this job: to it this is rank {world.Get_rank()} of {world.Get_size()}, not {rank} "
+                f"of {size}; start the ranks with mpirun (hvdrun --mpi)")
     return ""
 
 

@@ -105,7 +105,7 @@ def reduce_by_slices(pieces: Iterable[Piece], sources: Concatenation | None, out
                      barrier: Barrier, wait_until: WaitUntil) -> None:
     """Reduce pieces one after the other, each slice by its owner.
 
-    One barrier lies between two pieces: it says that all ranks have reduced their slices of one and published the next.
+    One barrier lies between two pieces: it means that all ranks have reduced their slices of one and published the next.
     """
     reducing: Piece | None = None
     for piece in pieces:

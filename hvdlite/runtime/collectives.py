@@ -16,7 +16,7 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.texts import encodable
 from hvdlite.core.types import ROOTED, Collective, ReduceOp
 from hvdlite.core.world import World
-from hvdlite.handoff.entry import Entry, TellingEntry
+from hvdlite.handoff.entry import Entry, NotifyingEntry
 from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
@@ -276,7 +276,7 @@ class Collectives:
                                payload=None if output is array else self._payload(array),
                                process_set=pair_set_id(sender, receiver, self._world.size), device=device_of(array))
         if done is not None:
-            return self._inbox.enqueue(TellingEntry(request, [array], [output], output, self._waiters, done))
+            return self._inbox.enqueue(NotifyingEntry(request, [array], [output], output, self._waiters, done))
         return self._inbox.enqueue(Entry(request, [array], [output], output, self._waiters))
 
     def barrier(self, name: str, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:

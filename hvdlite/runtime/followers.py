@@ -50,7 +50,7 @@ class Followers:
         self._followers: weakref.WeakValueDictionary[int, Follower] = weakref.WeakValueDictionary()
         self._ids = itertools.count()
         self._are_collected = True
-        self._are_inside = False  # some may take part in a world whose end they have not been told
+        self._are_inside = False  # some may take part in a world of whose end they have not been notified
 
     def add(self, follower: Follower) -> None:
         """Tell an object of the ends and beginnings of worlds from now on."""

@@ -93,7 +93,7 @@ class GradientSets:
         return entry.handle
 
     def close_round(self, label: str, number: int, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
-        """All members of a set's round are enqueued by this rank; not needed when a bucket said so."""
+        """All members of a set's round are enqueued by this rank; not needed when a bucket has reported it."""
         self._inbox.put(RoundDone(label, number, process_set))
 
     def mark_stale(self, layout: Layout) -> None:

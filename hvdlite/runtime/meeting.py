@@ -1,4 +1,4 @@
-"""How the ranks of a world meet: where rank 0 listens, what they tell each other, and what the ranks of a host share."""
+"""How the ranks of a world meet: where rank 0 listens, what they exchange, and what the ranks of a host share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Meeting:
     Attributes:
         cancellation: ends the meeting from another thread.
         directory: where the ranks of this host find each other.
-        member: in an elastic job, the link by which rank 0's address is told; None in other jobs.
+        member: in an elastic job, the link by which rank 0's address is sent; None in other jobs.
     """
 
     info: LaunchInfo
@@ -70,7 +70,7 @@ class Meeting:
             self.directory.make()
         with contextlib.closing(listen(address)) as listener:
             try:
-                if self._is_told:
+                if self._has_own_address:
                     assert self.member is not None
                     self.member.announce_coordinator(own.epoch, listener.getsockname()[1])
                 connections, welcome = accept_ranks(
@@ -139,8 +139,8 @@ class Meeting:
         return self.config.control == "tcp" or self.info.on_several_hosts
 
     @property
-    def _is_told(self) -> bool:
-        """Whether rank 0 chooses where it listens, and the others are told."""
+    def _has_own_address(self) -> bool:
+        """Whether rank 0 chooses where it listens, and its address is sent to the others."""
         return self._over_tcp and self.info.world.epoch > 1
 
     def _address(self) -> Address:
@@ -156,7 +156,7 @@ class Meeting:
                            locate=lambda: self.directory.socket_path(name))
         if self.config.control == "unix":
             raise LaunchError("HVDLITE_CONTROL=unix is for one host, and the job has ranks on several")
-        if self._is_told:
+        if self._has_own_address:
             assert self.member is not None
             host, port = ("", info.coordinator_port) if world.rank == 0 else self.member.coordinator(
                 world.epoch, timeout_or_inf(self.config.start_timeout))
@@ -176,13 +176,13 @@ def checked_world(info: LaunchInfo, hosts: Hosts) -> World:
     """Return this rank's coordinates as the ranks have found them to be.
 
     Raises:
-        LaunchError: when the launcher says otherwise.
+        LaunchError: when the launcher has given other values.
     """
-    told, found = info.world, hosts.world(info.world.rank, info.world.epoch)
-    if told.local_size != found.local_size:
-        raise LaunchError(f"rank {told.rank} was told that {told.local_size} ranks share its host, but it shares machine, "
-                          f"process table and job directory with ranks {list(hosts.local_ranks(told.rank))} only. Ranks in "
-                          f"different containers are on different hosts; check HVDLITE_LOCAL_SIZE ({info.environment})")
+    given, found = info.world, hosts.world(info.world.rank, info.world.epoch)
+    if given.local_size != found.local_size:
+        raise LaunchError(f"rank {given.rank} was started as if {given.local_size} ranks share its host, but it shares "
+                          f"machine, process table and job directory with ranks {list(hosts.local_ranks(given.rank))} only. "
+                          f"Ranks in different containers are on different hosts; check HVDLITE_LOCAL_SIZE ({info.environment})")
     return found
 
 
@@ -193,7 +193,7 @@ def address_for_others(connections: Mapping[int, Connection], welcome: Welcome) 
 
 
 def common_clock(welcome: Welcome) -> Callable[[], float]:
-    """Return rank 0's clock, as far as it could be told when the ranks met; that of this host, where it is the same."""
+    """Return rank 0's clock, as estimated when the ranks met; that of this host, where it is the same."""
     offset = welcome.clock
     if abs(offset) < SAME_CLOCK_SECONDS:
         return time.monotonic

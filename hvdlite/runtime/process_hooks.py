@@ -20,7 +20,7 @@ from hvdlite.runtime.runtime import Runtime
 _log = logging.getLogger("hvdlite")
 
 _LEFT_AT: Final = "_hvdlite_left_at"
-"""The attribute of an exception that tells when a process first left its job or a group because of it."""
+"""The attribute of an exception that has the time when a process first left its job or a group because of it."""
 
 
 def configure_logging(config: Config, rank: Callable[[], int]) -> None:
@@ -76,7 +76,7 @@ def origin_of(error: BaseException, failure: BaseException | None, rank: int) ->
 
     Args:
         error: ends the rank; what it was raised from counts, too.
-        failure: of the rank's runtime. A framework's exception may not say that it follows from it.
+        failure: of the rank's runtime. A framework's exception may not mention that it follows from it.
         rank: what is returned if neither names another rank.
     """
     return next((known.rank for known in (*tracebacks.causes(error), failure)
@@ -89,7 +89,7 @@ def leaves_because_of(error: BaseException) -> None:
 
 
 def record_failure(directory: str, error: BaseException, process: int, origin: int, text: str, *, shown: bool) -> None:
-    """Let the launcher know why this process ends, and when it failed: now, or when it left because of the exception.
+    """Report to the launcher why this process ends, and when it failed: now, or when it left because of the exception.
 
     Args:
         directory: the job's.

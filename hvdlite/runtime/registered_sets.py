@@ -26,7 +26,7 @@ class RegisteredSets:
     def __init__(self) -> None:
         self._members: dict[ProcessSet, tuple[int, ...]] = {}  # empty for a communicator, and before a joiner has a world
         self._of_call: set[ProcessSet] = set()  # registered inside the training function
-        self._awaiting: set[ProcessSet] = set()  # a world, in which rank 0 knows their members
+        self._awaiting: set[ProcessSet] = set()  # a world, in which rank 0 has their members
         self._world: tuple[int, ...] = ()  # the members of an elastic job's world, by rank; of world 1: ranks
 
     def add(self, made: ProcessSet, runtime: Runtime, *, in_call: bool) -> None:
@@ -118,14 +118,14 @@ class RegisteredSets:
         self._awaiting.clear()
 
     def _of_rank_0(self, runtime: Runtime) -> list[list[int]]:
-        """Return the ranks of each set as rank 0 knows them."""
+        """Return the ranks of each set as rank 0 has them."""
         own = b""
         if runtime.world.rank == 0:
             rank_of = {member: rank for rank, member in enumerate(self._world)}
             own = json.dumps([sorted(rank_of[member] for member in members if member in rank_of)
                               for members in self._members.values()]).encode()
-        told = runtime.allgather("elastic.process_sets", np.frombuffer(own, dtype=np.uint8)).wait()
-        return [list(ranks) for ranks in json.loads(told.tobytes())]
+        gathered = runtime.allgather("elastic.process_sets", np.frombuffer(own, dtype=np.uint8)).wait()
+        return [list(ranks) for ranks in json.loads(gathered.tobytes())]
 
 
 def _register_split(own: ProcessSet, runtime: Runtime) -> None:

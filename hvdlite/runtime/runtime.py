@@ -105,7 +105,7 @@ class Runtime:
         self.fail(notice.kind, notice.message, "", notice.origin)
 
     def fail(self, kind: str, message: str, traceback: str, origin: int | None = None) -> None:
-        """Tell all ranks that this one cannot go on, and wait until that is on its way.
+        """Notify all ranks that this one cannot go on, and wait until that is on its way.
 
         Args:
             origin: the rank where the failure began, when this one merely suffers from it.

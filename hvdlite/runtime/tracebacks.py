@@ -1,7 +1,7 @@
 """What a rank prints when an exception ends it: each failure of a job once, without hvdlite's own frames.
 
 The rank where a failure began prints its traceback. Ranks that end because of it print one line each, under a launcher that
-tells of the failure itself. An error that all ranks raise alike (a mismatch, a stall, ranks that cannot meet) is printed by
+reports the failure itself. An error that all ranks raise alike (a mismatch, a stall, ranks that cannot meet) is printed by
 the first rank of each host. Without a launcher's job directory every rank prints its own traceback.
 """
 
@@ -34,10 +34,10 @@ def text_of(error: BaseException, *, full: bool = False) -> str:
             that hvdlite did not mean to raise: its innermost frame, apart from those of the standard library, is hvdlite's,
             and it is no `HvdliteError`.
     """
-    told = traceback.TracebackException.from_exception(error)
+    text = traceback.TracebackException.from_exception(error)
     if not full:
-        _shorten(told, error, set())
-    return "".join(told.format())
+        _shorten(text, error, set())
+    return "".join(text.format())
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -50,14 +50,14 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def print_failure(error: BaseException, directory: str | None, rank: int, *, full: bool = False) -> bool:
-    """Print what this rank has to say about the exception that ends it, to standard error.
+    """Print what this rank can add about the exception that ends it, to standard error.
 
     Args:
         directory: of the job, if there is a launcher.
         full: with hvdlite's frames, and nothing left to other ranks.
 
     Returns:
-        Whether nobody else need tell of it: it was printed to the standard error of this process, or of the first rank of
+        Whether nobody else need print it: it was printed to the standard error of this process, or of the first rank of
         this host that raised it.
     """
     is_whole = full or directory is None or not _is_told_elsewhere(error, directory, rank)
@@ -90,14 +90,14 @@ def _is_kept_to_be_printed() -> bool:
 
 
 def _is_told_elsewhere(error: BaseException, directory: str, rank: int) -> bool:
-    """Return whether another process tells of this failure: where it began, or the first rank of this host to raise it."""
+    """Return whether another process prints this failure: where it began, or the first rank of this host to raise it."""
     if not isinstance(error, HvdliteError):
         return False
     if isinstance(error, PeerLostError) and _is_consequence(error):
         return error.rank not in (-1, rank)
-    said = zlib.crc32(str(error).partition("\n")[0].encode(errors="replace"))
+    digest = zlib.crc32(str(error).partition("\n")[0].encode(errors="replace"))
     try:
-        os.close(os.open(Path(directory) / f"printed.{said:08x}", os.O_CREAT | os.O_EXCL, 0o600))
+        os.close(os.open(Path(directory) / f"printed.{digest:08x}", os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:
         return True
     except OSError:
@@ -119,25 +119,25 @@ def _place(error: BaseException) -> str:
     return f" in {frame.name} ({frame.filename}:{frame.lineno})"
 
 
-def _shorten(told: traceback.TracebackException, error: BaseException, passed: set[int]) -> None:
+def _shorten(trace: traceback.TracebackException, error: BaseException, passed: set[int]) -> None:
     """Remove hvdlite's frames from an exception's text, and from those that it was raised from."""
     passed.add(id(error))
     packages = list(_packages(error.__traceback__))
     ours = _ours(packages)
     outside = [is_ours for is_ours, package in zip(ours, packages, strict=True) if package not in sys.stdlib_module_names]
     is_meant = isinstance(error, HvdliteError) or not (outside and outside[-1])
-    if is_meant and len(ours) == len(told.stack) and not all(ours):
-        told.stack[:] = [frame for frame, is_ours in zip(told.stack, ours, strict=True) if not is_ours]
-    for text, origin in ((told.__cause__, error.__cause__), (told.__context__, error.__context__)):
+    if is_meant and len(ours) == len(trace.stack) and not all(ours):
+        trace.stack[:] = [frame for frame, is_ours in zip(trace.stack, ours, strict=True) if not is_ours]
+    for text, origin in ((trace.__cause__, error.__cause__), (trace.__context__, error.__context__)):
         if text is not None and origin is not None and id(origin) not in passed:
             _shorten(text, origin, passed)
     if isinstance(error, HvdliteError) and _is_internal(error.__cause__ or error.__context__, error):
-        told.__cause__, told.__context__, told.__suppress_context__ = None, _scripts_own(told, error), False
+        trace.__cause__, trace.__context__, trace.__suppress_context__ = None, _scripts_own(trace, error), False
 
 
-def _scripts_own(told: traceback.TracebackException, error: BaseException) -> traceback.TracebackException | None:
+def _scripts_own(trace: traceback.TracebackException, error: BaseException) -> traceback.TracebackException | None:
     """Return the text of the first exception behind this one that is not internal; None without one."""
-    for text, origin in ((told.__cause__, error.__cause__), (told.__context__, error.__context__)):
+    for text, origin in ((trace.__cause__, error.__cause__), (trace.__context__, error.__context__)):
         if text is not None and origin is not None:
             found = _scripts_own(text, origin) if _is_internal(origin, error) else text
             if found is not None:
@@ -159,7 +159,7 @@ def _ours(packages: Sequence[str]) -> list[bool]:
 
 
 def _is_internal(cause: BaseException | None, error: BaseException) -> bool:
-    """Return whether hvdlite has raised and caught it itself: then the text of the error that follows says what it was."""
+    """Return whether hvdlite has raised and caught it itself: then it is in the text of the error that follows."""
     packages = [] if cause is None else list(_packages(cause.__traceback__))
     if packages and packages[0] in _PACKAGES and error.__cause__ is None and error.__suppress_context__:
         return True  # hidden by `from None`

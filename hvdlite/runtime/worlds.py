@@ -167,17 +167,17 @@ class Worlds:
         """Tell the other ranks and the launcher that this process ends with an exception.
 
         Args:
-            prints: whether to print it first, so that the cause is on the screen before the others hear of it.
+            prints: whether to print it first, so that the cause is on the screen before the others are notified.
 
         Returns:
             False if this process has neither been in a job nor tried to join one: then nothing is done.
         """
         if self._in_child or self._joined_in != os.getpid():
             return False
-        told = self._environ.get(launch_contract.RANK, "")
-        rank = self.coordinates.rank if self.is_initialized else int(told) if told.isdecimal() else 0
-        told = self._environ.get(launch_contract.MEMBER, "")
-        own = int(told) if told.isdecimal() else rank
+        given = self._environ.get(launch_contract.RANK, "")
+        rank = self.coordinates.rank if self.is_initialized else int(given) if given.isdecimal() else 0
+        given = self._environ.get(launch_contract.MEMBER, "")
+        own = int(given) if given.isdecimal() else rank
         directory = None if self.is_child_of_rank else self._environ.get(launch_contract.JOB_DIRECTORY)
         shown = prints and tracebacks.print_failure(error, directory, rank, full=self._full_tracebacks)
         if self.runtime is None:

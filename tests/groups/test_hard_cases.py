@@ -243,7 +243,7 @@ def test_a_rank_that_leaves_the_job_after_it_has_announced_ends_the_meeting() ->
     job = Job(2)
     late = job.meeting(1, (0, 1))
     threading.Thread(target=lambda: met(job, [late], 5.0), daemon=True).start()
-    while not job.channels[0]._heard:
+    while not job.channels[0]._announced:
         time.sleep(0.01)
     job.departed.add(1)
     (error,) = met(job, [job.meeting(0, (0, 1))], 2.0)

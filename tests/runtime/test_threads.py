@@ -155,7 +155,7 @@ class WatchedGroup(GroupState):
     def __init__(self, asked: list[str]) -> None:
         super().__init__("group", (0,), Area(bytearray(area_bytes(1)), 0, 1))
         self.asked = asked
-        self.troubled = functools.partial(asked.append, "troubled")
+        self.on_report = functools.partial(asked.append, "on_report")
 
     def calls(self) -> GroupCalls:
         self.asked.append("calls")
@@ -171,7 +171,7 @@ def test_who_watches_several_groups_is_told_once() -> None:
     def step(runtime: Runtime) -> None:
         asked: list[str] = []
         first, second = WatchedGroup(asked), WatchedGroup(asked)
-        second.troubled = first.troubled
+        second.on_report = first.on_report
         runtime.add_group(first)
         runtime.add_group(second)
         summed(runtime, "x", np.ones(1))
@@ -183,8 +183,8 @@ def test_who_watches_several_groups_is_told_once() -> None:
         with pytest.raises(HorovodInternalError):
             summed(runtime, "y", np.ones(1))
         runtime.shutdown()
-        assert asked[0] == "troubled" and ("troubled", "troubled") not in itertools.pairwise(asked)
-        assert asked[-3:] == ["troubled", "fail", "fail"]
+        assert asked[0] == "on_report" and ("on_report", "on_report") not in itertools.pairwise(asked)
+        assert asked[-3:] == ["on_report", "fail", "fail"]
     threads(2, step)
 
 

@@ -229,7 +229,7 @@ def _reduce_fused(work: Launch, reduction: NcclReduction) -> None:
 def _packing(work: Launch, sizes: Sequence[int], width: int, elements: int) -> tuple[int, list[int]]:
     """Return the length of the staging memory and each tensor's offset in it, in elements.
 
-    There are no gaps if a rank has joined: it knows only the total size.
+    There are no gaps if a rank has joined: it has only the total size.
     """
     step = GPU_ALIGNMENT // width if work.response.contributors == work.plan.ranks else 1
     ends = list(itertools.accumulate(-(-size // step) * step for size in sizes))
@@ -307,7 +307,7 @@ def _broadcast(work: Launch) -> None:
 
 
 def _broadcast_packed(work: Launch, root: int) -> None:
-    """Broadcast tensors as one: a rank that has joined knows only the total size."""
+    """Broadcast tensors as one: a rank that has joined has only the total size."""
     width = SUPPORTED_DTYPES[work.response.dtype].itemsize
     total = work.response.elements * width
     if not total:

@@ -153,7 +153,7 @@ class Communicators:
         try:
             communicator = device.communicator(len(ranks), answer.unique_id, ranks.index(self._rank))
             self._connecting = ref = CommunicatorRef(communicator, ranks, has_kernels=answer.has_kernels)
-            if self._closing:  # the world was lost meanwhile, and nobody else knows the communicator
+            if self._closing:  # the world was lost meanwhile, and nobody else has the communicator
                 ref.end()
                 raise HorovodInternalError(f"{what} was given up")
             # The first call connects the ranks, which blocks; better here than in a training step.
@@ -226,5 +226,5 @@ def nccl_error(rank: int, device: CupyDevice, communicator: Any, what: str, erro
         return HorovodInternalError(f"rank {rank}: CUDA failed in {what} on GPU {device.index}: {error}")
     text = f"rank {rank}: NCCL failed in {what} on GPU {device.index}: {device.explain(communicator, error)}"
     if getattr(error, "status", 0) in _PEER_STATUSES:
-        return PeerLostError(f"{text}. A rank has died, or the network between GPUs has failed; NCCL_DEBUG=INFO tells more")
-    return HorovodInternalError(f"{text}; NCCL_DEBUG=INFO tells more")
+        return PeerLostError(f"{text}. A rank has died, or the network between GPUs has failed; NCCL_DEBUG=INFO shows more")
+    return HorovodInternalError(f"{text}; NCCL_DEBUG=INFO shows more")

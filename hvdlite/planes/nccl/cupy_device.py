@@ -60,7 +60,7 @@ class CupyDevice:
         """
         self._cupy, self._runtime, self._nccl = cupy, cupy.cuda.runtime, cupy.cuda.nccl
         self._driver, self.index = driver, index
-        # Kernel errors come from the driver. KeyError: a status of NCCL that CuPy does not know.
+        # Kernel errors come from the driver. KeyError: a status of NCCL that CuPy does not have.
         self.failure: tuple[type[Exception], ...] = (self._nccl.NcclError, self._runtime.CUDARuntimeError,
                                                      cupy.cuda.driver.CUDADriverError, MemoryError, KeyError)
         self.version: int = self._nccl.get_version()
@@ -119,7 +119,7 @@ class CupyDevice:
     def is_event_done(self, event: int) -> bool:
         """Return whether all work before the event is done."""
         status = self._driver.event_status(event)
-        if status not in (0, _NOT_READY):  # without a driver, or an error: CuPy keeps the GIL, but knows errors' names
+        if status not in (0, _NOT_READY):  # without a driver, or an error: CuPy keeps the GIL, but has the errors' names
             status = self._runtime.eventQuery(event)
             if status not in (0, _NOT_READY):
                 raise self._runtime.CUDARuntimeError(status)
@@ -228,8 +228,8 @@ class CupyDevice:
         """Return an error's text with NCCL's last error message."""
         if isinstance(error, KeyError):
             return f"NCCL answered with status {error}, which CuPy does not know"
-        said = library.last_error(getattr(communicator, "comm", 0) or 0)
-        return f"{error}" + (f" ({said})" if said else "")
+        detail = library.last_error(getattr(communicator, "comm", 0) or 0)
+        return f"{error}" + (f" ({detail})" if detail else "")
 
     @contextmanager
     def _here(self) -> Any:

@@ -24,7 +24,7 @@ class Driver:
             library: Any = ctypes.CDLL(name)
             self._exchange, self._query, self._state = (
                 library.cuThreadExchangeStreamCaptureMode, library.cuEventQuery, library.cuDevicePrimaryCtxGetState)
-            self._get, self._uuid = library.cuDeviceGet, library.cuDeviceGetUuid_v2  # the first version knows no slices
+            self._get, self._uuid = library.cuDeviceGet, library.cuDeviceGetUuid_v2  # v1 does not support slices
         except (OSError, AttributeError) as error:
             _log.warning("a CUDA graph that another thread captures may be spoilt by hvdlite's: %s", error)
             self._exchange = self._query = self._state = self._uuid = None

@@ -71,8 +71,8 @@ class NcclPlane:
         shared_gpu: whether several ranks may share a GPU.
         exit_timeout: see `EXIT_SECONDS`; 0 skips the final all-reduce.
         clock: in seconds; for work that takes long.
-        verdict_seconds: how long the control plane may need to learn that a rank is gone. NCCL may hear of it earlier, but
-            does not say which.
+        verdict_seconds: how long the control plane may need to learn that a rank is gone. NCCL may notice it earlier, but
+            does not name the rank.
     """
 
     name = "nccl"
@@ -340,7 +340,7 @@ class NcclPlane:
             self._report(error)
 
     def _verdict(self) -> bool:
-        """Another rank may be gone: wait until the control plane says which; return whether the job has failed."""
+        """Another rank may be gone: wait until the control plane names it; return whether the job has failed."""
         self._has_ended.wait(self._verdict_seconds)
         return self._failure is not None
 
