@@ -182,7 +182,8 @@ def checked_world(info: LaunchInfo, hosts: Hosts) -> World:
     if given.local_size != found.local_size:
         raise LaunchError(f"rank {given.rank} was started as if {given.local_size} ranks share its host, but it shares "
                           f"machine, process table and job directory with ranks {list(hosts.local_ranks(given.rank))} only. "
-                          f"Ranks in different containers are on different hosts; check HVDLITE_LOCAL_SIZE ({info.environment})")
+                          "Ranks in different containers are on different hosts; check HVDLITE_LOCAL_SIZE "
+                          f"({info.environment})")
     return found
 
 
