@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     _add_instead(result.add_argument_group("instead of one job"))
     _add_hosts(result.add_argument_group("hosts", "default: the allocation of the scheduler, or this host"))
     _add_elastic(result.add_argument_group("elastic training", "with --min-np, --max-np or --host-discovery-script, a job "
-                                           "goes on when ranks end or hosts come and go"))
+                                           "survives the loss of ranks and scales with the hosts"))
     _add_output(result.add_argument_group("output"))
     _add_mpi(result.add_argument_group("data plane"))
     _add_horovods(result)

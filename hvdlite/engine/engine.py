@@ -51,7 +51,7 @@ _log = logging.getLogger("hvdlite")
 
 
 class Engine:
-    """The background thread and what only it touches.
+    """The background thread and its private state.
 
     Args:
         serves: the ranks that need this one until they have left: on rank 0 all, on a host's leader the host's.

@@ -35,7 +35,7 @@ from hvdlite.core.process_limit import explained
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import OobTexts, WaitUntil
-from hvdlite.planes.gloo_listener import end_connections, make_deaf
+from hvdlite.planes.gloo_listener import end_connections, stop_accepting
 from hvdlite.planes.process_group import library_error
 from hvdlite.planes.process_group_plane import ProcessGroupPlane
 
@@ -113,7 +113,7 @@ def _connect(rank: int, oob: OobTexts, wake: Callable[[], None], address: str, t
         except BaseException:
             made.close()
             raise
-        if not make_deaf(store.published) and sys.platform.startswith("linux"):
+        if not stop_accepting(store.published) and sys.platform.startswith("linux"):
             warn("Gloo's port on this rank stays open to strangers, because its socket was not found or the kernel refused "
                  "a filter: programs that reach it can take descriptors of this rank (docs/security.md, What remains)")
     return made

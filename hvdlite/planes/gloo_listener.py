@@ -1,4 +1,4 @@
-"""Gloo's sockets: its listener, made deaf once all ranks of a group are connected, and connections that are ended.
+"""Gloo's sockets: its listener, which stops accepting once all ranks of a group are connected, and connections that are ended.
 
 Gloo accepts every connection, and keeps its descriptor for as long as the group exists, because a peer might announce itself
 there later; without descriptors it aborts the process. It offers no way to stop listening. A socket filter does: the kernel
@@ -26,7 +26,7 @@ _COMPARED_BYTES: Final = {socket.AF_INET: 8, socket.AF_INET6: 24}
 _ADDRESS_BYTES: Final = 128  # sockaddr_storage
 
 
-def make_deaf(published: bytes) -> bool:
+def stop_accepting(published: bytes) -> bool:
     """Let the kernel drop all new connections to this process's Gloo listener; return whether it could be found.
 
     Args:

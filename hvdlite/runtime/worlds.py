@@ -1,6 +1,6 @@
 """The worlds of a process: one in most jobs; in an elastic job one after the other.
 
-Rules: docs/protocol.md#epochs, #the-end-of-a-world. A process that joins an elastic job is alone in a world of its own until
+Rules: docs/protocol.md#epochs, #the-end-of-a-world. A process that joins an elastic job runs as a single-rank world until
 it is admitted, so that what a script does before `elastic.run` works there too (decision 34).
 """
 
@@ -300,7 +300,7 @@ class Worlds:
     def _started(self, info: LaunchInfo, config: Config, stack_dump: StackDumpTarget, learned: Learned | None) -> Runtime:
         """Return a runtime that is running, with all that the environment asks for; nothing is left of one that fails."""
         cancellation, epoch = Cancellation(), info.world.epoch
-        member = self.member if epoch else None  # 0: alone, in a world of its own
+        member = self.member if epoch else None  # 0: a single-rank world
         if member is not None:
             member.attach(epoch, cancellation.cancel)
         made = assemble(info, config, self.casts, stack_dump, self._environ, member, cancellation, learned)
