@@ -24,23 +24,16 @@ Rules (docs/protocol.md#slots, #staging-regions, #allocation, #memory-order)
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import logging
 import mmap
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import LaunchError
-from hvdlite.core.kernel_files import open_memfd
 from hvdlite.memory.fence import Fence, fence_file
 
-_log = logging.getLogger("hvdlite")
 COUNTER_STRIDE = 64
 REGIONS = 3
 """Staging regions of a segment, see `planes/staging.py`."""
@@ -48,43 +41,6 @@ PAGE = 1 << 16
 HUGE_PAGE = 1 << 21
 HEAP_MAPPED = 1 << 38
 """Bytes of a heap that are mapped as a whole; of addresses, not of memory."""
-FILE_SPAN = 1 << 62
-"""Length of the file in bytes; reduced where the file system does not support it."""
-LEAST_SPAN = 1 << 32
-
-
-def anonymous_file() -> int:
-    """Return the descriptor of an empty shared memory object without a name, whose length is fixed."""
-    descriptor = open_memfd("hvdlite", seals=True)
-    if descriptor < 0:
-        descriptor = _unlinked_file()
-    span = FILE_SPAN
-    while True:
-        try:
-            os.ftruncate(descriptor, span)
-            break
-        except OSError as error:  # 32 bits, another file system, or `ulimit -f`
-            if span <= LEAST_SPAN:
-                os.close(descriptor)
-                raise LaunchError(f"cannot make shared memory of {LEAST_SPAN >> 30} GiB (only used pages take memory): "
-                                  f"{error.strerror}; `ulimit -f` must allow as much") from None
-            span >>= 1
-    with contextlib.suppress(OSError):  # not all files can be sealed; a process that shrinks one ends the others (SIGBUS)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    return descriptor
-
-
-def _unlinked_file() -> int:
-    """Return the descriptor of a temporary file without a name."""
-    try:
-        descriptor, path = tempfile.mkstemp(prefix="hvdlite-")
-    except OSError as error:
-        raise LaunchError("this system has no files in memory (memfd_create), and a temporary file for what ranks "
-                          f"share cannot be made: {error.strerror}; name another place with TMPDIR") from None
-    os.unlink(path)
-    _log.warning("this system has no files in memory (memfd_create): the memory that ranks share is a file in %s; on a disk "
-                 "this is slow, TMPDIR=/dev/shm names memory", os.path.dirname(path))
-    return descriptor
 
 
 def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""Gloo's sockets: its listener, which stops accepting once all ranks of a group are connected, and connections that are ended.
+"""Gloo's sockets: its listener, which stops accepting once all ranks of a group are connected, and how connections end.
 
 Gloo accepts every connection, and keeps its descriptor for as long as the group exists, because a peer might announce itself
 there later; without descriptors it aborts the process. It offers no way to stop listening. A socket filter does: the kernel

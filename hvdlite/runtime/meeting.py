@@ -26,11 +26,12 @@ from hvdlite.control.wire import Connection
 from hvdlite.core.addresses import loopback
 from hvdlite.core.config import Config, matching_knobs, timeout_or_inf
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.kernel_files import anonymous_file
 from hvdlite.core.stack_dump import StackDumpTarget
 from hvdlite.core.texts import encodable
 from hvdlite.core.world import Hosts, World
 from hvdlite.memory import fence
-from hvdlite.memory.shared import SharedMemory, anonymous_file
+from hvdlite.memory.shared import SharedMemory
 from hvdlite.planes.gloo import unavailable_reason as gloo_unavailable_reason
 
 SAME_CLOCK_SECONDS: Final = 0.05

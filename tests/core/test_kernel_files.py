@@ -17,10 +17,11 @@ import pytest
 
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.kernel_files import anonymous_file
 from hvdlite.core.stack_dump import NO_STACK_DUMP
 from hvdlite.diagnostics.process_probe import enable_stack_dump
 from hvdlite.memory.fence import Fence, fence_file
-from hvdlite.memory.shared import SharedMemory, anonymous_file
+from hvdlite.memory.shared import SharedMemory
 from hvdlite_runner.host.reaper import kill_all, process_table
 from tests.chaos.programs import refusing
 from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, ROOT, clean_environment

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HorovodInternalError
+from hvdlite.core.kernel_files import anonymous_file
 from hvdlite.core.world import Hosts
 from hvdlite.groups.carriers import Carrier, Done, RemoteCarrier, RingCarrier
 from hvdlite.groups.members import Members
@@ -19,7 +20,7 @@ from hvdlite.handoff.group_state import GroupState
 from hvdlite.memory.area import LEFT, Area, next_area
 from hvdlite.memory.fence import Fence, fence_file
 from hvdlite.memory.rings import Rings, pair_bytes
-from hvdlite.memory.shared import SharedMemory, anonymous_file
+from hvdlite.memory.shared import SharedMemory
 from tests.worlds import HANGS_SECONDS
 
 RING = 1 << 16

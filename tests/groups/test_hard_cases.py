@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from hvdlite.core.errors import HorovodInternalError, LaunchError, PeerLeftError
+from hvdlite.core.kernel_files import anonymous_file
 from hvdlite.groups.group import Group
 from hvdlite.handoff.group_state import GroupState
 from hvdlite.memory import shared
@@ -99,7 +100,7 @@ def test_a_heap_gives_zeros_where_pages_cannot_be_freed(monkeypatch: pytest.Monk
             raise OSError("MADV_REMOVE")
     monkeypatch.setattr(shared.SharedMemory, "mapping", lambda self, start, nbytes, kind=None: NoRemove(
         self._open_file().descriptor, nbytes, offset=start))
-    file = shared.anonymous_file()
+    file = anonymous_file()
     heap = shared.SharedMemory(os.dup(file), 0).heaps(1)[0]
     os.close(file)
     first = heap.take(area_bytes(1))
@@ -259,7 +260,7 @@ def test_a_heap_that_is_closed_says_so_to_a_thread_that_takes() -> None:
             memory.close()  # the background thread
             return found
 
-    file = shared.anonymous_file()
+    file = anonymous_file()
     memory = shared.SharedMemory(file, 0)
     heap = memory.heaps(1)[0]
     heap.lend([heap.take(1)], lambda: True)

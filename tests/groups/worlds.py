@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from hvdlite.core.array import Array
+from hvdlite.core.kernel_files import anonymous_file
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import Hosts
 from hvdlite.diagnostics.progress import Progress
@@ -29,7 +30,7 @@ from hvdlite.handoff.group_state import PATIENCE_SECONDS, GroupState
 from hvdlite.memory.area import next_area
 from hvdlite.memory.fence import Fence, fence_file
 from hvdlite.memory.rings import Rings, pair_bytes
-from hvdlite.memory.shared import SharedMemory, anonymous_file
+from hvdlite.memory.shared import SharedMemory
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import Plane
 from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from hvdlite.core.kernel_files import anonymous_file
 from hvdlite.memory import shared
-from hvdlite.memory.shared import Heap, SharedMemory, anonymous_file
+from hvdlite.memory.shared import Heap, SharedMemory
 from tests.worlds import descriptors
 
 LENGTH = 1 << 16
@@ -100,7 +101,8 @@ def test_what_is_not_in_the_mapping_has_one_of_its_own(monkeypatch: pytest.Monke
 
 LIMITED = """
 import os, resource
-from hvdlite.memory.shared import SharedMemory, anonymous_file
+from hvdlite.core.kernel_files import anonymous_file
+from hvdlite.memory.shared import SharedMemory
 file = anonymous_file()
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 heaps = [SharedMemory(os.dup(file), rank).heaps(2) for rank in range(2)]

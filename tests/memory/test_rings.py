@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.core.array import Array
+from hvdlite.core.kernel_files import anonymous_file
 from hvdlite.memory.rings import LINE, PIECES, RingReader, Rings, RingWriter, pair_bytes
-from hvdlite.memory.shared import SharedMemory, anonymous_file
+from hvdlite.memory.shared import SharedMemory
 
 RING = 1 << 16
 

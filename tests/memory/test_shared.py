@@ -11,7 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hvdlite.memory.shared import SharedMemory, anonymous_file
+from hvdlite.core.kernel_files import anonymous_file
+from hvdlite.memory.shared import SharedMemory
 
 ALL = (0, 1, 2)
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from hvdlite.core.errors import HorovodInternalError
+from hvdlite.core.kernel_files import anonymous_file
 from hvdlite.core.world import Hosts
 from hvdlite.memory.fence import Fence, fence_file
-from hvdlite.memory.shared import SharedMemory, anonymous_file
+from hvdlite.memory.shared import SharedMemory
 from hvdlite.planes.base import Plane, WaitUntil
 from hvdlite.planes.gloo import gloo_plane
 from hvdlite.planes.hierarchical import HierarchicalPlane

@@ -13,7 +13,7 @@ import pytest
 from hvdlite.core.device import DeviceArray
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.core.types import ReduceOp
-from hvdlite.planes.nccl.collectives import StagingBuffer
+from hvdlite.planes.nccl.cupy_device import StagingBuffer
 from hvdlite.runtime.gradient_sets import Moment
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds

@@ -16,8 +16,8 @@ from hvdlite.core.errors import HorovodInternalError, PeerLostError
 from hvdlite.planes.base import OobChannel, WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl import collectives
-from hvdlite.planes.nccl.collectives import DTYPES, StagingBuffer
-from hvdlite.planes.nccl.cupy_device import Communicator, CupyDevice
+from hvdlite.planes.nccl.collectives import DTYPES
+from hvdlite.planes.nccl.cupy_device import Communicator, CupyDevice, StagingBuffer
 from hvdlite.planes.nccl.library import version_text
 
 _PEER_STATUSES: Final = (2, 6)

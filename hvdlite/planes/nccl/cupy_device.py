@@ -361,3 +361,38 @@ class PooledEvent:
         pool.free.append(self.handle)
         if pool.closed:
             pool.destroy_free()
+
+
+class StagingBuffer:
+    """Memory between tensors and NCCL; it grows on demand, and all launches on the stream share it.
+
+    Args:
+        allocate: returns memory for the device's stream; the framework may use it for another stream once it is dropped.
+    """
+
+    def __init__(self, device: CupyDevice, allocate: Callable[[int], DeviceArray]) -> None:
+        self._device, self._allocate = device, allocate
+        self._memory: DeviceArray | None = None
+
+    def get(self, nbytes: int) -> int:
+        """Return the address of at least `nbytes` bytes.
+
+        Raises:
+            MemoryError: if there is not enough memory.
+        """
+        size = 0 if self._memory is None else self._memory.nbytes
+        if self._memory is None or size < nbytes:
+            self.release()
+            try:
+                self._memory = self._allocate(max(2 * size, nbytes))  # to grow waits for the GPU: do it seldom
+            except MemoryError:
+                if 2 * size <= nbytes:
+                    raise
+                self._memory = self._allocate(nbytes)
+        return self._memory.pointer
+
+    def release(self) -> None:
+        """Drop the memory, when the stream does not use it any more."""
+        if self._memory is not None:
+            self._device.synchronize()
+            self._memory = None
