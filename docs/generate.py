@@ -1,6 +1,5 @@
 """Put the generated tables into the documentation; with --check, only say whether they are up to date."""
 
-import ast
 import re
 import sys
 from pathlib import Path
@@ -11,19 +10,6 @@ from hvdlite.horovod_compat.differences import DIFFERENCES, GONE
 DOCS = Path(__file__).resolve().parent
 MARK = re.compile(r"(<!-- python -m hvdlite.diagnose --markdown (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 DIFFER = re.compile(r"(<!-- differences that hvdrun --horovod-check knows -->\n).*?(<!-- end -->)", re.DOTALL)
-FILES = re.compile(r"(<!-- files of ([\w/]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def files_table(folder: str) -> str:
-    """Return a table of the modules of a folder, with the first sentence of each one's docstring, in Markdown."""
-    rows = [f"| file of `{folder}` | content |", "|---|---|"]
-    for path in sorted((DOCS.parent / folder).rglob("*.py")):
-        name = path.relative_to(DOCS.parent / folder).as_posix()
-        told = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        sentence = re.sub(r" \(docs/protocol\.md[^)]*\)", "", " ".join(told.partition("\n\n")[0].split()))
-        if not path.stem.startswith("_") and not name.startswith("horovod_compat/") and _in(folder, name):
-            rows.append(f"| `{name}` | {re.split(r'(?<=[.;]) (?=[A-Z])', sentence)[0].rstrip('.')} |")
-    return "\n".join(rows)
 
 
 def differences_table() -> str:
@@ -33,18 +19,12 @@ def differences_table() -> str:
     return "\n".join(["| name | | why |", "|---|---|---|", *rows])
 
 
-def _in(folder: str, name: str) -> bool:
-    """Return whether a folder's table has a file: the table of `hvdlite` has only the modules that are in no package."""
-    return folder != "hvdlite" or "/" not in name
-
-
 def main() -> int:
     """Return 1 when --check finds a page that is out of date."""
     stale = []
     for page in DOCS.glob("*.md"):
         text = page.read_text(encoding="utf-8")
         new = MARK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
-        new = FILES.sub(lambda match: f"{match[1]}{files_table(match[2])}\n{match[3]}", new)
         new = DIFFER.sub(lambda match: f"{match[1]}{differences_table()}\n{match[2]}", new)
         if new != text:
             stale.append(page.name)

@@ -1,5 +1,6 @@
-"""What the site needs beside the pages: references from the public names, and links to files that are not pages."""
+"""What the site needs beside the pages: references from the public names, tables of files, and links to files."""
 
+import ast
 import importlib
 import inspect
 import posixpath
@@ -11,6 +12,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 API = re.compile(r"<!-- public names of ([\w.]+)(?: without those of ([\w.]+))? -->\n")
+FILES = re.compile(r"<!-- files of ([\w/]+) -->\n")
 LINK = re.compile(r"(!?)\[([^]]*)\]\(([\w./-]+)(#[\w-]*)?\)")
 ROOT = Path(__file__).resolve().parent.parent
 MOVED = {"benchmarks/results": "results", "examples": "examples"}
@@ -38,6 +40,7 @@ def is_script(path: str) -> bool:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Expand references, and let links lead to where files are on the site; other files are named by their path."""
     markdown = API.sub(lambda match: references(match[1], match[2]), markdown)
+    markdown = FILES.sub(lambda match: files_table(match[1]), markdown)
     here = PurePosixPath("docs") / page.file.src_uri
     for folder, name in MOVED.items():
         if page.file.src_uri.startswith(f"{name}/"):
@@ -77,6 +80,21 @@ def references(name: str, without: str | None) -> str:
         else:
             lines += _reference(value)
     return "\n".join(lines) + "\n"
+
+
+def files_table(folder: str) -> str:
+    """Return a table of the modules of a folder, with the first sentence of each one's docstring, in Markdown.
+
+    That of `hvdlite` has only the modules that are in no package.
+    """
+    rows = [f"## `{folder}`", "", "| file | content |", "|---|---|"]
+    for path in sorted((ROOT / folder).glob("*.py" if folder == "hvdlite" else "**/*.py")):
+        if not path.stem.startswith("_"):
+            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            sentence = re.sub(r" \(docs/protocol\.md[^)]*\)", "", " ".join(text.partition("\n\n")[0].split()))
+            content = re.split(r"(?<=[.;]) (?=[A-Z])", sentence)[0].rstrip(".")
+            rows.append(f"| `{path.relative_to(ROOT / folder)}` | {content} |")
+    return "\n".join(rows) + "\n\n"
 
 
 def _reference(value: Any) -> list[str]:

@@ -37,5 +37,6 @@ def test_the_site_is_built_without_a_warning_and_has_every_public_name(tmp_path:
         if path.suffix in (".py", ".ipynb", ".yaml", ".sbatch") or path.name == "Dockerfile":
             assert (tmp_path / "examples" / path.name).read_bytes() == path.read_bytes()
             assert f'href="{path.name}"' in examples, path
+    assert "<td><code>area.py</code></td>" in (tmp_path / "files.html").read_text()
     figures = (tmp_path / "performance.html").read_text()
     assert 'src="results/collectives-2.png"' in figures and 'href="results/NOTES.html"' in figures
