@@ -20,6 +20,7 @@ at the end.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import platform
@@ -205,11 +206,8 @@ def output(command: Sequence[str]) -> str:
         return ""
 
 
-# --- what a machine lacks ------------------------------------------------------------------------------------------
-
-
 def missing_text(packages: Sequence[str]) -> str:
-    """Say what is missing, and how to bring it."""
+    """Return what is missing, and how to bring it."""
     version = platform.python_version_tuple()
     return (f"These Python packages are missing: {', '.join(packages)}. Install them; or, if this machine has no network, "
             f"fetch their wheels where there is one and bring the directory along:\n"
@@ -351,10 +349,8 @@ class Running:
 
     def end(self) -> None:
         """End the process and its children."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
 
     def log(self) -> str:
@@ -363,8 +359,7 @@ class Running:
 
 
 def wait(processes: Sequence[Running], limit: float) -> list[int | None]:
-    """Wait for processes and return their exit codes: None for those that took too long, which get a chance to say where
-    they are."""
+    """Wait for processes and return their exit codes: None for those that took too long, which print their stacks."""
     deadline = time.monotonic() + limit
     while any(process.process.poll() is None for process in processes) and time.monotonic() < deadline:
         if any(process.process.poll() for process in processes):  # one failed: the others hardly get on

@@ -6,7 +6,6 @@ barriers, as in `planes/shm.py`: after the first one each rank reduces its share
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -38,6 +37,7 @@ from hvdlite.negotiation.messages import (
 from hvdlite.negotiation.negotiator import Policy
 from tests.negotiation.reducers import Reducer
 from tests.negotiation.simulation import concatenated
+from tests.negotiation.world import Operation, World
 
 if TYPE_CHECKING:
     from tests.negotiation.trainer import Trainer
@@ -45,37 +45,6 @@ if TYPE_CHECKING:
 Frame = Report | HostReport | Decision | DirectMessage
 Script = Generator[Callable[[], object], None, None]
 """A part of a training script: it yields what it waits for."""
-
-
-@dataclasses.dataclass
-class Operation:
-    """An operation of a plane.
-
-    Attributes:
-        what: what identifies it on every rank.
-        brought: what each rank has brought to it, by name.
-        results: by name, as far as they are reduced.
-        reduced: the ranks that have reduced their shares.
-    """
-
-    what: object
-    brought: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    results: dict[str, Any] = dataclasses.field(default_factory=dict)
-    reduced: set[int] = dataclasses.field(default_factory=set)
-
-
-class World:
-    """What the ranks of a world share.
-
-    Attributes:
-        groups: the ranks of each host that has a leader.
-        operations: of the plane, in the order of decisions.
-    """
-
-    def __init__(self, members: Sequence[int], groups: Sequence[tuple[int, ...]]) -> None:
-        self.members = tuple(members)
-        self.groups = groups
-        self.operations: list[Operation] = []
 
 
 class FillingController(Controller):

@@ -13,8 +13,9 @@ from hvdlite.membership.messages import MemberOrder, WorldOrder
 from hvdlite.negotiation.messages import FailureNotice, Request
 from tests.membership.model import Job
 from tests.membership.process import Process
-from tests.negotiation.rank_of_world import Frame, RankOfWorld, Script, World
+from tests.negotiation.rank_of_world import Frame, RankOfWorld, Script
 from tests.negotiation.reducers import Round
+from tests.negotiation.world import World
 
 Token = tuple[int, int, int]
 """A gradient: whose, of which step, in which world."""
