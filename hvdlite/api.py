@@ -195,7 +195,7 @@ def record_metrics(metrics: Mapping[str, Any], epoch: float) -> None:
     Raises:
         ValueError: for a metric that is not a number, or an epoch below 0.
     """
-    runtime().progress.metrics.record(metrics, epoch)
+    runtime().progress.record_metrics(metrics, epoch)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -205,8 +205,8 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     with the same file does nothing; one with another file closes the first file.
 
     Args:
-        file_path: the file, which is overwritten. It is valid JSON after every write; open it with https://ui.perfetto.dev or
-            chrome://tracing.
+        file_path: the file, which is overwritten. It is valid JSON after every write; open it with https://ui.perfetto.dev
+            or chrome://tracing.
         mark_cycles: whether to show decisions, which correspond to Horovod's cycles.
 
     Raises:

@@ -173,7 +173,7 @@ class Exited(Message, frozen=True):
     code: int  # negative: by that signal
     by_us: bool  # after it had been told to
     record: dict[str, Any] | None  # the fields of its `FailureRecord`; `when` is its age in seconds: clocks differ
-    progress: dict[str, Any]  # see `host.progress.reading_of`; and "metrics", see `diagnostics.metrics`
+    progress: dict[str, Any]  # see `host.progress.reading_of`; and "metrics", see `diagnostics.progress`
 
 
 class FromMember(Message, frozen=True):

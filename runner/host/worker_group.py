@@ -23,7 +23,7 @@ from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS, reserve_descriptors
 from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FILE, FailureRecord
 from hvdlite.core.process_limit import explained
 from hvdlite.core.world import World
-from hvdlite.diagnostics import metrics
+from hvdlite.diagnostics.progress import read_metrics
 from hvdlite_runner.host import commands, progress
 from hvdlite_runner.host.member_server import MemberServer
 from hvdlite_runner.host.processes import RankProcess, Reaper, kill, kill_descendants
@@ -211,7 +211,7 @@ class WorkerGroup:
                 self._members.forget(rank)
                 self._read_rest([key for key in self._open if key[0] == rank])
             record = FailureRecord.read(self.directory, rank)
-            reading = {**progress.reading_of(self.directory, rank), "metrics": metrics.read(self.directory, rank)}
+            reading = {**progress.reading_of(self.directory, rank), "metrics": read_metrics(self.directory, rank)}
             self._tell(Exited(rank, code, self._asked or rank in self._killed,
                               None if record is None else {**dataclasses.asdict(record),
                                                            "when": time.time() - record.when}, reading))

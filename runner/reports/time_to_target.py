@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdlite.core.errors import LaunchError
-from hvdlite.diagnostics.metrics import Evaluation
+from hvdlite.diagnostics.progress import Evaluation
 from hvdlite_runner.reports.scaling import Jobs, Readings, run_each
 from hvdlite_runner.reports.tables import show_table, write_csv, write_plot
 

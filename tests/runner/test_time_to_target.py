@@ -12,8 +12,7 @@ import pytest
 
 import hvdlite
 from hvdlite.core.errors import LaunchError
-from hvdlite.diagnostics import metrics
-from hvdlite.diagnostics.metrics import Evaluation, MetricsFile
+from hvdlite.diagnostics.progress import Evaluation, Progress, read_metrics
 from hvdlite_runner.reports.time_to_target import Run, Target, rows, summary
 from tests.worlds import HVDRUN, clean_environment
 
@@ -56,20 +55,20 @@ def test_a_metric_that_nobody_recorded_is_named() -> None:
 
 
 def test_metrics_are_kept_for_the_launcher(tmp_path: Path) -> None:
-    mine = MetricsFile()
-    mine.record({"accuracy": 0.1}, 1)  # no launcher
+    mine = Progress()
+    mine.record_metrics({"accuracy": 0.1}, 1)  # no launcher
     mine.publish(str(tmp_path), 3)
-    mine.record({"accuracy": 0.5, "loss": math.nan}, 1)
-    mine.record({"accuracy": 0.6}, 1.5)
+    mine.record_metrics({"accuracy": 0.5, "loss": math.nan}, 1)
+    mine.record_metrics({"accuracy": 0.6}, 1.5)
     with open(tmp_path / "metrics.3", "a", encoding="utf-8") as file:
         file.write('[3.0, 2, {"accu')  # a full disk
-    first, second = metrics.read(str(tmp_path), 3)
+    first, second = read_metrics(str(tmp_path), 3)
     assert (first.epoch, second.epoch, second.metrics) == (1, 1.5, {"accuracy": 0.6}) and math.isnan(first.metrics["loss"])
-    assert 0 <= first.seconds <= second.seconds and metrics.read(str(tmp_path), 4) == []
+    assert 0 <= first.seconds <= second.seconds and read_metrics(str(tmp_path), 4) == []
     for wrong, epoch, message in (({"accuracy": "high"}, 1, "metric 'accuracy' is not a number: 'high'"),
                                   ({}, None, "the epoch is not a number"), ({}, -1, "cannot be -1")):
         with pytest.raises(ValueError, match=message):
-            mine.record(wrong, epoch)  # type: ignore[arg-type]
+            mine.record_metrics(wrong, epoch)  # type: ignore[arg-type]
 
 
 def test_recording_alone_changes_nothing() -> None:
