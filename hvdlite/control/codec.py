@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import enum
-from typing import Any, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -43,45 +42,29 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """Says that the sender's background thread is alive; only on TCP."""
-
-
-class Kind(enum.IntEnum):
-    """The frame's type byte."""
-
-    RANK_INFO = 1
-    WELCOME = 2
-    REPORT = 3
-    DECISION = 4
-    HEARTBEAT = 5
-    HOST_REPORT = 6
-    DIRECT_MESSAGES = 7
+    """Shows that the sender's background thread is alive; only on TCP."""
 
 
 class Encoded(NamedTuple):
     """A message as bytes: what goes to many peers is encoded once."""
 
-    kind: Kind
+    kind: int
     body: bytes
 
 
-_TYPES: dict[Kind, type[Message]] = {
-    Kind.RANK_INFO: RankInfo, Kind.WELCOME: Welcome, Kind.REPORT: Report, Kind.DECISION: Decision, Kind.HEARTBEAT: Heartbeat,
-    Kind.HOST_REPORT: HostReport, Kind.DIRECT_MESSAGES: DirectMessages,
-}
-_KINDS = {kind_type: kind for kind, kind_type in _TYPES.items()}
-_DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind_type) for kind, kind_type in _TYPES.items()
-}
+_TYPES: Final[tuple[type[Message], ...]] = (RankInfo, Welcome, Report, Decision, Heartbeat, HostReport, DirectMessages)
+KINDS: Final = {message_type: kind for kind, message_type in enumerate(_TYPES, 1)}
+"""The type byte of each message's frames."""
+_DECODERS: Final = {kind: msgspec.msgpack.Decoder(message_type) for message_type, kind in KINDS.items()}
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode(message: Message) -> Encoded:
     """Return a message as bytes."""
     try:
-        return Encoded(_KINDS[type(message)], _encode(message))
+        return Encoded(KINDS[type(message)], _encode(message))
     except UnicodeEncodeError:  # the names of files in a stack, for instance
-        return Encoded(_KINDS[type(message)], _encode(with_texts(message, encodable)))
+        return Encoded(KINDS[type(message)], _encode(with_texts(message, encodable)))
 
 
 def decode(kind: int, body: bytes) -> Message:
@@ -91,6 +74,6 @@ def decode(kind: int, body: bytes) -> Message:
         ProtocolError: for an unknown kind or a body that does not match its type.
     """
     try:
-        return _DECODERS[Kind(kind)].decode(body)  # type: ignore[no-any-return]
-    except (ValueError, msgspec.DecodeError, RecursionError) as error:  # ValidationError is a DecodeError
+        return _DECODERS[kind].decode(body)
+    except (KeyError, ValueError, msgspec.DecodeError, RecursionError) as error:  # ValidationError is a DecodeError
         raise ProtocolError(f"message of kind {kind} is not valid: {error}") from None

@@ -5,8 +5,8 @@ happen while the background thread waits, also in the middle of a collective, an
 
 How a failure travels (docs/protocol.md#leaders, #first-failure)
 - The leader reports the end of a rank of its host to rank 0, and forwards the decision that follows, like any other.
-- When the leader is the first to know of a failure, for instance because rank 0 is lost, it tells the ranks of its host
-  itself.
+- When the leader is the first to know of a failure, for instance because rank 0 is lost, it announces it to the ranks of
+  its host itself.
 """
 
 from __future__ import annotations

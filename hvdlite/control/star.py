@@ -21,15 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from hvdlite.control.base import (
-    DecisionReceived,
-    DirectMessageReceived,
-    Event,
-    HostReportReceived,
-    PeerLost,
-    ReportReceived,
-    yield_processor,
-)
+from hvdlite.control.base import Event, HostReportReceived, PeerLost, ReportReceived, yield_processor
 from hvdlite.control.codec import Encoded, Heartbeat, encode
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.wire import Connection
@@ -227,9 +219,9 @@ class StarControl:
             case HostReport() if peer in self._hosts:
                 return [HostReportReceived(self._hosts[peer], message)]
             case Decision() if from_parent:
-                return [DecisionReceived(message)]
+                return [message]
             case DirectMessages(messages) if from_parent:
-                return [DirectMessageReceived(message) for message in messages if message.rank == self._rank]
+                return [message for message in messages if message.rank == self._rank]
         return [PeerLost(peer, f"it sent a {type(message).__name__} out of place")]
 
     def _send(self, peer: int, message: Message | Encoded) -> None:

@@ -34,7 +34,8 @@ class Connection:
                  frame_limit: int = 64 << 20) -> None:
         self.socket = sock
         self.authenticated_by_key = bool(send_key)
-        self._send_key, self._receive_key = send_key, receive_key
+        self._send_key = send_key
+        self._receive_key = receive_key
         self._limit = frame_limit
         self._sent = self._received = 0  # frames, in each direction
         self._unsent = bytearray()
@@ -103,7 +104,7 @@ class Connection:
         return messages
 
     def unreceive(self, messages: list[Message]) -> None:
-        """Give messages back, to be returned first by the next `receive`."""
+        """Put messages back: the next `receive` returns them first."""
         self._early = [*messages, *self._early]
 
     def fileno(self) -> int:

@@ -60,7 +60,7 @@ class FlightRecorder:
             self._open = None
 
     @property
-    def untold(self) -> int:
+    def unreported(self) -> int:
         """Number of events that `take_trace` would return."""
         return len(self._trace)
 
@@ -152,9 +152,9 @@ class FlightRecorder:
         """
         now = self._clock()
         events = list(self._events)
-        told = {each for _, names, _, _ in events for each in names}
-        if name not in told:
-            name = next((each for each in told if each.partition(".")[2] == name), name)
+        known = {each for _, names, _, _ in events for each in names}
+        if name not in known:
+            name = next((each for each in known if each.partition(".")[2] == name), name)
         lines = []
         for _, alike in itertools.groupby((event for event in events if name in event[1]), lambda event: event[2:]):
             first, *others = alike

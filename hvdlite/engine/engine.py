@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from hvdlite.control.base import DecisionReceived, DirectMessageReceived, Event
+from hvdlite.control.base import Event
 from hvdlite.core.errors import HorovodInternalError, MismatchError
 from hvdlite.core.process_limit import explained
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
@@ -38,6 +38,8 @@ from hvdlite.handoff.inbox import Item, Task
 from hvdlite.handoff.mailbox import MailboxCall
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.messages import (
+    Decision,
+    DirectMessage,
     FailureNotice,
     LayoutStale,
     MailboxStale,
@@ -200,8 +202,8 @@ class Engine:
         items = self._inbox.items
         while items:
             self._take(items.popleft())
-        untold = self._recorder.untold
-        if untold and (self._controller.has_news or untold >= TRACE_BATCH or self._leaving):
+        unreported = self._recorder.unreported
+        if unreported and (self._controller.has_news or unreported >= TRACE_BATCH or self._leaving):
             self._controller.send_side_message(SideMessage(trace=self._recorder.take_trace()))
         report = self._controller.report()
         if report is not None:
@@ -237,18 +239,18 @@ class Engine:
 
         Return whether this rank itself got a direct message, which the plan under way may wait for.
         """
-        heard = False
+        is_addressed = False
         for event in self._coordinator.decide():
             self._receive(event)
-            heard = heard or isinstance(event, DirectMessageReceived)
-        return heard
+            is_addressed = is_addressed or isinstance(event, DirectMessage)
+        return is_addressed
 
     def _receive(self, event: Event) -> None:
         match event:
-            case DecisionReceived(decision):
+            case Decision() as decision:
                 self._health.heard()
                 self._decisions.accept(decision)
-            case DirectMessageReceived(message):
+            case DirectMessage() as message:
                 if self._controller.is_foreign(message):
                     return
                 self._execution.add_receive_splits(message.receive_splits)

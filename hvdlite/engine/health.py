@@ -31,13 +31,13 @@ class HealthCheck:
 
     def heard(self) -> None:
         """Rank 0 has sent something."""
-        self._watchdog.heard()
+        self._watchdog.received()
 
     def look(self) -> float | None:
         """Look if it is time; return when to look again, in seconds, or None while nothing is pending."""
         execution, coordinator = self._execution, self._coordinator
         if not (execution.waits or coordinator.busy):
-            self._watchdog.heard()
+            self._watchdog.received()
             return None
         now = self._clock()
         if now < self._next_look and not coordinator.urgent:

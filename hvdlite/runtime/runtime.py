@@ -23,7 +23,7 @@ from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.progress import Progress
 from hvdlite.diagnostics.report_server import ReportServer
 from hvdlite.diagnostics.stall_inspector import Receiver
-from hvdlite.diagnostics.timeline import Order
+from hvdlite.diagnostics.timeline import TimelineRequest
 from hvdlite.engine.build import build_engine
 from hvdlite.engine.connections import Connections
 from hvdlite.engine.failures import failure_notice
@@ -289,7 +289,7 @@ class Runtime:
         def change() -> None:
             if path:
                 recorder.mark_cycles = mark_cycles
-            rank_zero.timeline.change(Order(path, handle.settle))
+            rank_zero.timeline.change(TimelineRequest(path, handle.settle))
 
         self._inbox.put(Task(change, handle.settle))
         handle.wait()

@@ -21,7 +21,7 @@ import numpy as np
 
 from hvdlite._version import __version__
 from hvdlite.bootstrap.rendezvous import Address
-from hvdlite.control.codec import Heartbeat, Kind, Welcome, decode
+from hvdlite.control.codec import KINDS, Heartbeat, Welcome, decode
 from hvdlite.control.handshake import Greeting
 from hvdlite.control.wire import Connection
 from hvdlite.core.errors import ProtocolError
@@ -144,7 +144,7 @@ def bodies(chance: random.Random, row: Row) -> None:
         try:
             match chance.randrange(3):
                 case 0:
-                    decode(chance.choice([*Kind, chance.randrange(256)]), body)
+                    decode(chance.choice([*KINDS.values(), chance.randrange(256)]), body)
                 case 1:
                     Frames(orders=chance.random() < 0.5).feed(struct.pack("!I", chance.choice([len(body), 1 << 31])) + body)
                 case _:
