@@ -12,7 +12,7 @@ import math
 import select
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from hvdlite.bootstrap.cancellation import Cancellation
@@ -58,7 +58,6 @@ class Admission:
         address: of rank 0, for messages.
         key: the job's; none when rank 0 listens on a Unix socket.
         use_leaders: whether hosts are to have leaders, when there are several.
-        advertised: returns this host's IP address, from connections of ranks.
         cancellation: may end this from another thread.
 
     Attributes:
@@ -68,7 +67,7 @@ class Admission:
     """
 
     def __init__(self, own: RankInfo, address: object, key: bytes, frame_limit: int, *, use_leaders: bool,
-                 advertised: Callable[[Iterable[Connection]], str], cancellation: Cancellation) -> None:
+                 cancellation: Cancellation) -> None:
         self.connections: dict[int, Connection] = {}
         self.refusal = ""
         self.refused = RefusedConnections(address)
@@ -77,7 +76,6 @@ class Admission:
         self._key = key
         self._frame_limit = frame_limit
         self._use_leaders = use_leaders
-        self._advertised = advertised
         self._cancellation = cancellation
         self._infos = {own.rank: own}
         self._half_open: dict[int, _HalfOpen] = {}  # by descriptor, the oldest first
@@ -122,22 +120,26 @@ class Admission:
             self._drop(half_open)
         self.refused.log_rest()
 
-    def send_welcome(self) -> Welcome:
-        """Answer those that have come; return the answer."""
-        welcome = self._welcome()
+    def send_welcome(self, advertised_address: str = "") -> Welcome:
+        """Answer those that have come; return the answer.
+
+        Args:
+            advertised_address: of this host, for ranks of others.
+        """
+        welcome = self._welcome(advertised_address)
         for connection in self.connections.values():
             with contextlib.suppress(OSError):  # its end is seen later
                 connection.send(welcome)
         return welcome
 
-    def _welcome(self) -> Welcome:
+    def _welcome(self, advertised_address: str) -> Welcome:
         if self.refusal:
             return Welcome(refusal=self.refusal, epoch=self._own.epoch)
         ranks = [self._infos[rank] for rank in range(self._own.size)]
         return Welcome(
             pids=tuple(info.pid for info in ranks), hosts=tuple(info.host for info in ranks),
             stack_dumps=tuple(info.stack_dump for info in ranks),
-            advertised_address=self._advertised(self.connections.values()), clock=time.monotonic(),
+            advertised_address=advertised_address, clock=time.monotonic(),
             unavailable=_unavailable_somewhere(ranks),
             use_leaders=self._use_leaders and len({info.host for info in ranks}) > 1, epoch=self._own.epoch)
 

@@ -5,7 +5,7 @@
 | hvdlite | hvdrun, or the user | the launcher sets the coordinator and the key |
 | Kubernetes | an indexed job sets the pod's index, the manifest the rest (see below) | coordinator and key in the manifest |
 | torchrun, Slurm | their launchers | `HVDLITE_SECRET` or `HVDLITE_SECRET_FILE` is required; rank 0's host is known |
-| Open MPI, MPICH and derivatives | mpirun, mpiexec, srun | coordinator and key come over MPI; see `bootstrap/mpi.py` |
+| Open MPI, MPICH and derivatives | mpirun, mpiexec, srun | coordinator and key come over MPI; see `launch_info.py` |
 | jsrun | its launcher (LSF) | coordinator and key must be set |
 | none | no launcher: the script runs alone, with size 1 | |
 
@@ -50,6 +50,16 @@ class Environment:
     job: tuple[str, ...]  # together they identify the job among this user's jobs on this host
     first_host: tuple[str, ...] = ()  # the first one that is set names rank 0's host, or a list that begins with it
     is_mpi: bool = False  # the remaining information is exchanged over MPI
+
+    def rank_0_host(self, environ: Mapping[str, str]) -> str:
+        """Return the name of rank 0's host; "" if it is not known."""
+        return first_host(next((environ[variable] for variable in self.first_host if environ.get(variable)), ""))
+
+    def port(self, environ: Mapping[str, str], common: str = "") -> int:
+        """Return a port that the ranks of a job derive from its ids, or from `common` without such."""
+        ids = [environ.get(variable, "") for variable in self.job]
+        text = "|".join([self.name, *(ids if any(ids) else [common])])
+        return PORTS[int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % len(PORTS)]
 
 
 ENVIRONMENTS = (
@@ -198,12 +208,10 @@ def torch_variables(environ: Mapping[str, str], parent: int) -> dict[str, str]:
         first = environ["MASTER_ADDR"]
     elif world.local_size == world.size:  # the host's name may lead nowhere
         first = loopback() or "127.0.0.1"
-    elif environment.first_host:
-        first = next(environ[name] for name in environment.first_host if environ.get(name))
-    else:
+    elif not (first := environment.rank_0_host(environ)):
         raise LaunchError(f"{environment.name}: the ranks are on several hosts, and the address of rank 0 is not known: set "
                           "MASTER_ADDR, the same on all ranks")
-    found = contract.torch_environment(world, first_host(first), _port_of(environment, environ, parent))
+    found = contract.torch_environment(world, first_host(first), environment.port(environ, str(parent)))
     return {name: value for name, value in found.items() if name not in environ}
 
 
@@ -225,13 +233,6 @@ def _with_slurms_local_rank(environment: Environment, environ: Mapping[str, str]
     if environment.is_mpi and environment.local_rank not in environ and "SLURM_LOCALID" in environ:
         return dataclasses.replace(environment, local_rank="SLURM_LOCALID", local_size="SLURM_STEP_TASKS_PER_NODE")
     return environment
-
-
-def _port_of(environment: Environment, environ: Mapping[str, str], parent: int) -> int:
-    """Return a port that the ranks of a job derive from its ids, or from their common parent without such."""
-    ids = [environ.get(variable, "") for variable in environment.job]
-    text = "|".join([environment.name, *(ids if any(ids) else [str(parent)])])
-    return PORTS[int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % len(PORTS)]
 
 
 def _world(environment: Environment, environ: Mapping[str, str]) -> World:
@@ -318,19 +319,16 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 def _likely_coordinator(environment: Environment, environ: Mapping[str, str]) -> tuple[str, int]:
     """Return the address at which all ranks expect rank 0: the job's first host, and a port derived from the job's ids."""
-    hosts = next((environ[variable] for variable in environment.first_host if environ.get(variable)), "")
-    if not hosts:
+    host = environment.rank_0_host(environ)
+    if not host:
         raise LaunchError(f"{environment.name}: the ranks are on several hosts, and the address of rank 0 is not known: set "
                           f"{contract.COORDINATOR} to its host:port, the same on all ranks")
-    ids = "|".join([environment.name, *(environ.get(variable, "") for variable in environment.job)])
-    number = int.from_bytes(hashlib.sha256(ids.encode()).digest()[:4], "big")
-    return first_host(hosts), PORTS[number % len(PORTS)]
+    return host, environment.port(environ)
 
 
 def first_host(text: str) -> str:
     """Return the first of a list of hosts as Slurm writes it: "node[03-04,7],gpu1" begins with node03."""
-    name = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", text)[0])
-    return name
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", text)[0])
 
 
 def _agreed_prefix(environment: Environment, environ: Mapping[str, str], parent: int, key: bytes) -> str:

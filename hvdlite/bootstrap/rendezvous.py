@@ -21,6 +21,7 @@ from hvdlite.bootstrap.environments import how_to_have_a_key
 from hvdlite.control.codec import RankInfo, Welcome
 from hvdlite.control.handshake import Greeting, greet_rank_0
 from hvdlite.control.wire import Connection
+from hvdlite.core.addresses import routes_to
 from hvdlite.core.config import poll_timeout
 from hvdlite.core.errors import LaunchError, ProtocolError
 from hvdlite.core.file_limit import reserve_descriptors
@@ -28,6 +29,7 @@ from hvdlite.core.sockets import check_same_user, short_socket_path
 from hvdlite.negotiation.messages import Message
 
 BACKLOG = 1024
+_ANYWHERE = "192.0.2.1"  # from a block reserved for documentation; no packet is sent
 CONNECT_SECONDS = 5.0
 """A host that is not up yet may swallow the first attempt."""
 RETRY_SECONDS = 0.02
@@ -140,6 +142,22 @@ def advertised_address(connections: Iterable[Connection]) -> str:
     return max(addresses, key=addresses.count, default="")
 
 
+def route_address(names: Iterable[str]) -> str:
+    """Return the IP address from which this host reaches the hosts of other ranks; loopback if there is none.
+
+    Args:
+        names: the host names of all ranks.
+    """
+    for name in dict.fromkeys(name for name in names if name != socket.gethostname()):
+        try:
+            own = routes_to([socket.gethostbyname(name)])
+        except (OSError, ValueError, TypeError):  # a label of 64 characters, or a null character, say
+            continue
+        if own and not is_loopback(own[0]):
+            return own[0]
+    return next(iter(routes_to([_ANYWHERE])), "127.0.0.1")
+
+
 def accept_ranks(listener: socket.socket, address: Address, own: RankInfo, *, timeout: float, frame_limit: int,
                   use_leaders: bool = False,
                   cancellation: Cancellation | None = None) -> tuple[dict[int, Connection], Welcome]:
@@ -153,7 +171,7 @@ def accept_ranks(listener: socket.socket, address: Address, own: RankInfo, *, ti
         LaunchError: when some have not come within `timeout` seconds, naming them, one does not fit, or this process may
             not have as many connections.
     """
-    admission = Admission(own, address, address.key, frame_limit, use_leaders=use_leaders, advertised=advertised_address,
+    admission = Admission(own, address, address.key, frame_limit, use_leaders=use_leaders,
                           cancellation=cancellation or Cancellation())
     try:
         return admission.connections, _welcomed(admission, listener, own, timeout)
@@ -172,7 +190,7 @@ def _welcomed(admission: Admission, listener: socket.socket, own: RankInfo, time
         admission.refusal = str(error)
         admission.send_welcome()
         raise
-    welcome = admission.send_welcome()
+    welcome = admission.send_welcome(advertised_address(admission.connections.values()))
     if admission.refusal:
         raise LaunchError(admission.refusal)
     return welcome
@@ -220,7 +238,7 @@ def _authenticated(address: Address, own: RankInfo, deadline: float, frame_limit
         except (OSError, ProtocolError) as error:
             sock.close()
             cancellation.check()
-            if isinstance(error, ProtocolError) or not is_of_protocol:  # an attempt that is cut short says less
+            if isinstance(error, ProtocolError) or not is_of_protocol:  # an attempt that is cut short explains less
                 refusal, is_of_protocol = str(error), isinstance(error, ProtocolError)
             if time.monotonic() >= deadline:
                 raise LaunchError(f"this rank could not join the job at {address}: {refusal}") from error
@@ -252,7 +270,7 @@ def _connected(address: Address, deadline: float, cancellation: Cancellation, re
     """Return a connection.
 
     Args:
-        refusal: why those before were given up: it says more than that nobody listens any more; "" for the first one.
+        refusal: why those before were given up: more informative than that nobody listens any more; "" for the first one.
 
     Raises:
         LaunchError: when there is none before the deadline.

@@ -29,9 +29,9 @@ import msgspec
 
 from hvdlite.bootstrap.environments import MAKE_A_KEY, LaunchInfo
 from hvdlite.bootstrap.job_directory import agreed_prefix, host_identity, network_identity, temporary_directory
-from hvdlite.bootstrap.mpi import route_address, source_address
-from hvdlite.bootstrap.rendezvous import is_loopback
+from hvdlite.bootstrap.rendezvous import is_loopback, route_address
 from hvdlite.bootstrap.store_texts import SECRET_ON_ALL, Signer, Text, opened, sealed
+from hvdlite.core.addresses import routes_to
 from hvdlite.core.config import environment_name
 from hvdlite.core.errors import HvdliteError, LaunchError
 from hvdlite.core.sockets import HeldPort
@@ -350,7 +350,7 @@ def _answers(members: list[_Member], address: str, key: bytes) -> tuple[list[_An
         strict = [rank for rank, member in enumerate(members) if not member.allows_insecure_store]
         if key or not strict:
             held = HeldPort()
-            answer.coordinator = address or route_address([member.name for member in members]), held.port
+            answer.coordinator = address or route_address(member.name for member in members), held.port
             answer.key = b"" if key else secrets.token_bytes(KEY_BYTES)
         else:
             problem = _without_key(strict[0])
@@ -378,8 +378,6 @@ def own_address(environ: Mapping[str, str], store: KeyValues) -> str:
 
     That is torch's `MASTER_ADDR`, or where the store is.
     """
-    for host in (environ.get("MASTER_ADDR", ""), store.host):
-        address = source_address(host) if host else ""
-        if address and not is_loopback(address):
-            return address
-    return ""
+    hosts = [host for host in (environ.get("MASTER_ADDR", ""), store.host) if host]
+    routes = [address for host in hosts for address in routes_to([host])]
+    return next((address for address in routes if not is_loopback(address)), "")

@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from hvdlite.core.addresses import route_to as route_to
 from hvdlite.core.addresses import routes_to
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
 from hvdlite.core.own_programs import module_command
