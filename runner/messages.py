@@ -13,6 +13,9 @@ from typing import Any
 import msgspec
 
 from hvdlite.core.frames import FrameReader, to_frame
+from hvdlite.core.launch_contract import FailureRecord
+from hvdlite.core.world import World
+from hvdlite.diagnostics.progress import Reading
 
 MAGIC = b"\0hvdlite agent\0"
 PING_SECONDS = 1.0
@@ -36,7 +39,7 @@ class ProcessStart(msgspec.Struct, frozen=True, array_like=True):
     """A process that is to be started."""
 
     key: int  # a rank, or the id of a member of an elastic job; its events carry it
-    world: tuple[int, ...]  # the fields of its first `World`
+    world: World  # its first one
     environment: dict[str, bytes]  # its own variables
     core_share: tuple[int, int] | None = None  # (i, n): bind it to the i-th of n parts of the host's cores
 
@@ -172,8 +175,8 @@ class Exited(Message, frozen=True):
     rank: int
     code: int  # negative: by that signal
     by_us: bool  # after it had been told to
-    record: dict[str, Any] | None  # the fields of its `FailureRecord`; `when` is its age in seconds: clocks differ
-    progress: dict[str, Any]  # see `host.progress.reading_of`; and "metrics", see `diagnostics.progress`
+    record: FailureRecord | None  # `when` is its age in seconds: clocks differ
+    progress: Reading  # with its metrics
 
 
 class FromMember(Message, frozen=True):
@@ -227,10 +230,18 @@ class SpeedReply(Message, frozen=True):
     problem: str = ""
 
 
-class ProgressReply(Message, frozen=True):
-    """The answer to `ProgressRequest`: by rank; see `host.progress.sample`."""
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """The progress of a process that runs."""
 
-    ranks: dict[int, dict[str, Any]]
+    reading: Reading
+    memory: int = 0  # bytes
+    gpu: str = ""  # the load and memory of its GPU; "" if it has none
+
+
+class ProgressReply(Message, frozen=True):
+    """The answer to `ProgressRequest`, by rank."""
+
+    ranks: dict[int, Sample]
     waits: str = ""  # which ranks wait for which, from rank 0's host
 
 

@@ -302,6 +302,7 @@ class Reading:
         rate: samples a second in undisturbed steps (see `rate_of`); 0.0 while there are too few.
         ledger: since its first step.
         peak: the most bytes of memory that it has used.
+        metrics: of a rank that has ended (see `read_metrics`); else none.
     """
 
     steps: int = 0
@@ -312,6 +313,7 @@ class Reading:
     rate: float = 0.0
     ledger: Ledger = NOTHING
     peak: int = 0
+    metrics: list[Evaluation] = dataclasses.field(default_factory=list)
 
 
 def read(job_directory: str, rank: int) -> Reading:

@@ -22,8 +22,7 @@ from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS, reserve_descriptors
 from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FILE, FailureRecord
 from hvdlite.core.process_limit import explained
-from hvdlite.core.world import World
-from hvdlite.diagnostics.progress import read_metrics
+from hvdlite.diagnostics.progress import read, read_metrics
 from hvdlite_runner.host import commands, progress
 from hvdlite_runner.host.member_server import MemberServer
 from hvdlite_runner.host.processes import RankProcess, Reaper, kill, kill_descendants
@@ -158,15 +157,15 @@ class WorkerGroup:
         cores: list[int] = []
         if each.core_share is not None and hasattr(os, "sched_getaffinity"):
             cores = cores_for(*each.core_share, sorted(os.sched_getaffinity(0)))
-        world = World(*each.world)
         settings = {name: os.fsdecode(value) for name, value in {**order.environment, **each.environment}.items()}
-        environment = commands.rank_environment(world, self.directory, self._inherited, settings)
+        environment = commands.rank_environment(each.world, self.directory, self._inherited, settings)
         words = [os.fsdecode(word) for word in order.command]
         try:
             command = commands.resolve_command(words, environment.get("PATH"))
             assert self._reaper is not None
-            with self._reaper.marks(), explained(f"the process of rank {world.rank}"):
-                process = RankProcess(each.key, command, environment, cores, has_input=order.has_input and world.rank == 0)
+            with self._reaper.marks(), explained(f"the process of rank {each.world.rank}"):
+                process = RankProcess(each.key, command, environment, cores,
+                                      has_input=order.has_input and each.world.rank == 0)
             self._adopt(process)
         except OSError as error:
             if error.errno in OUT_OF_DESCRIPTORS:
@@ -211,10 +210,10 @@ class WorkerGroup:
                 self._members.forget(rank)
                 self._read_rest([key for key in self._open if key[0] == rank])
             record = FailureRecord.read(self.directory, rank)
-            reading = {**progress.reading_of(self.directory, rank), "metrics": read_metrics(self.directory, rank)}
-            self._tell(Exited(rank, code, self._asked or rank in self._killed,
-                              None if record is None else {**dataclasses.asdict(record),
-                                                           "when": time.time() - record.when}, reading))
+            if record is not None:
+                record = dataclasses.replace(record, when=time.time() - record.when)
+            reading = dataclasses.replace(read(self.directory, rank), metrics=read_metrics(self.directory, rank))
+            self._tell(Exited(rank, code, self._asked or rank in self._killed, record, reading))
             if self._members is not None:
                 self._collect(process)
         if self._reaper is not None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 from hvdlite.core.launch_contract import RESULTS_LOST, FailureRecord
 from hvdlite.membership.events import EndJob
@@ -128,13 +128,13 @@ class Exit:
             return f"killed by signal {-self.code}"
 
 
-def record_of(fields: Mapping[str, Any], now: float) -> FailureRecord:
-    """Return the failure record of an `Exited` event, with its time on this host's clock.
+def dated(record: FailureRecord, now: float) -> FailureRecord:
+    """Return the failure record of an `Exited` event, whose time is its age, with the time on this host's clock.
 
     Args:
         now: this host's time, in seconds since the epoch.
     """
-    return FailureRecord(**{**fields, "when": now - float(fields["when"])})
+    return dataclasses.replace(record, when=now - record.when)
 
 
 @dataclasses.dataclass(frozen=True)

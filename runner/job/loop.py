@@ -39,7 +39,7 @@ from hvdlite_runner.agents.host_probe import own_addresses
 from hvdlite_runner.host import commands
 from hvdlite_runner.host.worker_group import KILL_SECONDS, POLL_WITHOUT_PIDFD, WorkerGroup
 from hvdlite_runner.job.discovery import Discovery, DiscoveryScript, FixedHosts
-from hvdlite_runner.job.ending import Ending, Exit, record_of, verdict
+from hvdlite_runner.job.ending import Ending, Exit, dated, verdict
 from hvdlite_runner.job.hosts import HostPool, Stopped
 from hvdlite_runner.job.routes import address_for
 from hvdlite_runner.job.settings import JobSettings
@@ -342,7 +342,7 @@ class Job:
         self._processes.exits.append(ended)
         cause = process.problem
         if event.record is not None:
-            process.record = record_of(event.record, time.time())
+            process.record = dated(event.record, time.time())
             cause = cause or f"{process.record.kind}: {process.record.message}"
         if self._observer is not None and event.rank in self._authority.members:
             self._observer.ended(process.rank, event.progress)

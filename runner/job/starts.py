@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from hvdlite.core import launch_contract
@@ -69,7 +68,7 @@ class Starts:
             slots = self._hosts.slots_of(machine)
             place = sum(count for name, count in list(slots.items())[:list(slots).index(each.host)]) + each.slot
             share = (place, max(place + 1, sum(slots.values())))
-        return ProcessStart(each.member, dataclasses.astuple(world), commands.values_to_bytes(own), share)
+        return ProcessStart(each.member, world, commands.values_to_bytes(own), share)
 
     def _rendezvous(self, machines: Sequence[str]) -> dict[str, str]:
         """Return the variables with which ranks find and authenticate each other.

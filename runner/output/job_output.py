@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import OUTPUT_LOST
 from hvdlite.core.texts import printable
+from hvdlite.diagnostics.progress import Reading
 from hvdlite_runner.messages import Output, ProgressReply, Started
 from hvdlite_runner.output.console import Console
 from hvdlite_runner.output.streams import Streams, Target
@@ -45,7 +46,7 @@ class ProgressObserver:
     def take(self, host: str, event: ProgressReply) -> None:
         """Take the progress of a host's ranks."""
 
-    def ended(self, rank: int, reading: dict[str, Any]) -> None:
+    def ended(self, rank: int, reading: Reading) -> None:
         """Take the last progress of a rank that has ended."""
 
     def clear_table(self) -> None:

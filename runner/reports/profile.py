@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
-import msgspec
-
 from hvdlite.core.config import environment_name
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import OUTPUT_LOST
@@ -36,7 +34,7 @@ def profile(settings: JobSettings, environ: Mapping[str, str], results: str) -> 
     code = run_job(dataclasses.replace(settings, environment=counting), environ, recorder)
     if code not in (0, OUTPUT_LOST):
         return code
-    ledgers = {rank: msgspec.convert(reading["ledger"], Ledger) for rank, reading in sorted(recorder.ranks.items())}
+    ledgers = {rank: reading.ledger for rank, reading in sorted(recorder.ranks.items())}
     table = rows(ledgers)
     if not table:
         raise LaunchError("the script has made too few steps for a profile: use an optimizer of hvdlite, or call "

@@ -11,11 +11,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-import msgspec
-
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import OUTPUT_LOST
-from hvdlite.core.ledger import Ledger
+from hvdlite.diagnostics.progress import Reading
 from hvdlite_runner.job.loop import run_job
 from hvdlite_runner.job.settings import JobSettings
 from hvdlite_runner.options import USAGE_ERROR
@@ -28,8 +26,8 @@ SATURATED: Final = 0.9
 Jobs = Sequence[tuple[str, JobSettings]]
 """Each run's value and job."""
 T = TypeVar("T")
-Readings = dict[int, dict[str, Any]]
-"""Of each rank: its last reading (`monitor.reading_of`)."""
+Readings = Mapping[int, Reading]
+"""Of each rank: its last reading."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,21 +41,21 @@ class Throughput:
     waits: float = 0.0  # and in waits for collectives
 
     @classmethod
-    def of(cls, readings: Mapping[int, Mapping[str, Any]]) -> Throughput:
+    def of(cls, readings: Readings) -> Throughput:
         """Add up the ranks' rates.
 
         Raises:
             LaunchError: when no rank has a rate.
         """
-        rates = [reading["rate"] for reading in readings.values()]
+        rates = [reading.rate for reading in readings.values()]
         if not rates or not all(rates):
             raise LaunchError("the script has made too few steps to compare: call hvd.record_step(len(batch)) "
                               "after each step, or use an optimizer of hvdlite, for more than a few steps")
-        counted = all(reading["counts_samples"] for reading in readings.values())
-        ledgers = [msgspec.convert(reading["ledger"], Ledger) for reading in readings.values() if "ledger" in reading]
+        counted = all(reading.counts_samples for reading in readings.values())
+        ledgers = [reading.ledger for reading in readings.values()]
         seconds = sum(ledger.seconds for ledger in ledgers) or 1.0
         return cls(sum(rates), "samples/s" if counted else "batches/s",
-                   max((reading.get("peak", 0) for reading in readings.values()), default=0),
+                   max(reading.peak for reading in readings.values()),
                    sum(ledger.cpu for ledger in ledgers) / seconds, sum(ledger.blocked for ledger in ledgers) / seconds)
 
 

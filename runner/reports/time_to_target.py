@@ -65,7 +65,7 @@ class Run:
         Raises:
             LaunchError: when rank 0 has not recorded the target's metric.
         """
-        found = [Evaluation(*each) for each in readings.get(0, {}).get("metrics", [])]
+        found = readings[0].metrics if 0 in readings else []
         names = {name for each in found for name in each.metrics}
         if target.metric not in names:
             recorded = f"only {', '.join(sorted(names))}" if names else "nothing"

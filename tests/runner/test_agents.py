@@ -17,6 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.core.errors import ProtocolError
+from hvdlite.core.launch_contract import FailureRecord
+from hvdlite.core.world import World
+from hvdlite.diagnostics.progress import Evaluation, Reading
 from hvdlite_runner.host.reaper import marked_processes
 from hvdlite_runner.messages import (
     MAGIC,
@@ -35,8 +38,10 @@ from hvdlite_runner.messages import (
 from tests.worlds import HANGS_SECONDS, HVDRUN, clean_environment
 
 ORDERS = [Ping(), Signal(15), Stop(), TaskPiece(b"\0parcel"),
-          Start([ProcessStart(0, (0, 2, 0, 1, 0, 2), {}, (0, 2))], [b"python", b"\xff"], {"A": b"b"}, True)]
-EVENTS = [AgentReady("3.11.2", "0.1.0", "a", 8, 77), Output(3, "stderr", b"\xff\n"), Exited(3, -9, False, {"rank": 3}, {})]
+          Start([ProcessStart(0, World(0, 2, 0, 1, 0, 2), {}, (0, 2))], [b"python", b"\xff"], {"A": b"b"}, True)]
+EVENTS = [AgentReady("3.11.2", "0.1.0", "a", 8, 77), Output(3, "stderr", b"\xff\n"),
+          Exited(3, -9, False, FailureRecord(3, 3, 0.5, "ValueError", "boom", "Traceback"), Reading(metrics=[
+              Evaluation(1.0, 2.0, {"loss": 0.5})]))]
 
 
 @given(st.lists(st.sampled_from(ORDERS)), st.lists(st.integers(1, 40), min_size=1))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from hvdlite.core.launch_contract import FailureRecord
-from hvdlite_runner.job.ending import Exit, record_of, root_cause
+from hvdlite_runner.job.ending import Exit, dated, root_cause
 
 
 def record(rank: int, origin: int, when: float) -> FailureRecord:
@@ -63,9 +61,6 @@ def test_nobody_failed() -> None:
 
 def test_failures_of_hosts_whose_clocks_differ_are_in_the_order_of_their_ages() -> None:
     """Host b's clock is an hour ahead: what failed there first has the later time."""
-    def fields(rank: int, age: float) -> dict[str, object]:
-        return {**dataclasses.asdict(record(rank, rank, 0.0)), "when": age}
-
-    records = {0: record_of(fields(0, 1.0), 1000.0), 1: record_of(fields(1, 3.0), 1000.5)}
+    records = {0: dated(record(0, 0, 1.0), 1000.0), 1: dated(record(1, 1, 3.0), 1000.5)}
     cause = root_cause([Exit(0, 1), Exit(1, 1)], records)
     assert cause is not None and cause.exit.rank == 1

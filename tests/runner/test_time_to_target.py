@@ -12,7 +12,7 @@ import pytest
 
 import hvdlite
 from hvdlite.core.errors import LaunchError
-from hvdlite.diagnostics.progress import Evaluation, Progress, read_metrics
+from hvdlite.diagnostics.progress import Evaluation, Progress, Reading, read_metrics
 from hvdlite_runner.reports.time_to_target import Run, Target, rows, summary
 from tests.worlds import HVDRUN, clean_environment
 
@@ -48,8 +48,8 @@ def test_the_table_has_the_last_value_of_each_metric_and_tells_what_was_not_reac
 
 def test_a_metric_that_nobody_recorded_is_named() -> None:
     with pytest.raises(LaunchError, match=r"no metric 'accuracy', only loss, lr: call hvd.record_metrics"):
-        Run.of("64", {0: {"metrics": [(1.0, 1, {"lr": 0.1, "loss": 0.2})]}, 1: {"metrics": [(1.0, 1, {"accuracy": 1.0})]}},
-               Target("accuracy", 0.9))
+        Run.of("64", {0: Reading(metrics=[Evaluation(1.0, 1, {"lr": 0.1, "loss": 0.2})]),
+                      1: Reading(metrics=[Evaluation(1.0, 1, {"accuracy": 1.0})])}, Target("accuracy", 0.9))
     with pytest.raises(LaunchError, match="no metric 'accuracy', nothing: call"):
         Run.of("64", {}, Target("accuracy", 0.9))
 
