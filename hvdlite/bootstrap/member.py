@@ -29,14 +29,14 @@ from hvdlite.membership.messages import (
     BoundaryTold,
     CoordinatorAt,
     Dismissed,
-    Frames,
     Listening,
     MeetingFailed,
     MemberFinished,
+    MemberFrames,
     MemberHello,
     MemberIdle,
     MemberReady,
-    Message,
+    MembershipMessage,
     Met,
     PrepareStop,
     Standing,
@@ -241,7 +241,7 @@ class Member:
             self._attached = None
             stop(self._lost or self._stopped.reason)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: MembershipMessage) -> None:
         try:
             with self._send_lock:
                 self._socket.sendall(frame(message))
@@ -252,7 +252,7 @@ class Member:
     # --- the thread of the link --------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        frames = Frames(orders=True)
+        frames = MemberFrames(orders=True)
         try:
             while content := self._socket.recv(_RECEIVE_BYTES):
                 for order in frames.feed(content):

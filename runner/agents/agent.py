@@ -31,10 +31,10 @@ from hvdlite_runner.host.worker_group import POLL_WITHOUT_PIDFD, WorkerGroup
 from hvdlite_runner.messages import (
     MAGIC,
     AgentDone,
+    AgentFrames,
     AgentReady,
     Event,
     Exited,
-    Frames,
     HostInfoReply,
     HostInfoRequest,
     KillMember,
@@ -78,7 +78,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._selector.register(orders, selectors.EVENT_READ, self._receive)
         self._workers = WorkerGroup(self._selector, self._tell, environ)
-        self._frames = Frames(events=False)
+        self._frames = AgentFrames(events=False)
         self._unsent = bytearray(MAGIC)
         self._last_heard = time.monotonic()
         self._ending = False

@@ -26,9 +26,9 @@ from hvdlite_runner.messages import (
     PING_SECONDS,
     QUIET,
     AgentDone,
+    AgentFrames,
     AgentReady,
     Event,
-    Frames,
     Order,
     Ping,
     frame,
@@ -61,7 +61,7 @@ class RemoteAgent:
         self.ready: AgentReady | None = None
         self.over = False  # all processes there have ended, or the link has
         self._selector, self._tell, self._lost = selector, tell, lost
-        self._frames = Frames(events=True)
+        self._frames = AgentFrames(events=True)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._lock = threading.Lock()  # of the shell's standard input, and of `_unsent`
         self._unsent = bytearray()

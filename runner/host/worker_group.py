@@ -125,7 +125,7 @@ class WorkerGroup:
             self._signal(order.signum)
         elif isinstance(order, ToMember):
             assert self._members is not None
-            self._members.send(order.member, order.content)
+            self._members.send(order.member, order.order)
         elif order.member in self.running:
             self._killed.add(order.member)
             self.running[order.member].send(signal.SIGKILL)
@@ -141,7 +141,7 @@ class WorkerGroup:
     def _start(self, order: Start) -> None:
         """Start processes, or report why one cannot be started."""
         if order.is_elastic and self._members is None:
-            self._members = MemberServer(self._selector, self.directory, lambda *heard: self._tell(FromMember(*heard)))
+            self._members = MemberServer(self._selector, self.directory, lambda *received: self._tell(FromMember(*received)))
         count = len(order.processes)
         try:
             with reserve_descriptors(_DESCRIPTORS * count, f"starting {count} processes on one host"):

@@ -226,7 +226,7 @@ class Job:
         for command in commanded:
             match command:
                 case Tell(member, order):
-                    self._send(member, orders.ToMember(member, members.frame(order)))
+                    self._send(member, orders.ToMember(member, order))
                 case Kill(member):
                     self._send(member, orders.KillMember(member))
                 case Note(text):
@@ -315,11 +315,11 @@ class Job:
             self._processes[event.member].problem = f"hvdrun has ended it for what it sent: {printable(event.problem)}"
             self._send(event.member, orders.KillMember(event.member))
             return
-        for message in with_texts(members.Frames(orders=False).feed(event.content), printable):
-            if isinstance(message, members.Listening):
-                self._take_listening(event.member, message)
-            else:
-                self._events.append(MemberSaid(event.member, message))
+        message = with_texts(event.message, printable)
+        if isinstance(message, members.Listening):
+            self._take_listening(event.member, message)
+        else:
+            self._events.append(MemberSaid(event.member, message))
 
     def _take_listening(self, key: int, message: members.Listening) -> None:
         """Find the addresses at which other hosts reach rank 0: its host's agent knows how they are reached from here."""

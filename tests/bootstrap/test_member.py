@@ -21,12 +21,12 @@ from hvdlite.membership.messages import (
     BoundaryTold,
     CoordinatorAt,
     Dismissed,
-    Frames,
     Listening,
     MemberFinished,
+    MemberFrames,
     MemberHello,
     MemberReady,
-    Message,
+    MembershipMessage,
     PrepareStop,
     StopAt,
     StopNow,
@@ -39,7 +39,7 @@ class Launcher:
     """The launcher's end of the link."""
 
     def __init__(self, directory: Path) -> None:
-        self._frames = Frames(orders=False)
+        self._frames = MemberFrames(orders=False)
         self._heard: list[Any] = []
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(directory / MEMBER_SOCKET))
@@ -54,7 +54,7 @@ class Launcher:
             self._heard += self._frames.feed(self.socket.recv(1 << 16))
         return self._heard.pop(0)
 
-    def order(self, *orders: Message) -> None:
+    def order(self, *orders: MembershipMessage) -> None:
         """Send orders."""
         self.socket.sendall(b"".join(map(frame, orders)))
 

@@ -43,7 +43,7 @@ def lies(chance: random.Random) -> Iterator[bytes]:
     def number() -> int:
         return chance.choice([0, 1, 2, 3, 99, 2**47])
 
-    some: list[messages.Message] = [
+    some: list[messages.MembershipMessage] = [
         messages.Met(number()), messages.MemberReady(), messages.BoundaryTold(number(), number()),
         messages.Alive(number(), chance.random() < 0.5), messages.Listening(number(), (ESCAPES, ""), 1),
         messages.MemberFinished(number()), messages.MemberHello(number(), 1),

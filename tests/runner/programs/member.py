@@ -17,12 +17,12 @@ from hvdlite.membership.messages import (
     AllFinished,
     BoundaryTold,
     Dismissed,
-    Frames,
     MemberFinished,
+    MemberFrames,
     MemberHello,
     MemberIdle,
     MemberReady,
-    Message,
+    MembershipMessage,
     Met,
     PrepareStop,
     Standing,
@@ -43,7 +43,7 @@ class Member:
         self.epoch, self.commits = 1, COMMITS
         self.link = socket.socket(socket.AF_UNIX)
         self.link.connect(f"{self.directory}/{MEMBER_SOCKET}")
-        self.orders = Frames(orders=True)
+        self.orders = MemberFrames(orders=True)
         self.test = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.test.bind(str(folder / str(self.id)))
         names = ("HVDLITE_RANK", "HVDLITE_SIZE", "HVDLITE_LOCAL_RANK", "HVDLITE_SLOT", "HOROVOD_HOSTNAME",
@@ -54,7 +54,7 @@ class Member:
             self.say(Met(1))
         print("begun", self.id, os.getpid(), *(os.environ.get(name, "-") for name in names), flush=True)
 
-    def say(self, message: Message) -> None:
+    def say(self, message: MembershipMessage) -> None:
         self.link.sendall(frame(message))
 
     def run(self) -> None:
