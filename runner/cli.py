@@ -39,7 +39,8 @@ from hvdlite_runner.options import (
     is_elastic,
     parser,
 )
-from hvdlite_runner.output.job_output import OutputSettings, ProgressObserver
+from hvdlite_runner.output.console import OutputSettings
+from hvdlite_runner.output.job_output import ProgressObserver
 from hvdlite_runner.output.streams import prepare_standard_streams
 from hvdlite_runner.placement import LOCAL, Host
 

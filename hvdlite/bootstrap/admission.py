@@ -101,7 +101,8 @@ class Admission:
                                        "(HVDLITE_START_TIMEOUT); did their processes start, and do they call init()?"
                                        f"{self.refused}", missing)
                 self._drop_late(now)
-                ready = self._poller.poll(poll_timeout(min([deadline, *self._deadlines()]) - now))
+                until = min([deadline, *(half_open.deadline for half_open in self._half_open.values())])
+                ready = self._poller.poll(poll_timeout(until - now))
                 self._cancellation.check()
                 for descriptor, _ in ready:
                     if descriptor == listener.fileno():
@@ -126,22 +127,18 @@ class Admission:
         Args:
             advertised_address: of this host, for ranks of others.
         """
-        welcome = self._welcome(advertised_address)
+        welcome = Welcome(refusal=self.refusal, epoch=self._own.epoch)
+        if not self.refusal:
+            ranks = [self._infos[rank] for rank in range(self._own.size)]
+            welcome = Welcome(
+                pids=tuple(info.pid for info in ranks), hosts=tuple(info.host for info in ranks),
+                stack_dumps=tuple(info.stack_dump for info in ranks), advertised_address=advertised_address,
+                clock=time.monotonic(), unavailable=_unavailable_somewhere(ranks),
+                use_leaders=self._use_leaders and len({info.host for info in ranks}) > 1, epoch=self._own.epoch)
         for connection in self.connections.values():
             with contextlib.suppress(OSError):  # its end is seen later
                 connection.send(welcome)
         return welcome
-
-    def _welcome(self, advertised_address: str) -> Welcome:
-        if self.refusal:
-            return Welcome(refusal=self.refusal, epoch=self._own.epoch)
-        ranks = [self._infos[rank] for rank in range(self._own.size)]
-        return Welcome(
-            pids=tuple(info.pid for info in ranks), hosts=tuple(info.host for info in ranks),
-            stack_dumps=tuple(info.stack_dump for info in ranks),
-            advertised_address=advertised_address, clock=time.monotonic(),
-            unavailable=_unavailable_somewhere(ranks),
-            use_leaders=self._use_leaders and len({info.host for info in ranks}) > 1, epoch=self._own.epoch)
 
     # --- connections ---------------------------------------------------------------------------------------------------
 
@@ -221,9 +218,6 @@ class Admission:
         self.connections[info.rank] = connection
 
     # --- strangers -----------------------------------------------------------------------------------------------------
-
-    def _deadlines(self) -> list[float]:
-        return [half_open.deadline for half_open in self._half_open.values()]
 
     def _drop_late(self, now: float) -> None:
         for half_open in [each for each in self._half_open.values() if each.deadline <= now]:

@@ -161,8 +161,8 @@ def _launch_info(environment: Environment, environ: Mapping[str, str], parent: i
     environment = _with_slurms_local_rank(environment, environ)
     world = _world(environment, environ)
     key = job_key(environ)
-    if world.epoch and key:
-        key = epoch_key(key, world.epoch)
+    if world.epoch and key:  # each world of an elastic job has its own: a frame of another world is not authentic in it
+        key = hmac.digest(key, f"epoch {world.epoch}".encode(), "sha256")
     coordinator = _host_and_port(environ[contract.COORDINATOR]) if contract.COORDINATOR in environ else None
     if world.size == 1:
         return LaunchInfo(environment.name, world, environ.get(contract.JOB_DIRECTORY, ""), is_mpi=is_mpi)
@@ -267,11 +267,6 @@ def tasks_of_node(text: str, node: str) -> str:
         count, _, repeat = entry.rstrip(")").partition("(x")
         counts += [count] * int(repeat or 1)
     return counts[int(node)] if int(node) < len(counts) else counts[0]
-
-
-def epoch_key(key: bytes, epoch: int) -> bytes:
-    """Return the key of one world of an elastic job: a frame of another world is not authentic in it."""
-    return hmac.digest(key, f"epoch {epoch}".encode(), "sha256")
 
 
 def job_key(environ: Mapping[str, str]) -> bytes:

@@ -224,12 +224,12 @@ def flows(ledgers: Mapping[int, Ledger]) -> list[Flow]:
     for rank, each in known:
         if each.sent > least and each.sending > 0:
             found.setdefault((rank, owners[each.remote]), []).append(each)
-    return [_flow(*between, carried, ledgers[between[0]].seconds) for between, carried in sorted(found.items())]
-
-
-def _flow(sender: int, receiver: int, carried: list[Traffic], seconds: float) -> Flow:
-    sending = max(each.sending for each in carried)  # several send at the same time
-    return Flow(sender, receiver, min(1.0, sending / seconds), sum(each.sent for each in carried) / sending)
+    flowing = []
+    for (sender, receiver), carried in sorted(found.items()):
+        sending = max(each.sending for each in carried)  # several send at the same time
+        flowing.append(Flow(sender, receiver, min(1.0, sending / ledgers[sender].seconds),
+                            sum(each.sent for each in carried) / sending))
+    return flowing
 
 
 def slow_link(ledgers: Mapping[int, Ledger]) -> SlowLink | None:

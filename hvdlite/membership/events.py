@@ -63,17 +63,6 @@ class Limits:
     hosts_are_fixed: bool = False
     one_world: bool = False
 
-    def __post_init__(self) -> None:
-        if self.min_np < 1:
-            raise ValueError(f"the minimum of processes is {self.min_np}; it must be at least 1")
-        if self.start_np < self.min_np:
-            raise ValueError(f"{self.start_np} processes are fewer than the minimum, {self.min_np}")
-        if self.max_np is not None and self.max_np < self.start_np:
-            raise ValueError(f"{self.start_np} processes are more than the maximum, {self.max_np}")
-        if self.cooldown is not None and not 0 < self.cooldown[0] <= self.cooldown[1]:
-            low, high = self.cooldown
-            raise ValueError(f"a cooldown from {low:g} s to {high:g} s; the range must be above 0 and must not fall")
-
 
 # --- events ------------------------------------------------------------------------------------------------------------
 

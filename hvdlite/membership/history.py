@@ -33,21 +33,12 @@ class Failure:
     @property
     def shell_code(self) -> int:
         """The exit code as a shell reports it: 128 + n for signal n; never 0."""
-        if self.code is None:
-            return 1
-        return 128 - self.code if self.code < 0 else self.code or 1
+        return 1 if self.code is None else shell_code(self.code) or 1
 
     @property
     def why(self) -> str:
         """How it has ended, for people."""
-        if self.code is None:
-            ending = "lost with its host"
-        elif self.code >= 0:
-            ending = f"exit code {self.code}"
-        elif -self.code in {each.value for each in signal.Signals}:
-            ending = f"killed by signal {-self.code} ({signal.Signals(-self.code).name})"
-        else:
-            ending = f"killed by signal {-self.code}"
+        ending = "lost with its host" if self.code is None else exit_text(self.code)
         cause = self.exception or self.fault
         return f"{cause} ({ending})" if cause else ending
 
@@ -190,6 +181,19 @@ class History:
         """Return the lines for the end of a job."""
         return [f"{epoch} {'world' if epoch == 1 else 'worlds'}; the last one had {_ranks(size)}",
                 *(f"failed: {failure} (world {failure.epoch})" for failure in self.failures), *self._departures]
+
+
+def shell_code(code: int) -> int:
+    """Return the exit code of a process as a shell reports it: 128 + n for signal n."""
+    return 128 - code if code < 0 else code
+
+
+def exit_text(code: int) -> str:
+    """Return how a process has ended, for people."""
+    if code >= 0:
+        return f"exit code {code}"
+    known = -code in {each.value for each in signal.Signals}
+    return f"killed by signal {-code}" + (f" ({signal.Signals(-code).name})" if known else "")
 
 
 def _first(failures: Sequence[Failure]) -> Failure | None:

@@ -80,7 +80,7 @@ class Agent:
         self._workers = WorkerGroup(self._selector, self._tell, environ)
         self._frames = AgentFrames(events=False)
         self._unsent = bytearray(MAGIC)
-        self._last_heard = time.monotonic()
+        self._last_received = time.monotonic()
         self._ending = False
         self._reason = ""  # why it ends, if the launcher has not told it to
         self._launcher_pauses = False
@@ -98,7 +98,7 @@ class Agent:
                 for key, _ in self._selector.select(wait):
                     key.data()
                 self._workers.notice()
-                if time.monotonic() - self._last_heard > self._silence:
+                if time.monotonic() - self._last_received > self._silence:
                     self._end(f"it had heard nothing of hvdrun for {self._silence:g} s")
         finally:
             self._workers.end()
@@ -113,11 +113,8 @@ class Agent:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            signal.signal(signum, self._asked_to_end)
+            signal.signal(signum, lambda number, frame: self._end(f"it got {signal.Signals(number).name}"))
         self._selector.register(reader, selectors.EVENT_READ, lambda: os.read(reader, 4096))
-
-    def _asked_to_end(self, signum: int, frame: object) -> None:
-        self._end(f"it got {signal.Signals(signum).name}")
 
     def _end(self, reason: str) -> None:
         self._ending, self._reason = True, reason
@@ -132,7 +129,7 @@ class Agent:
             return
         for order in self._frames.feed(content):
             self._obey(order)
-        self._last_heard = time.monotonic()
+        self._last_received = time.monotonic()
 
     def _obey(self, order: object) -> None:
         if isinstance(order, (Start, TaskPiece, KillMember, ToMember, Signal)):
@@ -192,8 +189,8 @@ class Agent:
             select.select([], [self._out], [], _CHECK_SECONDS)
             self._push()
             if len(self._unsent) < left:
-                self._last_heard = time.monotonic()  # its pings are read later
-                left, until = len(self._unsent), self._last_heard + self._silence
+                self._last_received = time.monotonic()  # its pings are read later
+                left, until = len(self._unsent), self._last_received + self._silence
 
     def _push(self) -> None:
         """Write events while the launcher reads; while it does not, stop reading from the ranks."""

@@ -11,7 +11,6 @@ import ctypes
 import os
 import resource
 import secrets
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,7 +80,8 @@ class Reaper:
         self._mark = mark(job_directory)
         self._limit = _unused_limit()
         self._ranks: dict[int, int] = {}
-        self._excluded = _children()  # the program that became the launcher by exec may have had children
+        self._excluded = {  # the program that became the launcher by exec may have had children
+            pid for pid, process in reaper.process_table().items() if process.parent == os.getpid()}
         self._subreaper = os.getpid() if _adopt_orphans() else 0
         environment = {name: value for name, value in os.environ.items() if name != launch_contract.JOB_DIRECTORY}
         self._process = subprocess.Popen(
@@ -186,10 +186,6 @@ def _watch(pid: int) -> int:
         return -1  # an old Python, an old kernel, a sandbox
 
 
-def _children() -> set[int]:
-    return {pid for pid, process in reaper.process_table().items() if process.parent == os.getpid()}
-
-
 def _adopt_orphans() -> bool:
     """Adopt descendants whose parent ends (Linux), so that they can be found; return whether this is possible."""
     if not sys.platform.startswith("linux"):
@@ -200,12 +196,6 @@ def _adopt_orphans() -> bool:
 def mark(job_directory: str) -> str:
     """Return the entry of the environment that all processes of a job inherit."""
     return f"{launch_contract.JOB_DIRECTORY}={job_directory}"
-
-
-def kill(processes: Sequence[RankProcess]) -> None:
-    """Kill ranks and their process groups."""
-    for process in processes:
-        process.send(signal.SIGKILL)
 
 
 def kill_descendants(job_directory: str, process: RankProcess) -> bool:

@@ -14,7 +14,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +25,7 @@ from hvdlite.core.process_limit import explained
 from hvdlite.diagnostics.progress import read, read_metrics
 from hvdlite_runner.host import commands, progress
 from hvdlite_runner.host.member_server import MemberServer
-from hvdlite_runner.host.processes import RankProcess, Reaper, kill, kill_descendants
+from hvdlite_runner.host.processes import RankProcess, Reaper, kill_descendants
 from hvdlite_runner.messages import (
     PIECE_BYTES,
     Event,
@@ -122,7 +122,9 @@ class WorkerGroup:
         elif isinstance(order, TaskPiece):
             self._add_task(order)
         elif isinstance(order, Signal):
-            self._signal(order.signum)
+            self._asked = True
+            for process in self.running.values():
+                process.send(order.signum)
         elif isinstance(order, ToMember):
             assert self._members is not None
             self._members.send(order.member, order.order)
@@ -190,11 +192,6 @@ class WorkerGroup:
             self._selector.register(process.pidfd, selectors.EVENT_READ, self.notice)
         self._tell(Started(process.rank, process.pid, process.unbound))
 
-    def _signal(self, signum: int) -> None:
-        self._asked = True
-        for process in self.running.values():
-            process.send(signum)
-
     def notice(self) -> None:
         """Report the ranks that have ended since the last call, and reap adopted orphans."""
         for rank, process in list(self.running.items()):
@@ -208,7 +205,9 @@ class WorkerGroup:
             del self.running[rank]
             if self._members is not None:
                 self._members.forget(rank)
-                self._read_rest([key for key in self._open if key[0] == rank])
+                for key in [key for key in self._open if key[0] == rank]:  # of which the writers have ended
+                    while key in self._open and self._read(*key):
+                        pass
             record = FailureRecord.read(self.directory, rank)
             if record is not None:
                 record = dataclasses.replace(record, when=time.time() - record.when)
@@ -268,7 +267,8 @@ class WorkerGroup:
             self._members.close()
             self._members = None
         try:
-            kill(list(self.running.values()))
+            for process in self.running.values():
+                process.send(signal.SIGKILL)
             reaper.end_job(KILL_SECONDS)
             self._drain()
             self.notice()
@@ -313,12 +313,6 @@ class WorkerGroup:
                     self._read(*ready.data)
                     if ready.data not in self._open:
                         waiting.unregister(ready.fd)
-
-    def _read_rest(self, streams: Sequence[tuple[int, str]]) -> None:
-        """Read what is in pipes whose writers have ended."""
-        for key in streams:
-            while key in self._open and self._read(*key):
-                pass
 
     def _send_result(self, rank: int) -> None:
         """Report the result of a rank, if it has written one, in pieces."""

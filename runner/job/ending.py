@@ -14,6 +14,7 @@ from typing import Final
 
 from hvdlite.core.launch_contract import RESULTS_LOST, FailureRecord
 from hvdlite.membership.events import EndJob
+from hvdlite.membership.history import exit_text, shell_code
 from hvdlite_runner.placement import format_ranks
 
 KILL_AFTER: Final = 1.5
@@ -37,12 +38,12 @@ class Ending:
 
     Attributes:
         user_signal: the first signal of the user; 0 for none.
-        late_signal: the first one while or after the job is cleaned up.
+        later_signal: the first one while or after the job is cleaned up.
         is_over: whether the job is being cleaned up.
     """
 
     def __init__(self) -> None:
-        self.user_signal = self.late_signal = 0
+        self.user_signal = self.later_signal = 0
         self.is_over = False
         self._pending: list[tuple[float, int]] = []  # (time, signal), in order
 
@@ -56,7 +57,7 @@ class Ending:
         """Schedule the signals after a signal of the user."""
         now = time.monotonic()
         if self.is_over:
-            self.late_signal = self.late_signal or signum
+            self.later_signal = self.later_signal or signum
             return
         if self.user_signal:
             self._pending = [(now, signal.SIGKILL)]
@@ -114,18 +115,8 @@ class Exit:
         """Whether it failed."""
         return self.code != 0
 
-    @property
-    def shell_code(self) -> int:
-        """The exit code as a shell reports it: 128 + n for signal n."""
-        return 128 - self.code if self.code < 0 else self.code
-
     def __str__(self) -> str:
-        if self.code >= 0:
-            return f"exit code {self.code}"
-        try:
-            return f"killed by signal {-self.code} ({signal.Signals(-self.code).name})"
-        except ValueError:
-            return f"killed by signal {-self.code}"
+        return exit_text(self.code)
 
 
 def dated(record: FailureRecord, now: float) -> FailureRecord:
@@ -248,14 +239,14 @@ def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, Fai
         return Verdict(1, [*lost, *([f"ranks {failed} ended as a consequence"] if exits else [])], -1, "; ".join(lost))
     if cause is not None and not one_world and cause.exit.ended_by_us and cause.record is None:
         cause = None  # it was ended because of the reason
-    is_its_code = cause is not None and (one_world or end.code in {each.shell_code for each in exits})
+    is_its_code = cause is not None and (one_world or end.code in {shell_code(each.code) for each in exits})
     lines = [end.reason] if went_on or not is_its_code else []
     if cause is None:
         return Verdict(end.code, lines, -1, end.reason)
     if went_on:
         cause = dataclasses.replace(cause, consequences=())  # of other worlds, too, whose ranks were others
     described = cause.describe(name(cause.exit.rank), repeats=repeats or went_on)
-    return Verdict(cause.exit.shell_code if is_its_code else end.code, [*lines, *described],
+    return Verdict(shell_code(cause.exit.code) if is_its_code else end.code, [*lines, *described],
                    cause.exit.rank, described[0])
 
 

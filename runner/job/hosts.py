@@ -115,13 +115,13 @@ class HostPool:
                 self._hosts[name] = _Known()
                 self._resolve(name)
 
-    def turn(self, now: float, in_use: Callable[[str], bool] = lambda name: False) -> dict[str, int] | None:
+    def turn(self, now: float, in_use: Callable[[str], object] = lambda name: ()) -> dict[str, int] | None:
         """Do what is due; return the slots of the hosts that can be used when they have changed, else None.
 
         Nothing is returned before each of the first hosts has been tried.
 
         Args:
-            in_use: whether a host still has processes.
+            in_use: returns the processes of a host.
 
         Raises:
             LaunchError: when there are too few descriptors for the links.
@@ -245,7 +245,7 @@ class HostPool:
         """Wait until all agents have ended; those from which nothing comes for so many seconds are left."""
         remotes, until = [*self.remotes, *self._leaving], time.monotonic() + timeout
         while (left := [remote for remote in remotes if not remote.over]) \
-                and time.monotonic() < max(until, *(remote.last_heard + timeout for remote in left)):  # of large results
+                and time.monotonic() < max(until, *(remote.last_received + timeout for remote in left)):  # of large results
             self.take_events(_TURN)
         for remote in remotes:
             remote.close()
@@ -292,7 +292,7 @@ class HostPool:
     def _check(self, now: float) -> None:
         for remote in self.remotes:
             if remote.timed_out(now):
-                silent = now - remote.last_heard
+                silent = now - remote.last_received
                 remote.mark_lost(f"was lost: nothing has been heard of it for {silent:.0f} s ({AGENT_TIMEOUT})")
                 self._gone(remote)
                 continue

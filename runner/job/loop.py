@@ -38,7 +38,7 @@ from hvdlite_runner import messages as orders
 from hvdlite_runner.agents.host_probe import own_addresses
 from hvdlite_runner.host import commands
 from hvdlite_runner.host.worker_group import KILL_SECONDS, POLL_WITHOUT_PIDFD, WorkerGroup
-from hvdlite_runner.job.discovery import Discovery, DiscoveryScript, FixedHosts
+from hvdlite_runner.job.discovery import DiscoveryScript
 from hvdlite_runner.job.ending import Ending, Exit, dated, verdict
 from hvdlite_runner.job.hosts import HostPool, Stopped
 from hvdlite_runner.job.routes import address_for
@@ -90,12 +90,12 @@ class Job:
         self._settings, self._observer = settings, observer
         self._is_elastic = not settings.limits.one_world
         self._processes = WorkerProcesses()
-        self._output = JobOutput(settings.output, observer, self._processes.prefix, self._processes.rank_of)
+        self._output = JobOutput(settings.output, observer, self._processes.rank_of)
         self._local = WorkerGroup(self.selector, lambda event: self._take(LOCAL, event), inherited, self._is_ended_by_user)
         self._task = TaskFiles(settings.task_directory)
         self._with_task: set[str] = set()  # the machines that have it
-        self._discovery: Discovery = FixedHosts(settings.slots) if settings.script is None else DiscoveryScript(
-            settings.script, settings.slots_per_host, self._output.note, self._local.watch, self._local.forget)
+        self._discovery = None if settings.script is None else DiscoveryScript(
+            settings.script, settings.slots_per_host, self._output.note, self._local)
         self._hosts = HostPool(
             self.selector, settings, inherited, take=self._take, lost=self._on_lost, note=self._output.note,
             local=self._local, ending=self.ending)
@@ -138,7 +138,7 @@ class Job:
 
     def close(self, code: int) -> int:
         """Wait for the readers of the output, and return hvdrun's exit code."""
-        code = self._output.close(code, self.ending.user_signal, lambda: self.ending.late_signal)
+        code = self._output.close(code, self.ending.user_signal, lambda: self.ending.later_signal)
         self.selector.close()
         return code
 
@@ -151,6 +151,8 @@ class Job:
             self._output.note(line)
         for rank in () if self._is_elastic else range(self._settings.limits.start_np):
             self._open_files(rank)
+        if self._discovery is None:
+            self._hosts.set_slots(self._settings.slots)
 
     def _loop(self) -> None:
         while self._refused is None:
@@ -167,7 +169,8 @@ class Job:
     def _wait(self, now: float) -> None:
         """Wait until something happens or is due, and handle it."""
         wake_at = self._authority.wake_at()
-        waits = [self.ending.wait(), self._output.console.flush_due(), self._discovery.wait(now), self._hosts.wait(now),
+        waits = [self.ending.wait(), self._output.console.flush_due(), self._hosts.wait(now),
+                 None if self._discovery is None else self._discovery.wait(now),
                  None if wake_at is None else max(0.0, wake_at - now), None if self._observer is None else _SAMPLE_SECONDS,
                  POLL_WITHOUT_PIDFD if self._local.needs_polling() else None]
         self._hosts.take_events(min((wait for wait in waits if wait is not None), default=None))
@@ -184,7 +187,8 @@ class Job:
     def _clean_up(self) -> None:
         """End all processes of the job on all hosts, and show their last output."""
         self.ending.is_over = True
-        self._discovery.close()
+        if self._discovery is not None:
+            self._discovery.close()
         self._hosts.stop()
         self._local.end()
         self._hosts.end(_END_SECONDS)
@@ -196,10 +200,9 @@ class Job:
     # --- the authority's events and commands -----------------------------------------------------------------------------
 
     def _discover(self, now: float) -> None:
-        slots = self._discovery.turn(now)
-        if slots is not None:
+        if self._discovery is not None and (slots := self._discovery.turn(now)) is not None:
             self._hosts.set_slots(slots)
-        usable = self._hosts.turn(now, self._is_in_use)
+        usable = self._hosts.turn(now, self._processes.on)
         if usable is None:
             return
         needed, limits = sum(usable.values()), self._settings.limits
@@ -385,9 +388,6 @@ class Job:
 
     def _is_ended_by_user(self) -> bool:
         return bool(self.ending.user_signal)
-
-    def _is_in_use(self, machine: str) -> bool:
-        return bool(self._processes.on(machine))
 
 
 def _at(message: members.Listening, addresses: Sequence[str]) -> members.Listening:

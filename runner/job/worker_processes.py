@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from hvdlite.core.launch_contract import FailureRecord
 from hvdlite_runner.job.ending import Exit
-from hvdlite_runner.placement import format_ranks
 
 
 @dataclasses.dataclass
@@ -57,12 +56,6 @@ class WorkerProcesses(dict[int, WorkerProcess]):
     def rank_of(self, key: int) -> int:
         """Return a process's rank in the last world that it was in; -1 for none."""
         return self[key].rank
-
-    def prefix(self, keys: Iterable[int]) -> str:
-        """Return how processes are called in the prefix of their output: by rank, or +key before they have one."""
-        ranks = {key: self[key].rank for key in sorted(keys)}
-        ranked = format_ranks(rank for rank in ranks.values() if rank >= 0)
-        return ",".join(filter(None, [ranked, *(f"+{key}" for key, rank in ranks.items() if rank < 0)]))
 
     def name(self, key: int) -> str:
         """Return how a process is called in a message; its host is named if there are several."""
