@@ -29,10 +29,10 @@ from hvdlite.membership.events import (
     Kill,
     Limits,
     MemberGone,
-    MemberSaid,
+    MemberReported,
     Note,
+    SendOrder,
     StartMember,
-    Tell,
     TimePassed,
 )
 from hvdlite.membership.messages import AskAlive, Listening, MemberMessage, WorldOrder
@@ -178,7 +178,7 @@ class ElasticJob:
             match command:
                 case StartMember():
                     self._start(command)
-                case Tell(member, order):
+                case SendOrder(member, order):
                     self.asked += isinstance(order, AskAlive)
                     if isinstance(order, WorldOrder):
                         self.orders[order.epoch] = order
@@ -231,7 +231,7 @@ class ElasticJob:
             os.makedirs(directory, mode=0o700, exist_ok=True)
             def received(member: int, message: MemberMessage | None, problem: str) -> None:
                 assert message is not None, problem
-                self._handle(MemberSaid(member, _reachable(message)))
+                self._handle(MemberReported(member, _reachable(message)))
 
             self._servers[host] = MemberServer(self._selector, directory, received)
         return self._servers[host]

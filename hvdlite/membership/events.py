@@ -1,8 +1,8 @@
-"""What the authority of a job hears, what it commands, and what the user allows it; see `membership.authority`.
+"""The events that the authority of a job receives, its commands, and what the user allows it; see `membership.authority`.
 
 What the launcher guarantees:
 
-- It carries out commands in their order. Orders for a member that has not connected yet are kept until it says
+- It carries out commands in their order. Orders for a member that has not connected yet are kept until it sends
   `MemberHello`. It passes on all messages of a member in their order, and before the member's `MemberGone`.
 - There is a `MemberGone` for each process that it has started, in an elastic job when its descendants are dead, too; after a
   `Kill`, soon.
@@ -75,7 +75,7 @@ class HostsSeen:
 
 
 @dataclasses.dataclass(frozen=True)
-class MemberSaid:
+class MemberReported:
     """A member has sent a message."""
 
     member: int
@@ -109,7 +109,7 @@ class TimePassed:
     """`Authority.wake_at` has come."""
 
 
-Event = HostsSeen | MemberSaid | MemberGone | HostLost | TimePassed
+Event = HostsSeen | MemberReported | MemberGone | HostLost | TimePassed
 
 
 # --- commands ----------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class StartMember:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tell:
+class SendOrder:
     """Send an order to a member."""
 
     member: int
@@ -178,4 +178,4 @@ class EndJob:
     grace: float = 0.0
 
 
-Command = StartMember | Tell | Kill | Note | WorldBegun | EndJob
+Command = StartMember | SendOrder | Kill | Note | WorldBegun | EndJob

@@ -66,10 +66,10 @@ class History:
         self._new: list[Failure] = []  # since `conclude`
         self._without_progress: list[Failure] = []  # in training, since the last commit
         self._blamed: Failure | None = None
-        self._commits = -1  # the greatest standing when a world was last lost by a failure
+        self._commits = -1  # the greatest number of commits when a world was last lost by a failure
         self._worlds = 0  # how many worlds have been lost by failures without a new commit
         self._errors = 0  # worlds in a row that errors have ended, though all members live
-        self._commits_at_error = -1  # the greatest standing then
+        self._commits_at_error = -1  # the greatest number of commits then
         self._since: float | None = None  # when the first world began to end since one has met
         self._left: list[str] = []  # since then
         self._joined: list[str] = []
@@ -103,7 +103,7 @@ class History:
         """Judge the failures since the last call, when a world has ended.
 
         Args:
-            commits: those of the greatest standing that is left.
+            commits: the most that any member has that is left.
             error: why the world has ended, if all its members live and did not agree to stop.
 
         Returns:

@@ -21,8 +21,8 @@ class MembershipMessage(msgspec.Struct, frozen=True, tag=True):
     """A message between a member and the authority, in one of the two directions."""
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """What a member says about its state when it stops.
+class StateReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a member reports about its state when it stops.
 
     Attributes:
         has_state: whether it has a state at all; a joiner has none until it has been synchronised.
@@ -54,7 +54,7 @@ class MemberIdle(MembershipMessage, frozen=True):
     """World `epoch` has ended on this member: its background thread has ended, and its planes are closed."""
 
     epoch: Number
-    standing: Standing
+    state_report: StateReport
     reason: str = ""  # why it ended, in a line; "" for a stop at a boundary
 
 
@@ -70,7 +70,7 @@ class Alive(MembershipMessage, frozen=True):
     in_user_code: bool
 
 
-class BoundaryTold(MembershipMessage, frozen=True):
+class BoundaryReport(MembershipMessage, frozen=True):
     """The answer to `PrepareStop`: the boundaries that the member has passed in this world; it waits at the next one.
 
     The count begins at 0 in every world, because joiners have passed none of the earlier ones.
@@ -89,7 +89,7 @@ class Listening(MembershipMessage, frozen=True):
 
 
 class MeetingFailed(MembershipMessage, frozen=True):
-    """The member could not meet the others of world `epoch`; it says `MemberIdle` next.
+    """The member could not meet the others of world `epoch`; it sends `MemberIdle` next.
 
     Attributes:
         missing: from rank 0: the ranks that have not reached it. Empty from others: they have not reached rank 0.
@@ -116,14 +116,14 @@ class MemberFinished(MembershipMessage, frozen=True):
 
 
 class StopNow(MembershipMessage, frozen=True):
-    """End world `epoch` at once, in the middle of anything, a meeting included; then say `MemberIdle`."""
+    """End world `epoch` at once, in the middle of anything, a meeting included; then send `MemberIdle`."""
 
     epoch: int
     reason: str
 
 
 class PrepareStop(MembershipMessage, frozen=True):
-    """Say how many boundaries you have passed, and wait at the next one."""
+    """Report how many boundaries you have passed, and wait at the next one."""
 
     change: int
 
@@ -139,7 +139,7 @@ class StopAt(MembershipMessage, frozen=True):
 
 
 class AskAlive(MembershipMessage, frozen=True):
-    """Say `Alive`: others wait for you. The link's thread answers, whatever the script does; a stopped process does not."""
+    """Answer `Alive`: others wait for you. The link's thread does, whatever the script does; a stopped process does not."""
 
     epoch: int
 
@@ -184,7 +184,7 @@ class Dismissed(MembershipMessage, frozen=True):
     reason: str
 
 
-MemberMessage = (MemberHello | MemberReady | MemberIdle | BoundaryTold | Listening | MeetingFailed | Met | MemberFinished
+MemberMessage = (MemberHello | MemberReady | MemberIdle | BoundaryReport | Listening | MeetingFailed | Met | MemberFinished
                  | Alive)
 MemberOrder = StopNow | AskAlive | PrepareStop | StopAt | WorldOrder | CoordinatorAt | AllFinished | Dismissed
 

@@ -18,7 +18,7 @@ from hvdlite.bootstrap.cancellation import Cancellation
 from hvdlite.bootstrap.descriptors import recv_fds, send_fds
 from hvdlite.bootstrap.environments import LaunchInfo
 from hvdlite.bootstrap.job_directory import JobDirectory, host_identity
-from hvdlite.bootstrap.member import Member
+from hvdlite.bootstrap.member_client import MemberClient
 from hvdlite.bootstrap.rendezvous import Address, accept_ranks, advertised_address, connect_to_rank_0, listen
 from hvdlite.control.codec import RankInfo, Welcome
 from hvdlite.control.doorbell import Doorbell
@@ -51,7 +51,7 @@ class Meeting:
     config: Config
     cancellation: Cancellation
     directory: JobDirectory
-    member: Member | None = None
+    member: MemberClient | None = None
 
     def ranks(self, stack_dump: StackDumpTarget) -> tuple[Mapping[int, Connection], Welcome]:
         """Meet the other ranks: return rank 0's connections to them, or theirs to rank 0, and who they are.

@@ -26,10 +26,10 @@ from hvdlite.membership.events import (
     HostsSeen,
     Kill,
     MemberGone,
-    MemberSaid,
+    MemberReported,
     Note,
+    SendOrder,
     StartMember,
-    Tell,
     TimePassed,
     WorldBegun,
 )
@@ -228,7 +228,7 @@ class Job:
         self._start([command for command in commanded if isinstance(command, StartMember)])
         for command in commanded:
             match command:
-                case Tell(member, order):
+                case SendOrder(member, order):
                     self._send(member, orders.ToMember(member, order))
                 case Kill(member):
                     self._send(member, orders.KillMember(member))
@@ -305,7 +305,7 @@ class Job:
                 self._output.started(who, event, machine, verbose=self._settings.verbose)
             case orders.RouteReply() if machine in self._listening:
                 key, message = self._listening.pop(machine)
-                self._events.append(MemberSaid(key, _at(message, event.addresses)))
+                self._events.append(MemberReported(key, _at(message, event.addresses)))
             case Result():
                 self._task.write_result(event)
             case StartRefused():
@@ -322,7 +322,7 @@ class Job:
         if isinstance(message, members.Listening):
             self._take_listening(event.member, message)
         else:
-            self._events.append(MemberSaid(event.member, message))
+            self._events.append(MemberReported(event.member, message))
 
     def _take_listening(self, key: int, message: members.Listening) -> None:
         """Find the addresses at which other hosts reach rank 0: its host's agent knows how they are reached from here."""
@@ -332,7 +332,7 @@ class Job:
         here = "" if remote is None else address_for(remote)
         hosts = [here if other == LOCAL else Host(other).address for other in others if other != machine]
         if remote is None:
-            self._events.append(MemberSaid(key, _at(message, own_addresses(hosts, self._settings.interfaces))))
+            self._events.append(MemberReported(key, _at(message, own_addresses(hosts, self._settings.interfaces))))
         else:
             self._listening[machine] = (key, message)
             remote.send(orders.RouteRequest(hosts, list(self._settings.interfaces), listen=False))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from hvdlite.membership.events import Limits
-from hvdlite.membership.hosts import Hosts
+from hvdlite.membership.hosts import HostSlots
 
 
-def seen(limits: Limits | None = None, **slots: int) -> Hosts:
-    hosts = Hosts(limits or Limits(1))
+def seen(limits: Limits | None = None, **slots: int) -> HostSlots:
+    hosts = HostSlots(limits or Limits(1))
     hosts.see(slots)
     return hosts
 

@@ -46,9 +46,9 @@ def packed(**fields: object) -> bytes:
     return struct.pack("!I", len(body)) + body
 
 
-LIES = [packed(type="BoundaryTold", change=1, boundary=2**64 - 1),
-        packed(type="BoundaryTold", change=-5, boundary=1),
-        packed(type="MemberIdle", epoch=1, standing={"commits": 2**64 - 1}),
+LIES = [packed(type="BoundaryReport", change=1, boundary=2**64 - 1),
+        packed(type="BoundaryReport", change=-5, boundary=1),
+        packed(type="MemberIdle", epoch=1, state_report={"commits": 2**64 - 1}),
         packed(type="Listening", epoch=1, addresses=["a"], port=-7)]
 
 

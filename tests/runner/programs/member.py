@@ -15,7 +15,7 @@ from pathlib import Path
 from hvdlite.core.launch_contract import JOB_DIRECTORY, JOINER, MEMBER, MEMBER_SOCKET, FailureRecord
 from hvdlite.membership.messages import (
     AllFinished,
-    BoundaryTold,
+    BoundaryReport,
     Dismissed,
     MemberFinished,
     MemberFrames,
@@ -25,7 +25,7 @@ from hvdlite.membership.messages import (
     MembershipMessage,
     Met,
     PrepareStop,
-    Standing,
+    StateReport,
     StopAt,
     StopNow,
     WorldOrder,
@@ -78,11 +78,11 @@ class Member:
             self.epoch = order.epoch
             self.say(Met(order.epoch))
         elif isinstance(order, StopNow):
-            self.say(MemberIdle(order.epoch, Standing(commits=self.commits), order.reason))
+            self.say(MemberIdle(order.epoch, StateReport(commits=self.commits), order.reason))
         elif isinstance(order, PrepareStop):
-            self.say(BoundaryTold(order.change, 7))
+            self.say(BoundaryReport(order.change, 7))
         elif isinstance(order, StopAt):
-            self.say(MemberIdle(self.epoch, Standing(commits=self.commits, at_rest=True)))
+            self.say(MemberIdle(self.epoch, StateReport(commits=self.commits, at_rest=True)))
         elif isinstance(order, (AllFinished, Dismissed)):
             print("heard", type(order).__name__, flush=True)
             sys.exit(0)
