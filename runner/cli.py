@@ -24,7 +24,6 @@ from hvdlite.core.own_programs import module_command
 from hvdlite.core.texts import printable
 from hvdlite.membership.events import Limits
 from hvdlite_runner import mpirun, placement
-from hvdlite_runner.agents import allocations
 from hvdlite_runner.agents.shells import Shell
 from hvdlite_runner.host.commands import CommandError, check_input, current_directory, resolve_command
 from hvdlite_runner.job.discovery import discover_once
@@ -76,7 +75,7 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if options.doctor:
         from hvdlite_runner.reports.doctor import run_doctor
         hosts, shell = _hosts(options, environ)
-        allocation = allocations.find_allocation(environ, _read)
+        allocation = placement.find_allocation(environ, _read)
         return run_doctor(_rename_local(hosts, environ) or [Host(LOCAL)], shell,
                           options.working_directory or current_directory(), environ,
                           allocation.scheduler if allocation else "", options.json)
@@ -232,7 +231,7 @@ def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[lis
         hosts = placement.parse_hostfile(_read(options.hostfile), options.hostfile)
     elif options.host_discovery_script and options.doctor:
         hosts = [Host(*each) for each in discover_once(options.host_discovery_script, options.slots_per_host or 1).items()]
-    allocation = allocations.find_allocation(environ, _read)
+    allocation = placement.find_allocation(environ, _read)
     if allocation is not None:
         hosts = hosts or allocation.hosts
         program = program or (allocation.shell if allocation.shell != "srun" or shutil.which("srun") else "ssh")

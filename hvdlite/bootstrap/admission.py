@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from hvdlite.bootstrap.cancellation import Cancellation
-from hvdlite.control.codec import RankInfo, Welcome
 from hvdlite.control.handshake import Greeting, ServerHandshake
-from hvdlite.control.wire import Connection
+from hvdlite.control.wire import Connection, RankInfo, Welcome
 from hvdlite.core.config import poll_timeout
 from hvdlite.core.errors import HvdliteError, LaunchError, ProtocolError
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS

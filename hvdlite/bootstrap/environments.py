@@ -11,17 +11,20 @@
 
 In an indexed job of Kubernetes each pod is a rank: `JOB_COMPLETION_INDEX` is the rank; the manifest sets `HVDLITE_SIZE` to
 `completions`, `HVDLITE_COORDINATOR` to the first pod's name and a port, and `HVDLITE_SECRET` from a secret.
+
+The job's key leaves the environment when a process joins its job (`JobKey`): children, core dumps and loggers do not get it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import hmac
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +32,7 @@ from hvdlite.bootstrap.job_directory import agreed_prefix
 from hvdlite.core import launch_contract as contract
 from hvdlite.core.addresses import loopback
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.launch_contract import COORDINATOR, JOB_DIRECTORY, SECRET, SECRET_TAKEN
 from hvdlite.core.sockets import HeldPort
 from hvdlite.core.world import World
 
@@ -332,3 +336,45 @@ def _agreed_prefix(environment: Environment, environ: Mapping[str, str], parent:
     more = [environ.get(variable, "") for variable in environment.first_host]
     own = hmac.digest(key, b"directory", "sha256").hex() if key else ""
     return agreed_prefix(environment.name, *(ids if any(ids) else [str(parent)]), *more, own)
+
+
+_JOB = (JOB_DIRECTORY, COORDINATOR)
+
+
+class JobKey:
+    """Keeps the key for the further worlds of the process, and for `init()` after `shutdown()`.
+
+    Args:
+        environ: the process's environment.
+    """
+
+    def __init__(self, environ: MutableMapping[str, str]) -> None:
+        self._environ = environ
+        self._kept: dict[str, str] = {}
+        self._job: list[str | None] = []  # whose key it is
+
+    def environment(self) -> Mapping[str, str]:
+        """Return the environment as it was when it had the key."""
+        if SECRET not in self._environ and self._job == self._identity():
+            return {**self._environ, **self._kept}
+        return self._environ
+
+    def take(self) -> None:
+        """Remove the key from the environment, also from what the kernel shows of it (/proc/PID/environ)."""
+        if SECRET not in self._environ:
+            return
+        _overwrite(SECRET, self._environ[SECRET])
+        self._kept, self._job = {SECRET: self._environ.pop(SECRET)}, self._identity()
+        self._environ[SECRET_TAKEN] = str(os.getpid())
+
+    def _identity(self) -> list[str | None]:
+        return [self._environ.get(name) for name in _JOB]
+
+
+def _overwrite(name: str, value: str) -> None:
+    """Overwrite an environment variable with this value where the C library has it: at first, on the process's stack."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype, getenv.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+    address = getenv(name.encode())
+    if address and ctypes.string_at(address) == value.encode():
+        ctypes.memset(address, ord("0"), len(value.encode()))

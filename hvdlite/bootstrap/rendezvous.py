@@ -18,9 +18,8 @@ from typing import Any
 from hvdlite.bootstrap.admission import HANDSHAKE_SECONDS, Admission
 from hvdlite.bootstrap.cancellation import Cancellation
 from hvdlite.bootstrap.environments import how_to_have_a_key
-from hvdlite.control.codec import RankInfo, Welcome
 from hvdlite.control.handshake import Greeting, greet_rank_0
-from hvdlite.control.wire import Connection
+from hvdlite.control.wire import Connection, RankInfo, Welcome
 from hvdlite.core.addresses import routes_to
 from hvdlite.core.config import poll_timeout
 from hvdlite.core.errors import LaunchError, ProtocolError

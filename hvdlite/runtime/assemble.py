@@ -16,8 +16,7 @@ from hvdlite.bootstrap.job_directory import JobDirectory, host_identity
 from hvdlite.bootstrap.member_client import MemberClient
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.inproc import InprocControl
-from hvdlite.control.leading import LeaderControl
-from hvdlite.control.star import StarControl
+from hvdlite.control.star import LeaderControl, StarControl
 from hvdlite.control.wire import Connection
 from hvdlite.core.config import Config, timeout_or_inf
 from hvdlite.core.file_limit import reserve_descriptors

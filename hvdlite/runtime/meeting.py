@@ -20,9 +20,8 @@ from hvdlite.bootstrap.environments import LaunchInfo
 from hvdlite.bootstrap.job_directory import JobDirectory, host_identity
 from hvdlite.bootstrap.member_client import MemberClient
 from hvdlite.bootstrap.rendezvous import Address, accept_ranks, advertised_address, connect_to_rank_0, listen
-from hvdlite.control.codec import RankInfo, Welcome
 from hvdlite.control.doorbell import Doorbell
-from hvdlite.control.wire import Connection
+from hvdlite.control.wire import Connection, RankInfo, Welcome
 from hvdlite.core.addresses import loopback
 from hvdlite.core.config import Config, matching_knobs, timeout_or_inf
 from hvdlite.core.errors import LaunchError

@@ -13,8 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, MutableMapping
 
 from hvdlite.bootstrap.cancellation import Cancellation
-from hvdlite.bootstrap.environments import LaunchInfo
-from hvdlite.bootstrap.job_key import JobKey
+from hvdlite.bootstrap.environments import JobKey, LaunchInfo
 from hvdlite.bootstrap.launch_info import resolve_launch
 from hvdlite.bootstrap.member_client import MemberClient
 from hvdlite.core import launch_contract

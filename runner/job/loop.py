@@ -39,13 +39,11 @@ from hvdlite_runner.agents.host_probe import own_addresses
 from hvdlite_runner.host import commands
 from hvdlite_runner.host.worker_group import KILL_SECONDS, POLL_WITHOUT_PIDFD, WorkerGroup
 from hvdlite_runner.job.discovery import DiscoveryScript
-from hvdlite_runner.job.ending import Ending, Exit, dated, verdict
+from hvdlite_runner.job.ending import Ending, Exit, WorkerProcess, WorkerProcesses, dated, verdict
 from hvdlite_runner.job.hosts import HostPool, Stopped
-from hvdlite_runner.job.routes import address_for
 from hvdlite_runner.job.settings import JobSettings
-from hvdlite_runner.job.starts import Starts
+from hvdlite_runner.job.starts import Starts, address_for
 from hvdlite_runner.job.task_files import TaskFiles
-from hvdlite_runner.job.worker_processes import WorkerProcess, WorkerProcesses
 from hvdlite_runner.messages import Event, Exited, FromMember, Output, ProgressReply, Result, Started, StartRefused
 from hvdlite_runner.output.job_output import JobOutput, ProgressObserver
 from hvdlite_runner.placement import LOCAL, Host, format_ranks
@@ -70,7 +68,7 @@ def run_job(settings: JobSettings, inherited: Mapping[str, str], observer: Progr
             host.
         CommandError: when a system refuses to start the command.
     """
-    job = Job(settings, inherited, observer)
+    job = Job(settings, inherited, observer or ProgressObserver())
     code = 1
     with job.ending.handlers(job.selector):  # before there is anything to clean up
         try:
@@ -84,7 +82,7 @@ def run_job(settings: JobSettings, inherited: Mapping[str, str], observer: Progr
 class Job:
     """The state of one job; see `run_job`."""
 
-    def __init__(self, settings: JobSettings, inherited: Mapping[str, str], observer: ProgressObserver | None) -> None:
+    def __init__(self, settings: JobSettings, inherited: Mapping[str, str], observer: ProgressObserver) -> None:
         self.selector = selectors.DefaultSelector()
         self.ending = Ending()
         self._settings, self._observer = settings, observer
@@ -171,7 +169,8 @@ class Job:
         wake_at = self._authority.wake_at()
         waits = [self.ending.wait(), self._output.console.flush_due(), self._hosts.wait(now),
                  None if self._discovery is None else self._discovery.wait(now),
-                 None if wake_at is None else max(0.0, wake_at - now), None if self._observer is None else _SAMPLE_SECONDS,
+                 None if wake_at is None else max(0.0, wake_at - now),
+                 _SAMPLE_SECONDS if self._observer.wants_samples else None,
                  POLL_WITHOUT_PIDFD if self._local.needs_polling() else None]
         self._hosts.take_events(min((wait for wait in waits if wait is not None), default=None))
         self._local.notice()
@@ -179,7 +178,7 @@ class Job:
             self._local.obey(orders.Signal(signum))
             self._hosts.send(orders.Signal(signum))
         now = time.monotonic()
-        if self._observer is not None and now - self._last_sample >= _SAMPLE_SECONDS:
+        if self._observer.wants_samples and now - self._last_sample >= _SAMPLE_SECONDS:
             self._last_sample = now
             self._hosts.send(orders.ProgressRequest())
             self._observe(LOCAL, self._local.sample())
@@ -193,8 +192,7 @@ class Job:
         self._local.end()
         self._hosts.end(_END_SECONDS)
         self._output.finish()
-        if self._observer is not None:
-            self._observer.finish()
+        self._observer.finish()
         self._task.remove_abandoned()
 
     # --- the authority's events and commands -----------------------------------------------------------------------------
@@ -284,9 +282,8 @@ class Job:
     def _begin_world(self, world: Sequence[int]) -> None:
         rank_hosts = self._processes.begin_world(world)
         self._output.expect(len(world))
-        if self._observer is not None:
-            self._observer.begin_world(rank_hosts)
-            self._last_sample = 0.0  # other hosts answer before the next one, which is shown
+        self._observer.begin_world(rank_hosts)
+        self._last_sample = 0.0  # other hosts answer before the next one, which is shown
 
     # --- events of worker groups -----------------------------------------------------------------------------------------
 
@@ -347,7 +344,7 @@ class Job:
         if event.record is not None:
             process.record = dated(event.record, time.time())
             cause = cause or f"{process.record.kind}: {process.record.message}"
-        if self._observer is not None and event.rank in self._authority.members:
+        if event.rank in self._authority.members:
             self._observer.ended(process.rank, event.progress)
         if self._is_elastic:
             if ended.failed and not event.by_us:
@@ -377,10 +374,9 @@ class Job:
 
     def _observe(self, machine: str, event: ProgressReply) -> None:
         """Show the progress of a machine's processes, by their ranks."""
-        if self._observer is not None:
-            world = set(self._authority.members)
-            ranks = {self._processes[key].rank: reading for key, reading in event.ranks.items() if key in world}
-            self._observer.take(machine, ProgressReply(ranks, event.waits))
+        world = set(self._authority.members)
+        ranks = {self._processes[key].rank: sample for key, sample in event.ranks.items() if key in world}
+        self._observer.take(machine, ProgressReply(ranks, event.waits))
 
     def _pause(self, paused: bool) -> None:
         self._local.pause(paused)

@@ -29,7 +29,13 @@ _NOTE_SECONDS: Final = 3.0
 
 
 class ProgressObserver:
-    """A receiver of the ranks' progress, which does nothing with it."""
+    """A receiver of the ranks' progress, which does nothing with it.
+
+    Attributes:
+        wants_samples: whether the ranks' progress is read each second, and not at their end only.
+    """
+
+    wants_samples = False
 
     def attach(self, write: Callable[[str], None], is_busy: Callable[[], bool]) -> None:
         """Begin with a job.
@@ -63,7 +69,7 @@ class JobOutput:
         rank_of: returns the rank of a process; -1 for none.
     """
 
-    def __init__(self, settings: OutputSettings, observer: ProgressObserver | None, rank_of: Callable[[int], int] = int,
+    def __init__(self, settings: OutputSettings, observer: ProgressObserver, rank_of: Callable[[int], int] = int,
                  stdout: int = 1, stderr: int = 2) -> None:
         self._settings = settings
         self._observer = observer
@@ -73,9 +79,8 @@ class JobOutput:
         self._encodings = {name: _encoding(name) for name in ("stdout", "stderr")}
         self._files: dict[tuple[int, str], OutputTarget] = {}
         self._a_file_failed = False
-        if observer is not None:
-            observer.attach(lambda text: self._streams.write("stderr", self._encoded("stderr", text)),
-                            lambda: self._streams.is_busy("stderr"))
+        observer.attach(lambda text: self._streams.write("stderr", self._encoded("stderr", text)),
+                        lambda: self._streams.is_busy("stderr"))
 
     def watch(self, selector: selectors.BaseSelector, pause: Callable[[bool], None]) -> None:
         """Let the owner's loop wake up for what happens to the output.
@@ -185,8 +190,7 @@ class JobOutput:
                       "ends here, and others may too")
 
     def _write(self, name: str, text: str) -> None:
-        if self._observer is not None:
-            self._observer.clear_table()
+        self._observer.clear_table()
         self._streams.write(name, self._encoded(name, text))
 
     def _encoded(self, name: str, text: str) -> bytes:

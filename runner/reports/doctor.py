@@ -17,8 +17,8 @@ from hvdlite_runner.agents.gpu_topology import topology_hints, topology_lines
 from hvdlite_runner.agents.remote_agent import RemoteAgent
 from hvdlite_runner.agents.shells import CONNECT_SECONDS, Shell
 from hvdlite_runner.job.hosts import HostPool
-from hvdlite_runner.job.routes import probed
 from hvdlite_runner.job.settings import JobSettings
+from hvdlite_runner.job.starts import probed
 from hvdlite_runner.messages import HostInfoReply, HostInfoRequest, SpeedReply, SpeedRequest
 from hvdlite_runner.placement import LOCAL, Host
 

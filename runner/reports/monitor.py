@@ -52,6 +52,8 @@ class Monitor(ProgressObserver):
         in_place: whether the table may be overwritten.
     """
 
+    wants_samples = True
+
     def __init__(self, write: Callable[[str], None], in_place: bool,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self._write, self._in_place, self._clock = write, in_place, clock

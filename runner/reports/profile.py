@@ -14,7 +14,7 @@ from hvdlite.diagnostics.slowness import diagnose
 from hvdlite_runner.job.loop import run_job
 from hvdlite_runner.job.settings import JobSettings
 from hvdlite_runner.reports.monitor import ThroughputRecorder
-from hvdlite_runner.reports.tables import show_table, write_csv, write_plot
+from hvdlite_runner.reports.scaling import show_table, write_csv, write_plot
 
 PARTS: Final = ("input", "forward", "backward", "waits", "optimizer", "other")
 _COLORS: Final = ("tab:red", "tab:blue", "tab:cyan", "tab:orange", "tab:green", "tab:gray")

@@ -14,8 +14,7 @@ from typing import Any
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.diagnostics.progress import Evaluation
-from hvdlite_runner.reports.scaling import Jobs, Readings, run_each
-from hvdlite_runner.reports.tables import show_table, write_csv, write_plot
+from hvdlite_runner.reports.scaling import Jobs, Readings, run_each, show_table, write_csv, write_plot
 
 
 @dataclasses.dataclass(frozen=True)

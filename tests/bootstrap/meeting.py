@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from hvdlite.bootstrap.rendezvous import Address, accept_ranks, connect_to_rank_0, listen
-from hvdlite.control.codec import RankInfo
+from hvdlite.control.wire import RankInfo
 from hvdlite.core.errors import LaunchError
 from tests.worlds import HANGS_SECONDS
 

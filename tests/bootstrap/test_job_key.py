@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from hvdlite.bootstrap import launch_info
-from hvdlite.bootstrap.environments import read_launch_info
-from hvdlite.bootstrap.job_key import JobKey
+from hvdlite.bootstrap.environments import JobKey, read_launch_info
 from hvdlite.bootstrap.launch_info import BASE, x25519
 from hvdlite.bootstrap.rendezvous import Address
 from hvdlite.core.errors import LaunchError

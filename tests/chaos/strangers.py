@@ -21,9 +21,8 @@ import numpy as np
 
 from hvdlite._version import __version__
 from hvdlite.bootstrap.rendezvous import Address
-from hvdlite.control.codec import KINDS, Heartbeat, Welcome, decode
 from hvdlite.control.handshake import Greeting
-from hvdlite.control.wire import Connection
+from hvdlite.control.wire import KINDS, Connection, Heartbeat, Welcome, decode
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
 from hvdlite.diagnostics.report_server import ReportServer

@@ -9,8 +9,7 @@ import pytest
 
 from hvdlite.control.base import PeerLost
 from hvdlite.control.doorbell import Doorbell
-from hvdlite.control.leading import LeaderControl
-from hvdlite.control.star import GRACE_SECONDS
+from hvdlite.control.star import GRACE_SECONDS, LeaderControl
 from hvdlite.control.wire import Connection
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.leader import Leader

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdlite.control.codec import KINDS, Heartbeat, Welcome, decode, encode
 from hvdlite.control.handshake import Greeting, ServerHandshake, greet_rank_0
-from hvdlite.control.wire import Connection
+from hvdlite.control.wire import KINDS, Connection, Heartbeat, Welcome, decode, encode
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.messages import Decision, FailureNotice, Message, Report, Request, Response

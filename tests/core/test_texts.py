@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from hvdlite.control.codec import KINDS, decode, encode
+from hvdlite.control.wire import KINDS, decode, encode
 from hvdlite.core.errors import PeerFailedError, UnsupportedError
 from hvdlite.core.frames import FrameReader, to_frame
 from hvdlite.core.texts import LONGEST_MESSAGE, encodable, shortened, text_of

@@ -15,10 +15,11 @@ from hvdlite.diagnostics.progress import Reading
 from hvdlite.membership.events import GRACE_AFTER_LOSS, EndJob, HostLost, HostsSeen, Limits, StartMember
 from hvdlite_runner.host.worker_group import WorkerGroup
 from hvdlite_runner.job import loop
+from hvdlite_runner.job.ending import WorkerProcess
 from hvdlite_runner.job.loop import Job
 from hvdlite_runner.job.settings import JobSettings
-from hvdlite_runner.job.worker_processes import WorkerProcess
 from hvdlite_runner.messages import Event, Exited, ProcessStart, ProgressReply, Sample, Start
+from hvdlite_runner.output.job_output import ProgressObserver
 from hvdlite_runner.placement import LOCAL
 from hvdlite_runner.reports.monitor import Monitor
 
@@ -27,7 +28,7 @@ from hvdlite_runner.reports.monitor import Monitor
 def job() -> Iterator[Job]:
     """A job of two ranks, on this host and on host b, neither of which does anything."""
     limits = Limits(2, 2, 2, elastic_timeout=math.inf, hosts_are_fixed=True, one_world=True)
-    job = Job(JobSettings(["true"], limits, {LOCAL: 1, "b": 1}, share_cores=False), {}, None)
+    job = Job(JobSettings(["true"], limits, {LOCAL: 1, "b": 1}, share_cores=False), {}, ProgressObserver())
     job._hosts.end(0.0)
     job._hosts, job._local = Mock(), Mock()
     job._hosts.machine_of.side_effect = str

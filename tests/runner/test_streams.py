@@ -17,7 +17,8 @@ import pytest
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import OUTPUT_LOST
 from hvdlite_runner.messages import Output
-from hvdlite_runner.output.job_output import JobOutput, OutputSettings
+from hvdlite_runner.output.console import OutputSettings
+from hvdlite_runner.output.job_output import JobOutput, ProgressObserver
 from hvdlite_runner.output.streams import FULL, OutputTarget, Streams
 from tests.worlds import HANGS_SECONDS
 
@@ -156,7 +157,8 @@ def test_a_stopped_terminal_blocks_until_it_goes_on() -> None:
 
 
 def job_output(directory: Path | None, stdout: int, stderr: int) -> JobOutput:
-    return JobOutput(OutputSettings(None if directory is None else str(directory)), None, stdout=stdout, stderr=stderr)
+    settings = OutputSettings(None if directory is None else str(directory))
+    return JobOutput(settings, ProgressObserver(), stdout=stdout, stderr=stderr)
 
 
 def test_a_full_disk_ends_the_files_and_not_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
