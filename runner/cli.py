@@ -98,12 +98,12 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 def _compare(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from hvdlite_runner.reports import scaling
-    from hvdlite_runner.reports.time_to_target import Target, compare_times
+    from hvdlite_runner.reports.time_to_target import MetricTarget, compare_times
     if options.scaling is not None:
         jobs = [(str(size), job_settings(options, environ, size)) for size in options.scaling]
         return scaling.compare_sizes(jobs, environ, options.results or "scaling")
     name, values = scaling.parse_sweep(options.sweep)
-    target = None if options.until is None else Target.parse(options.until)
+    target = None if options.until is None else MetricTarget.parse(options.until)
     jobs = [(value, job_settings(options, environ, more=[f"--{name}", value])) for value in values]
     if target is not None:
         return compare_times(name, target, jobs, environ, options.results or "sweep")
@@ -147,7 +147,7 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: 
     if is_elastic(options):
         limits, slots = elastic_limits(options, {**environ, **settings}, hosts)
     else:
-        slots = _assign_slots(options, _rename_local(hosts, environ), size or options.np)
+        slots = _assign_slots(_rename_local(hosts, environ), size or options.np)
         ranks = sum(slots.values())
         limits = Limits(ranks, ranks, ranks, elastic_timeout=math.inf, hosts_are_fixed=True, one_world=True)
         first = next(iter(slots))
@@ -195,7 +195,7 @@ def mpi_command(options: argparse.Namespace, environ: Mapping[str, str]) -> list
     """
     command = resolve_command(_command(options), environ.get("PATH"))
     hosts, shell = _hosts(options, environ)
-    slots = _assign_slots(options, hosts, options.np)
+    slots = _assign_slots(hosts, options.np)
     flavour = mpirun.flavour_of(options.mpirun)
     remote = any(host.name != LOCAL for host in _rename_local(hosts, environ))
     return mpirun.mpirun_command(
@@ -215,7 +215,7 @@ def _command(options: argparse.Namespace) -> list[str]:
     return command
 
 
-def _assign_slots(options: argparse.Namespace, hosts: Sequence[Host], size: int | None) -> dict[str, int]:
+def _assign_slots(hosts: Sequence[Host], size: int | None) -> dict[str, int]:
     if not hosts and size is None:
         raise LaunchError("pass the number of ranks with -np N")
     return placement.assign_slots(size, hosts or [Host(LOCAL, size or 1)])

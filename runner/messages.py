@@ -175,7 +175,7 @@ class Exited(AgentMessage, frozen=True):
 
     rank: int
     code: int  # negative: by that signal
-    by_us: bool  # after it had been told to
+    by_us: bool  # after it had been ordered to
     record: FailureRecord | None  # `when` is its age in seconds: clocks differ
     progress: Reading  # with its metrics
 

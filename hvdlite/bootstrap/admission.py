@@ -1,7 +1,7 @@
 """Rank 0's side of the rendezvous: one thread authenticates connections and admits ranks, and never blocks on one of them.
 
 A stranger costs rank 0 a descriptor for at most `HANDSHAKE_SECONDS`, and less when there are many: the oldest connection
-that has not proved that it knows the key gives way, and a rank that is dropped so connects again.
+that has not proved possession of the key is dropped; a rank to which this happens connects again.
 """
 
 from __future__ import annotations

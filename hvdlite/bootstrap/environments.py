@@ -171,7 +171,7 @@ def _launch_info(environment: Environment, environ: Mapping[str, str], parent: i
     if world.size == 1:
         return LaunchInfo(environment.name, world, environ.get(contract.JOB_DIRECTORY, ""), is_mpi=is_mpi)
     if world.local_size < world.size and not environment.is_mpi:
-        if world.epoch <= 1 and contract.JOINER not in environ:  # later worlds are told where rank 0 listens
+        if world.epoch <= 1 and contract.JOINER not in environ:  # in later worlds rank 0 announces where it listens
             coordinator = coordinator or _likely_coordinator(environment, environ)
         if not key:
             raise LaunchError(f"{environment.name}: {world.size} ranks on several hosts ({world.local_size} here) need the "
@@ -198,7 +198,7 @@ def torch_variables(environ: Mapping[str, str], parent: int) -> dict[str, str]:
         from the job's ids, and nothing keeps other programs off it.
 
     Raises:
-        LaunchError: when no launcher has started this process, or its variables do not tell where rank 0 is.
+        LaunchError: when no launcher has started this process, or its variables do not name rank 0's host.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return {}

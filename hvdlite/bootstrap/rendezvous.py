@@ -6,6 +6,7 @@ not. Another thread can cancel it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import select
@@ -86,20 +87,18 @@ def listen(address: Address) -> socket.socket:
             return socket.create_server(("", address.port), family=socket.AF_INET6 if dual else socket.AF_INET,
                                         backlog=BACKLOG, dualstack_ipv6=dual)
         family, target = address.resolved()
-        if address.path:
-            Path(target).unlink(missing_ok=True)  # left by a job that was killed while its ranks met
+        with contextlib.ExitStack() as opened:
+            listener = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            if address.path:
+                Path(target).unlink(missing_ok=True)  # left by a job that was killed while its ranks met
+            else:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _bind(listener, address, target)
+            listener.listen(BACKLOG)
+            opened.pop_all()
+        return listener
     except OSError as error:
         raise LaunchError(f"rank 0 cannot listen at {address}: {error}") from error
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if not address.path:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _bind(listener, address, target)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise LaunchError(f"rank 0 cannot listen at {address}: {error}") from error
-    return listener
 
 
 def _bind(listener: socket.socket, address: Address, target: Any) -> None:

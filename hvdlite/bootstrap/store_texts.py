@@ -5,7 +5,7 @@
 Rules
 - Greeting and number have the same form in every version of hvdlite: a rank with another version can be named and answered.
 - The MAC covers the name of the group, the key under which the text stands in the store, and the text before and after it.
-  Without a job's key it is made with an empty one: then it proves nothing, and only tells a text of hvdlite from noise.
+  Without a job's key it is made with an empty one: then it proves nothing, and only sets a text of hvdlite off from noise.
 - A rank chooses its number at random, and the answer to the rank has it, too: old answers are not taken for new ones.
 - Nothing is decoded before its MAC is checked, and no MAC is computed of a text that is longer than those of ranks.
 """
@@ -61,7 +61,7 @@ class Text(Generic[T]):
     """A text from the store.
 
     Attributes:
-        number: that of the rank that has written it, or to which it answers; None if it cannot be told.
+        number: that of the rank that has written it, or to which it answers; None if it is not known.
         content: None if the text cannot be used.
         problem: why it cannot; "" otherwise.
     """

@@ -175,7 +175,7 @@ class StarControl:
                 ended.append(descriptor)
             elif descriptor in self._peer_of:
                 self._handle_socket(self._peer_of[descriptor], flags)
-        for descriptor in ended:  # after all sockets: a last message may say why
+        for descriptor in ended:  # after all sockets: a last message may explain it
             peer = self._pidfds.pop(descriptor)
             self._poller.unregister(descriptor)
             os.close(descriptor)

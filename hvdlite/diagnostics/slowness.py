@@ -31,7 +31,7 @@ LEAST_RATIO: Final = 2.0
 """How many times as fast as all connections of a slow link together every other one must be."""
 LEAST_BYTES: Final = 0.1
 """Of what the connection that carried most has carried. Others carry messages, of which the kernel may acknowledge the last
-one only after 40 ms: their rates say nothing.
+one only after 40 ms: their rates mean nothing.
 """
 LEAST_SECONDS: Final = 0.1
 """How long data must have been under way in the slowest connection: the kernel counts this time in ticks of up to 10 ms."""

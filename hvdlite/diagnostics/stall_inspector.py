@@ -77,8 +77,11 @@ class StallInspector:
 
     def __init__(self, coordinator: Coordinator, times: Times, probe: ProcessProbe, deliver: Receiver,
                  story: Callable[[str], str]) -> None:
-        self._coordinator, self._times, self._probe = coordinator, times, probe
-        self._deliver, self._story = deliver, story
+        self._coordinator = coordinator
+        self._times = times
+        self._probe = probe
+        self._deliver = deliver
+        self._story = story
         self._next_look = math.inf  # on the caller's clock; infinite while nothing waits
         self._asked: dict[int, float] = {}  # when; not answered since
         self._ask_again: dict[int, float] = {}  # answered: when to ask again
@@ -269,7 +272,9 @@ class CoordinatorWatchdog:
     """
 
     def __init__(self, rank: int, parent: int, after: float, lost: float, probe: ProcessProbe) -> None:
-        self._rank, self._parent, self._probe = rank, parent, probe
+        self._rank = rank
+        self._parent = parent
+        self._probe = probe
         self._after, self._lost = after or math.inf, (lost or math.inf) + (LEADER_SECONDS if parent else 0.0)
         self._since = math.inf  # since when it waits without a message from rank 0; infinite while it does not
         self._asked = math.inf  # when it asked rank 0, without an answer

@@ -280,7 +280,7 @@ class Engine:
         self._inbox.release(call.key)
         if call.is_done:
             self.history.add(name)
-            self._recorder.exchanged(name)
+            self._recorder.finished(name, "a mailbox")
 
     def _send_side_message(self, message: SideMessage) -> None:
         self._controller.send_side_message(message)

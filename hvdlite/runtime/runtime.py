@@ -64,7 +64,7 @@ class Runtime:
         self.connections = connections
         self.handoff = Handoff.create(world.rank, world.size, connections.control.wake, spins=config.spin_microseconds > 0)
         self._inbox, self._state = self.handoff.inbox, self.handoff.state
-        self.recorder = FlightRecorder(world.rank, connections.plane.name, connections.clock)
+        self.recorder = FlightRecorder(connections.plane.name, connections.clock)
         self.engine, self._rank_zero = build_engine(world, config, connections, coordinator, self.handoff, self.recorder)
         if connections.devices is not None:
             connections.devices.set_error_handler(self._device_failed)

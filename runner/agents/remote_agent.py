@@ -48,7 +48,7 @@ class RemoteAgent:
 
     Args:
         selector: its keys' `data` are functions to call when the descriptor is ready.
-        tell: called with (this, event).
+        receive: called with (this, event).
         lost: called with this when the link has ended without `AgentDone`.
 
     Attributes:
@@ -56,17 +56,20 @@ class RemoteAgent:
     """
 
     def __init__(self, host: Host, shell: Shell, bootstrap_input: bytes, selector: selectors.BaseSelector,
-                 tell: Callable[[RemoteAgent, Event], None], lost: Callable[[RemoteAgent], None]) -> None:
-        self.host, self.shell = host, shell
+                 receive: Callable[[RemoteAgent, Event], None], lost: Callable[[RemoteAgent], None]) -> None:
+        self.host = host
+        self.shell = shell
         self.ready: AgentReady | None = None
         self.over = False  # all processes there have ended, or the link has
-        self._selector, self._tell, self._lost = selector, tell, lost
+        self._selector = selector
+        self._receive_event = receive
+        self._lost = lost
         self._frames = AgentFrames(events=True)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._lock = threading.Lock()  # of the shell's standard input, and of `_unsent`
         self._unsent = bytearray()
         self._reason = ""
-        self._quiet_since: float | None = None  # when the user has been told that it is silent
+        self._quiet_since: float | None = None  # when the user was informed that it is silent
         self.last_received = time.monotonic()
         with explained(f"{shell.name} to connect to host {host.name}"):
             self._process = subprocess.Popen(shell.command(host.name), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -207,8 +210,8 @@ class RemoteAgent:
                 self._reason, content = f"was lost: its agent has ended: {event.reason}", b""
             else:
                 self.over |= isinstance(event, AgentDone)
-                self._tell(self, event)
-        self.last_received = time.monotonic()  # the current time: `tell` may have blocked on the terminal
+                self._receive_event(self, event)
+        self.last_received = time.monotonic()  # the current time: `receive` may have blocked on the terminal
         if not content:
             self._selector.unregister(self._process.stdout)
             if not self.over:

@@ -21,7 +21,7 @@ from hvdlite.core.sockets import check_same_user, short_socket_path
 from hvdlite.membership.messages import MemberFrames, MemberHello, MemberMessage, MemberOrder, frame
 
 STRANGERS: Final = 256
-"""Connections that have not said which member they are; then the oldest one gives way."""
+"""Connections that have not sent `MemberHello`; then the oldest one gives way."""
 MOST_MESSAGES: Final = 1000
 MOST_BYTES: Final = 1 << 21
 """What a member may send within a second; it has a few messages to send for each change of the world."""
@@ -46,7 +46,7 @@ class MemberServer:
         self.clock = clock
         self._received = received
         self._connections: dict[int, _Connection] = {}  # by member
-        self._strangers: dict[_Connection, None] = {}  # they have not said which member they are; the oldest first
+        self._strangers: dict[_Connection, None] = {}  # they have not sent `MemberHello`; the oldest first
         self._unsent: dict[int, bytes] = {}  # orders for members that have not connected yet
         self._gone: set[int] = set()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -115,13 +115,13 @@ class Reaper:
             self._ranks[pid] = start
         else:
             self._excluded.add(pid)
-        self._tell(b"rank %d %d\n" % (pid, start))
+        self._write(b"rank %d %d\n" % (pid, start))
 
     def forget(self, pid: int) -> None:
         """Remove a process that has been reaped: the system may use its id again."""
         self._ranks.pop(pid, None)
         self._excluded.discard(pid)
-        self._tell(b"gone %d\n" % pid)
+        self._write(b"gone %d\n" % pid)
 
     def end_job(self, timeout: float) -> None:
         """Kill all remaining processes of the job, in any session."""
@@ -137,14 +137,14 @@ class Reaper:
 
     def stop(self) -> None:
         """End the reaper after the launcher has cleaned up."""
-        self._tell(b"done\n")
+        self._write(b"done\n")
         try:
             self._process.communicate(timeout=5)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
-    def _tell(self, line: bytes) -> None:
+    def _write(self, line: bytes) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line)

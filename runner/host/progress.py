@@ -1,4 +1,4 @@
-"""The progress of a host's processes: what the launcher is told of it each second, and at their end."""
+"""The progress of a host's processes: what the launcher receives of it each second, and at their end."""
 
 from __future__ import annotations
 

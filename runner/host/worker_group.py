@@ -65,20 +65,23 @@ class WorkerGroup:
     Args:
         stops: returns whether no more processes are to be started.
         selector: its keys' `data` are functions to call when the descriptor is ready.
-        tell: called with events, in order.
+        report: called with events, in order.
         inherited: the environment to which the ranks' variables are added.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, tell: Callable[[Event], None], inherited: Mapping[str, str],
+    def __init__(self, selector: selectors.BaseSelector, report: Callable[[Event], None], inherited: Mapping[str, str],
                  stops: Callable[[], bool] = lambda: False) -> None:
         self.directory = ""
         self.running: dict[int, RankProcess] = {}
-        self._selector, self._tell, self._inherited, self._stops = selector, tell, inherited, stops
+        self._selector = selector
+        self._report = report
+        self._inherited = inherited
+        self._stops = stops
         self._reaper: Reaper | None = None
         self._processes: dict[int, RankProcess] = {}
         self._open: dict[tuple[int, str], int] = {}  # descriptors of streams that have not ended
         self._paused = False
-        self._asked = False  # whether the ranks have been told to end
+        self._asked = False  # whether the ranks have been ordered to end
         self._members: MemberServer | None = None  # of an elastic job
         self._killed: set[int] = set()  # members that were killed on an order
         self._dying: dict[int, float] = {}  # members that have ended: until when to wait for the end of their descendants
@@ -102,7 +105,7 @@ class WorkerGroup:
             raise
 
     def watch(self, pid: int) -> None:
-        """Tell the reaper to end another process with the job."""
+        """Let the reaper end another process with the job."""
         assert self._reaper is not None
         self._reaper.watch(pid)
 
@@ -143,7 +146,8 @@ class WorkerGroup:
     def _start(self, order: Start) -> None:
         """Start processes, or report why one cannot be started."""
         if order.is_elastic and self._members is None:
-            self._members = MemberServer(self._selector, self.directory, lambda *received: self._tell(FromMember(*received)))
+            self._members = MemberServer(self._selector, self.directory,
+                                         lambda *received: self._report(FromMember(*received)))
         count = len(order.processes)
         try:
             with reserve_descriptors(_DESCRIPTORS * count, f"starting {count} processes on one host"):
@@ -153,7 +157,7 @@ class WorkerGroup:
         except LaunchError as error:
             for each in order.processes:
                 if each.key not in self._processes:
-                    self._tell(StartRefused(each.key, str(error), commands.NOT_EXECUTABLE))
+                    self._report(StartRefused(each.key, str(error), commands.NOT_EXECUTABLE))
 
     def _start_process(self, each: ProcessStart, order: Start) -> bool:
         cores: list[int] = []
@@ -173,10 +177,10 @@ class WorkerGroup:
             if error.errno in OUT_OF_DESCRIPTORS:
                 raise
             refused = commands.refused(words, error)
-            self._tell(StartRefused(each.key, str(refused), refused.code))
+            self._report(StartRefused(each.key, str(refused), refused.code))
             return False
         except commands.CommandError as error:
-            self._tell(StartRefused(each.key, str(error), error.code))
+            self._report(StartRefused(each.key, str(error), error.code))
             return False
         return True
 
@@ -190,7 +194,7 @@ class WorkerGroup:
                 self._listen(process.rank, name)
         if process.pidfd >= 0:
             self._selector.register(process.pidfd, selectors.EVENT_READ, self.notice)
-        self._tell(Started(process.rank, process.pid, process.unbound))
+        self._report(Started(process.rank, process.pid, process.unbound))
 
     def notice(self) -> None:
         """Report the ranks that have ended since the last call, and reap adopted orphans."""
@@ -212,7 +216,7 @@ class WorkerGroup:
             if record is not None:
                 record = dataclasses.replace(record, when=time.time() - record.when)
             reading = dataclasses.replace(read(self.directory, rank), metrics=read_metrics(self.directory, rank))
-            self._tell(Exited(rank, code, self._asked or rank in self._killed, record, reading))
+            self._report(Exited(rank, code, self._asked or rank in self._killed, record, reading))
             if self._members is not None:
                 self._collect(process)
         if self._reaper is not None:
@@ -295,7 +299,7 @@ class WorkerGroup:
             if not self._paused:
                 self._selector.unregister(self._open[rank, name])
             del self._open[rank, name]
-        self._tell(Output(rank, name, content))
+        self._report(Output(rank, name, content))
         return bool(content)
 
     def _drain(self) -> None:
@@ -319,7 +323,7 @@ class WorkerGroup:
         path = Path(self.directory) / f"{RESULT_FILE}.{rank}"
         if path.exists():
             for content, is_last in pieces_of(path, PIECE_BYTES):
-                self._tell(Result(rank, content, is_last))
+                self._report(Result(rank, content, is_last))
 
 
 def pieces_of(path: Path, size: int) -> Iterator[tuple[bytes, bool]]:

@@ -108,12 +108,7 @@ class Exit:
 
     rank: int  # the process's key: in an elastic job the member's id
     code: int  # negative: killed by that signal
-    ended_by_us: bool = False  # after the launcher had told it to end
-
-    @property
-    def failed(self) -> bool:
-        """Whether it failed."""
-        return self.code != 0
+    ended_by_us: bool = False  # after the launcher had ordered it to end
 
     def __str__(self) -> str:
         return exit_text(self.code)
@@ -164,16 +159,16 @@ def root_cause(exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> C
     Among ranks that failed by themselves, the earliest recorded failure wins over the earliest exit. A rank without a record
     that ended by the launcher's SIGTERM did not fail, also if it is named: a stalled one, for instance.
     """
-    failed = {exit.rank: exit for exit in exits if exit.failed}
+    failed = {exit.rank: exit for exit in exits if exit.code}
     if not failed:
         return None
-    told = sorted((record.when, _origin(rank, records)) for rank, record in records.items()
+    named = sorted((record.when, _origin(rank, records)) for rank, record in records.items()
                   if rank in failed and record.origin != rank)
-    blamed = [rank for _, rank in told if rank in failed and (
+    blamed = [rank for _, rank in named if rank in failed and (
         records[rank].origin == rank if rank in records else
         not (failed[rank].ended_by_us and failed[rank].code == -signal.SIGTERM))]
     own = sorted((records[rank].when, rank) for rank in failed if rank in records and records[rank].origin == rank)
-    unrecorded = [exit.rank for exit in exits if exit.failed and exit.rank not in records and not exit.ended_by_us]
+    unrecorded = [exit.rank for exit in exits if exit.code and exit.rank not in records and not exit.ended_by_us]
     first = next(iter((*blamed, *(rank for _, rank in own), *unrecorded, *failed)))
     return Cause(failed[first], records.get(first), tuple(sorted(failed.keys() - {first})))
 
@@ -218,7 +213,7 @@ def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, Fai
     | any other reason: too few ranks, no progress | that of `EndJob` |
 
     Args:
-        end: what the authority has said; None if it was not asked, because of the user's signal.
+        end: the authority's command; None if it was not asked, because of the user's signal.
         exits: all ends of processes, in the order in which they were seen.
         records: by the keys of processes.
         lost: why hosts were lost, in a job that is not elastic.
@@ -235,7 +230,7 @@ def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, Fai
     went_on = worlds > 1  # else it has ended like any other job
     cause = root_cause(_to_blame(end, exits, records) if went_on else exits, records)
     if lost and (cause is None or cause.exit.ended_by_us or cause.record is not None):
-        failed = format_ranks(each.rank for each in exits if each.failed)
+        failed = format_ranks(each.rank for each in exits if each.code)
         return Verdict(1, [*lost, *([f"ranks {failed} ended as a consequence"] if exits else [])], -1, "; ".join(lost))
     if cause is not None and not one_world and cause.exit.ended_by_us and cause.record is None:
         cause = None  # it was ended because of the reason

@@ -86,10 +86,17 @@ class HostPool:
                  take: Callable[[str, Event], None] = lambda name, event: None,
                  lost: Callable[[str, str], None] = lambda name, reason: None, note: Callable[[str], None] = print,
                  local: WorkerGroup | None = None, ending: Ending | None = None, checks_silence: bool = True) -> None:
-        self._selector, self._settings, self._inherited = selector, settings, inherited
-        self._take, self._lost, self._note, self._local, self._ending = take, lost, note, local, ending
+        self._selector = selector
+        self._settings = settings
+        self._inherited = inherited
+        self._take = take
+        self._lost = lost
+        self._note = note
+        self._local = local
+        self._ending = ending
         self._checks_silence = checks_silence
-        self._shell, self._retries = settings.shell, not settings.limits.one_world
+        self._shell = settings.shell
+        self._retries = not settings.limits.one_world
         self._after_loss = AFTER_LOSS_SECONDS + (0.0 if math.isinf(self._shell.silence) else self._shell.silence)
         self._slots: dict[str, int] = {}
         self._has_slots = False
@@ -231,7 +238,7 @@ class HostPool:
             self._check(now)
 
     def stop(self) -> None:
-        """Tell all agents to end their processes."""
+        """Order all agents to end their processes."""
         self._is_over = True
         if self._pinger is not None:
             self._pinger.stop()

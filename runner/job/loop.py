@@ -1,9 +1,9 @@
 """The run of a job: its processes are started, their output is shown, their ends are noticed, and what is left is ended.
 
-`membership.authority` decides; this loop tells it what happens and does what it commands. A job that is not elastic has one
-world, which its first failure ends. In an elastic one, members end and hosts come and go. Processes have keys that are never
-used again: in a job that is not elastic they are the ranks. One loop waits for the pipes and pidfds of this host's processes
-and for the links to other hosts; it does not poll.
+`membership.authority` decides; this loop reports to it what happens, and carries out its commands. A job that is not elastic
+has one world, which its first failure ends. In an elastic one, members end and hosts come and go. Processes have keys that
+are never used again: in a job that is not elastic they are the ranks. One loop waits for the pipes and pidfds of this host's
+processes and for the links to other hosts; it does not poll.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Job:
     def __init__(self, settings: JobSettings, inherited: Mapping[str, str], observer: ProgressObserver) -> None:
         self.selector = selectors.DefaultSelector()
         self.ending = Ending()
-        self._settings, self._observer = settings, observer
+        self._settings = settings
+        self._observer = observer
         self._is_elastic = not settings.limits.one_world
         self._processes = WorkerProcesses()
         self._output = JobOutput(settings.output, observer, self._processes.rank_of)
@@ -213,7 +214,7 @@ class Job:
         self._events.append(HostsSeen(usable))
 
     def _decide(self, now: float) -> None:
-        """Tell the authority what has happened, and do what it commands."""
+        """Report to the authority what has happened, and carry out its commands."""
         wake_at = self._authority.wake_at()
         if wake_at is not None and wake_at <= now:
             self._events.append(TimePassed())
@@ -253,7 +254,7 @@ class Job:
                 for content in self._task.pieces():
                     self._send(keys[0], orders.TaskPiece(content))
             self._send(keys[0], order)
-            if machine != LOCAL and self._hosts.remote(machine) is None:  # lost: the authority knows, or will
+            if machine != LOCAL and self._hosts.remote(machine) is None:  # lost: the authority is notified of it
                 self._processes.running.difference_update(keys)
             elif machine == LOCAL and self._is_ended_by_user():  # some of them were not started any more
                 self._processes.running -= set(keys) - set(self._local.running)
@@ -347,7 +348,7 @@ class Job:
         if event.rank in self._authority.members:
             self._observer.ended(process.rank, event.progress)
         if self._is_elastic:
-            if ended.failed and not event.by_us:
+            if ended.code and not event.by_us:
                 self._output.console.reveal(event.rank)
             self._output.close_files(event.rank)
         self._events.append(MemberGone(event.rank, event.code, cause))
@@ -369,7 +370,7 @@ class Job:
                 self._output.close_files(key)
         elif gone:
             self._lost.append(f"{reason} (with ranks {format_ranks(gone)})")
-        if self._authority.epoch:  # else the pool knows, and there is nothing to lose yet
+        if self._authority.epoch:  # else the pool is aware of it, and there is nothing to lose yet
             self._events.append(HostLost(machine, reason.removeprefix(f"host {machine} was lost: ")))
 
     def _observe(self, machine: str, event: ProgressReply) -> None:

@@ -35,7 +35,11 @@ class Starts:
 
     def __init__(self, settings: JobSettings, hosts: HostPool, inherited: Mapping[str, str], key: str,
                  note: Callable[[str], None]) -> None:
-        self._settings, self._hosts, self._inherited, self._key, self._note = settings, hosts, inherited, key, note
+        self._settings = settings
+        self._hosts = hosts
+        self._inherited = inherited
+        self._key = key
+        self._note = note
         self._is_elastic = not settings.limits.one_world
         self._route: Route | None = None  # of the founders; keeps their ports
 

@@ -25,7 +25,7 @@ READER_SECONDS: Final = 300.0
 READER_SECONDS_AFTER_SIGNAL: Final = 1.0
 """The same after the user's signal."""
 _NOTE_SECONDS: Final = 3.0
-"""Seconds until the user is told that there is a wait."""
+"""Seconds until the user is informed that there is a wait."""
 
 
 class ProgressObserver:
@@ -154,7 +154,7 @@ class JobOutput:
             self.close_files(key)
 
     def close(self, code: int, user_signal: int, later_signal: Callable[[], int]) -> int:
-        """Wait for the readers of the output, and tell the user if some of it is lost; return hvdrun's exit code.
+        """Wait for the readers of the output, and inform the user if some of it is lost; return hvdrun's exit code.
 
         Args:
             code: the job's exit code.
@@ -181,7 +181,7 @@ class JobOutput:
         return OUTPUT_LOST if code == 0 and self._streams.lost() else code
 
     def _failed(self, target: OutputTarget) -> None:
-        """Tell the user, once, that a stream or a file gets nothing more."""
+        """Inform the user, once, that a stream or a file gets nothing more."""
         if target.label.startswith("standard"):
             self.note(f"{target.label}: {target.reason()}; the job goes on without it")
         elif not self._a_file_failed:

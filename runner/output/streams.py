@@ -179,7 +179,8 @@ class Streams:
 
     def __init__(self, overloaded: Callable[[bool], None], failed: Callable[[OutputTarget], None], stdout: int = 1,
                  stderr: int = 2) -> None:
-        self._overloaded, self._failed = overloaded, failed
+        self._overloaded = overloaded
+        self._failed = failed
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)

@@ -56,7 +56,9 @@ class Monitor(ProgressObserver):
 
     def __init__(self, write: Callable[[str], None], in_place: bool,
                  clock: Callable[[], float] = time.monotonic) -> None:
-        self._write, self._in_place, self._clock = write, in_place, clock
+        self._write = write
+        self._in_place = in_place
+        self._clock = clock
         self._rank_hosts: Mapping[int, str] = {}
         self._now: dict[int, Sample] = {}
         self._before: dict[int, Sample] = {}
