@@ -15,17 +15,16 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from hvdlite.bootstrap.cancellation import Cancellation
+from hvdlite.bootstrap.rendezvous import HANDSHAKE_SECONDS, Address, Cancellation, advertised_address
 from hvdlite.control.handshake import Greeting, ServerHandshake
 from hvdlite.control.wire import Connection, RankInfo, Welcome
 from hvdlite.core.config import poll_timeout
 from hvdlite.core.errors import HvdliteError, LaunchError, ProtocolError
-from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
+from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS, reserve_descriptors
 from hvdlite.core.sockets import RefusedConnections, check_same_user
 
 HALF_OPEN_LIMIT: Final = 64
 """Connections that may be in their handshake at once, besides one for each rank that is missing."""
-HANDSHAKE_SECONDS: Final = 10.0
 _ACCEPTED_AT_ONCE: Final = 64
 _OF_ANOTHER_JOB: Final = ("rank {0.rank} (process {0.pid}) has reached rank 0 of another job: their launchers' ids, keys or "
                           "job directories differ")
@@ -50,12 +49,45 @@ class _HalfOpen:
     connection: Connection | None = None  # authenticated: its RankInfo is missing
 
 
+def accept_ranks(listener: socket.socket, address: Address, own: RankInfo, *, timeout: float, frame_limit: int,
+                 use_leaders: bool = False,
+                 cancellation: Cancellation | None = None) -> tuple[dict[int, Connection], Welcome]:
+    """On rank 0: wait for all other ranks and welcome them.
+
+    Args:
+        use_leaders: whether hosts are to have leaders, when there are several.
+        cancellation: may end this from another thread.
+
+    Raises:
+        LaunchError: when some have not come within `timeout` seconds, naming them, one does not fit, or this process may
+            not have as many connections.
+    """
+    admission = Admission(own, address, frame_limit, use_leaders=use_leaders, cancellation=cancellation or Cancellation())
+    try:
+        try:
+            with reserve_descriptors(own.size - 1, f"rank 0 of a job of {own.size} ranks"):
+                admission.admit_all(listener, timeout)
+        except LaunchError as error:
+            admission.refusal = str(error)
+            admission.send_welcome()
+            raise
+        welcome = admission.send_welcome()
+        if admission.refusal:
+            raise LaunchError(admission.refusal)
+        return admission.connections, welcome
+    except BaseException:
+        for connection in admission.connections.values():
+            connection.close()
+        raise
+    finally:
+        admission.end()
+
+
 class Admission:
     """Admits ranks to a world.
 
     Args:
-        address: of rank 0, for messages.
-        key: the job's; none when rank 0 listens on a Unix socket.
+        address: of rank 0.
         use_leaders: whether hosts are to have leaders, when there are several.
         cancellation: may end this from another thread.
 
@@ -65,14 +97,14 @@ class Admission:
         refused: the log of strangers.
     """
 
-    def __init__(self, own: RankInfo, address: object, key: bytes, frame_limit: int, *, use_leaders: bool,
+    def __init__(self, own: RankInfo, address: Address, frame_limit: int, *, use_leaders: bool,
                  cancellation: Cancellation) -> None:
         self.connections: dict[int, Connection] = {}
         self.refusal = ""
         self.refused = RefusedConnections(address)
         self._own = own
         self._address = address
-        self._key = key
+        self._key = address.key  # none on a Unix socket
         self._frame_limit = frame_limit
         self._use_leaders = use_leaders
         self._cancellation = cancellation
@@ -109,30 +141,22 @@ class Admission:
                     elif descriptor in self._half_open:
                         self._advance(self._half_open[descriptor])
 
-    def dismiss(self) -> None:
-        """Close the connections: there will be no world."""
-        for connection in self.connections.values():
-            connection.close()
-
     def end(self) -> None:
         """Nobody is admitted any more."""
         for half_open in list(self._half_open.values()):
             self._drop(half_open)
         self.refused.log_rest()
 
-    def send_welcome(self, advertised_address: str = "") -> Welcome:
-        """Answer those that have come; return the answer.
-
-        Args:
-            advertised_address: of this host, for ranks of others.
-        """
+    def send_welcome(self) -> Welcome:
+        """Answer those that have come; return the answer."""
         welcome = Welcome(refusal=self.refusal, epoch=self._own.epoch)
         if not self.refusal:
             ranks = [self._infos[rank] for rank in range(self._own.size)]
             welcome = Welcome(
                 pids=tuple(info.pid for info in ranks), hosts=tuple(info.host for info in ranks),
-                stack_dumps=tuple(info.stack_dump for info in ranks), advertised_address=advertised_address,
-                clock=time.monotonic(), unavailable=_unavailable_somewhere(ranks),
+                stack_dumps=tuple(info.stack_dump for info in ranks),
+                advertised_address=advertised_address(self.connections.values()), clock=time.monotonic(),
+                unavailable=_unavailable_somewhere(ranks),
                 use_leaders=self._use_leaders and len({info.host for info in ranks}) > 1, epoch=self._own.epoch)
         for connection in self.connections.values():
             with contextlib.suppress(OSError):  # its end is seen later

@@ -21,7 +21,7 @@ from hvdlite.core.addresses import routes_to
 from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostError, ProtocolError
 from hvdlite.core.launch_contract import MEMBER_SOCKET
 from hvdlite.core.process_limit import explained
-from hvdlite.core.sockets import check_same_user, short_socket_path
+from hvdlite.core.sockets import connect_unix
 from hvdlite.membership.messages import (
     Alive,
     AllFinished,
@@ -306,9 +306,7 @@ def _connected(directory: str) -> socket.socket:
     path = str(Path(directory) / MEMBER_SOCKET)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with short_socket_path(path) as short:
-            sock.connect(short)
-        check_same_user(sock)
+        connect_unix(sock, path)
     except (OSError, ProtocolError) as error:
         sock.close()
         raise LaunchError(f"this process is a member of an elastic job, and its launcher does not answer at {path}: "

@@ -1,7 +1,7 @@
 """The rendezvous: rank 0 listens, the other ranks connect and authenticate, and no other process gets in.
 
 It is also the first barrier of a world: it ends when all ranks have sent their RankInfo, or fails and names those that have
-not. Another thread can cancel it.
+not. Another thread can cancel it. Rank 0's side is in `admission.py`.
 """
 
 from __future__ import annotations
@@ -11,30 +11,71 @@ import dataclasses
 import errno
 import select
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hvdlite.bootstrap.admission import HANDSHAKE_SECONDS, Admission
-from hvdlite.bootstrap.cancellation import Cancellation
 from hvdlite.bootstrap.environments import how_to_have_a_key
 from hvdlite.control.handshake import Greeting, greet_rank_0
 from hvdlite.control.wire import Connection, RankInfo, Welcome
 from hvdlite.core.addresses import routes_to
 from hvdlite.core.config import poll_timeout
 from hvdlite.core.errors import LaunchError, ProtocolError
-from hvdlite.core.file_limit import reserve_descriptors
-from hvdlite.core.sockets import check_same_user, short_socket_path
+from hvdlite.core.sockets import connect_unix, short_socket_path
 from hvdlite.negotiation.messages import Message
 
 BACKLOG = 1024
+HANDSHAKE_SECONDS = 10.0
 _ANYWHERE = "192.0.2.1"  # from a block reserved for documentation; no packet is sent
 CONNECT_SECONDS = 5.0
 """A host that is not up yet may swallow the first attempt."""
 RETRY_SECONDS = 0.02
 """The longest pause between two attempts; the first ones follow each other faster."""
 FIRST_RETRY_SECONDS = 0.001
+
+
+class Cancellation:
+    """Ends a rendezvous from another thread, at once: shuts down the sockets on which it blocks.
+
+    Attributes:
+        reason: why the rendezvous was given up; "" as long as it was not.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._sockets: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    def cancel(self, reason: str) -> None:
+        """Give the rendezvous up; callable from any thread, again is fine."""
+        with self._lock:
+            self.reason = self.reason or reason
+            for sock in self._sockets:
+                with contextlib.suppress(OSError):  # not connected any more
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def check(self) -> None:
+        """Raise `LaunchError` when the rendezvous was given up."""
+        if self.reason:
+            raise LaunchError(f"the ranks stopped meeting: {self.reason}")
+
+    @contextlib.contextmanager
+    def watch(self, sock: socket.socket) -> Iterator[None]:
+        """Let `cancel` end what blocks on a socket inside this context: it looks like the end of the connection.
+
+        Raises:
+            LaunchError: when the rendezvous was given up before.
+        """
+        with self._lock:
+            self.check()
+            self._sockets.add(sock)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._sockets.discard(sock)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,15 +159,6 @@ def _bind(listener: socket.socket, address: Address, target: Any) -> None:
         listener.bind(("", address.port))  # translated on the way: a service's address, say
 
 
-def _connect(sock: socket.socket, address: Address, target: Any) -> None:
-    if not address.path:
-        sock.connect(target)
-        return
-    with short_socket_path(target) as path:
-        sock.connect(path)
-    check_same_user(sock)
-
-
 def is_loopback(host: str) -> bool:
     """Return whether a host's name or IP address is one that other hosts cannot reach."""
     return host in ("localhost", "::1") or host.startswith("127.")
@@ -154,44 +186,6 @@ def route_address(names: Iterable[str]) -> str:
         if own and not is_loopback(own[0]):
             return own[0]
     return next(iter(routes_to([_ANYWHERE])), "127.0.0.1")
-
-
-def accept_ranks(listener: socket.socket, address: Address, own: RankInfo, *, timeout: float, frame_limit: int,
-                  use_leaders: bool = False,
-                  cancellation: Cancellation | None = None) -> tuple[dict[int, Connection], Welcome]:
-    """On rank 0: wait for all other ranks and welcome them.
-
-    Args:
-        use_leaders: whether hosts are to have leaders, when there are several.
-        cancellation: may end this from another thread.
-
-    Raises:
-        LaunchError: when some have not come within `timeout` seconds, naming them, one does not fit, or this process may
-            not have as many connections.
-    """
-    admission = Admission(own, address, address.key, frame_limit, use_leaders=use_leaders,
-                          cancellation=cancellation or Cancellation())
-    try:
-        return admission.connections, _welcomed(admission, listener, own, timeout)
-    except BaseException:
-        admission.dismiss()
-        raise
-    finally:
-        admission.end()
-
-
-def _welcomed(admission: Admission, listener: socket.socket, own: RankInfo, timeout: float) -> Welcome:
-    try:
-        with reserve_descriptors(own.size - 1, f"rank 0 of a job of {own.size} ranks"):
-            admission.admit_all(listener, timeout)
-    except LaunchError as error:
-        admission.refusal = str(error)
-        admission.send_welcome()
-        raise
-    welcome = admission.send_welcome(advertised_address(admission.connections.values()))
-    if admission.refusal:
-        raise LaunchError(admission.refusal)
-    return welcome
 
 
 def connect_to_rank_0(address: Address, own: RankInfo, *, timeout: float, frame_limit: int,
@@ -281,8 +275,10 @@ def _connected(address: Address, deadline: float, cancellation: Cancellation, re
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
                 sock.settimeout(max(0.1, min(CONNECT_SECONDS, deadline - time.monotonic())))
-                _connect(sock, address, target)
-                if not address.path:
+                if address.path:
+                    connect_unix(sock, target)
+                else:
+                    sock.connect(target)
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return sock
             except (OSError, ProtocolError):

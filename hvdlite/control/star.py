@@ -20,6 +20,7 @@ How a failure travels under leaders (docs/protocol.md#leaders)
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -252,11 +253,9 @@ class StarControl:
 
     def _drop_after_reading(self, peer: int, reason: str) -> None:
         """Drop a peer to which sending failed, after its last messages, which may say why."""
-        try:
+        with contextlib.suppress(EOFError, OSError, ProtocolError):  # `reason` came first
             while messages := self._connections[peer].receive():
                 self._receive(peer, messages)
-        except (EOFError, OSError, ProtocolError):
-            pass  # `reason` came first
         self._drop(peer, reason)
 
     def _drop(self, peer: int, reason: str) -> None:

@@ -14,6 +14,7 @@ Rules (docs/protocol.md#frames)
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import socket
 import struct
@@ -185,11 +186,9 @@ class Connection:
 
     def close(self) -> None:
         """End the connection; the peer can still read what was sent."""
-        try:
+        with contextlib.suppress(EOFError, OSError, ProtocolError):
             self.socket.shutdown(socket.SHUT_WR)
             self.receive()  # unread bytes would turn TCP's close into a reset, which destroys what is under way
-        except (EOFError, OSError, ProtocolError):
-            pass
         self.close_in_child()
 
     def close_in_child(self) -> None:

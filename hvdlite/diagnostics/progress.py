@@ -40,6 +40,7 @@ KEPT: Final = 4096
 _LEDGER: Final = struct.Struct("=dQddddddQddd")  # the numbers of `Ledger`, since the first step
 _PEAK: Final = struct.Struct("=Q")  # bytes of memory
 _TRAFFIC: Final = struct.Struct("=H4094s")  # how many bytes; the traffic of `Ledger`, as JSON
+_ALL: Final = struct.Struct("=" + "".join(part.format[1:] for part in (_HEAD, _BLOCKED, _LEDGER, _PEAK, _TRAFFIC)))
 _PEAK_AT: Final = _HEAD.size + _BLOCKED.size + _LEDGER.size
 _TRAFFIC_AT: Final = _PEAK_AT + _PEAK.size
 _TIMES: Final = _TRAFFIC_AT + _TRAFFIC.size  # where the steps begin
@@ -320,11 +321,8 @@ def read(job_directory: str, rank: int) -> Reading:
     """Return a rank's progress; that of a rank that has not called `init` is empty."""
     try:
         content = (Path(job_directory) / f"{PROGRESS_FILE}.{rank}").read_bytes()
-        steps, samples, counted, last = _HEAD.unpack_from(content)
-        blocked, since = _BLOCKED.unpack_from(content, _HEAD.size)
-        numbers = Ledger(*_LEDGER.unpack_from(content, _HEAD.size + _BLOCKED.size))
-        ledger = msgspec.structs.replace(numbers, traffic=_traffic_in(content))
-        peak, = _PEAK.unpack_from(content, _PEAK_AT)
+        steps, samples, counted, last, blocked, since, *numbers, peak, length, text = _ALL.unpack_from(content)
+        ledger = msgspec.structs.replace(Ledger(*numbers), traffic=_traffic_in(text[:length]))
     except (OSError, struct.error):
         return Reading()
     kept = min(max(0, steps - 1), KEPT)
@@ -352,10 +350,9 @@ def _number(what: str, value: Any) -> float:
         raise ValueError(f"{what} is not a number: {value!r}") from None
 
 
-def _traffic_in(content: bytes) -> tuple[Traffic, ...]:
-    length, text = _TRAFFIC.unpack_from(content, _TRAFFIC_AT)
+def _traffic_in(text: bytes) -> tuple[Traffic, ...]:
     with contextlib.suppress(msgspec.DecodeError):  # none yet, or they are being written
-        return msgspec.json.decode(text[:length], type=tuple[Traffic, ...])
+        return msgspec.json.decode(text, type=tuple[Traffic, ...])
     return ()
 
 

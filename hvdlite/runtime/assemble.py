@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdlite.bootstrap.cancellation import Cancellation
 from hvdlite.bootstrap.environments import LaunchInfo
 from hvdlite.bootstrap.job_directory import JobDirectory, host_identity
 from hvdlite.bootstrap.member_client import MemberClient
+from hvdlite.bootstrap.rendezvous import Cancellation
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.inproc import InprocControl
 from hvdlite.control.star import LeaderControl, StarControl

@@ -14,12 +14,12 @@ from typing import Final
 import msgspec
 
 from hvdlite._version import __version__
-from hvdlite.bootstrap.cancellation import Cancellation
+from hvdlite.bootstrap.admission import accept_ranks
 from hvdlite.bootstrap.descriptors import recv_fds, send_fds
 from hvdlite.bootstrap.environments import LaunchInfo
 from hvdlite.bootstrap.job_directory import JobDirectory, host_identity
 from hvdlite.bootstrap.member_client import MemberClient
-from hvdlite.bootstrap.rendezvous import Address, accept_ranks, advertised_address, connect_to_rank_0, listen
+from hvdlite.bootstrap.rendezvous import Address, Cancellation, advertised_address, connect_to_rank_0, listen
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.wire import Connection, RankInfo, Welcome
 from hvdlite.core.addresses import loopback

@@ -12,10 +12,10 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 
-from hvdlite.bootstrap.cancellation import Cancellation
 from hvdlite.bootstrap.environments import JobKey, LaunchInfo
 from hvdlite.bootstrap.launch_info import resolve_launch
 from hvdlite.bootstrap.member_client import MemberClient
+from hvdlite.bootstrap.rendezvous import Cancellation
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
 from hvdlite.core.errors import ConfigError, HorovodInternalError, LaunchError, NotInitializedError, UnsupportedError

@@ -58,10 +58,8 @@ class RankProcess:
 
     def send(self, signum: int) -> None:
         """Send a signal to the rank and the processes of its group."""
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it and all processes of its group have ended
             os.killpg(self.pid, signum)
-        except (ProcessLookupError, PermissionError):
-            pass  # it and all processes of its group have ended
 
     def close(self) -> None:
         """Reap the process and close its descriptors."""
@@ -146,10 +144,8 @@ class Reaper:
 
     def _write(self, line: bytes) -> None:
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the reaper was killed; the job does not depend on it
             self._process.stdin.write(line)
-        except BrokenPipeError:
-            pass  # the reaper was killed; the job does not depend on it
 
 
 def _unused_limit() -> int:

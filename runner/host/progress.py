@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.launch_contract import REPORT_SOCKET
-from hvdlite.core.sockets import check_same_user, short_socket_path
+from hvdlite.core.sockets import connect_unix
 from hvdlite.diagnostics import progress
 from hvdlite_runner.messages import Sample
 from hvdlite_runner.placement import format_ranks
@@ -100,9 +100,7 @@ def ask(path: Path, timeout: float) -> dict[str, Any]:
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout)
-        with short_socket_path(str(path)) as short:
-            connection.connect(short)
-        check_same_user(connection)
+        connect_unix(connection, str(path))
         parts = []
         while part := connection.recv(1 << 16):
             parts.append(part)

@@ -179,10 +179,8 @@ class DiscoveryScript:
 
     def _end(self, run: _Run) -> None:
         self._run = None
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left in its session
             os.killpg(run.process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass  # nothing is left in its session
         run.process.wait()
         if self._local is not None:
             self._local.forget(run.process.pid)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hvdlite.bootstrap.cancellation import Cancellation
 from hvdlite.bootstrap.member_client import MemberClient
+from hvdlite.bootstrap.rendezvous import Cancellation
 from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostError
 from hvdlite.core.launch_contract import MEMBER_SOCKET
 from hvdlite.membership.messages import (

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from hvdlite.bootstrap import admission, rendezvous
-from hvdlite.bootstrap.admission import HALF_OPEN_LIMIT
-from hvdlite.bootstrap.rendezvous import Address, accept_ranks, connect_to_rank_0
+from hvdlite.bootstrap.admission import HALF_OPEN_LIMIT, accept_ranks
+from hvdlite.bootstrap.rendezvous import Address, connect_to_rank_0
 from hvdlite.control.handshake import Greeting
 from hvdlite.control.wire import RankInfo
 from hvdlite.core.errors import LaunchError, ProtocolError
