@@ -173,16 +173,15 @@ class WorkerGroup:
                 process = RankProcess(each.key, command, environment, cores,
                                       has_input=order.has_input and each.world.rank == 0)
             self._adopt(process)
+            return True
         except OSError as error:
             if error.errno in OUT_OF_DESCRIPTORS:
                 raise
             refused = commands.refused(words, error)
-            self._report(StartRefused(each.key, str(refused), refused.code))
-            return False
         except commands.CommandError as error:
-            self._report(StartRefused(each.key, str(error), error.code))
-            return False
-        return True
+            refused = error
+        self._report(StartRefused(each.key, str(refused), refused.code))
+        return False
 
     def _adopt(self, process: RankProcess) -> None:
         assert self._reaper is not None
