@@ -195,7 +195,7 @@ def record_metrics(metrics: Mapping[str, Any], epoch: float) -> None:
     Raises:
         ValueError: for a metric that is not a number, or an epoch below 0.
     """
-    runtime().progress.metrics.record(metrics, epoch)
+    runtime().progress.record_metrics(metrics, epoch)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

@@ -24,7 +24,6 @@ from hvdlite.core.own_programs import module_command
 from hvdlite.core.texts import printable
 from hvdlite.membership.events import Limits
 from hvdlite_runner import mpirun, placement
-from hvdlite_runner.agents import allocations
 from hvdlite_runner.agents.shells import Shell
 from hvdlite_runner.host.commands import CommandError, check_input, current_directory, resolve_command
 from hvdlite_runner.job.discovery import discover_once
@@ -39,7 +38,8 @@ from hvdlite_runner.options import (
     is_elastic,
     parser,
 )
-from hvdlite_runner.output.job_output import OutputSettings, ProgressObserver
+from hvdlite_runner.output.console import OutputSettings
+from hvdlite_runner.output.job_output import ProgressObserver
 from hvdlite_runner.output.streams import prepare_standard_streams
 from hvdlite_runner.placement import LOCAL, Host
 
@@ -75,7 +75,7 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if options.doctor:
         from hvdlite_runner.reports.doctor import run_doctor
         hosts, shell = _hosts(options, environ)
-        allocation = allocations.find_allocation(environ, _read)
+        allocation = placement.find_allocation(environ, _read)
         return run_doctor(_rename_local(hosts, environ) or [Host(LOCAL)], shell,
                           options.working_directory or current_directory(), environ,
                           allocation.scheduler if allocation else "", options.json)
@@ -98,12 +98,12 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 def _compare(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from hvdlite_runner.reports import scaling
-    from hvdlite_runner.reports.time_to_target import Target, compare_times
+    from hvdlite_runner.reports.time_to_target import MetricTarget, compare_times
     if options.scaling is not None:
         jobs = [(str(size), job_settings(options, environ, size)) for size in options.scaling]
         return scaling.compare_sizes(jobs, environ, options.results or "scaling")
     name, values = scaling.parse_sweep(options.sweep)
-    target = None if options.until is None else Target.parse(options.until)
+    target = None if options.until is None else MetricTarget.parse(options.until)
     jobs = [(value, job_settings(options, environ, more=[f"--{name}", value])) for value in values]
     if target is not None:
         return compare_times(name, target, jobs, environ, options.results or "sweep")
@@ -147,7 +147,7 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: 
     if is_elastic(options):
         limits, slots = elastic_limits(options, {**environ, **settings}, hosts)
     else:
-        slots = _assign_slots(options, _rename_local(hosts, environ), size or options.np)
+        slots = _assign_slots(_rename_local(hosts, environ), size or options.np)
         ranks = sum(slots.values())
         limits = Limits(ranks, ranks, ranks, elastic_timeout=math.inf, hosts_are_fixed=True, one_world=True)
         first = next(iter(slots))
@@ -195,7 +195,7 @@ def mpi_command(options: argparse.Namespace, environ: Mapping[str, str]) -> list
     """
     command = resolve_command(_command(options), environ.get("PATH"))
     hosts, shell = _hosts(options, environ)
-    slots = _assign_slots(options, hosts, options.np)
+    slots = _assign_slots(hosts, options.np)
     flavour = mpirun.flavour_of(options.mpirun)
     remote = any(host.name != LOCAL for host in _rename_local(hosts, environ))
     return mpirun.mpirun_command(
@@ -215,7 +215,7 @@ def _command(options: argparse.Namespace) -> list[str]:
     return command
 
 
-def _assign_slots(options: argparse.Namespace, hosts: Sequence[Host], size: int | None) -> dict[str, int]:
+def _assign_slots(hosts: Sequence[Host], size: int | None) -> dict[str, int]:
     if not hosts and size is None:
         raise LaunchError("pass the number of ranks with -np N")
     return placement.assign_slots(size, hosts or [Host(LOCAL, size or 1)])
@@ -231,7 +231,7 @@ def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[lis
         hosts = placement.parse_hostfile(_read(options.hostfile), options.hostfile)
     elif options.host_discovery_script and options.doctor:
         hosts = [Host(*each) for each in discover_once(options.host_discovery_script, options.slots_per_host or 1).items()]
-    allocation = allocations.find_allocation(environ, _read)
+    allocation = placement.find_allocation(environ, _read)
     if allocation is not None:
         hosts = hosts or allocation.hosts
         program = program or (allocation.shell if allocation.shell != "srun" or shutil.which("srun") else "ssh")

@@ -13,6 +13,10 @@ from typing import Any
 import msgspec
 
 from hvdlite.core.frames import FrameReader, to_frame
+from hvdlite.core.launch_contract import FailureRecord
+from hvdlite.core.world import World
+from hvdlite.diagnostics.progress import Reading
+from hvdlite.membership.messages import MemberMessage, MemberOrder
 
 MAGIC = b"\0hvdlite agent\0"
 PING_SECONDS = 1.0
@@ -25,8 +29,8 @@ PIECE_BYTES = 1 << 24
 """Longest piece of a function with its arguments, or of a result; both may be larger than a frame."""
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Base class of all messages."""
+class AgentMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A message between the launcher and a worker group, in one of the two directions."""
 
 
 # --- orders: launcher to worker group ----------------------------------------------------------------------------------
@@ -36,12 +40,12 @@ class ProcessStart(msgspec.Struct, frozen=True, array_like=True):
     """A process that is to be started."""
 
     key: int  # a rank, or the id of a member of an elastic job; its events carry it
-    world: tuple[int, ...]  # the fields of its first `World`
+    world: World  # its first one
     environment: dict[str, bytes]  # its own variables
     core_share: tuple[int, int] | None = None  # (i, n): bind it to the i-th of n parts of the host's cores
 
 
-class Start(Message, frozen=True):
+class Start(AgentMessage, frozen=True):
     """Start processes."""
 
     processes: list[ProcessStart]
@@ -51,46 +55,46 @@ class Start(Message, frozen=True):
     has_input: bool = False  # whether rank 0 is among them and gets the standard input of the worker group's process
 
 
-class TaskPiece(Message, frozen=True):
+class TaskPiece(AgentMessage, frozen=True):
     """Append to the file `task` in the job's directory, before any rank is started."""
 
     content: bytes
 
 
-class KillMember(Message, frozen=True):
+class KillMember(AgentMessage, frozen=True):
     """Kill a member of an elastic job and its descendants; `Exited` follows when all are dead."""
 
     member: int
 
 
-class ToMember(Message, frozen=True):
+class ToMember(AgentMessage, frozen=True):
     """Pass an order on to a member."""
 
     member: int
-    content: bytes  # a frame of `membership.messages`
+    order: MemberOrder
 
 
-class Signal(Message, frozen=True):
+class Signal(AgentMessage, frozen=True):
     """Send a signal to the ranks that still run."""
 
     signum: int
 
 
-class Stop(Message, frozen=True):
+class Stop(AgentMessage, frozen=True):
     """Kill the remaining processes, clean up, and reply `AgentDone`."""
 
 
-class Pause(Message, frozen=True):
+class Pause(AgentMessage, frozen=True):
     """Stop reading the ranks' output, or go on: the reader of hvdrun's output is slow."""
 
     paused: bool
 
 
-class Ping(Message, frozen=True):
+class Ping(AgentMessage, frozen=True):
     """The launcher is alive."""
 
 
-class RouteRequest(Message, frozen=True):
+class RouteRequest(AgentMessage, frozen=True):
     """Find the addresses from which this host reaches the given hosts, and listen there for their probes."""
 
     hosts: list[str]
@@ -99,32 +103,32 @@ class RouteRequest(Message, frozen=True):
     listen: bool = True
 
 
-class ProbeRequest(Message, frozen=True):
+class ProbeRequest(AgentMessage, frozen=True):
     """Try to reach this port at each of these addresses."""
 
     addresses: list[str]
     port: int
 
 
-class HostInfoRequest(Message, frozen=True):
+class HostInfoRequest(AgentMessage, frozen=True):
     """Report the host's software and configuration."""
 
 
-class SpeedRequest(Message, frozen=True):
+class SpeedRequest(AgentMessage, frozen=True):
     """Measure latency and bandwidth to a `ProbeServer`."""
 
     addresses: list[str]
     port: int
 
 
-class ProgressRequest(Message, frozen=True):
+class ProgressRequest(AgentMessage, frozen=True):
     """A request for the progress of a host's ranks."""
 
 
 # --- events: worker group to launcher ----------------------------------------------------------------------------------
 
 
-class AgentReady(Message, frozen=True):
+class AgentReady(AgentMessage, frozen=True):
     """An agent is ready."""
 
     python: str
@@ -138,11 +142,11 @@ class AgentReady(Message, frozen=True):
         return f"{self.hostname}: {self.cores} cores, Python {self.python}, agent {self.pid}"
 
 
-class Pong(Message, frozen=True):
+class Pong(AgentMessage, frozen=True):
     """The answer to `Ping`."""
 
 
-class Started(Message, frozen=True):
+class Started(AgentMessage, frozen=True):
     """A rank's process runs."""
 
     rank: int  # in this and the next messages: the process's key
@@ -150,7 +154,7 @@ class Started(Message, frozen=True):
     unbound: str = ""  # why it is not bound to its cores, if it was to be
 
 
-class StartRefused(Message, frozen=True):
+class StartRefused(AgentMessage, frozen=True):
     """A process cannot be started."""
 
     rank: int
@@ -158,7 +162,7 @@ class StartRefused(Message, frozen=True):
     code: int  # as a shell reports it
 
 
-class Output(Message, frozen=True):
+class Output(AgentMessage, frozen=True):
     """Output of a rank; empty when the stream has ended."""
 
     rank: int
@@ -166,25 +170,25 @@ class Output(Message, frozen=True):
     content: bytes
 
 
-class Exited(Message, frozen=True):
+class Exited(AgentMessage, frozen=True):
     """A rank's process has ended."""
 
     rank: int
     code: int  # negative: by that signal
-    by_us: bool  # after it had been told to
-    record: dict[str, Any] | None  # the fields of its `FailureRecord`; `when` is its age in seconds: clocks differ
-    progress: dict[str, Any]  # see `host.progress.reading_of`; and "metrics", see `diagnostics.metrics`
+    by_us: bool  # after it had been ordered to
+    record: FailureRecord | None  # `when` is its age in seconds: clocks differ
+    progress: Reading  # with its metrics
 
 
-class FromMember(Message, frozen=True):
+class FromMember(AgentMessage, frozen=True):
     """A message of a member of an elastic job."""
 
     member: int
-    content: bytes  # a frame of `membership.messages`; empty when there is a problem
-    problem: str = ""  # what is wrong with what it sent: it is not heard any more
+    message: MemberMessage | None  # None when there is a problem
+    problem: str = ""  # what is wrong with what it sent: it is disconnected
 
 
-class Result(Message, frozen=True):
+class Result(AgentMessage, frozen=True):
     """A piece of the result that a rank wrote to the job's directory, as `result.RANK`."""
 
     rank: int
@@ -192,13 +196,13 @@ class Result(Message, frozen=True):
     is_last: bool
 
 
-class AgentDone(Message, frozen=True):
+class AgentDone(AgentMessage, frozen=True):
     """All processes of the job on this host have ended."""
 
     reason: str = ""  # why the agent has ended them without a `Stop`
 
 
-class RouteReply(Message, frozen=True):
+class RouteReply(AgentMessage, frozen=True):
     """The answer to `RouteRequest`; the best address first."""
 
     addresses: list[str]
@@ -207,19 +211,19 @@ class RouteReply(Message, frozen=True):
     store_port: int = 0  # kept for the store of torch.distributed
 
 
-class ProbeReply(Message, frozen=True):
+class ProbeReply(AgentMessage, frozen=True):
     """The answer to `ProbeRequest`: the problem of each address, "" for none."""
 
     problems: dict[str, str]
 
 
-class HostInfoReply(Message, frozen=True):
+class HostInfoReply(AgentMessage, frozen=True):
     """The answer to `HostInfoRequest`."""
 
     facts: dict[str, Any]
 
 
-class SpeedReply(Message, frozen=True):
+class SpeedReply(AgentMessage, frozen=True):
     """The answer to `SpeedRequest`."""
 
     seconds: float  # of a round trip
@@ -227,10 +231,18 @@ class SpeedReply(Message, frozen=True):
     problem: str = ""
 
 
-class ProgressReply(Message, frozen=True):
-    """The answer to `ProgressRequest`: by rank; see `host.progress.sample`."""
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """The progress of a process that runs."""
 
-    ranks: dict[int, dict[str, Any]]
+    reading: Reading
+    memory: int = 0  # bytes
+    gpu: str = ""  # the load and memory of its GPU; "" if it has none
+
+
+class ProgressReply(AgentMessage, frozen=True):
+    """The answer to `ProgressRequest`, by rank."""
+
+    ranks: dict[int, Sample]
     waits: str = ""  # which ranks wait for which, from rank 0's host
 
 
@@ -241,7 +253,7 @@ Event = (AgentReady | Pong | Started | StartRefused | Output | Exited | FromMemb
 _ORDERS, _EVENTS = msgspec.msgpack.Decoder(Order), msgspec.msgpack.Decoder(Event)
 
 
-def frame(message: Message) -> bytes:
+def frame(message: AgentMessage) -> bytes:
     """Return a message as a frame.
 
     Raises:
@@ -250,7 +262,7 @@ def frame(message: Message) -> bytes:
     return to_frame(message, FRAME_LIMIT)
 
 
-class Frames(FrameReader):
+class AgentFrames(FrameReader):
     """Cuts a stream of bytes into messages.
 
     Args:

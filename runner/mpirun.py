@@ -29,13 +29,13 @@ def flavour_of(program: str) -> str:
     except OSError as error:
         raise LaunchError(f"--mpi needs {program}, which cannot be started: {error.strerror}; install an MPI library "
                           "(Debian: openmpi-bin or mpich; or: pip install mpich), or leave --mpi out") from None
-    said = asked.stdout + asked.stderr
+    output = asked.stdout + asked.stderr
     for sign, flavour in (("Open MPI", OPEN_MPI), ("OpenRTE", OPEN_MPI), ("PRTE", OPEN_MPI), ("Intel", INTEL),
                           ("HYDRA", MPICH)):
-        if sign in said:
+        if sign in output:
             return flavour
     raise LaunchError(f"{program} is not a launcher of Open MPI, MPICH or Intel MPI; its output: "
-                      f"{said.strip().splitlines()[:1]}")
+                      f"{output.strip().splitlines()[:1]}")
 
 
 def mpirun_command(flavour: str, program: str, size: int, hosts: Sequence[Host], environ: Mapping[str, str],

@@ -294,9 +294,6 @@ def _timeout_of(environ: Mapping[str, str]) -> float:
     """Return Horovod's variable for `--elastic-timeout`, or the default."""
     text = environ.get("HOROVOD_ELASTIC_TIMEOUT", "")
     try:
-        value = float(text or 600)
-    except ValueError:
-        raise LaunchError(f"HOROVOD_ELASTIC_TIMEOUT={text!r} is not a number of seconds") from None
-    if not 0 < value < float("inf"):
-        raise LaunchError(f"HOROVOD_ELASTIC_TIMEOUT={text}: the number of seconds must be above 0 and finite")
-    return min(value, MOST_SECONDS)
+        return _seconds(text or "600")
+    except argparse.ArgumentTypeError as error:
+        raise LaunchError(f"HOROVOD_ELASTIC_TIMEOUT: {error}") from None

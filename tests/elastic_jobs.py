@@ -29,13 +29,13 @@ from hvdlite.membership.events import (
     Kill,
     Limits,
     MemberGone,
-    MemberSaid,
+    MemberReported,
     Note,
+    SendOrder,
     StartMember,
-    Tell,
     TimePassed,
 )
-from hvdlite.membership.messages import AskAlive, Frames, Listening, MemberMessage, WorldOrder, frame
+from hvdlite.membership.messages import AskAlive, Listening, MemberMessage, WorldOrder
 from hvdlite_runner.host.member_server import MemberServer
 from tests import temporary, warm, worlds
 
@@ -178,11 +178,11 @@ class ElasticJob:
             match command:
                 case StartMember():
                     self._start(command)
-                case Tell(member, order):
+                case SendOrder(member, order):
                     self.asked += isinstance(order, AskAlive)
                     if isinstance(order, WorldOrder):
                         self.orders[order.epoch] = order
-                    self._server(self._authority.world.everybody[member].host).send(member, frame(order))
+                    self._server(self._authority.world.everybody[member].host).send(member, order)
                 case Kill(member):
                     self.kill(member)
                 case Note(text):
@@ -229,14 +229,11 @@ class ElasticJob:
         if host not in self._servers:
             directory = self._directory(host)
             os.makedirs(directory, mode=0o700, exist_ok=True)
-            frames: dict[int, Frames] = {}
+            def received(member: int, message: MemberMessage | None, problem: str) -> None:
+                assert message is not None, problem
+                self._handle(MemberReported(member, _reachable(message)))
 
-            def heard(member: int, content: bytes, problem: str) -> None:
-                assert not problem
-                for message in frames.setdefault(member, Frames(orders=False)).feed(content):
-                    self._handle(MemberSaid(member, _reachable(message)))
-
-            self._servers[host] = MemberServer(self._selector, directory, heard)
+            self._servers[host] = MemberServer(self._selector, directory, received)
         return self._servers[host]
 
     def _directory(self, host: str) -> str:

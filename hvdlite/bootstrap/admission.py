@@ -1,7 +1,7 @@
 """Rank 0's side of the rendezvous: one thread authenticates connections and admits ranks, and never blocks on one of them.
 
 A stranger costs rank 0 a descriptor for at most `HANDSHAKE_SECONDS`, and less when there are many: the oldest connection
-that has not proved that it knows the key gives way, and a rank that is dropped so connects again.
+that has not proved possession of the key is dropped; a rank to which this happens connects again.
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ import math
 import select
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-from hvdlite.bootstrap.cancellation import Cancellation
-from hvdlite.control.codec import RankInfo, Welcome
+from hvdlite.bootstrap.rendezvous import HANDSHAKE_SECONDS, Address, Cancellation, advertised_address
 from hvdlite.control.handshake import Greeting, ServerHandshake
-from hvdlite.control.wire import Connection
+from hvdlite.control.wire import Connection, RankInfo, Welcome
 from hvdlite.core.config import poll_timeout
 from hvdlite.core.errors import HvdliteError, LaunchError, ProtocolError
-from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
+from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS, reserve_descriptors
 from hvdlite.core.sockets import RefusedConnections, check_same_user
 
 HALF_OPEN_LIMIT: Final = 64
 """Connections that may be in their handshake at once, besides one for each rank that is missing."""
-HANDSHAKE_SECONDS: Final = 10.0
 _ACCEPTED_AT_ONCE: Final = 64
 _OF_ANOTHER_JOB: Final = ("rank {0.rank} (process {0.pid}) has reached rank 0 of another job: their launchers' ids, keys or "
                           "job directories differ")
@@ -51,14 +49,46 @@ class _HalfOpen:
     connection: Connection | None = None  # authenticated: its RankInfo is missing
 
 
+def accept_ranks(listener: socket.socket, address: Address, own: RankInfo, *, timeout: float, frame_limit: int,
+                 use_leaders: bool = False,
+                 cancellation: Cancellation | None = None) -> tuple[dict[int, Connection], Welcome]:
+    """On rank 0: wait for all other ranks and welcome them.
+
+    Args:
+        use_leaders: whether hosts are to have leaders, when there are several.
+        cancellation: may end this from another thread.
+
+    Raises:
+        LaunchError: when some have not come within `timeout` seconds, naming them, one does not fit, or this process may
+            not have as many connections.
+    """
+    admission = Admission(own, address, frame_limit, use_leaders=use_leaders, cancellation=cancellation or Cancellation())
+    try:
+        try:
+            with reserve_descriptors(own.size - 1, f"rank 0 of a job of {own.size} ranks"):
+                admission.admit_all(listener, timeout)
+        except LaunchError as error:
+            admission.refusal = str(error)
+            admission.send_welcome()
+            raise
+        welcome = admission.send_welcome()
+        if admission.refusal:
+            raise LaunchError(admission.refusal)
+        return admission.connections, welcome
+    except BaseException:
+        for connection in admission.connections.values():
+            connection.close()
+        raise
+    finally:
+        admission.end()
+
+
 class Admission:
     """Admits ranks to a world.
 
     Args:
-        address: of rank 0, for messages.
-        key: the job's; none when rank 0 listens on a Unix socket.
+        address: of rank 0.
         use_leaders: whether hosts are to have leaders, when there are several.
-        advertised: returns this host's IP address, from connections of ranks.
         cancellation: may end this from another thread.
 
     Attributes:
@@ -67,17 +97,16 @@ class Admission:
         refused: the log of strangers.
     """
 
-    def __init__(self, own: RankInfo, address: object, key: bytes, frame_limit: int, *, use_leaders: bool,
-                 advertised: Callable[[Iterable[Connection]], str], cancellation: Cancellation) -> None:
+    def __init__(self, own: RankInfo, address: Address, frame_limit: int, *, use_leaders: bool,
+                 cancellation: Cancellation) -> None:
         self.connections: dict[int, Connection] = {}
         self.refusal = ""
         self.refused = RefusedConnections(address)
         self._own = own
         self._address = address
-        self._key = key
+        self._key = address.key  # none on a Unix socket
         self._frame_limit = frame_limit
         self._use_leaders = use_leaders
-        self._advertised = advertised
         self._cancellation = cancellation
         self._infos = {own.rank: own}
         self._half_open: dict[int, _HalfOpen] = {}  # by descriptor, the oldest first
@@ -103,18 +132,14 @@ class Admission:
                                        "(HVDLITE_START_TIMEOUT); did their processes start, and do they call init()?"
                                        f"{self.refused}", missing)
                 self._drop_late(now)
-                ready = self._poller.poll(poll_timeout(min([deadline, *self._deadlines()]) - now))
+                until = min([deadline, *(half_open.deadline for half_open in self._half_open.values())])
+                ready = self._poller.poll(poll_timeout(until - now))
                 self._cancellation.check()
                 for descriptor, _ in ready:
                     if descriptor == listener.fileno():
                         self._accept(listener)
                     elif descriptor in self._half_open:
                         self._advance(self._half_open[descriptor])
-
-    def dismiss(self) -> None:
-        """Close the connections: there will be no world."""
-        for connection in self.connections.values():
-            connection.close()
 
     def end(self) -> None:
         """Nobody is admitted any more."""
@@ -124,22 +149,19 @@ class Admission:
 
     def send_welcome(self) -> Welcome:
         """Answer those that have come; return the answer."""
-        welcome = self._welcome()
+        welcome = Welcome(refusal=self.refusal, epoch=self._own.epoch)
+        if not self.refusal:
+            ranks = [self._infos[rank] for rank in range(self._own.size)]
+            welcome = Welcome(
+                pids=tuple(info.pid for info in ranks), hosts=tuple(info.host for info in ranks),
+                stack_dumps=tuple(info.stack_dump for info in ranks),
+                advertised_address=advertised_address(self.connections.values()), clock=time.monotonic(),
+                unavailable=_unavailable_somewhere(ranks),
+                use_leaders=self._use_leaders and len({info.host for info in ranks}) > 1, epoch=self._own.epoch)
         for connection in self.connections.values():
             with contextlib.suppress(OSError):  # its end is seen later
                 connection.send(welcome)
         return welcome
-
-    def _welcome(self) -> Welcome:
-        if self.refusal:
-            return Welcome(refusal=self.refusal, epoch=self._own.epoch)
-        ranks = [self._infos[rank] for rank in range(self._own.size)]
-        return Welcome(
-            pids=tuple(info.pid for info in ranks), hosts=tuple(info.host for info in ranks),
-            stack_dumps=tuple(info.stack_dump for info in ranks),
-            advertised_address=self._advertised(self.connections.values()), clock=time.monotonic(),
-            unavailable=_unavailable_somewhere(ranks),
-            use_leaders=self._use_leaders and len({info.host for info in ranks}) > 1, epoch=self._own.epoch)
 
     # --- connections ---------------------------------------------------------------------------------------------------
 
@@ -219,9 +241,6 @@ class Admission:
         self.connections[info.rank] = connection
 
     # --- strangers -----------------------------------------------------------------------------------------------------
-
-    def _deadlines(self) -> list[float]:
-        return [half_open.deadline for half_open in self._half_open.values()]
 
     def _drop_late(self, now: float) -> None:
         for half_open in [each for each in self._half_open.values() if each.deadline <= now]:

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hvdlite.bootstrap.cancellation import Cancellation
+from hvdlite.bootstrap.rendezvous import Cancellation
 from hvdlite.core.config import poll_timeout, socket_timeout
 from hvdlite.core.errors import LaunchError, ProtocolError
-from hvdlite.core.sockets import check_same_user, short_socket_path
+from hvdlite.core.sockets import check_same_user, connect_unix, short_socket_path
 
 _log = logging.getLogger("hvdlite.control")
 
@@ -98,9 +98,7 @@ def recv_fds(locate: Callable[[], str], index: int, timeout: float, cancellation
             sock.settimeout(socket_timeout(timeout))
             try:
                 path = locate()
-                with short_socket_path(path) as short:
-                    sock.connect(short)
-                check_same_user(sock)
+                connect_unix(sock, path)
                 with cancellation.watch(sock):
                     sock.sendall(index.to_bytes(_NUMBER_BYTES, "little"))
                     return _receive(sock)

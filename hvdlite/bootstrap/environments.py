@@ -5,23 +5,26 @@
 | hvdlite | hvdrun, or the user | the launcher sets the coordinator and the key |
 | Kubernetes | an indexed job sets the pod's index, the manifest the rest (see below) | coordinator and key in the manifest |
 | torchrun, Slurm | their launchers | `HVDLITE_SECRET` or `HVDLITE_SECRET_FILE` is required; rank 0's host is known |
-| Open MPI, MPICH and derivatives | mpirun, mpiexec, srun | coordinator and key come over MPI; see `bootstrap/mpi.py` |
+| Open MPI, MPICH and derivatives | mpirun, mpiexec, srun | coordinator and key come over MPI; see `launch_info.py` |
 | jsrun | its launcher (LSF) | coordinator and key must be set |
 | none | no launcher: the script runs alone, with size 1 | |
 
 In an indexed job of Kubernetes each pod is a rank: `JOB_COMPLETION_INDEX` is the rank; the manifest sets `HVDLITE_SIZE` to
 `completions`, `HVDLITE_COORDINATOR` to the first pod's name and a port, and `HVDLITE_SECRET` from a secret.
+
+The job's key leaves the environment when a process joins its job (`JobKey`): children, core dumps and loggers do not get it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import hmac
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +32,7 @@ from hvdlite.bootstrap.job_directory import agreed_prefix
 from hvdlite.core import launch_contract as contract
 from hvdlite.core.addresses import loopback
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.launch_contract import COORDINATOR, JOB_DIRECTORY, SECRET, SECRET_TAKEN
 from hvdlite.core.sockets import HeldPort
 from hvdlite.core.world import World
 
@@ -50,6 +54,16 @@ class Environment:
     job: tuple[str, ...]  # together they identify the job among this user's jobs on this host
     first_host: tuple[str, ...] = ()  # the first one that is set names rank 0's host, or a list that begins with it
     is_mpi: bool = False  # the remaining information is exchanged over MPI
+
+    def rank_0_host(self, environ: Mapping[str, str]) -> str:
+        """Return the name of rank 0's host; "" if it is not known."""
+        return first_host(next((environ[variable] for variable in self.first_host if environ.get(variable)), ""))
+
+    def port(self, environ: Mapping[str, str], common: str = "") -> int:
+        """Return a port that the ranks of a job derive from its ids, or from `common` without such."""
+        ids = [environ.get(variable, "") for variable in self.job]
+        text = "|".join([self.name, *(ids if any(ids) else [common])])
+        return PORTS[int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % len(PORTS)]
 
 
 ENVIRONMENTS = (
@@ -151,13 +165,13 @@ def _launch_info(environment: Environment, environ: Mapping[str, str], parent: i
     environment = _with_slurms_local_rank(environment, environ)
     world = _world(environment, environ)
     key = job_key(environ)
-    if world.epoch and key:
-        key = epoch_key(key, world.epoch)
+    if world.epoch and key:  # each world of an elastic job has its own: a frame of another world is not authentic in it
+        key = hmac.digest(key, f"epoch {world.epoch}".encode(), "sha256")
     coordinator = _host_and_port(environ[contract.COORDINATOR]) if contract.COORDINATOR in environ else None
     if world.size == 1:
         return LaunchInfo(environment.name, world, environ.get(contract.JOB_DIRECTORY, ""), is_mpi=is_mpi)
     if world.local_size < world.size and not environment.is_mpi:
-        if world.epoch <= 1 and contract.JOINER not in environ:  # later worlds are told where rank 0 listens
+        if world.epoch <= 1 and contract.JOINER not in environ:  # in later worlds rank 0 announces where it listens
             coordinator = coordinator or _likely_coordinator(environment, environ)
         if not key:
             raise LaunchError(f"{environment.name}: {world.size} ranks on several hosts ({world.local_size} here) need the "
@@ -184,7 +198,7 @@ def torch_variables(environ: Mapping[str, str], parent: int) -> dict[str, str]:
         from the job's ids, and nothing keeps other programs off it.
 
     Raises:
-        LaunchError: when no launcher has started this process, or its variables do not tell where rank 0 is.
+        LaunchError: when no launcher has started this process, or its variables do not name rank 0's host.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return {}
@@ -198,12 +212,10 @@ def torch_variables(environ: Mapping[str, str], parent: int) -> dict[str, str]:
         first = environ["MASTER_ADDR"]
     elif world.local_size == world.size:  # the host's name may lead nowhere
         first = loopback() or "127.0.0.1"
-    elif environment.first_host:
-        first = next(environ[name] for name in environment.first_host if environ.get(name))
-    else:
+    elif not (first := environment.rank_0_host(environ)):
         raise LaunchError(f"{environment.name}: the ranks are on several hosts, and the address of rank 0 is not known: set "
                           "MASTER_ADDR, the same on all ranks")
-    found = contract.torch_environment(world, first_host(first), _port_of(environment, environ, parent))
+    found = contract.torch_environment(world, first_host(first), environment.port(environ, str(parent)))
     return {name: value for name, value in found.items() if name not in environ}
 
 
@@ -225,13 +237,6 @@ def _with_slurms_local_rank(environment: Environment, environ: Mapping[str, str]
     if environment.is_mpi and environment.local_rank not in environ and "SLURM_LOCALID" in environ:
         return dataclasses.replace(environment, local_rank="SLURM_LOCALID", local_size="SLURM_STEP_TASKS_PER_NODE")
     return environment
-
-
-def _port_of(environment: Environment, environ: Mapping[str, str], parent: int) -> int:
-    """Return a port that the ranks of a job derive from its ids, or from their common parent without such."""
-    ids = [environ.get(variable, "") for variable in environment.job]
-    text = "|".join([environment.name, *(ids if any(ids) else [str(parent)])])
-    return PORTS[int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % len(PORTS)]
 
 
 def _world(environment: Environment, environ: Mapping[str, str]) -> World:
@@ -266,11 +271,6 @@ def tasks_of_node(text: str, node: str) -> str:
         count, _, repeat = entry.rstrip(")").partition("(x")
         counts += [count] * int(repeat or 1)
     return counts[int(node)] if int(node) < len(counts) else counts[0]
-
-
-def epoch_key(key: bytes, epoch: int) -> bytes:
-    """Return the key of one world of an elastic job: a frame of another world is not authentic in it."""
-    return hmac.digest(key, f"epoch {epoch}".encode(), "sha256")
 
 
 def job_key(environ: Mapping[str, str]) -> bytes:
@@ -318,19 +318,16 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 def _likely_coordinator(environment: Environment, environ: Mapping[str, str]) -> tuple[str, int]:
     """Return the address at which all ranks expect rank 0: the job's first host, and a port derived from the job's ids."""
-    hosts = next((environ[variable] for variable in environment.first_host if environ.get(variable)), "")
-    if not hosts:
+    host = environment.rank_0_host(environ)
+    if not host:
         raise LaunchError(f"{environment.name}: the ranks are on several hosts, and the address of rank 0 is not known: set "
                           f"{contract.COORDINATOR} to its host:port, the same on all ranks")
-    ids = "|".join([environment.name, *(environ.get(variable, "") for variable in environment.job)])
-    number = int.from_bytes(hashlib.sha256(ids.encode()).digest()[:4], "big")
-    return first_host(hosts), PORTS[number % len(PORTS)]
+    return host, environment.port(environ)
 
 
 def first_host(text: str) -> str:
     """Return the first of a list of hosts as Slurm writes it: "node[03-04,7],gpu1" begins with node03."""
-    name = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", text)[0])
-    return name
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", text)[0])
 
 
 def _agreed_prefix(environment: Environment, environ: Mapping[str, str], parent: int, key: bytes) -> str:
@@ -339,3 +336,45 @@ def _agreed_prefix(environment: Environment, environ: Mapping[str, str], parent:
     more = [environ.get(variable, "") for variable in environment.first_host]
     own = hmac.digest(key, b"directory", "sha256").hex() if key else ""
     return agreed_prefix(environment.name, *(ids if any(ids) else [str(parent)]), *more, own)
+
+
+_JOB = (JOB_DIRECTORY, COORDINATOR)
+
+
+class JobKey:
+    """Keeps the key for the further worlds of the process, and for `init()` after `shutdown()`.
+
+    Args:
+        environ: the process's environment.
+    """
+
+    def __init__(self, environ: MutableMapping[str, str]) -> None:
+        self._environ = environ
+        self._kept: dict[str, str] = {}
+        self._job: list[str | None] = []  # whose key it is
+
+    def environment(self) -> Mapping[str, str]:
+        """Return the environment as it was when it had the key."""
+        if SECRET not in self._environ and self._job == self._identity():
+            return {**self._environ, **self._kept}
+        return self._environ
+
+    def take(self) -> None:
+        """Remove the key from the environment, also from what the kernel shows of it (/proc/PID/environ)."""
+        if SECRET not in self._environ:
+            return
+        _overwrite(SECRET, self._environ[SECRET])
+        self._kept, self._job = {SECRET: self._environ.pop(SECRET)}, self._identity()
+        self._environ[SECRET_TAKEN] = str(os.getpid())
+
+    def _identity(self) -> list[str | None]:
+        return [self._environ.get(name) for name in _JOB]
+
+
+def _overwrite(name: str, value: str) -> None:
+    """Overwrite an environment variable with this value where the C library has it: at first, on the process's stack."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype, getenv.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+    address = getenv(name.encode())
+    if address and ctypes.string_at(address) == value.encode():
+        ctypes.memset(address, ord("0"), len(value.encode()))

@@ -1,9 +1,9 @@
 """The job directory of a host: opened once, checked, and used by its descriptor, so that nobody can exchange it.
 
-hvdrun makes a directory and tells its ranks the path. Under other launchers the ranks of a host know a common prefix only
-(`agreed_prefix`), which other users can guess: the first rank makes a directory with a random name behind the prefix, and
-the other ranks look for the newest one that belongs to their user. Directories and links of other users are ignored, so a
-prefix cannot be taken.
+hvdrun makes a directory and passes its path to the ranks. Under other launchers the ranks of a host have a common prefix
+only (`agreed_prefix`), which other users can guess: the first rank makes a directory with a random name behind the prefix,
+and the other ranks look for the newest one that belongs to their user. Directories and links of other users are ignored, so
+a prefix cannot be taken.
 
 The first rank holds a lock on its directory (flock). The lock ends with the process, so a directory without one was left by
 a job that was killed while its ranks met: the next job with this prefix removes it. Only sockets in it are removed, and the

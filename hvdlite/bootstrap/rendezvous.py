@@ -1,38 +1,81 @@
 """The rendezvous: rank 0 listens, the other ranks connect and authenticate, and no other process gets in.
 
 It is also the first barrier of a world: it ends when all ranks have sent their RankInfo, or fails and names those that have
-not. Another thread can cancel it.
+not. Another thread can cancel it. Rank 0's side is in `admission.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import select
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hvdlite.bootstrap.admission import HANDSHAKE_SECONDS, Admission
-from hvdlite.bootstrap.cancellation import Cancellation
 from hvdlite.bootstrap.environments import how_to_have_a_key
-from hvdlite.control.codec import RankInfo, Welcome
 from hvdlite.control.handshake import Greeting, greet_rank_0
-from hvdlite.control.wire import Connection
+from hvdlite.control.wire import Connection, RankInfo, Welcome
+from hvdlite.core.addresses import routes_to
 from hvdlite.core.config import poll_timeout
 from hvdlite.core.errors import LaunchError, ProtocolError
-from hvdlite.core.file_limit import reserve_descriptors
-from hvdlite.core.sockets import check_same_user, short_socket_path
+from hvdlite.core.sockets import connect_unix, short_socket_path
 from hvdlite.negotiation.messages import Message
 
 BACKLOG = 1024
+HANDSHAKE_SECONDS = 10.0
+_ANYWHERE = "192.0.2.1"  # from a block reserved for documentation; no packet is sent
 CONNECT_SECONDS = 5.0
 """A host that is not up yet may swallow the first attempt."""
 RETRY_SECONDS = 0.02
 """The longest pause between two attempts; the first ones follow each other faster."""
 FIRST_RETRY_SECONDS = 0.001
+
+
+class Cancellation:
+    """Ends a rendezvous from another thread, at once: shuts down the sockets on which it blocks.
+
+    Attributes:
+        reason: why the rendezvous was given up; "" as long as it was not.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._sockets: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    def cancel(self, reason: str) -> None:
+        """Give the rendezvous up; callable from any thread, again is fine."""
+        with self._lock:
+            self.reason = self.reason or reason
+            for sock in self._sockets:
+                with contextlib.suppress(OSError):  # not connected any more
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def check(self) -> None:
+        """Raise `LaunchError` when the rendezvous was given up."""
+        if self.reason:
+            raise LaunchError(f"the ranks stopped meeting: {self.reason}")
+
+    @contextlib.contextmanager
+    def watch(self, sock: socket.socket) -> Iterator[None]:
+        """Let `cancel` end what blocks on a socket inside this context: it looks like the end of the connection.
+
+        Raises:
+            LaunchError: when the rendezvous was given up before.
+        """
+        with self._lock:
+            self.check()
+            self._sockets.add(sock)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._sockets.discard(sock)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,20 +128,18 @@ def listen(address: Address) -> socket.socket:
             return socket.create_server(("", address.port), family=socket.AF_INET6 if dual else socket.AF_INET,
                                         backlog=BACKLOG, dualstack_ipv6=dual)
         family, target = address.resolved()
-        if address.path:
-            Path(target).unlink(missing_ok=True)  # left by a job that was killed while its ranks met
+        with contextlib.ExitStack() as opened:
+            listener = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            if address.path:
+                Path(target).unlink(missing_ok=True)  # left by a job that was killed while its ranks met
+            else:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _bind(listener, address, target)
+            listener.listen(BACKLOG)
+            opened.pop_all()
+        return listener
     except OSError as error:
         raise LaunchError(f"rank 0 cannot listen at {address}: {error}") from error
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if not address.path:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _bind(listener, address, target)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise LaunchError(f"rank 0 cannot listen at {address}: {error}") from error
-    return listener
 
 
 def _bind(listener: socket.socket, address: Address, target: Any) -> None:
@@ -118,15 +159,6 @@ def _bind(listener: socket.socket, address: Address, target: Any) -> None:
         listener.bind(("", address.port))  # translated on the way: a service's address, say
 
 
-def _connect(sock: socket.socket, address: Address, target: Any) -> None:
-    if not address.path:
-        sock.connect(target)
-        return
-    with short_socket_path(target) as path:
-        sock.connect(path)
-    check_same_user(sock)
-
-
 def is_loopback(host: str) -> bool:
     """Return whether a host's name or IP address is one that other hosts cannot reach."""
     return host in ("localhost", "::1") or host.startswith("127.")
@@ -140,42 +172,20 @@ def advertised_address(connections: Iterable[Connection]) -> str:
     return max(addresses, key=addresses.count, default="")
 
 
-def accept_ranks(listener: socket.socket, address: Address, own: RankInfo, *, timeout: float, frame_limit: int,
-                  use_leaders: bool = False,
-                  cancellation: Cancellation | None = None) -> tuple[dict[int, Connection], Welcome]:
-    """On rank 0: wait for all other ranks and welcome them.
+def route_address(names: Iterable[str]) -> str:
+    """Return the IP address from which this host reaches the hosts of other ranks; loopback if there is none.
 
     Args:
-        use_leaders: whether hosts are to have leaders, when there are several.
-        cancellation: may end this from another thread.
-
-    Raises:
-        LaunchError: when some have not come within `timeout` seconds, naming them, one does not fit, or this process may
-            not have as many connections.
+        names: the host names of all ranks.
     """
-    admission = Admission(own, address, address.key, frame_limit, use_leaders=use_leaders, advertised=advertised_address,
-                          cancellation=cancellation or Cancellation())
-    try:
-        return admission.connections, _welcomed(admission, listener, own, timeout)
-    except BaseException:
-        admission.dismiss()
-        raise
-    finally:
-        admission.end()
-
-
-def _welcomed(admission: Admission, listener: socket.socket, own: RankInfo, timeout: float) -> Welcome:
-    try:
-        with reserve_descriptors(own.size - 1, f"rank 0 of a job of {own.size} ranks"):
-            admission.admit_all(listener, timeout)
-    except LaunchError as error:
-        admission.refusal = str(error)
-        admission.send_welcome()
-        raise
-    welcome = admission.send_welcome()
-    if admission.refusal:
-        raise LaunchError(admission.refusal)
-    return welcome
+    for name in dict.fromkeys(name for name in names if name != socket.gethostname()):
+        try:
+            own = routes_to([socket.gethostbyname(name)])
+        except (OSError, ValueError, TypeError):  # a label of 64 characters, or a null character, say
+            continue
+        if own and not is_loopback(own[0]):
+            return own[0]
+    return next(iter(routes_to([_ANYWHERE])), "127.0.0.1")
 
 
 def connect_to_rank_0(address: Address, own: RankInfo, *, timeout: float, frame_limit: int,
@@ -220,7 +230,7 @@ def _authenticated(address: Address, own: RankInfo, deadline: float, frame_limit
         except (OSError, ProtocolError) as error:
             sock.close()
             cancellation.check()
-            if isinstance(error, ProtocolError) or not is_of_protocol:  # an attempt that is cut short says less
+            if isinstance(error, ProtocolError) or not is_of_protocol:  # an attempt that is cut short explains less
                 refusal, is_of_protocol = str(error), isinstance(error, ProtocolError)
             if time.monotonic() >= deadline:
                 raise LaunchError(f"this rank could not join the job at {address}: {refusal}") from error
@@ -252,7 +262,7 @@ def _connected(address: Address, deadline: float, cancellation: Cancellation, re
     """Return a connection.
 
     Args:
-        refusal: why those before were given up: it says more than that nobody listens any more; "" for the first one.
+        refusal: why those before were given up: more informative than that nobody listens any more; "" for the first one.
 
     Raises:
         LaunchError: when there is none before the deadline.
@@ -265,8 +275,10 @@ def _connected(address: Address, deadline: float, cancellation: Cancellation, re
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
                 sock.settimeout(max(0.1, min(CONNECT_SECONDS, deadline - time.monotonic())))
-                _connect(sock, address, target)
-                if not address.path:
+                if address.path:
+                    connect_unix(sock, target)
+                else:
+                    sock.connect(target)
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return sock
             except (OSError, ProtocolError):

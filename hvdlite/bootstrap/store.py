@@ -1,6 +1,6 @@
 """A world whose ranks find each other through a key-value store, such as that of `torch.distributed`.
 
-Every rank says on which host it is. Rank 0 answers each of them with its place in the world, an id of the world, and for
+Every rank writes on which host it is. Rank 0 answers each of them with its place in the world, an id of the world, and for
 several hosts where rank 0 listens.
 
 Whoever can reach the store can write to it, so nothing in it decides who joins:
@@ -11,8 +11,8 @@ Whoever can reach the store can write to it, so nothing in it decides who joins:
   store brings a token from which the directory's name is derived, and no path. Ranks on several hosts are refused, unless
   `HVDLITE_ALLOW_INSECURE_STORE` is set on all of them: then rank 0 sends a key through the store.
 
-A store may be used again by later worlds, as `torchrun` does. So a rank removes what it has said and what it was answered (a
-store that cannot forget serves one world), and the answer's key is a random number that the rank has said.
+A store may be used again by later worlds, as `torchrun` does. So a rank removes its request and the reply (a
+store that cannot forget serves one world), and the answer's key is a random number in the rank's request.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import msgspec
 
 from hvdlite.bootstrap.environments import MAKE_A_KEY, LaunchInfo
 from hvdlite.bootstrap.job_directory import agreed_prefix, host_identity, network_identity, temporary_directory
-from hvdlite.bootstrap.mpi import route_address, source_address
-from hvdlite.bootstrap.rendezvous import is_loopback
+from hvdlite.bootstrap.rendezvous import is_loopback, route_address
 from hvdlite.bootstrap.store_texts import SECRET_ON_ALL, Signer, Text, opened, sealed
+from hvdlite.core.addresses import routes_to
 from hvdlite.core.config import environment_name
 from hvdlite.core.errors import HvdliteError, LaunchError
 from hvdlite.core.sockets import HeldPort
@@ -65,7 +65,7 @@ class KeyValues(Protocol):
     Attributes:
         seconds: the longest wait for other ranks; math.inf for no limit.
         host: where the store is, "" if that is not known.
-        where: tells it from other stores of its host, on all ranks alike.
+        where: distinguishes it from other stores of its host, on all ranks alike.
     """
 
     seconds: float
@@ -86,8 +86,8 @@ class KeyValues(Protocol):
         """Remove a key, so that it is not taken for that of a later world; never raise: it costs nothing to leave it."""
 
 
-class _Member(msgspec.Struct, array_like=True):
-    """What a rank says of itself."""
+class _JoinRequest(msgspec.Struct, array_like=True):
+    """A rank's request to join."""
 
     size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
     host: str
@@ -97,8 +97,8 @@ class _Member(msgspec.Struct, array_like=True):
     can_share: str
 
 
-class _Answer(msgspec.Struct, array_like=True):
-    """What rank 0 says to a rank."""
+class _JoinReply(msgspec.Struct, array_like=True):
+    """Rank 0's reply to a rank."""
 
     problem: str = ""
     world: World = World()
@@ -117,9 +117,9 @@ def meet_in_store(store: KeyValues, rank: int, size: int, key: bytes = b"", *, p
     Args:
         store: of this world alone, the same for all ranks.
         key: the job's, if this process has one.
-        place: tells ranks apart that are on different hosts although they share a machine.
+        place: distinguishes ranks that are on different hosts although they share a machine.
         address: an IP address of this host for the others, if it is known.
-        can_share: what this rank can have in common with the others; they share it if all say the same, else "".
+        can_share: what this rank can have in common with the others; they share it if it is the same for all, else "".
         name: of the world, for messages.
         members: for messages: the ranks of a larger world that are this one's, in its order.
         patience: seconds after which it is logged which ranks have not come.
@@ -132,7 +132,7 @@ def meet_in_store(store: KeyValues, rank: int, size: int, key: bytes = b"", *, p
     """
     host, number = f"{host_identity()}:{network_identity()}:{place}", secrets.randbits(63)
     signer = Signer(key, name, how_to_have_a_key)
-    own = _Member(size, host, address or socket.gethostname(), temporary_directory(), allows_insecure_store, can_share)
+    own = _JoinRequest(size, host, address or socket.gethostname(), temporary_directory(), allows_insecure_store, can_share)
     text = sealed(_key(rank), rank, number, own, signer)
     others, held = _Others(store, rank, members or range(size), patience, signer, text), None
     try:
@@ -156,7 +156,7 @@ def meet_in_store(store: KeyValues, rank: int, size: int, key: bytes = b"", *, p
                       held_port=held, identity=answer.token), answer.shares
 
 
-def _checked(answer: Text[_Answer], own: _Member, rank: int, key: bytes) -> _Answer:
+def _checked(answer: Text[_JoinReply], own: _JoinRequest, rank: int, key: bytes) -> _JoinReply:
     """Return an answer that this rank can follow, whoever has written it.
 
     Raises:
@@ -198,27 +198,31 @@ class _Others:
 
     Args:
         patience: seconds from now that are not long.
-        own: what this rank says of itself.
+        own: this rank's request.
     """
 
     def __init__(self, store: KeyValues, rank: int, members: Sequence[int], patience: float, signer: Signer,
                  own: bytes) -> None:
-        self._store, self._rank, self._members, self._patience, self._signer = store, rank, members, patience, signer
+        self._store = store
+        self._rank = rank
+        self._members = members
+        self._patience = patience
+        self._signer = signer
         self._own_text, start, last_look = own, time.monotonic(), LAST_LOOK * store.seconds
         self._deadline, self._look_at = start + store.seconds, start + min(patience, last_look)
-        self._is_to_tell = patience <= last_look
+        self._reports_absent = patience <= last_look
         self._absent: Sequence[int] = range(len(members))
 
-    def member(self, rank: int) -> Text[_Member]:
+    def member(self, rank: int) -> Text[_JoinRequest]:
         """Return what a rank says of itself, once it does; see `_get`."""
         return self._member(rank, self._get(_key(rank)))
 
-    def answer(self, number: int) -> Text[_Answer]:
+    def answer(self, number: int) -> Text[_JoinReply]:
         """Return what rank 0 answers to this rank, which has said this number, once it does; see `_get`."""
         where = _answer_key(number)
-        return opened(self._get(where), where, 0, self._rank, self._signer, _Answer)
+        return opened(self._get(where), where, 0, self._rank, self._signer, _JoinReply)
 
-    def come(self, ranks: Iterable[int]) -> dict[int, Text[_Member]]:
+    def come(self, ranks: Iterable[int]) -> dict[int, Text[_JoinRequest]]:
         """Return what those of these ranks that have come say of themselves; nothing if the store cannot look."""
         try:
             found = {rank: self._store.get(_key(rank), 0.0) for rank in ranks}
@@ -243,17 +247,17 @@ class _Others:
             if now >= self._look_at:
                 self._look_at = math.inf
                 self._look()
-                self._tell()
+                self._report_absent()
             until = min(now + OWN_SECONDS, self._look_at, self._deadline)
             text = self._store.get(key, max(SHORTEST_SECONDS, until - now))
             if text is not None:
                 return text
             self._check_own()
-            if min(time.monotonic(), self._look_at) >= self._deadline:  # it has looked, and told
+            if min(time.monotonic(), self._look_at) >= self._deadline:  # it has looked, and reported
                 raise RuntimeError(f"wait timeout after {self._store.seconds:g} s")
 
-    def _member(self, rank: int, text: bytes) -> Text[_Member]:
-        return opened(text, _key(rank), rank, self._rank, self._signer, _Member)
+    def _member(self, rank: int, text: bytes) -> Text[_JoinRequest]:
+        return opened(text, _key(rank), rank, self._rank, self._signer, _JoinRequest)
 
     def _check_own(self) -> None:
         """Check that the store still has what this rank has said: without it, nobody answers.
@@ -277,9 +281,9 @@ class _Others:
         except RuntimeError:  # it cannot look
             self._absent = []
 
-    def _tell(self) -> None:
-        is_first = set(range(self._rank)) <= set(self._absent)  # of the ranks that wait, the first one tells
-        if self._is_to_tell and self._absent and is_first:
+    def _report_absent(self) -> None:
+        is_first = set(range(self._rank)) <= set(self._absent)  # of the ranks that wait, the first one reports
+        if self._reports_absent and self._absent and is_first:
             _log.warning("%s has waited %.0f s for %s to make the group", self._own(), self._patience, self._missing())
 
     def _own(self) -> str:
@@ -291,9 +295,9 @@ class _Others:
         return named_ranks([self._members[rank] for rank in ranks]) if ranks else ""
 
 
-def _collected(others: _Others, size: int) -> list[Text[_Member]]:
+def _collected(others: _Others, size: int) -> list[Text[_JoinRequest]]:
     """Return what the ranks say of themselves, in their order; if they do not fit together, of those that have come."""
-    found: dict[int, Text[_Member]] = {}
+    found: dict[int, Text[_JoinRequest]] = {}
     while len(found) < size and not _misfit(found.values(), size):
         found[len(found)] = others.member(len(found))
     if _misfit(found.values(), size):
@@ -307,11 +311,11 @@ def _collected(others: _Others, size: int) -> list[Text[_Member]]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _sizes(texts: Iterable[Text[_Member]]) -> list[int]:
+def _sizes(texts: Iterable[Text[_JoinRequest]]) -> list[int]:
     return sorted({text.content.size for text in texts if text.content is not None})
 
 
-def _misfit(texts: Iterable[Text[_Member]], size: int) -> str:
+def _misfit(texts: Iterable[Text[_JoinRequest]], size: int) -> str:
     """Return why ranks that say this cannot be a world; "" if they can."""
     texts = list(texts)
     sizes = sorted({size, *_sizes(texts)})
@@ -320,8 +324,8 @@ def _misfit(texts: Iterable[Text[_Member]], size: int) -> str:
     return next((text.problem for text in texts if text.problem), "")
 
 
-def _answer_all(store: KeyValues, texts: list[Text[_Member]], size: int, address: str,
-                signer: Signer) -> tuple[_Answer, HeldPort | None]:
+def _answer_all(store: KeyValues, texts: list[Text[_JoinRequest]], size: int, address: str,
+                signer: Signer) -> tuple[_JoinReply, HeldPort | None]:
     """Answer the other ranks; return rank 0's own answer, and the port at which it will listen."""
     problem, held = _misfit(texts, size), None
     if problem:
@@ -340,17 +344,17 @@ def _answer_all(store: KeyValues, texts: list[Text[_Member]], size: int, address
     return answers[0], held
 
 
-def _answers(members: list[_Member], address: str, key: bytes) -> tuple[list[_Answer], HeldPort | None]:
+def _answers(members: list[_JoinRequest], address: str, key: bytes) -> tuple[list[_JoinReply], HeldPort | None]:
     """Return what rank 0 says to each rank, and the port at which it will listen."""
     hosts, held = Hosts.of([member.host for member in members]), None
     shared = {member.can_share for member in members}
-    answer = _Answer(token=secrets.token_hex(KEY_BYTES // 2), shares=shared.pop() if len(shared) == 1 else "")
+    answer = _JoinReply(token=secrets.token_hex(KEY_BYTES // 2), shares=shared.pop() if len(shared) == 1 else "")
     problem = _different_directories(members, hosts)
     if not problem and len(hosts.ranks_by_host) > 1:
         strict = [rank for rank, member in enumerate(members) if not member.allows_insecure_store]
         if key or not strict:
             held = HeldPort()
-            answer.coordinator = address or route_address([member.name for member in members]), held.port
+            answer.coordinator = address or route_address(member.name for member in members), held.port
             answer.key = b"" if key else secrets.token_bytes(KEY_BYTES)
         else:
             problem = _without_key(strict[0])
@@ -359,11 +363,11 @@ def _answers(members: list[_Member], address: str, key: bytes) -> tuple[list[_An
     return [msgspec.structs.replace(answer, world=hosts.world(rank)) for rank in range(len(members))], held
 
 
-def _refusals(problem: str, count: int) -> list[_Answer]:
-    return [_Answer(shortened(problem, LONGEST_PROBLEM))] * count
+def _refusals(problem: str, count: int) -> list[_JoinReply]:
+    return [_JoinReply(shortened(problem, LONGEST_PROBLEM))] * count
 
 
-def _different_directories(members: list[_Member], hosts: Hosts) -> str:
+def _different_directories(members: list[_JoinRequest], hosts: Hosts) -> str:
     """Return which ranks of a host would not find each other."""
     for first, *others in hosts.ranks_by_host:
         for rank in others:
@@ -378,8 +382,6 @@ def own_address(environ: Mapping[str, str], store: KeyValues) -> str:
 
     That is torch's `MASTER_ADDR`, or where the store is.
     """
-    for host in (environ.get("MASTER_ADDR", ""), store.host):
-        address = source_address(host) if host else ""
-        if address and not is_loopback(address):
-            return address
-    return ""
+    hosts = [host for host in (environ.get("MASTER_ADDR", ""), store.host) if host]
+    routes = [address for host in hosts for address in routes_to([host])]
+    return next((address for address in routes if not is_loopback(address)), "")

@@ -5,7 +5,7 @@
 Rules
 - Greeting and number have the same form in every version of hvdlite: a rank with another version can be named and answered.
 - The MAC covers the name of the group, the key under which the text stands in the store, and the text before and after it.
-  Without a job's key it is made with an empty one: then it proves nothing, and only tells a text of hvdlite from noise.
+  Without a job's key it is made with an empty one: then it proves nothing, and only sets a text of hvdlite off from noise.
 - A rank chooses its number at random, and the answer to the rank has it, too: old answers are not taken for new ones.
 - Nothing is decoded before its MAC is checked, and no MAC is computed of a text that is longer than those of ranks.
 """
@@ -29,6 +29,7 @@ _MAC_BYTES: Final = 32
 LONGEST_TEXT: Final = 4096
 """Bytes of a text: a longer one is noise."""
 _SIGNED_BYTES: Final = GREETING_BYTES + _NUMBER.size
+_BODY_AT: Final = _SIGNED_BYTES + _MAC_BYTES
 SECRET_ON_ALL: Final = "set HVDLITE_SECRET to the same value on all ranks, or on none"
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ class Text(Generic[T]):
     """A text from the store.
 
     Attributes:
-        number: that of the rank that has written it, or to which it answers; None if it cannot be told.
+        number: that of the rank that has written it, or to which it answers; None if it is not known.
         content: None if the text cannot be used.
         problem: why it cannot; "" otherwise.
     """
@@ -90,7 +91,7 @@ def opened(text: bytes, where: str, writer: int, reader: int, signer: Signer, ki
         writer: the rank whose text it should be; for messages, like `reader`.
         kind: the type of its content.
     """
-    signed, (mac, body) = text[:_SIGNED_BYTES], _split(text[_SIGNED_BYTES:], _MAC_BYTES)
+    signed, mac, body = text[:_SIGNED_BYTES], text[_SIGNED_BYTES:_BODY_AT], text[_BODY_AT:]
     try:
         number, = _NUMBER.unpack(signed[GREETING_BYTES:])
         version = Greeting.decode(signed[:GREETING_BYTES]).version
@@ -108,10 +109,6 @@ def opened(text: bytes, where: str, writer: int, reader: int, signer: Signer, ki
         return Text(number, msgspec.msgpack.decode(body, type=kind))
     except (ValueError, msgspec.DecodeError, RecursionError):
         return Text(number, None, _noise(text, writer, reader))
-
-
-def _split(text: bytes, at: int) -> tuple[bytes, bytes]:
-    return text[:at], text[at:]
 
 
 def _noise(text: bytes, writer: int, reader: int) -> str:

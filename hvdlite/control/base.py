@@ -38,28 +38,15 @@ class HostReportReceived:
 
 
 @dataclasses.dataclass(frozen=True)
-class DecisionReceived:
-    """A decision arrived (never on rank 0, which decides itself)."""
-
-    decision: Decision
-
-
-@dataclasses.dataclass(frozen=True)
-class DirectMessageReceived:
-    """A direct message arrived (never on rank 0)."""
-
-    message: DirectMessage
-
-
-@dataclasses.dataclass(frozen=True)
 class PeerLost:
-    """A rank is gone; `reason` describes how that was seen."""
+    """A rank is gone; `reason` describes how that was detected."""
 
     rank: int
     reason: str
 
 
-Event = ReportReceived | HostReportReceived | DecisionReceived | DirectMessageReceived | PeerLost
+Event = ReportReceived | HostReportReceived | Decision | DirectMessage | PeerLost
+"""Rank 0 receives reports; it makes its decisions and direct messages itself, and the other ranks receive them."""
 
 
 class ControlPlane(Protocol):

@@ -33,7 +33,7 @@ _NO_GREETING: Final = "the peer does not greet: it is another program, or an old
 
 @dataclasses.dataclass(frozen=True)
 class Greeting:
-    """What a process says of itself first."""
+    """The first message of a process, in both directions."""
 
     rank: int
     version: str  # of at most 20 bytes
@@ -76,12 +76,14 @@ class ServerHandshake:
 
     def __init__(self, sock: socket.socket, own: Greeting, key: bytes, frame_limit: int) -> None:
         self.peer = Greeting(0, "")
-        self._sock, self._key, self._frame_limit = sock, key, frame_limit
-        self._said = own.encode() + (secrets.token_bytes(_NONCE_BYTES) if key else b"")
-        self._heard = b""
+        self._sock = sock
+        self._key = key
+        self._frame_limit = frame_limit
+        self._sent = own.encode() + (secrets.token_bytes(_NONCE_BYTES) if key else b"")
+        self._received = b""
         self._due = _GREETING.size + (_NONCE_BYTES + _PROOF_BYTES if key else 0)
         sock.setblocking(False)
-        self._send(self._said)
+        self._send(self._sent)
 
     def advance(self) -> Connection | None:
         """Read what has come; return the connection as soon as the client has proved that it knows the key.
@@ -91,26 +93,26 @@ class ServerHandshake:
             OSError: when it has closed the connection.
         """
         try:
-            piece = self._sock.recv(self._due - len(self._heard))
+            piece = self._sock.recv(self._due - len(self._received))
         except BlockingIOError:
             return None
         if not piece:
             raise ConnectionError("closed during the handshake")
-        self._heard += piece
-        if not _MAGIC.startswith(self._heard[:len(_MAGIC)]):
+        self._received += piece
+        if not _MAGIC.startswith(self._received[:len(_MAGIC)]):
             raise ProtocolError(_NO_GREETING)
-        if len(self._heard) < self._due:
+        if len(self._received) < self._due:
             return None
-        heard, proof = self._heard[:self._due - _PROOF_BYTES], self._heard[self._due - _PROOF_BYTES:]
+        received, proof = self._received[:self._due - _PROOF_BYTES], self._received[self._due - _PROOF_BYTES:]
         if not self._key:
-            self.peer = Greeting.decode(self._heard)
+            self.peer = Greeting.decode(self._received)
             return Connection(self._sock, frame_limit=self._frame_limit)
-        if not hmac.compare_digest(proof, _proof(self._key, b"client", self._said, heard)):
+        if not hmac.compare_digest(proof, _proof(self._key, b"client", self._sent, received)):
             raise ProtocolError("the peer does not know the job's key")
-        self.peer = Greeting.decode(self._heard[:_GREETING.size])
-        self._send(_proof(self._key, b"server", self._said, heard))
-        return Connection(self._sock, send_key=_proof(self._key, b"server to client", self._said, heard),
-                          receive_key=_proof(self._key, b"client to server", self._said, heard),
+        self.peer = Greeting.decode(self._received[:_GREETING.size])
+        self._send(_proof(self._key, b"server", self._sent, received))
+        return Connection(self._sock, send_key=_proof(self._key, b"server to client", self._sent, received),
+                          receive_key=_proof(self._key, b"client to server", self._sent, received),
                           frame_limit=self._frame_limit)
 
     def _send(self, content: bytes) -> None:
@@ -131,28 +133,28 @@ def greet_rank_0(sock: socket.socket, own: Greeting, key: bytes, frame_limit: in
             proof.
         OSError: when it closes the connection, or is too slow.
     """
-    said = own.encode()
+    sent = own.encode()
     sock.settimeout(max(0.001, deadline - time.monotonic()))
-    sock.sendall(said)
-    heard = _exactly(sock, _GREETING.size, deadline)
-    peer = Greeting.decode(heard)
+    sock.sendall(sent)
+    received = _exactly(sock, _GREETING.size, deadline)
+    peer = Greeting.decode(received)
     if not key:
         return Connection(sock, frame_limit=frame_limit), peer
-    heard += _exactly(sock, _NONCE_BYTES, deadline)
-    said += secrets.token_bytes(_NONCE_BYTES)
-    sock.sendall(said[_GREETING.size:] + _proof(key, b"client", heard, said))
+    received += _exactly(sock, _NONCE_BYTES, deadline)
+    sent += secrets.token_bytes(_NONCE_BYTES)
+    sock.sendall(sent[_GREETING.size:] + _proof(key, b"client", received, sent))
     try:
         answer = _exactly(sock, _PROOF_BYTES, deadline)
     except ConnectionError as error:
         raise ProtocolError(f"{error}, after this rank's proof: is HVDLITE_SECRET the same on both sides?") from None
-    if not hmac.compare_digest(answer, _proof(key, b"server", heard, said)):
+    if not hmac.compare_digest(answer, _proof(key, b"server", received, sent)):
         raise ProtocolError("whoever listens at the coordinator's address does not know the job's key")
-    return Connection(sock, send_key=_proof(key, b"client to server", heard, said),
-                      receive_key=_proof(key, b"server to client", heard, said), frame_limit=frame_limit), peer
+    return Connection(sock, send_key=_proof(key, b"client to server", received, sent),
+                      receive_key=_proof(key, b"server to client", received, sent), frame_limit=frame_limit), peer
 
 
 def _proof(key: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
-    """Return a MAC over what both sides have said before."""
+    """Return a MAC over what both sides have sent before."""
     return hmac.digest(key, role + b"|" + server + client, hashlib.sha256)
 
 

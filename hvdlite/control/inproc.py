@@ -7,7 +7,7 @@ import queue
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from hvdlite.control.base import DecisionReceived, DirectMessageReceived, Event, ReportReceived
+from hvdlite.control.base import Event, ReportReceived
 from hvdlite.negotiation.messages import Decision, DirectMessage, Report
 
 _Events: TypeAlias = "queue.SimpleQueue[Event | None]"
@@ -21,7 +21,8 @@ class InprocControl:
     children: frozenset[int] = frozenset()
 
     def __init__(self, rank: int, queues: Sequence[_Events]) -> None:
-        self._rank, self._queues = rank, queues
+        self._rank = rank
+        self._queues = queues
 
     @classmethod
     def star(cls, size: int) -> list[InprocControl]:
@@ -34,12 +35,12 @@ class InprocControl:
 
     def send_decision(self, decision: Decision) -> None:
         for other in self._queues[1:]:
-            other.put(DecisionReceived(decision))
+            other.put(decision)
 
     def send_direct_messages(self, messages: Sequence[DirectMessage]) -> None:
         for message in messages:
             if message.rank:
-                self._queues[message.rank].put(DirectMessageReceived(message))
+                self._queues[message.rank].put(message)
 
     def wait(self, timeout: float | None, spin: float = 0.0) -> list[Event]:
         del spin  # the others need this process's GIL

@@ -1,7 +1,7 @@
 """The control plane between processes: stream sockets to rank 0 or to a leader, a doorbell per rank, a pidfd per peer.
 
 On one host all ranks are connected to rank 0. On several hosts, each host's leader is connected to rank 0, and the host's
-other ranks to their leader; see `control/leading.py`.
+other ranks to their leader (`LeaderControl`).
 
 How a death is detected (docs/protocol.md#detection, #first-failure)
 - On the same host by a pidfd: the kernel reports the end of a process immediately, even when a forked worker still holds the
@@ -11,30 +11,28 @@ How a death is detected (docs/protocol.md#detection, #first-failure)
   that names the origin. It declares the death itself after `GRACE_SECONDS`, or immediately, if the dead peer would have
   relayed rank 0's report.
 - A peer is declared dead only when its socket has been read empty, because its last message may explain the death.
+
+How a failure travels under leaders (docs/protocol.md#leaders)
+- A leader reports the end of a rank of its host to rank 0, and forwards the decision that follows, like any other.
+- When a leader is the first to know of a failure, for instance because rank 0 is lost, it announces it to the ranks of its
+  host itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from hvdlite.control.base import (
-    DecisionReceived,
-    DirectMessageReceived,
-    Event,
-    HostReportReceived,
-    PeerLost,
-    ReportReceived,
-    yield_processor,
-)
-from hvdlite.control.codec import Encoded, Heartbeat, encode
+from hvdlite.control.base import Event, HostReportReceived, PeerLost, ReportReceived, yield_processor
 from hvdlite.control.doorbell import Doorbell
-from hvdlite.control.wire import Connection
+from hvdlite.control.wire import Connection, Encoded, Heartbeat, encode
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
+from hvdlite.negotiation.leader import Leader
 from hvdlite.negotiation.messages import Decision, DirectMessage, DirectMessages, HostReport, Message, Report
 
 GRACE_SECONDS = 0.5
@@ -178,7 +176,7 @@ class StarControl:
                 ended.append(descriptor)
             elif descriptor in self._peer_of:
                 self._handle_socket(self._peer_of[descriptor], flags)
-        for descriptor in ended:  # after all sockets: a last message may say why
+        for descriptor in ended:  # after all sockets: a last message may explain it
             peer = self._pidfds.pop(descriptor)
             self._poller.unregister(descriptor)
             os.close(descriptor)
@@ -227,9 +225,9 @@ class StarControl:
             case HostReport() if peer in self._hosts:
                 return [HostReportReceived(self._hosts[peer], message)]
             case Decision() if from_parent:
-                return [DecisionReceived(message)]
+                return [message]
             case DirectMessages(messages) if from_parent:
-                return [DirectMessageReceived(message) for message in messages if message.rank == self._rank]
+                return [message for message in messages if message.rank == self._rank]
         return [PeerLost(peer, f"it sent a {type(message).__name__} out of place")]
 
     def _send(self, peer: int, message: Message | Encoded) -> None:
@@ -255,11 +253,9 @@ class StarControl:
 
     def _drop_after_reading(self, peer: int, reason: str) -> None:
         """Drop a peer to which sending failed, after its last messages, which may say why."""
-        try:
+        with contextlib.suppress(EOFError, OSError, ProtocolError):  # `reason` came first
             while messages := self._connections[peer].receive():
                 self._receive(peer, messages)
-        except (EOFError, OSError, ProtocolError):
-            pass  # `reason` came first
         self._drop(peer, reason)
 
     def _drop(self, peer: int, reason: str) -> None:
@@ -304,3 +300,59 @@ class StarControl:
         if self._tcp:
             times.append(self._next_heartbeat)
         return min(times)
+
+
+class LeaderControl(StarControl):
+    """The control plane of a host's leader, which relays between rank 0 and the ranks of its host.
+
+    It merges the reports of the host's ranks, its own included (`negotiation.leader`), and forwards decisions unchanged.
+    Both happen while the background thread waits, also in the middle of a collective, and are no events to this rank.
+
+    Args:
+        connections: to rank 0 and to each other rank of the host.
+    """
+
+    def __init__(self, leader: Leader, connections: Mapping[int, Connection], doorbells: Mapping[int, Doorbell],
+                 pids: Mapping[int, int], *, heartbeat_timeout: float) -> None:
+        rank, *others = leader.ranks
+        self._leader = leader
+        self.children = frozenset(others)
+        super().__init__(rank, connections, doorbells, pids, heartbeat_timeout=heartbeat_timeout)
+        self._send_up()
+
+    def send_report(self, report: Report) -> None:
+        self._leader.receive(self._rank, report)
+        self._send_up()
+        if report.failure is not None:
+            self._send_down(Decision(epoch=report.epoch, sequence=0, failure=report.failure))
+
+    def _handle(self, ready: Iterable[tuple[int, int]]) -> None:
+        super()._handle(ready)
+        self._send_up()
+
+    def _events_of(self, peer: int, message: Message) -> list[Event]:
+        match message:
+            case Report() if peer in self.children:
+                self._leader.receive(peer, message)
+                return []
+            case Decision() if peer == self.parent:
+                self._leader.observe(message)
+                self._send_down(message)
+            case DirectMessages(messages) if peer == self.parent:
+                self.send_direct_messages([message for message in messages if message.rank in self.children])
+        return super()._events_of(peer, message)
+
+    def _suspect(self, peer: int, reason: str) -> None:
+        if peer in self.children:
+            self._leader.lose(peer, reason)
+        super()._suspect(peer, reason)
+
+    def _send_up(self) -> None:
+        report = self._leader.take_report()
+        if report is not None:
+            self._send(self.parent, report)
+
+    def _send_down(self, decision: Decision) -> None:
+        encoded = encode(decision)
+        for peer in self.children:
+            self._send(peer, encoded)

@@ -1,8 +1,9 @@
-"""Frames on a stream socket: lengths, sequence numbers, and authentication by HMAC.
+"""Messages in frames on a stream socket: lengths, sequence numbers, and authentication by HMAC.
 
     length (4 bytes) | kind (1) | sequence (4) | body (length bytes) | HMAC-SHA256 (32, on TCP only)
 
 Rules (docs/protocol.md#frames)
+- The body is MessagePack, decoded by msgspec as the type of its kind, never pickled.
 - The length is checked against a limit before anything is allocated.
 - Sequence numbers count up from 0 in each direction; anything else (replay, loss) ends the connection.
 - The MAC covers the whole number of the frame (64 bits, of which 32 travel), header and body, with a key of its own per
@@ -13,18 +14,90 @@ Rules (docs/protocol.md#frames)
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import socket
 import struct
+from typing import Final, NamedTuple
 
-from hvdlite.control.codec import Encoded, decode, encode
+import msgspec
+
 from hvdlite.core.errors import ProtocolError
-from hvdlite.negotiation.messages import Message
+from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
+from hvdlite.core.texts import encodable, with_texts
+from hvdlite.negotiation.messages import Decision, DirectMessages, HostReport, Message, Report
 
 _HEADER = struct.Struct("!IBI")
 _NUMBER = struct.Struct("!Q")
 _MAC_BYTES = 32
 _RECEIVE_BYTES = 1 << 16
+
+
+class RankInfo(Message, frozen=True, kw_only=True):
+    """A rank's description of itself, sent when its connection is authenticated."""
+
+    rank: int
+    size: int
+    pid: int
+    host: str  # equal for ranks that share a kernel and a process table
+    version: str
+    job: str = ""  # equal on all ranks of a job: one that another job has started is no rank of this one
+    stack_dump: StackDumpTarget = NO_STACK_DUMP  # where it writes its stacks; see `diagnostics.process_probe`
+    settings: tuple[tuple[str, str], ...] = ()  # knobs in which no two ranks may differ, and their values
+    unavailable: tuple[tuple[str, str], ...] = ()  # backends that it cannot use, and why
+    epoch: int = 0
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """Rank 0's answer when all ranks are there: who they are, indexed by rank; or why the job cannot start."""
+
+    pids: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    stack_dumps: tuple[StackDumpTarget, ...] = ()
+    advertised_address: str = ""  # rank 0's IP address, as most other hosts know it; "" when there are none
+    clock: float = 0.0  # rank 0's monotonic clock, in seconds
+    unavailable: tuple[tuple[str, str], ...] = ()  # backends that some rank cannot use, and why
+    use_leaders: bool = False  # whether each host's first rank speaks for all of its ranks from here on
+    refusal: str = ""
+    epoch: int = 0
+
+
+class Heartbeat(Message, frozen=True):
+    """Shows that the sender's background thread is alive; only on TCP."""
+
+
+class Encoded(NamedTuple):
+    """A message as bytes: what goes to many peers is encoded once."""
+
+    kind: int
+    body: bytes
+
+
+_TYPES: Final[tuple[type[Message], ...]] = (RankInfo, Welcome, Report, Decision, Heartbeat, HostReport, DirectMessages)
+KINDS: Final = {message_type: kind for kind, message_type in enumerate(_TYPES, 1)}
+"""The type byte of each message's frames."""
+_DECODERS: Final = {kind: msgspec.msgpack.Decoder(message_type) for message_type, kind in KINDS.items()}
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(message: Message) -> Encoded:
+    """Return a message as bytes."""
+    try:
+        return Encoded(KINDS[type(message)], _encode(message))
+    except UnicodeEncodeError:  # the names of files in a stack, for instance
+        return Encoded(KINDS[type(message)], _encode(with_texts(message, encodable)))
+
+
+def decode(kind: int, body: bytes) -> Message:
+    """Return the message in `body`.
+
+    Raises:
+        ProtocolError: for an unknown kind or a body that does not match its type.
+    """
+    try:
+        return _DECODERS[kind].decode(body)
+    except (KeyError, ValueError, msgspec.DecodeError, RecursionError) as error:  # ValidationError is a DecodeError
+        raise ProtocolError(f"message of kind {kind} is not valid: {error}") from None
 
 
 class Connection:
@@ -34,7 +107,8 @@ class Connection:
                  frame_limit: int = 64 << 20) -> None:
         self.socket = sock
         self.authenticated_by_key = bool(send_key)
-        self._send_key, self._receive_key = send_key, receive_key
+        self._send_key = send_key
+        self._receive_key = receive_key
         self._limit = frame_limit
         self._sent = self._received = 0  # frames, in each direction
         self._unsent = bytearray()
@@ -103,7 +177,7 @@ class Connection:
         return messages
 
     def unreceive(self, messages: list[Message]) -> None:
-        """Give messages back, to be returned first by the next `receive`."""
+        """Put messages back: the next `receive` returns them first."""
         self._early = [*messages, *self._early]
 
     def fileno(self) -> int:
@@ -112,11 +186,9 @@ class Connection:
 
     def close(self) -> None:
         """End the connection; the peer can still read what was sent."""
-        try:
+        with contextlib.suppress(EOFError, OSError, ProtocolError):
             self.socket.shutdown(socket.SHUT_WR)
             self.receive()  # unread bytes would turn TCP's close into a reset, which destroys what is under way
-        except (EOFError, OSError, ProtocolError):
-            pass
         self.close_in_child()
 
     def close_in_child(self) -> None:

@@ -12,8 +12,9 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
+
+import msgspec
 
 from hvdlite.core.world import World
 
@@ -71,7 +72,7 @@ PROCESSES_FILE = "processes.json"
 PROGRESS_FILE = "progress"
 """In the job directory, with `.RANK` (elastic jobs: the member's id): how far the rank is; see `diagnostics.progress`."""
 METRICS_FILE = "metrics"
-"""In the job directory, with `.RANK`: the metrics that the script has recorded there; see `diagnostics.metrics`."""
+"""In the job directory, with `.RANK`: the metrics that the script has recorded there; see `diagnostics.progress`."""
 TASK_FILE = "task"
 """In the job directory: a function to call and its arguments, signed; see `hvdlite.run`."""
 RESULT_FILE = "result"
@@ -154,7 +155,6 @@ class FailureRecord:
     def read(cls, job_directory: str, rank: int) -> FailureRecord | None:
         """Return a rank's record, or None if there is none (the rank was killed or did not fail)."""
         try:
-            fields: Mapping[str, object] = json.loads(cls.path(job_directory, rank).read_text(encoding="utf-8"))
-            return cls(**fields)  # type: ignore[arg-type]
-        except (OSError, ValueError, TypeError):
+            return msgspec.convert(json.loads(cls.path(job_directory, rank).read_text(encoding="utf-8")), cls)
+        except (OSError, ValueError, msgspec.ValidationError):
             return None

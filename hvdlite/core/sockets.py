@@ -37,6 +37,18 @@ def short_socket_path(path: str) -> Iterator[str]:
         os.close(descriptor)
 
 
+def connect_unix(sock: socket.socket, path: str) -> None:
+    """Connect to a Unix socket, and check that a process of our user listens there.
+
+    Raises:
+        OSError: when nobody does.
+        ProtocolError: when another user does.
+    """
+    with short_socket_path(path) as short:
+        sock.connect(short)
+    check_same_user(sock)
+
+
 def check_same_user(sock: socket.socket) -> None:
     """Raise `ProtocolError` unless the peer of a Unix socket has our user id (where the system reports it)."""
     if not hasattr(socket, "SO_PEERCRED"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any, Final
@@ -50,6 +51,9 @@ def with_texts(value: Any, changed: Callable[[str], str]) -> Any:
         return changed(value)
     if isinstance(value, msgspec.Struct):
         return type(value)(**{name: with_texts(getattr(value, name), changed) for name in value.__struct_fields__})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{field.name: with_texts(getattr(value, field.name), changed)
+                              for field in dataclasses.fields(value)})
     if isinstance(value, dict):
         return {with_texts(key, changed): with_texts(each, changed) for key, each in value.items()}
     if type(value) in (list, tuple):

@@ -27,7 +27,6 @@ class FlightRecorder:
     """Keeps the last `REMEMBERED` events of one rank.
 
     Args:
-        rank: whose.
         plane: the data plane's name.
         clock: seconds; the same for all ranks of a host.
 
@@ -35,8 +34,9 @@ class FlightRecorder:
         mark_cycles: whether the timeline shows decisions.
     """
 
-    def __init__(self, rank: int, plane: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rank, self._plane, self._clock = rank, plane.upper(), clock
+    def __init__(self, plane: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._plane = plane.upper()
+        self._clock = clock
         self._events: deque[_What] = deque(maxlen=REMEMBERED)
         self.mark_cycles = False
         self._trace: list[TraceEvent] = []
@@ -60,7 +60,7 @@ class FlightRecorder:
             self._open = None
 
     @property
-    def unsent(self) -> int:
+    def unreported(self) -> int:
         """Number of events that `take_trace` would return."""
         return len(self._trace)
 
@@ -118,16 +118,16 @@ class FlightRecorder:
             self._end(lanes)
             self._end(lanes, f"{response.dtype}, {response.elements} elements")
 
-    def exchanged(self, name: str) -> None:
-        """A tensor was exchanged in a mailbox; callable from any thread."""
-        self._events.append((self._clock(), (name,), "done in a mailbox", None))
-
-    def carried_out(self, name: str) -> None:
-        """A call of a group is done; callable from any thread."""
-        self._events.append((self._clock(), (name,), "done in a group", None))
+    def finished(self, name: str, where: str) -> None:
+        """A tensor was exchanged in "a mailbox", or a call of "a group" is done; callable from any thread."""
+        self._events.append((self._clock(), (name,), f"done in {where}", None))
 
     def ordered(self, name: str, response: Response, begun: float, met: float, done: float) -> None:
-        """The same, for the timeline: `begun` on this rank, when all ranks had `met`, and `done`, on this object's clock."""
+        """A call of a group is done, for the timeline.
+
+        Args:
+            begun: on this rank, on this object's clock; all ranks had `met` later, and then it was `done`.
+        """
         if self._open is not None:
             operation = response.collective.name
             for phase, when, what, detail in (
@@ -152,9 +152,9 @@ class FlightRecorder:
         """
         now = self._clock()
         events = list(self._events)
-        told = {each for _, names, _, _ in events for each in names}
-        if name not in told:
-            name = next((each for each in told if each.partition(".")[2] == name), name)
+        known = {each for _, names, _, _ in events for each in names}
+        if name not in known:
+            name = next((each for each in known if each.partition(".")[2] == name), name)
         lines = []
         for _, alike in itertools.groupby((event for event in events if name in event[1]), lambda event: event[2:]):
             first, *others = alike

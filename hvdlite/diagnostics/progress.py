@@ -1,7 +1,9 @@
-"""A rank's counters of steps, samples and waits, which `hvdrun --monitor` reads from a file in the job's directory.
+"""A rank's counters and metrics, which the launcher reads from files in the job's directory.
 
-A rank writes a few numbers a step there and makes no system call for it; the launcher reads them when it wants to. At most
-once a second, with a step, a rank reads how long its thread has run and could have run: that is its ledger.
+`hvdrun --monitor` reads counters of steps, samples and waits. A rank writes a few numbers a step and makes no system call
+for it; the launcher reads them when it wants to. At most once a second, with a step, a rank reads how long its thread has
+run and could have run: that is its ledger. `hvdrun --sweep ... --until` reads, when a rank has ended, the metrics that its
+script has recorded after evaluations.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import json
 import mmap
 import os
 import resource
@@ -18,14 +21,14 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from hvdlite.core.launch_contract import PROGRESS_FILE
+from hvdlite.core.launch_contract import METRICS_FILE, PROGRESS_FILE
 from hvdlite.core.ledger import Ledger, Traffic
-from hvdlite.diagnostics.metrics import MetricsFile
 from hvdlite.diagnostics.slowness import LEAST_STEPS
 from hvdlite.diagnostics.tcp_traffic import TcpTraffic
 
@@ -37,6 +40,7 @@ KEPT: Final = 4096
 _LEDGER: Final = struct.Struct("=dQddddddQddd")  # the numbers of `Ledger`, since the first step
 _PEAK: Final = struct.Struct("=Q")  # bytes of memory
 _TRAFFIC: Final = struct.Struct("=H4094s")  # how many bytes; the traffic of `Ledger`, as JSON
+_ALL: Final = struct.Struct("=" + "".join(part.format[1:] for part in (_HEAD, _BLOCKED, _LEDGER, _PEAK, _TRAFFIC)))
 _PEAK_AT: Final = _HEAD.size + _BLOCKED.size + _LEDGER.size
 _TRAFFIC_AT: Final = _PEAK_AT + _PEAK.size
 _TIMES: Final = _TRAFFIC_AT + _TRAFFIC.size  # where the steps begin
@@ -50,9 +54,15 @@ LEDGER_SECONDS: Final = 1.0
 _MAXRSS_UNIT: Final = 1 if sys.platform == "darwin" else 1024
 WINDOW_SECONDS: Final = 30.0
 """What `Progress.ledger` is about."""
-
-
 NOTHING: Final = Ledger()
+
+
+class Evaluation(NamedTuple):
+    """What a script has recorded after an evaluation."""
+
+    seconds: float  # since `hvd.init()`
+    epoch: float  # epochs trained by then
+    metrics: dict[str, float]
 
 
 class Schedule:
@@ -104,7 +114,8 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self.metrics = MetricsFile()
+        self._metrics_path: Path | None = None  # one evaluation a line, as JSON
+        self._published = 0.0
         self.blocked = 0.0
         self._memory: bytearray | mmap.mmap = bytearray(_SIZE)
         self.steps = self._samples = 0
@@ -131,7 +142,7 @@ class Progress:
 
     def publish(self, job_directory: str, rank: int) -> None:
         """From now on let others on this host read it, unless there is no room for the file: no job depends on it."""
-        self.metrics.publish(job_directory, rank)
+        self._metrics_path, self._published = Path(job_directory) / f"{METRICS_FILE}.{rank}", time.monotonic()
         path = Path(job_directory) / f"{PROGRESS_FILE}.{rank}"
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -158,6 +169,21 @@ class Progress:
         memory, self._memory = self._memory, bytearray(self._memory)
         if isinstance(memory, mmap.mmap):
             memory.close()
+
+    def record_metrics(self, metrics: Mapping[str, Any], epoch: float) -> None:
+        """Record an evaluation, unless no launcher reads it or there is no room for it: no job depends on it.
+
+        Raises:
+            ValueError: for a metric that is not a number, or an epoch below 0.
+        """
+        numbers = {str(name): _number(f"metric {name!r}", value) for name, value in metrics.items()}
+        epoch = _number("the epoch", epoch)
+        if not epoch >= 0:
+            raise ValueError(f"the epoch is the number of epochs trained so far, which cannot be {epoch:g}")
+        if self._metrics_path is not None:
+            line = json.dumps(Evaluation(time.monotonic() - self._published, epoch, numbers))
+            with contextlib.suppress(OSError), open(self._metrics_path, "a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
 
     def block(self) -> float:
         """The script begins to wait for a collective; return what `unblock` wants."""
@@ -277,6 +303,7 @@ class Reading:
         rate: samples a second in undisturbed steps (see `rate_of`); 0.0 while there are too few.
         ledger: since its first step.
         peak: the most bytes of memory that it has used.
+        metrics: of a rank that has ended (see `read_metrics`); else none.
     """
 
     steps: int = 0
@@ -287,17 +314,15 @@ class Reading:
     rate: float = 0.0
     ledger: Ledger = NOTHING
     peak: int = 0
+    metrics: list[Evaluation] = dataclasses.field(default_factory=list)
 
 
 def read(job_directory: str, rank: int) -> Reading:
     """Return a rank's progress; that of a rank that has not called `init` is empty."""
     try:
         content = (Path(job_directory) / f"{PROGRESS_FILE}.{rank}").read_bytes()
-        steps, samples, counted, last = _HEAD.unpack_from(content)
-        blocked, since = _BLOCKED.unpack_from(content, _HEAD.size)
-        numbers = Ledger(*_LEDGER.unpack_from(content, _HEAD.size + _BLOCKED.size))
-        ledger = msgspec.structs.replace(numbers, traffic=_traffic_in(content))
-        peak, = _PEAK.unpack_from(content, _PEAK_AT)
+        steps, samples, counted, last, blocked, since, *numbers, peak, length, text = _ALL.unpack_from(content)
+        ledger = msgspec.structs.replace(Ledger(*numbers), traffic=_traffic_in(text[:length]))
     except (OSError, struct.error):
         return Reading()
     kept = min(max(0, steps - 1), KEPT)
@@ -309,10 +334,25 @@ def read(job_directory: str, rank: int) -> Reading:
                    now - last if last else float("inf"), rate_of(times), ledger, peak)
 
 
-def _traffic_in(content: bytes) -> tuple[Traffic, ...]:
-    length, text = _TRAFFIC.unpack_from(content, _TRAFFIC_AT)
+def read_metrics(job_directory: str, rank: int) -> list[Evaluation]:
+    """Return a rank's evaluations in the order in which it recorded them."""
+    found = []
+    with contextlib.suppress(OSError, ValueError):  # the last line is cut off where the disk is full
+        for line in (Path(job_directory) / f"{METRICS_FILE}.{rank}").read_text(encoding="utf-8").splitlines():
+            found.append(Evaluation(*json.loads(line)))
+    return found
+
+
+def _number(what: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{what} is not a number: {value!r}") from None
+
+
+def _traffic_in(text: bytes) -> tuple[Traffic, ...]:
     with contextlib.suppress(msgspec.DecodeError):  # none yet, or they are being written
-        return msgspec.json.decode(text[:length], type=tuple[Traffic, ...])
+        return msgspec.json.decode(text, type=tuple[Traffic, ...])
     return ()
 
 

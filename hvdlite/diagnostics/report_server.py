@@ -38,8 +38,6 @@ class ReportServer:
         Path(self._path).unlink(missing_ok=True)  # left by rank 0 of an earlier world, which has died
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with short_socket_path(self._path) as path:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # of the rank 0 of an earlier world, which was killed
             self._listener.bind(path)
         self._listener.listen(8)
         with explained("the thread that answers hvdrun --report"):

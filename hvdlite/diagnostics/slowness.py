@@ -1,19 +1,21 @@
-"""Why training is slow: which rank the others wait for, and what that rank does meanwhile, from the ranks' ledgers.
+"""Why training is slow: which rank the others wait for, and why, or whose link is slow, from the ranks' ledgers.
 
 In a step of data-parallel training all ranks wait for the slowest one, so the rank that waits least is the slow one. What it
-uses more time for than the others is the likely cause. Where all wait alike, it may be a link; see `slow_link`. All of this
-is arithmetic on shares of time; see `core.ledger`.
+uses more time for than the others is the likely cause. All of this is arithmetic on shares of time; see `core.ledger`.
+
+Where all ranks wait alike, the cause may be a link. Both ends of a connection identify it by the same two addresses, so the
+ledgers of both ranks together show who sends to whom. All connections that a slow link carries, and only those, are slow:
+those of one rank, or of one host, in one direction or both.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
-from hvdlite.core.ledger import Ledger
-from hvdlite.diagnostics.slow_link import Flow, SlowLink, flows, slow_link
+from hvdlite.core.ledger import Ledger, Traffic
 
 LEAST_STEPS: Final = 5
 """Steps that a ledger must have."""
@@ -25,6 +27,14 @@ LEAST_COMMUNICATION: Final = 0.5
 """The share of its time that every rank must wait, for communication to be called slow."""
 LEAST_ABSENT: Final = 0.5
 """Gradients that a rank, but not every rank, must lack in a step, for that to be called a cause of waiting."""
+LEAST_RATIO: Final = 2.0
+"""How many times as fast as all connections of a slow link together every other one must be."""
+LEAST_BYTES: Final = 0.1
+"""Of what the connection that carried most has carried. Others carry messages, of which the kernel may acknowledge the last
+one only after 40 ms: their rates mean nothing.
+"""
+LEAST_SECONDS: Final = 0.1
+"""How long data must have been under way in the slowest connection: the kernel counts this time in ticks of up to 10 ms."""
 
 CAUSES: Final = {
     "input": "it waits longer for its input: more or faster loader processes, or a faster disk, would help",
@@ -38,6 +48,41 @@ CAUSES: Final = {
     "link": "data takes longer between this rank and others: look at the speed and errors of its host's network interface, "
             "and at who else uses it",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """What a rank has sent to another one.
+
+    Attributes:
+        share: of the time, in which something was on its way; 0..1.
+        rate: bytes a second in that time.
+    """
+
+    sender: int
+    receiver: int
+    share: float
+    rate: float
+
+    def __str__(self) -> str:
+        return f"From rank {self.sender} to rank {self.receiver} it is {self.rate / 1e6:,.1f} MB/s while data is under way"
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowLink:
+    """A rank's link that is slower than others'.
+
+    Attributes:
+        ranks: those that share the link; the first one is an end of `flow`.
+        flow: the slowest connection.
+        usual: bytes a second of the median of the other connections.
+        share: of the time, which goes away if the link is as fast as others.
+    """
+
+    ranks: tuple[int, ...]
+    flow: Flow
+    usual: float
+    share: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,3 +213,52 @@ def _shares(ledger: Ledger, crowd: float) -> dict[str, float]:
     seconds = {"input": ledger.input, "cpu": ledger.queued - crowded, "collection": ledger.collecting,
                "waiting": max(0.0, off), "computing": max(0.0, computing)}
     return {cause: value / ledger.seconds for cause, value in seconds.items()}
+
+
+def flows(ledgers: Mapping[int, Ledger]) -> list[Flow]:
+    """Return what ranks have sent each other between hosts, without the connections that carried little."""
+    owners = {each.local: rank for rank, ledger in ledgers.items() for each in ledger.traffic}
+    known = [(rank, each) for rank, ledger in ledgers.items() for each in ledger.traffic if each.remote in owners]
+    least = LEAST_BYTES * max((each.sent for _, each in known), default=0)
+    found: dict[tuple[int, int], list[Traffic]] = {}
+    for rank, each in known:
+        if each.sent > least and each.sending > 0:
+            found.setdefault((rank, owners[each.remote]), []).append(each)
+    flowing = []
+    for (sender, receiver), carried in sorted(found.items()):
+        sending = max(each.sending for each in carried)  # several send at the same time
+        flowing.append(Flow(sender, receiver, min(1.0, sending / ledgers[sender].seconds),
+                            sum(each.sent for each in carried) / sending))
+    return flowing
+
+
+def slow_link(ledgers: Mapping[int, Ledger]) -> SlowLink | None:
+    """Return whose link is slow; None if none is, or if there is no other one to compare it with."""
+    known = flows(ledgers)
+    if not known:
+        return None
+    slowest = min(known, key=lambda flow: flow.rate)
+    if slowest.share * ledgers[slowest.sender].seconds < LEAST_SECONDS:
+        return None
+    for sending, receiving in _explanations(slowest, ledgers):
+        carried = max(sum(flow.rate for flow in known if flow.sender in sending),  # at the same time, perhaps: they share it
+                      sum(flow.rate for flow in known if flow.receiver in receiving))
+        outside = [flow for flow in known if flow.sender not in sending and flow.receiver not in receiving]
+        if outside and LEAST_RATIO * carried <= min(flow.rate for flow in outside):
+            usual = statistics.median(flow.rate for flow in outside)
+            crowd = max(ledgers[rank].queued / ledgers[rank].seconds for rank in (slowest.sender, slowest.receiver))
+            return SlowLink(sending or receiving, slowest, usual, slowest.share * (1 - slowest.rate / usual) - crowd)
+    return None
+
+
+def _explanations(slowest: Flow, ledgers: Mapping[int, Ledger]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield ranks whose sending, and ranks whose receiving may be slow, given the slowest connection; simple ones first."""
+    hosts = {rank: {each.local.rpartition(":")[0] for each in ledger.traffic} for rank, ledger in ledgers.items()}
+    alone = (slowest.sender,), (slowest.receiver,)
+    sharing = [(end, *(rank for rank in hosts if rank != end and hosts[rank] & hosts[end])) for (end,) in alone]
+    for sender, receiver in (alone, sharing):
+        yield sender, sender
+        yield receiver, receiver
+    for sender, receiver in (alone, sharing):
+        yield sender, ()
+        yield (), receiver

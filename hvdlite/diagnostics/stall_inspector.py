@@ -42,7 +42,7 @@ _UNSEEN: Final = "its process is stopped, or something in it holds the GIL"
 class Times:
     """In seconds; 0 is never."""
 
-    stall: float  # after which a waiting tensor is told of
+    stall: float  # after which a waiting tensor is reported
     shutdown: float  # after which it ends the job
     silence: float  # after which a rank that is waited for is asked
     lost: float  # after which one that does not answer is given up
@@ -77,22 +77,25 @@ class StallInspector:
 
     def __init__(self, coordinator: Coordinator, times: Times, probe: ProcessProbe, deliver: Receiver,
                  story: Callable[[str], str]) -> None:
-        self._coordinator, self._times, self._probe = coordinator, times, probe
-        self._deliver, self._story = deliver, story
+        self._coordinator = coordinator
+        self._times = times
+        self._probe = probe
+        self._deliver = deliver
+        self._story = story
         self._next_look = math.inf  # on the caller's clock; infinite while nothing waits
         self._asked: dict[int, float] = {}  # when; not answered since
         self._ask_again: dict[int, float] = {}  # answered: when to ask again
-        self._silent: dict[int, str] = {}  # told of: its stacks
+        self._silent: dict[int, str] = {}  # reported: its stacks
         self._pending: _PendingReport | None = None
         self._wanted: list[Receiver] = []  # on demand, not begun
         self._report_requested = False  # by some rank's user
         self._statuses: dict[int, RankStatus] = {}  # what ranks answered when they were last asked
         self._overdue: deque[OverdueWork] = deque()  # on GPUs, not looked at
-        self._overdue_told: set[tuple[int, int, bool]] = set()  # process set, sequence number, and whether it ends the job
+        self._overdue_reported: set[tuple[int, int, bool]] = set()  # process set, sequence number, whether it ends the job
         self._suspects: set[int] = set()  # ranks that hold up others in the middle of a collective
         self._stuck: frozenset[int] = frozenset()  # ranks that wait for each other in a circle
         self._stuck_since = math.inf
-        self._stuck_told = False
+        self._stuck_reported = False
 
     def receive(self, rank: int, message: SideMessage) -> None:
         """Handle what a rank reports beside tensors."""
@@ -115,7 +118,7 @@ class StallInspector:
                     or self._overdue or self._wanted or self._pending or self._asked)
 
     def look(self, now: float) -> bool:
-        """Do what is due at `now`; return whether the coordinator has something to say for it."""
+        """Do what is due at `now`; return whether the coordinator has something to send for it."""
         coordinator = self._coordinator
         if self._report_requested:
             self._report_requested = False
@@ -142,14 +145,14 @@ class StallInspector:
     def _find_deadlock(self, now: float) -> bool:
         stuck, text = self._coordinator.blocked.deadlock(certain=False)
         if stuck != self._stuck:
-            self._stuck, self._stuck_since, self._stuck_told = stuck, now, False
+            self._stuck, self._stuck_since, self._stuck_reported = stuck, now, False
         if not stuck or now - self._stuck_since < DEADLOCK_SECONDS:
             return False
         if self._coordinator.blocked.deadlock()[0] or 0 < self._times.stall <= now - self._stuck_since:
             self._coordinator.fail(FailureNotice(min(stuck), DeadlockError.__name__, text))
             return True
-        if not self._stuck_told:  # another thread may still help them
-            self._stuck_told = True
+        if not self._stuck_reported:  # another thread may still help them
+            self._stuck_reported = True
             _log.warning("%s", text)
         return False
 
@@ -171,8 +174,8 @@ class StallInspector:
             work = self._overdue.popleft()
             ends = 0 < self._times.shutdown <= work.seconds
             key = work.process_set_id, work.sequence, ends
-            if key not in self._overdue_told:  # by another of its ranks
-                self._overdue_told.add(key)
+            if key not in self._overdue_reported:  # by another of its ranks
+                self._overdue_reported.add(key)
                 acted = self._begin([gpu_stall(work)], set(work.ranks), now, [self._deliver], ends_job=ends) or acted
         return acted
 
@@ -191,14 +194,14 @@ class StallInspector:
                 if self._silent.pop(rank, None) is not None:
                     _log.warning("rank %d answers again", rank)
             elif rank not in self._silent and waited >= ANSWER_SECONDS:
-                self._tell_silence(rank, waited)
+                self._report_silence(rank, waited)
             elif 0 < self._times.lost <= waited:
                 coordinator.lose(rank, f"it has not answered for {waited:.0f} s (HVDLITE_HEARTBEAT_TIMEOUT): "
                                        f"{self._state(rank)}")
                 acted = True
         return acted
 
-    def _tell_silence(self, rank: int, waited: float) -> None:
+    def _report_silence(self, rank: int, waited: float) -> None:
         self._silent[rank] = stacks = self._probe.stacks(rank)
         location = location_in_dump(stacks)
         _log.warning("rank %d has not answered for %.0f s: %s%s%s", rank, waited, self._state(rank),
@@ -234,7 +237,7 @@ class StallInspector:
         stalls: list[Stall] = []
         for stall in pending.stalls:
             if not isinstance(stall, GpuStall):
-                stalls.append(waiting.get(stall.name, stall))  # leaders have said by now whom they wait for
+                stalls.append(waiting.get(stall.name, stall))  # leaders have reported by now whom they wait for
             elif (known := stall.with_progress({rank: status.gpu for rank, status in self._statuses.items()},
                                                stall.missing)) is not None:
                 stalls.append(known)
@@ -269,22 +272,24 @@ class CoordinatorWatchdog:
     """
 
     def __init__(self, rank: int, parent: int, after: float, lost: float, probe: ProcessProbe) -> None:
-        self._rank, self._parent, self._probe = rank, parent, probe
+        self._rank = rank
+        self._parent = parent
+        self._probe = probe
         self._after, self._lost = after or math.inf, (lost or math.inf) + (LEADER_SECONDS if parent else 0.0)
-        self._since = math.inf  # since when it waits without a word from rank 0; infinite while it does not
+        self._since = math.inf  # since when it waits without a message from rank 0; infinite while it does not
         self._asked = math.inf  # when it asked rank 0, without an answer
         self._warned = False
-        self._told = -math.inf  # when it last named its partners
+        self._named = -math.inf  # when it last named its partners
 
     def received(self) -> None:
-        """Rank 0 said something."""
+        """Rank 0 has sent something."""
         self._since = self._asked = math.inf
         if self._warned:
             self._warned = False
             _log.warning("rank %d: rank %d answers again", self._rank, self._parent)
 
     def look(self, now: float, waits: bool, partners: Iterable[int], partners_since: float) -> SideMessage | None:
-        """Return what is to be told to rank 0, if anything.
+        """Return what is to be reported to rank 0, if anything.
 
         Args:
             waits: whether this rank has enqueued something and not got it back.
@@ -296,9 +301,9 @@ class CoordinatorWatchdog:
         if self._since == math.inf:
             self._since = now
         slow_peers: tuple[int, ...] = ()
-        if now - max(partners_since, self._told) >= self._after:
+        if now - max(partners_since, self._named) >= self._after:
             slow_peers = tuple(rank for rank in partners if rank != self._rank)
-            self._told = now
+            self._named = now
         ping = self._rank != 0 and self._asked == math.inf and now - self._since >= self._after
         if ping:
             self._asked = now

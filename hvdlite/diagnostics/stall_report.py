@@ -55,8 +55,8 @@ class CallHistory:
         """Describe this rank.
 
         Args:
-            thread: identifies the thread that last called a collective; its stack is told, or the main thread's if it has
-                ended.
+            thread: identifies the thread that last called a collective; its stack is reported, or the main thread's if it
+                has ended.
             waiting: what it has enqueued and not got back.
         """
         recent = tuple(self._recent)
@@ -102,7 +102,7 @@ class RankState:
     rank: int
     state: str  # "alive", "joined", "left", or why it does not answer
     status: RankStatus | None  # None: it did not answer
-    stacks: str = ""  # of a rank that did not answer, as far as the C level could tell
+    stacks: str = ""  # of a rank that did not answer, as far as the C level could see
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +188,7 @@ class StallReport:
         return lines + [f"    {line}" for line in stack.rstrip().splitlines()]
 
     def deliver(self, path: str) -> None:
-        """Tell the report on standard error, and write it to `path` unless that is ""."""
+        """Write the report to standard error, and write it to `path` unless that is ""."""
         _log.warning("%s", self.text())
         if path:
             self.write(path)

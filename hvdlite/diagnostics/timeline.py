@@ -28,7 +28,7 @@ _END = b"\n]\n"
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class TimelineRequest:
     """The user of rank 0 wants a timeline in that file, or none any more ("")."""
 
     path: str
@@ -40,62 +40,62 @@ class Timeline:
 
     Args:
         size: ranks of the job.
-        tell: makes all ranks trace what they do, or stop that, at one decision.
+        switch: makes all ranks begin to trace what they do, or stop, at one decision.
     """
 
-    def __init__(self, size: int, tell: Callable[[bool], None], clock: Callable[[], float]) -> None:
-        self._size, self._tell, self._clock = size, tell, clock
+    def __init__(self, size: int, switch: Callable[[bool], None], clock: Callable[[], float]) -> None:
+        self._size = size
+        self._switch = switch
+        self._clock = clock
         self._file: TimelineFile | None = None
-        self._orders: list[Order] = []  # not carried out yet
+        self._requests: list[TimelineRequest] = []  # not fulfilled yet
 
-    def change(self, order: Order) -> None:
-        """Begin to carry out an order."""
-        self._orders.append(order)
-        if (self._file.path if self._file else "") == order.path:
-            self._answer(lambda each: each is order)
+    def change(self, request: TimelineRequest) -> None:
+        """Begin to fulfil a request."""
+        if (self._file.path if self._file else "") == request.path:
+            request.answer(None)
             return
-        if order.path:
+        if request.path:
             try:
-                opened = TimelineFile(order.path, self._size, self._clock)
+                opened = TimelineFile(request.path, self._size, self._clock)
             except ConfigError as error:
-                self._orders.remove(order)
-                order.answer(error)
+                request.answer(error)
                 return
             if self._file is not None:
                 self._file.close()
             self._file = opened
-        self._tell(bool(order.path))
+        self._requests.append(request)
+        self._switch(bool(request.path))
 
     def started(self) -> None:
         """This rank traces from now on."""
-        self._answer(lambda order: bool(order.path))
+        self._answer(starts=True)
 
     def receive(self, rank: int, events: Sequence[TraceEvent], leaving: bool) -> None:
-        """Write what a rank reports; the file is closed when every rank has said its last."""
+        """Write what a rank reports; close the file after the last report of the last rank."""
         if self._file is None:
             return
         self._file.add(rank, events)
         if leaving:
-            self._file.without(rank)
-        if self._file.complete:
+            self._file.open_ranks.discard(rank)
+        if not self._file.open_ranks:
             self._file.close()
             self._file = None
-            self._answer(lambda order: not order.path)
+            self._answer(starts=False)
 
     def close(self, events: Sequence[TraceEvent], reason: Exception) -> None:
-        """The job is over: write rank 0's last events and close the file; orders fail."""
+        """The job is over: write rank 0's last events and close the file; requests fail."""
         if self._file is not None:
             self._file.add(0, events)
             self._file.close()
-        for order in self._orders:
-            order.answer(reason)
-        self._orders.clear()
+        for request in self._requests:
+            request.answer(reason)
+        self._requests.clear()
 
-    def _answer(self, which: Callable[[Order], bool]) -> None:
-        answered = [order for order in self._orders if which(order)]
-        for order in answered:
-            self._orders.remove(order)
-            order.answer(None)
+    def _answer(self, *, starts: bool) -> None:
+        for request in [each for each in self._requests if bool(each.path) == starts]:
+            self._requests.remove(request)
+            request.answer(None)
 
 
 class TimelineFile:
@@ -105,19 +105,20 @@ class TimelineFile:
         path: what is there is overwritten.
         size: ranks of the job.
 
+    Attributes:
+        open_ranks: those that may have more to report.
+
     Raises:
         ConfigError: when the file cannot be written.
     """
 
     def __init__(self, path: str, size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
-        self._waits_for: set[int] = set(range(size))  # ranks that have not said their last
+        self.open_ranks = set(range(size))
         self._lanes: dict[tuple[int, str], int] = {}
+        self._descriptor = -1
         try:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise ConfigError(f"the timeline cannot be written to {path}: {error.strerror}") from None
-        try:
             self._put(b"[" + _END, 0)
         except OSError as error:
             self.close()
@@ -127,20 +128,14 @@ class TimelineFile:
             "labels": "hvdlite", "start_time_since_epoch_in_micros": int((time.time() - time.monotonic() + clock()) * 1e6)}}
         ranks = [{"ph": "M", "pid": rank, "name": name, "args": value} for rank in range(size) for name, value in (
             ("process_name", {"name": f"rank {rank}"}), ("process_sort_index", {"sort_index": rank}))]
-        self._first = True
         self._write([begin, *ranks])
 
-    @property
-    def complete(self) -> bool:
-        """Whether every rank has said its last."""
-        return not self._waits_for
-
     def add(self, rank: int, events: Sequence[TraceEvent]) -> None:
-        """Write what a rank tells."""
+        """Write what a rank reports."""
         records: list[dict[str, Any]] = []
         for event in events:
             if event.phase == "end":
-                self.without(rank)
+                self.open_ranks.discard(rank)
                 continue
             lane = self._lanes.get((rank, event.lane))
             if lane is None:
@@ -157,10 +152,6 @@ class TimelineFile:
         if records:
             self._write(records)
 
-    def without(self, rank: int) -> None:
-        """A rank will tell nothing more."""
-        self._waits_for.discard(rank)
-
     def close(self) -> None:
         """Close the file; again is fine."""
         if self._descriptor >= 0:
@@ -171,7 +162,7 @@ class TimelineFile:
         if self._descriptor < 0:
             return
         body = b",\n".join(map(_encode, records))
-        content = (b"\n" if self._first else b",\n") + body
+        content = (b"\n" if self._position == 1 else b",\n") + body
         try:
             self._put(content + _END, self._position)
         except OSError as error:
@@ -179,7 +170,6 @@ class TimelineFile:
             self._take_back()
             self.close()
             return
-        self._first = False
         self._position += len(content)
 
     def _put(self, content: bytes, position: int) -> None:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from hvdlite.control.base import DecisionReceived, DirectMessageReceived, Event
+from hvdlite.control.base import Event
 from hvdlite.core.errors import HorovodInternalError, MismatchError
 from hvdlite.core.process_limit import explained
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
@@ -37,6 +37,8 @@ from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.inbox import Item, Task
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.messages import (
+    Decision,
+    DirectMessage,
     FailureNotice,
     LayoutStale,
     MailboxStale,
@@ -195,8 +197,8 @@ class Engine:
         items = self._inbox.items
         while items:
             self._take(items.popleft())
-        unsent = self._recorder.unsent
-        if unsent and (self._controller.has_news or unsent >= TRACE_BATCH or self._leaving):
+        unreported = self._recorder.unreported
+        if unreported and (self._controller.has_news or unreported >= TRACE_BATCH or self._leaving):
             self._controller.send_side_message(SideMessage(trace=self._recorder.take_trace()))
         report = self._controller.report()
         if report is not None:
@@ -232,18 +234,18 @@ class Engine:
 
         Return whether this rank itself got a direct message, which the plan under way may wait for.
         """
-        received = False
+        is_addressed = False
         for event in self._coordinator.decide():
             self._receive(event)
-            received = received or isinstance(event, DirectMessageReceived)
-        return received
+            is_addressed = is_addressed or isinstance(event, DirectMessage)
+        return is_addressed
 
     def _receive(self, event: Event) -> None:
         match event:
-            case DecisionReceived(decision):
+            case Decision() as decision:
                 self._watchdog.received()
                 self._decisions.accept(decision)
-            case DirectMessageReceived(message):
+            case DirectMessage() as message:
                 if self._controller.is_foreign(message):
                     return
                 self._execution.add_receive_splits(message.receive_splits)

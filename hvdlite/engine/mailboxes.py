@@ -117,4 +117,4 @@ class Mailboxes:
         if call.is_done:
             name = call.signature[0]
             self._history.add(name)
-            self._recorder.exchanged(name)
+            self._recorder.finished(name, "a mailbox")

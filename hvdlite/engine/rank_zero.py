@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from hvdlite.control.base import (
     ControlPlane,
-    DecisionReceived,
-    DirectMessageReceived,
     Event,
     HostReportReceived,
     PeerLost,
@@ -70,10 +68,10 @@ class RankZero:
         events: list[Event] = []
         if messages := (*self._coordinator.take_direct_messages(), *self._oob_store.take_direct_messages()):
             self._control.send_direct_messages(messages)
-            events += [DirectMessageReceived(message) for message in messages if message.rank == 0]
+            events += [message for message in messages if message.rank == 0]
         if decision is not None:
             self._control.send_decision(decision)
-            events.append(DecisionReceived(decision))
+            events.append(decision)
         return events
 
     def fail(self, notice: FailureNotice) -> None:

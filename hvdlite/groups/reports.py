@@ -62,7 +62,7 @@ class RuntimeReports(Reports):
 
     def ended(self, name: str, response: Response, begun: float, met: float) -> None:
         recorder = self._recorder
-        recorder.carried_out(name)
+        recorder.finished(name, "a group")
         if recorder.tracing:
             done = self.clock()
             self._inbox.post(Task(lambda: recorder.ordered(name, response, begun, met, done)))

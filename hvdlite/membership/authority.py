@@ -1,9 +1,9 @@
 """The authority of a job: it alone orders worlds (docs/protocol.md#worlds). Pure. A job that is not elastic has one world.
 
-The launcher owns one, passes what happens as events, and does what the commands say. An event is taken in first; then the
+The launcher owns one, passes what happens as events, and carries out the commands. An event is taken in first; then the
 rule of the world's state is applied, until it does not lead to another state. `members.py` has the states of members and
 worlds, `hosts.py` where members may be, `recovery.py` who is in the next world, and `history.py` whether training makes
-progress. They decide nothing, and know nothing of this file.
+progress. They decide nothing, and do not depend on this file.
 """
 
 from __future__ import annotations
@@ -14,16 +14,26 @@ from typing import Final
 
 from hvdlite.membership import events, messages
 from hvdlite.membership.history import Failure, History
-from hvdlite.membership.hosts import Hosts, Slot
-from hvdlite.membership.members import IN_FORCE, IN_WORLD, JOINING, NOTHING, Member, MemberState, Wait, World, WorldState
-from hvdlite.membership.recovery import FailedMeetings, Plan, order, plan, recover
+from hvdlite.membership.hosts import HostSlots, Slot
+from hvdlite.membership.members import (
+    IN_FORCE,
+    IN_WORLD,
+    JOINING,
+    NOTHING,
+    Expectation,
+    JobWorld,
+    Member,
+    MemberState,
+    WorldState,
+)
+from hvdlite.membership.recovery import FailedMeetings, NextWorld, order, plan, recover
 
 _HAVE_MET: Final = {MemberState.OUTSIDE, MemberState.TRAINING, MemberState.FINISHED}
 _WORLD_LOST: Final = "its world was lost before it entered elastic.run"
 
 
 class Authority:
-    """Decides who is in which world; `events.py` says what the launcher guarantees.
+    """Decides who is in which world; `events.py` lists what the launcher guarantees.
 
     Args:
         limits: what the user allows.
@@ -35,8 +45,8 @@ class Authority:
         self._limits = limits
         self._machine_of = machine_of
         self._now = now
-        self._hosts = Hosts(limits)
-        self.world = World(limits, until=now + limits.elastic_timeout)  # for others to read
+        self._hosts = HostSlots(limits)
+        self.world = JobWorld(limits, until=now + limits.elastic_timeout)  # for others to read
         self._meetings = FailedMeetings(self.world.everybody)
         self._history = History(limits.failures_without_progress)
         self._commands: list[events.Command] = []  # what the event leads to
@@ -44,7 +54,7 @@ class Authority:
                        WorldState.ENDING: self._begin_next, WorldState.WAITING: self._begin_next,
                        WorldState.FINISHED: self._run_again}
         self._has_finished = False  # elastic.run has returned once on all members
-        self._is_noted = False  # the user has been told that nobody can join any more
+        self._is_noted = False  # the user has been informed that nobody can join any more
 
     def handle(self, event: events.Event, now: float) -> list[events.Command]:
         """Take in an event, and return what must be done, in this order."""
@@ -54,8 +64,8 @@ class Authority:
         match event:
             case events.HostsSeen(slots):
                 self._hosts.see(slots)
-            case events.MemberSaid(id, message) if id in world.everybody:
-                self._said(world.everybody[id], message)
+            case events.MemberReported(id, message) if id in world.everybody:
+                self._receive(world.everybody[id], message)
             case events.MemberGone(id) if id in world.everybody and world.everybody[id].state is not MemberState.GONE:
                 self._gone(world.everybody[id], event)
             case events.HostLost(host, reason):
@@ -115,19 +125,19 @@ class Authority:
 
     # --- what has happened ---------------------------------------------------------------------------------------------
 
-    def _said(self, member: Member, message: messages.MemberMessage) -> None:
+    def _receive(self, member: Member, message: messages.MemberMessage) -> None:
         world = self.world
         if not world.takes(member, message):
             return
         match message:
-            case messages.BoundaryTold(change, boundary) if world.state is WorldState.PREPARING and change == world.change:
+            case messages.BoundaryReport(change, boundary) if world.state is WorldState.PREPARING and change == world.change:
                 world.boundaries[member.id], member.wait = boundary, NOTHING
             case messages.Alive(in_user_code=computes):
                 member.wait = member.wait.prolonged(
                     self._now, self._limits.quiesce_timeout, computes=computes, survives=member.survives)
-            case messages.MemberIdle(standing=standing, reason=reason):
-                member.standing, member.wait = standing, NOTHING
-                if world.state is not WorldState.STOPPING or not standing.at_rest:
+            case messages.MemberIdle(state_report=state_report, reason=reason):
+                member.state_report, member.wait = state_report, NOTHING
+                if world.state is not WorldState.STOPPING or not state_report.at_rest:
                     self._end_world(f"{world.name(member)}: {reason}")
             case messages.MeetingFailed(reason=reason, missing=ranks):
                 missing = [self.members[rank] for rank in ranks if 0 <= rank < len(self.members)]
@@ -137,7 +147,7 @@ class Authority:
                     addresses and member is world.members[0] and world.state is WorldState.MEETING):
                 address = addresses[self._meetings.count % len(addresses)]
                 others = [each for each in world.members if each is not member and each.state in IN_WORLD]
-                self._commands += world.tell(others, messages.CoordinatorAt(world.epoch, address, message.port))
+                self._commands += world.send(others, messages.CoordinatorAt(world.epoch, address, message.port))
 
     def _gone(self, member: Member, event: events.MemberGone) -> None:
         world, before, survives, code = self.world, member.state, member.survives, event.code
@@ -234,7 +244,7 @@ class Authority:
         elif is_whole and states == {MemberState.FINISHED}:
             world.enter(WorldState.FINISHED)
             self._has_finished = True
-            self._commands += world.tell(living, messages.AllFinished(), NOTHING)
+            self._commands += world.send(living, messages.AllFinished(), NOTHING)
             self._dismiss(world.alive(JOINING), "training has finished")
         elif world.state is WorldState.MEETING and is_whole and states <= _HAVE_MET:
             world.enter(WorldState.RUNNING)
@@ -243,7 +253,7 @@ class Authority:
                 self._note(self._history.met(world.order, self._now))
         elif world.state is WorldState.PREPARING and all(member.id in world.boundaries for member in living):
             world.enter(WorldState.STOPPING)
-            self._commands += world.tell(living, messages.StopAt(world.change, max(world.boundaries.values()) + 1))
+            self._commands += world.send(living, messages.StopAt(world.change, max(world.boundaries.values()) + 1))
         elif world.state is WorldState.STOPPING and states == {MemberState.IDLE}:
             world.enter(WorldState.ENDING)
         elif world.state is WorldState.STOPPING and states == {MemberState.IDLE, MemberState.FINISHED}:
@@ -260,8 +270,8 @@ class Authority:
             world.enter(WorldState.PREPARING)
             world.change, world.boundaries = world.change + 1, {}
             self._history.began(self._now)
-            wait = Wait("boundary", self._now + self._limits.quiesce_timeout)
-            self._commands += world.tell(living, messages.PrepareStop(world.change), wait)
+            wait = Expectation("boundary", self._now + self._limits.quiesce_timeout)
+            self._commands += world.send(living, messages.PrepareStop(world.change), wait)
 
     def _end_world(self, reason: str) -> None:
         """Tell all members to stop at once, if this has not been done."""
@@ -279,7 +289,7 @@ class Authority:
             return
         if any(member.state is not MemberState.IDLE for member in survivors):
             return
-        recovery = recover({member.id: member.standing for member in survivors if member.standing is not None})
+        recovery = recover({member.id: member.state_report for member in survivors if member.state_report is not None})
         has_lost = len(survivors) < len(world.members)
         error, world.reason = "" if has_lost or self._meetings.complaints else world.reason, ""
         why = self._history.conclude(recovery.commits, error) if recovery.donors else "no rank that has the state is left"
@@ -304,7 +314,7 @@ class Authority:
             self._note(f"{len(planned.members)} of at least {limits.min_np} ranks are left: they wait for others, "
                        f"at most {limits.elastic_timeout:g} s")
 
-    def _leave_out(self, planned: Plan) -> None:
+    def _leave_out(self, planned: NextWorld) -> None:
         """Dismiss the members that are not in the next world."""
         donor = self.world.everybody[planned.members[0]]
         for id, why in planned.left_out.items():
@@ -320,7 +330,7 @@ class Authority:
     def _run_again(self) -> None:
         """Return to a running world when all members that are left have called elastic.run again.
 
-        Until then nobody is told to stop: a member may be busy with something that needs no other, and will see at the
+        Until then nobody has to stop: a member may be busy with something that needs no other, and will see at the
         entrance that its world is lost.
         """
         world, living = self.world, self.world.living()

@@ -1,8 +1,8 @@
-"""What the authority of a job hears, what it commands, and what the user allows it; see `membership.authority`.
+"""The events that the authority of a job receives, its commands, and what the user allows it; see `membership.authority`.
 
 What the launcher guarantees:
 
-- It carries out commands in their order. Orders for a member that has not connected yet are kept until it says
+- It carries out commands in their order. Orders for a member that has not connected yet are kept until it sends
   `MemberHello`. It passes on all messages of a member in their order, and before the member's `MemberGone`.
 - There is a `MemberGone` for each process that it has started, in an elastic job when its descendants are dead, too; after a
   `Kill`, soon.
@@ -63,17 +63,6 @@ class Limits:
     hosts_are_fixed: bool = False
     one_world: bool = False
 
-    def __post_init__(self) -> None:
-        if self.min_np < 1:
-            raise ValueError(f"the minimum of processes is {self.min_np}; it must be at least 1")
-        if self.start_np < self.min_np:
-            raise ValueError(f"{self.start_np} processes are fewer than the minimum, {self.min_np}")
-        if self.max_np is not None and self.max_np < self.start_np:
-            raise ValueError(f"{self.start_np} processes are more than the maximum, {self.max_np}")
-        if self.cooldown is not None and not 0 < self.cooldown[0] <= self.cooldown[1]:
-            low, high = self.cooldown
-            raise ValueError(f"a cooldown from {low:g} s to {high:g} s; the range must be above 0 and must not fall")
-
 
 # --- events ------------------------------------------------------------------------------------------------------------
 
@@ -86,7 +75,7 @@ class HostsSeen:
 
 
 @dataclasses.dataclass(frozen=True)
-class MemberSaid:
+class MemberReported:
     """A member has sent a message."""
 
     member: int
@@ -120,7 +109,7 @@ class TimePassed:
     """`Authority.wake_at` has come."""
 
 
-Event = HostsSeen | MemberSaid | MemberGone | HostLost | TimePassed
+Event = HostsSeen | MemberReported | MemberGone | HostLost | TimePassed
 
 
 # --- commands ----------------------------------------------------------------------------------------------------------
@@ -144,7 +133,7 @@ class StartMember:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tell:
+class SendOrder:
     """Send an order to a member."""
 
     member: int
@@ -189,4 +178,4 @@ class EndJob:
     grace: float = 0.0
 
 
-Command = StartMember | Tell | Kill | Note | WorldBegun | EndJob
+Command = StartMember | SendOrder | Kill | Note | WorldBegun | EndJob

@@ -33,21 +33,12 @@ class Failure:
     @property
     def shell_code(self) -> int:
         """The exit code as a shell reports it: 128 + n for signal n; never 0."""
-        if self.code is None:
-            return 1
-        return 128 - self.code if self.code < 0 else self.code or 1
+        return 1 if self.code is None else shell_code(self.code) or 1
 
     @property
     def why(self) -> str:
         """How it has ended, for people."""
-        if self.code is None:
-            ending = "lost with its host"
-        elif self.code >= 0:
-            ending = f"exit code {self.code}"
-        elif -self.code in {each.value for each in signal.Signals}:
-            ending = f"killed by signal {-self.code} ({signal.Signals(-self.code).name})"
-        else:
-            ending = f"killed by signal {-self.code}"
+        ending = "lost with its host" if self.code is None else exit_text(self.code)
         cause = self.exception or self.fault
         return f"{cause} ({ending})" if cause else ending
 
@@ -75,10 +66,10 @@ class History:
         self._new: list[Failure] = []  # since `conclude`
         self._without_progress: list[Failure] = []  # in training, since the last commit
         self._blamed: Failure | None = None
-        self._commits = -1  # the greatest standing when a world was last lost by a failure
+        self._commits = -1  # the greatest number of commits when a world was last lost by a failure
         self._worlds = 0  # how many worlds have been lost by failures without a new commit
         self._errors = 0  # worlds in a row that errors have ended, though all members live
-        self._commits_at_error = -1  # the greatest standing then
+        self._commits_at_error = -1  # the greatest number of commits then
         self._since: float | None = None  # when the first world began to end since one has met
         self._left: list[str] = []  # since then
         self._joined: list[str] = []
@@ -112,7 +103,7 @@ class History:
         """Judge the failures since the last call, when a world has ended.
 
         Args:
-            commits: those of the greatest standing that is left.
+            commits: the most that any member has that is left.
             error: why the world has ended, if all its members live and did not agree to stop.
 
         Returns:
@@ -190,6 +181,19 @@ class History:
         """Return the lines for the end of a job."""
         return [f"{epoch} {'world' if epoch == 1 else 'worlds'}; the last one had {_ranks(size)}",
                 *(f"failed: {failure} (world {failure.epoch})" for failure in self.failures), *self._departures]
+
+
+def shell_code(code: int) -> int:
+    """Return the exit code of a process as a shell reports it: 128 + n for signal n."""
+    return 128 - code if code < 0 else code
+
+
+def exit_text(code: int) -> str:
+    """Return how a process has ended, for people."""
+    if code >= 0:
+        return f"exit code {code}"
+    known = -code in {each.value for each in signal.Signals}
+    return f"killed by signal {-code}" + (f" ({signal.Signals(-code).name})" if known else "")
 
 
 def _first(failures: Sequence[Failure]) -> Failure | None:

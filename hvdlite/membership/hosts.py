@@ -38,7 +38,7 @@ class _Cooldowns:
         return min((until for until in self._until.values() if until > now), default=math.inf)
 
 
-class Hosts:
+class HostSlots:
     """The slots that an elastic job may use.
 
     Args:

@@ -1,7 +1,7 @@
 """The members of an elastic job and their world: the states in which they can be, and what leads from one to the next.
 
-`TRANSITIONS` has all that changes the state of a member. A method of `World` that changes states returns the commands that
-belong to it. `SUCCESSORS` has the order of a world's states; `authority.py` decides when it goes over from one to the next.
+`TRANSITIONS` has all that changes the state of a member. A method of `JobWorld` that changes states returns the commands for
+it. `SUCCESSORS` has the order of a world's states; `authority.py` decides when it goes over from one to the next.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, Literal
 
 from hvdlite.membership import messages
-from hvdlite.membership.events import Command, Kill, Limits, MemberGone, Note, StartMember, Tell, WorldBegun
+from hvdlite.membership.events import Command, Kill, Limits, MemberGone, Note, SendOrder, StartMember, WorldBegun
 from hvdlite.membership.hosts import Slot
-from hvdlite.membership.messages import Standing, WorldOrder
+from hvdlite.membership.messages import StateReport, WorldOrder
 
 
 class MemberState(enum.Enum):
@@ -29,21 +29,20 @@ class MemberState(enum.Enum):
     TRAINING = enum.auto()  # it has met them, and is in elastic.run
     FINISHED = enum.auto()  # its training function has returned
     IDLE = enum.auto()  # its world has ended on it
-    DISMISSED = enum.auto()  # it was told to exit
-    KILLED = enum.auto()  # what it says does not count any more
+    DISMISSED = enum.auto()  # it was ordered to exit
+    KILLED = enum.auto()  # its messages do not count any more
     GONE = enum.auto()
 
 
 _S: Final = MemberState
 JOINING: Final = (_S.STARTING, _S.READY)
 IN_WORLD: Final = (_S.FIRST_MEETING, _S.MEETING, _S.OUTSIDE, _S.TRAINING, _S.FINISHED)
-NOT_IN_RUN: Final = (_S.FIRST_MEETING, _S.OUTSIDE)
-"""These members end when their world is lost; others of a world go on in the next one."""
 SURVIVING: Final = (_S.READY, _S.MEETING, _S.TRAINING, _S.FINISHED, _S.IDLE)
+"""These members go on in the next world when theirs is lost; others, which are not in elastic.run, end."""
 _SAME: Final = {state: state for state in IN_WORLD}
 
 TRANSITIONS: Final[Mapping[type, Mapping[MemberState, MemberState]]] = {
-    # What a member says. A message of a member in another state is dropped.
+    # Messages of a member. A message of a member in another state is dropped.
     messages.MemberHello: {},
     messages.MemberReady: {
         _S.STARTING: _S.READY, _S.FIRST_MEETING: _S.TRAINING, _S.MEETING: _S.TRAINING, _S.OUTSIDE: _S.TRAINING},
@@ -51,10 +50,10 @@ TRANSITIONS: Final[Mapping[type, Mapping[MemberState, MemberState]]] = {
     messages.Met: {_S.FIRST_MEETING: _S.OUTSIDE, _S.MEETING: _S.TRAINING},
     messages.MeetingFailed: _SAME,
     messages.Alive: _SAME,
-    messages.BoundaryTold: {_S.TRAINING: _S.TRAINING, _S.FINISHED: _S.FINISHED},
+    messages.BoundaryReport: {_S.TRAINING: _S.TRAINING, _S.FINISHED: _S.FINISHED},
     messages.MemberFinished: dict.fromkeys(IN_WORLD, _S.FINISHED),
     messages.MemberIdle: dict.fromkeys(IN_WORLD, _S.IDLE),
-    # What it is told. There is no order for a member in another state.
+    # Orders to it. There is no order for a member in another state.
     messages.CoordinatorAt: _SAME,
     messages.AskAlive: _SAME,
     messages.PrepareStop: {_S.TRAINING: _S.TRAINING},
@@ -70,14 +69,14 @@ TRANSITIONS: Final[Mapping[type, Mapping[MemberState, MemberState]]] = {
 
 
 Expected = Literal["", "stop", "boundary", "life", "exit"]
-"""What a member has to do: to stop, to tell its boundary, to show that it lives because others wait for it, to exit."""
+"""What a member has to do: to stop, to report its boundary, to show that it lives because others wait for it, to exit."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Wait:
+class Expectation:
     """What a member is expected to do, and until when (docs/protocol.md#boundaries).
 
-    A member that was told to stop may compute for some time; one for which others wait at a boundary, at the end of
+    A member that was ordered to stop may compute for some time; one for which others wait at a boundary, at the end of
     `elastic.run` or in front of the next one may compute for as long as it likes. A stopped process would hold them up for
     ever: they are in no collective with it, so none of them misses it. So it is asked whether it lives; the thread of its
     link answers, whatever the script does.
@@ -87,7 +86,7 @@ class Wait:
         kill_at: when it is killed, if it has not done so.
         ask_at: when it is asked whether it lives.
         give_up_at: when it is killed though it lives.
-        is_noted: whether the user has been told that others wait for it.
+        is_noted: whether the user has been informed that others wait for it.
     """
 
     what: Expected = ""
@@ -96,8 +95,8 @@ class Wait:
     give_up_at: float = math.inf
     is_noted: bool = False
 
-    def prolonged(self, now: float, timeout: float, *, computes: bool, survives: bool) -> Wait:
-        """Return how long a member that has said that it lives is waited for.
+    def prolonged(self, now: float, timeout: float, *, computes: bool, survives: bool) -> Expectation:
+        """Return how long a member that has reported that it lives is waited for.
 
         Args:
             computes: the script does, and the background thread has ended; else this thread is slow to end, or hangs.
@@ -112,17 +111,7 @@ class Wait:
         return dataclasses.replace(self, ask_at=now + timeout / 8)
 
 
-NOTHING: Final = Wait()
-
-
-_WAITED: Final[Mapping[Expected, Collection[MemberState]]] = {
-    "": set(MemberState) - {_S.DISMISSED},
-    "stop": IN_WORLD,
-    "boundary": (_S.TRAINING, _S.FINISHED),
-    "life": (_S.OUTSIDE, _S.TRAINING),
-    "exit": (_S.DISMISSED,),
-}
-"""The states in which something is expected of a member."""
+NOTHING: Final = Expectation()
 
 
 @dataclasses.dataclass(eq=False)
@@ -131,7 +120,7 @@ class Member:
 
     Attributes:
         state: changed by `TRANSITIONS` only.
-        standing: what it said when its last world ended on it; None before.
+        state_report: what it reported when its last world ended on it; None before.
         wait: what it is expected to do.
         fault: why it was killed, if that is its own failure; "" if it was not, or if others are the reason.
     """
@@ -140,8 +129,8 @@ class Member:
     host: str
     slot: int
     state: MemberState
-    standing: Standing | None = None
-    wait: Wait = NOTHING
+    state_report: StateReport | None = None
+    wait: Expectation = NOTHING
     fault: str = ""
 
     @property
@@ -156,9 +145,9 @@ class WorldState(enum.Enum):
     FOUNDING = enum.auto()  # there have been too few slots
     MEETING = enum.auto()  # until all members have met
     RUNNING = enum.auto()
-    PREPARING = enum.auto()  # until all members have told their boundaries, for a graceful change
+    PREPARING = enum.auto()  # until all members have reported their boundaries, for a graceful change
     STOPPING = enum.auto()  # until all have stopped at the same boundary
-    ENDING = enum.auto()  # all were told to stop at once
+    ENDING = enum.auto()  # all were ordered to stop at once
     WAITING = enum.auto()  # too few members, all idle, wait for others
     FINISHED = enum.auto()  # elastic.run has returned on all members; it may be called again
     OVER = enum.auto()
@@ -180,7 +169,7 @@ SUCCESSORS: Final[Mapping[WorldState, tuple[WorldState, ...]]] = {
 
 
 @dataclasses.dataclass
-class World:
+class JobWorld:
     """The present world, and all members that there have been.
 
     Attributes:
@@ -189,9 +178,9 @@ class World:
         epoch: its number; 0 before the founders have been started.
         members: by rank, those that have gone since included.
         everybody: all members, by their ids.
-        order: what its members were told; None for the first one.
+        order: what its members were sent; None for the first one.
         change: the number of the job's last graceful change.
-        boundaries: what members have told for it, by their ids.
+        boundaries: what members have reported for it, by their ids.
         reason: why it is lost, if it is.
     """
 
@@ -235,8 +224,8 @@ class World:
         """Make members a new world, for which they have an order if it is not the first one."""
         self.enter(WorldState.MEETING)
         self.epoch, self.members, self.order, self.until = self.epoch + 1, tuple(members), order, math.inf
-        told = [] if order is None else self.tell(self.members, order)
-        return [*told, WorldBegun(self.epoch, tuple(member.id for member in self.members))]
+        sent = [] if order is None else self.send(self.members, order)
+        return [*sent, WorldBegun(self.epoch, tuple(member.id for member in self.members))]
 
     def start(self, slot: Slot, rank: int, size: int, state: MemberState) -> StartMember:
         """Make a member of a process that is started."""
@@ -252,33 +241,34 @@ class World:
         member.state = state
         return True
 
-    def tell(self, members: Sequence[Member], order: messages.MemberOrder, wait: Wait | None = None) -> list[Command]:
+    def send(self, members: Sequence[Member], order: messages.MemberOrder, wait: Expectation | None = None) -> list[Command]:
         """Send an order to members, which have to obey within a time if it is given."""
         for member in members:
             member.state, member.wait = TRANSITIONS[type(order)][member.state], wait or member.wait
-        return [Tell(member.id, order) for member in members]
+        return [SendOrder(member.id, order) for member in members]
 
     def stop(self, members: Iterable[Member], reason: str, now: float) -> list[Command]:
-        """Tell members to end the world at once, unless they have been told."""
+        """Order members to end the world at once, unless this has been done."""
         timeout = self.limits.quiesce_timeout
         stopping = [each for each in members if each.state in IN_WORLD and each.wait.what != "stop"]
         for member in stopping:
-            member.wait = Wait("stop", now + timeout, now + timeout / 2, now + self.limits.elastic_timeout,
+            member.wait = Expectation("stop", now + timeout, now + timeout / 2, now + self.limits.elastic_timeout,
                                member.wait.is_noted)
-        return self.tell(stopping, messages.StopNow(self.epoch, reason))
+        return self.send(stopping, messages.StopNow(self.epoch, reason))
 
     def dismiss(self, members: Iterable[Member], reason: str, now: float) -> list[Command]:
-        """End members that are in no world: those that listen are told, the others are killed."""
+        """End members that are in no world: those that listen are dismissed, the others are killed."""
         ended: list[Command] = []
         for member in members:
             if member.state is MemberState.STARTING:
                 ended += self.kill(member, reason)
             else:
-                ended += self.tell([member], messages.Dismissed(reason), Wait("exit", now + self.limits.quiesce_timeout))
+                expected = Expectation("exit", now + self.limits.quiesce_timeout)
+                ended += self.send([member], messages.Dismissed(reason), expected)
         return ended
 
     def kill(self, member: Member, reason: str) -> list[Command]:
-        """Kill a member; what it says until it is gone does not count."""
+        """Kill a member; what it sends until it is gone does not count."""
         member.state, member.wait = TRANSITIONS[Kill][member.state], NOTHING
         return [Kill(member.id, reason)]
 
@@ -303,7 +293,7 @@ class World:
             elif wait.ask_at <= now:
                 done += self._note(member)
                 member.wait = dataclasses.replace(member.wait, kill_at=min(wait.kill_at, now + timeout), ask_at=math.inf)
-                done += self.tell([member], messages.AskAlive(self.epoch))
+                done += self.send([member], messages.AskAlive(self.epoch))
         return done
 
     def _note(self, member: Member) -> list[Command]:
@@ -322,7 +312,7 @@ class World:
                      f"{self.limits.quiesce_timeout:g} s if it does not answer, else {limit}")]
 
     def await_members(self, now: float) -> None:
-        """Wait for members that were told nothing: they run while others wait."""
+        """Watch members that were ordered nothing, but run while others wait."""
         states = {member.state for member in self.living()}
         if self.state is WorldState.FINISHED:
             others_wait = MemberState.IDLE in states  # their world was lost; they have called elastic.run again
@@ -334,25 +324,4 @@ class World:
                 if member.wait.what == "life":
                     member.wait = NOTHING
             elif member.wait == NOTHING:
-                member.wait = Wait("life", ask_at=now + self.limits.quiesce_timeout)
-
-    def validate(self) -> None:
-        """Check what is always true between two events."""
-        waits = self.state in (WorldState.FOUNDING, WorldState.WAITING)
-        assert self.state is WorldState.OVER or (self.until < math.inf) == waits, "it gives up only while it waits"
-        slots = [(member.host, member.slot) for member in self.alive()]
-        assert len(slots) == len(set(slots)), "a slot is taken twice"
-        for member in self.everybody.values():
-            state, wait = member.state, member.wait
-            checks = (
-                state in _WAITED[wait.what],
-                (min(wait.kill_at, wait.ask_at) < math.inf) == (wait.what != ""),
-                not member.fault or state in (MemberState.KILLED, MemberState.GONE),
-                state not in (*IN_WORLD, MemberState.IDLE) or member in self.members,
-                state not in JOINING or member not in self.members,
-                wait.what != "boundary" or self.state is WorldState.PREPARING,
-                state not in (*NOT_IN_RUN, MemberState.MEETING)
-                or self.state not in (WorldState.PREPARING, WorldState.STOPPING),
-                state not in IN_WORLD or wait.what == "stop" or self.state not in (WorldState.ENDING, WorldState.WAITING),
-                self.state is not WorldState.WAITING or member not in self.living() or state is MemberState.IDLE)
-            assert all(checks), f"{checks}: {member} in a world that is {self.state.name}"
+                member.wait = Expectation("life", ask_at=now + self.limits.quiesce_timeout)

@@ -17,12 +17,12 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
-    """A message of one of the two directions."""
+class MembershipMessage(msgspec.Struct, frozen=True, tag=True):
+    """A message between a member and the authority, in one of the two directions."""
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """What a member says about its state when it stops.
+class StateReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a member reports about its state when it stops.
 
     Attributes:
         has_state: whether it has a state at all; a joiner has none until it has been synchronised.
@@ -39,26 +39,26 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 # --- from a member -----------------------------------------------------------------------------------------------------
 
 
-class MemberHello(Message, frozen=True):
+class MemberHello(MembershipMessage, frozen=True):
     """The first message on a connection."""
 
     member: Number
     pid: Number
 
 
-class MemberReady(Message, frozen=True):
+class MemberReady(MembershipMessage, frozen=True):
     """The member is at the entrance of `elastic.run`: from now on it survives the loss of others."""
 
 
-class MemberIdle(Message, frozen=True):
+class MemberIdle(MembershipMessage, frozen=True):
     """World `epoch` has ended on this member: its background thread has ended, and its planes are closed."""
 
     epoch: Number
-    standing: Standing
+    state_report: StateReport
     reason: str = ""  # why it ended, in a line; "" for a stop at a boundary
 
 
-class Alive(Message, frozen=True):
+class Alive(MembershipMessage, frozen=True):
     """The answer to `AskAlive`.
 
     Attributes:
@@ -70,7 +70,7 @@ class Alive(Message, frozen=True):
     in_user_code: bool
 
 
-class BoundaryTold(Message, frozen=True):
+class BoundaryReport(MembershipMessage, frozen=True):
     """The answer to `PrepareStop`: the boundaries that the member has passed in this world; it waits at the next one.
 
     The count begins at 0 in every world, because joiners have passed none of the earlier ones.
@@ -80,7 +80,7 @@ class BoundaryTold(Message, frozen=True):
     boundary: Number
 
 
-class Listening(Message, frozen=True):
+class Listening(MembershipMessage, frozen=True):
     """Rank 0 of world `epoch` listens for the others at these addresses of its host (ranks on several hosts only)."""
 
     epoch: Number
@@ -88,8 +88,8 @@ class Listening(Message, frozen=True):
     port: Port
 
 
-class MeetingFailed(Message, frozen=True):
-    """The member could not meet the others of world `epoch`; it says `MemberIdle` next.
+class MeetingFailed(MembershipMessage, frozen=True):
+    """The member could not meet the others of world `epoch`; it sends `MemberIdle` next.
 
     Attributes:
         missing: from rank 0: the ranks that have not reached it. Empty from others: they have not reached rank 0.
@@ -100,13 +100,13 @@ class MeetingFailed(Message, frozen=True):
     missing: tuple[Number, ...] = ()
 
 
-class Met(Message, frozen=True):
+class Met(MembershipMessage, frozen=True):
     """The member has met all others of world `epoch`, and its background thread runs."""
 
     epoch: Number
 
 
-class MemberFinished(Message, frozen=True):
+class MemberFinished(MembershipMessage, frozen=True):
     """The training function has returned; the member waits for all others of world `epoch`, or for another world."""
 
     epoch: Number
@@ -115,20 +115,20 @@ class MemberFinished(Message, frozen=True):
 # --- to a member -------------------------------------------------------------------------------------------------------
 
 
-class StopNow(Message, frozen=True):
-    """End world `epoch` at once, in the middle of anything, a meeting included; then say `MemberIdle`."""
+class StopNow(MembershipMessage, frozen=True):
+    """End world `epoch` at once, in the middle of anything, a meeting included; then send `MemberIdle`."""
 
     epoch: int
     reason: str
 
 
-class PrepareStop(Message, frozen=True):
-    """Say how many boundaries you have passed, and wait at the next one."""
+class PrepareStop(MembershipMessage, frozen=True):
+    """Report how many boundaries you have passed, and wait at the next one."""
 
     change: int
 
 
-class StopAt(Message, frozen=True):
+class StopAt(MembershipMessage, frozen=True):
     """Stop at this boundary of the world, counted from 1, where all members stop; those that wait before it go on.
 
     See docs/protocol.md#boundaries.
@@ -138,13 +138,13 @@ class StopAt(Message, frozen=True):
     boundary: int
 
 
-class AskAlive(Message, frozen=True):
-    """Say `Alive`: others wait for you. The link's thread answers, whatever the script does; a stopped process does not."""
+class AskAlive(MembershipMessage, frozen=True):
+    """Answer `Alive`: others wait for you. The link's thread does, whatever the script does; a stopped process does not."""
 
     epoch: int
 
 
-class WorldOrder(Message, frozen=True, kw_only=True):
+class WorldOrder(MembershipMessage, frozen=True, kw_only=True):
     """A new world.
 
     Attributes:
@@ -166,7 +166,7 @@ class WorldOrder(Message, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class CoordinatorAt(Message, frozen=True):
+class CoordinatorAt(MembershipMessage, frozen=True):
     """Where rank 0 of world `epoch` listens (ranks on several hosts only)."""
 
     epoch: int
@@ -174,17 +174,17 @@ class CoordinatorAt(Message, frozen=True):
     port: int
 
 
-class AllFinished(Message, frozen=True):
+class AllFinished(MembershipMessage, frozen=True):
     """All members of the world have finished: `elastic.run` returns."""
 
 
-class Dismissed(Message, frozen=True):
+class Dismissed(MembershipMessage, frozen=True):
     """The member is not needed any more: it exits with code 0."""
 
     reason: str
 
 
-MemberMessage = (MemberHello | MemberReady | MemberIdle | BoundaryTold | Listening | MeetingFailed | Met | MemberFinished
+MemberMessage = (MemberHello | MemberReady | MemberIdle | BoundaryReport | Listening | MeetingFailed | Met | MemberFinished
                  | Alive)
 MemberOrder = StopNow | AskAlive | PrepareStop | StopAt | WorldOrder | CoordinatorAt | AllFinished | Dismissed
 
@@ -194,7 +194,7 @@ _MESSAGE_LIMIT: Final = 1 << 20
 _ORDERS, _MESSAGES = msgspec.msgpack.Decoder(MemberOrder), msgspec.msgpack.Decoder(MemberMessage)
 
 
-def frame(message: Message) -> bytes:
+def frame(message: MembershipMessage) -> bytes:
     """Return a message as a frame.
 
     Raises:
@@ -203,7 +203,7 @@ def frame(message: Message) -> bytes:
     return to_frame(message, _MESSAGE_LIMIT if isinstance(message, MemberMessage) else _ORDER_LIMIT)
 
 
-class Frames(FrameReader):
+class MemberFrames(FrameReader):
     """Cuts a stream of bytes into messages.
 
     Args:

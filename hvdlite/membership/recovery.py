@@ -1,8 +1,8 @@
 """Recovery: whose state counts after a world has ended, and who has which rank in the next one (docs/protocol.md#donors).
 
-Pure functions of what the members say of themselves (`Standing`), and the record of meetings that failed. So far a standing
-has commits only, as the training loops of Horovod do. A loop that counts boundaries can say more; then members at the
-greatest boundary that have not stepped since can be donors without going back to a commit.
+Pure functions of what the members report of themselves (`StateReport`), and the record of meetings that failed. So far a
+report has commits only, as the training loops of Horovod do. A loop that counts boundaries can report more; then members at
+the greatest boundary that have not stepped since can be donors without going back to a commit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from hvdlite.membership.members import Member
-from hvdlite.membership.messages import Standing, WorldOrder
+from hvdlite.membership.messages import StateReport, WorldOrder
 
 _TRIES: Final = 2
 """At least so many meetings fail before members are left out: a first failure may pass."""
@@ -20,11 +20,11 @@ _TRIES: Final = 2
 
 @dataclasses.dataclass(frozen=True)
 class Recovery:
-    """What follows from the standings.
+    """What follows from the state reports.
 
     Attributes:
-        donors: the members with the greatest standing, by seniority. Each of them can be rank 0, from which all others get
-            the state.
+        donors: the members with the most commits, by seniority. Each of them can be rank 0, from which all others get the
+            state.
         restore: whether members with a state go back to their last commit first.
         commits: how many commits the donors have; 0 without donors.
     """
@@ -34,16 +34,16 @@ class Recovery:
     commits: int
 
 
-def recover(standings: Mapping[int, Standing]) -> Recovery:
+def recover(reports: Mapping[int, StateReport]) -> Recovery:
     """Return whose state counts.
 
     Args:
-        standings: of the members that are left, by seniority: their order in the world that has ended.
+        reports: of the members that are left, by seniority: their order in the world that has ended.
     """
-    with_state = {member: standing for member, standing in standings.items() if standing.has_state}
-    commits = max((standing.commits for standing in with_state.values()), default=0)
-    donors = tuple(member for member, standing in with_state.items() if standing.commits == commits)
-    return Recovery(donors, not all(standing.at_rest for standing in with_state.values()), commits)
+    with_state = {member: report for member, report in reports.items() if report.has_state}
+    commits = max((report.commits for report in with_state.values()), default=0)
+    donors = tuple(member for member, report in with_state.items() if report.commits == commits)
+    return Recovery(donors, not all(report.at_rest for report in with_state.values()), commits)
 
 
 def ranks(donor: int, survivors: Sequence[int], joiners: Sequence[int]) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ class FailedMeetings:
     Attributes:
         complaints: members of the present world that could not reach a coordinator, with this.
         count: how many meetings in a row have failed.
-        reason: why a meeting has failed, as a member says.
+        reason: why a meeting has failed, as a member reports.
     """
 
     def __init__(self, members: Mapping[int, Member]) -> None:
@@ -125,11 +125,11 @@ class FailedMeetings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class NextWorld:
     """A world that can be ordered, if it is large enough.
 
     Attributes:
-        members: by rank. Rank 0 has the greatest standing that any survivor has.
+        members: by rank. Rank 0 has the most commits that any survivor has.
         left_out: why others are not in it, by their ids: survivors that leave, and are not needed for their state, and all
             that could not meet the others.
         unreachable: the latter.
@@ -145,7 +145,7 @@ class Plan:
 
 
 def plan(survivors: Sequence[Member], joiners: Sequence[Member], *, leaves: Callable[[Member], str],
-         meetings: FailedMeetings, max_np: int | None) -> Plan | None:
+         meetings: FailedMeetings, max_np: int | None) -> NextWorld | None:
     """Return the next world; None if its members cannot meet.
 
     Args:
@@ -155,8 +155,8 @@ def plan(survivors: Sequence[Member], joiners: Sequence[Member], *, leaves: Call
         meetings: those that have just failed.
         max_np: the greatest size.
     """
-    standings = {member.id: member.standing or Standing(has_state=False) for member in survivors}
-    recovery = recover(standings)
+    reports = {member.id: member.state_report or StateReport(has_state=False) for member in survivors}
+    recovery = recover(reports)
     leaving = {member.id: why for member in survivors if (why := leaves(member))}
     donors = [member for member in recovery.donors if member not in leaving]
     if not donors:  # the state must not be lost: one of them stays until others have it
@@ -170,16 +170,16 @@ def plan(survivors: Sequence[Member], joiners: Sequence[Member], *, leaves: Call
         return None
     donor, unreachable = choice
     members = ranks(donor, _without(staying, unreachable), _without(new, unreachable))
-    restore = recover({member: standings[member] for member in members if member in standings}).restore
+    restore = recover({member: reports[member] for member in members if member in reports}).restore
     left_out = {id: leaving.get(id, "it could not meet the other ranks") for id in sorted({*leaving, *unreachable})}
-    return Plan(members, left_out, unreachable, restore, recovery.commits)
+    return NextWorld(members, left_out, unreachable, restore, recovery.commits)
 
 
 def _without(members: Sequence[int], others: Collection[int]) -> list[int]:
     return [member for member in members if member not in others]
 
 
-def order(plan: Plan, epoch: int, hosts: Sequence[str], machine_of: Callable[[str], str], reason: str) -> WorldOrder:
+def order(plan: NextWorld, epoch: int, hosts: Sequence[str], machine_of: Callable[[str], str], reason: str) -> WorldOrder:
     """Return the order for a planned world, of which the hosts of all ranks are given."""
     machines: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):

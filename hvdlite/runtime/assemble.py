@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdlite.bootstrap.cancellation import Cancellation
 from hvdlite.bootstrap.environments import LaunchInfo
 from hvdlite.bootstrap.job_directory import JobDirectory, host_identity
-from hvdlite.bootstrap.member import Member
+from hvdlite.bootstrap.member_client import MemberClient
+from hvdlite.bootstrap.rendezvous import Cancellation
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.inproc import InprocControl
-from hvdlite.control.leading import LeaderControl
-from hvdlite.control.star import StarControl
+from hvdlite.control.star import LeaderControl, StarControl
 from hvdlite.control.wire import Connection
 from hvdlite.core.config import Config, timeout_or_inf
 from hvdlite.core.file_limit import reserve_descriptors
@@ -104,7 +103,7 @@ def gpus(info: LaunchInfo, config: Config, environment: Mapping[str, str]) -> De
 
 
 def assemble(info: LaunchInfo, config: Config, casts: Casts, stack_dump: StackDumpTarget = NO_STACK_DUMP,
-             environment: Mapping[str, str] | None = None, member: Member | None = None,
+             environment: Mapping[str, str] | None = None, member: MemberClient | None = None,
              cancellation: Cancellation | None = None, learned: Learned | None = None) -> Runtime:
     """Meet the other ranks of this job and return this rank's runtime, not yet started.
 

@@ -14,15 +14,14 @@ from typing import Final
 import msgspec
 
 from hvdlite._version import __version__
-from hvdlite.bootstrap.cancellation import Cancellation
+from hvdlite.bootstrap.admission import accept_ranks
 from hvdlite.bootstrap.descriptors import recv_fds, send_fds
 from hvdlite.bootstrap.environments import LaunchInfo
 from hvdlite.bootstrap.job_directory import JobDirectory, host_identity
-from hvdlite.bootstrap.member import Member
-from hvdlite.bootstrap.rendezvous import Address, accept_ranks, advertised_address, connect_to_rank_0, listen
-from hvdlite.control.codec import RankInfo, Welcome
+from hvdlite.bootstrap.member_client import MemberClient
+from hvdlite.bootstrap.rendezvous import Address, Cancellation, advertised_address, connect_to_rank_0, listen
 from hvdlite.control.doorbell import Doorbell
-from hvdlite.control.wire import Connection
+from hvdlite.control.wire import Connection, RankInfo, Welcome
 from hvdlite.core.addresses import loopback
 from hvdlite.core.config import Config, matching_knobs, timeout_or_inf
 from hvdlite.core.errors import LaunchError
@@ -52,7 +51,7 @@ class Meeting:
     config: Config
     cancellation: Cancellation
     directory: JobDirectory
-    member: Member | None = None
+    member: MemberClient | None = None
 
     def ranks(self, stack_dump: StackDumpTarget) -> tuple[Mapping[int, Connection], Welcome]:
         """Meet the other ranks: return rank 0's connections to them, or theirs to rank 0, and who they are.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdlite.bootstrap.mpi import lowest_rank
+from hvdlite.bootstrap.launch_info import lowest_rank
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet
 from hvdlite.core.world import World

@@ -23,7 +23,7 @@ from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.progress import Progress
 from hvdlite.diagnostics.report_server import ReportServer
 from hvdlite.diagnostics.stall_inspector import Receiver
-from hvdlite.diagnostics.timeline import Order
+from hvdlite.diagnostics.timeline import TimelineRequest
 from hvdlite.engine.build import build_engine
 from hvdlite.engine.connections import Connections
 from hvdlite.engine.failures import failure_notice
@@ -64,7 +64,7 @@ class Runtime:
         self.connections = connections
         self.handoff = Handoff.create(world.rank, world.size, connections.control.wake, spins=config.spin_microseconds > 0)
         self._inbox, self._state = self.handoff.inbox, self.handoff.state
-        self.recorder = FlightRecorder(world.rank, connections.plane.name, connections.clock)
+        self.recorder = FlightRecorder(connections.plane.name, connections.clock)
         self.engine, self._rank_zero = build_engine(world, config, connections, coordinator, self.handoff, self.recorder)
         if connections.devices is not None:
             connections.devices.set_handlers(
@@ -288,7 +288,7 @@ class Runtime:
         def change() -> None:
             if path:
                 recorder.mark_cycles = mark_cycles
-            rank_zero.timeline.change(Order(path, handle.settle))
+            rank_zero.timeline.change(TimelineRequest(path, handle.settle))
 
         self._inbox.put(Task(change, handle.settle))
         handle.wait()

@@ -12,11 +12,10 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 
-from hvdlite.bootstrap.cancellation import Cancellation
-from hvdlite.bootstrap.environments import LaunchInfo
-from hvdlite.bootstrap.job_key import JobKey
+from hvdlite.bootstrap.environments import JobKey, LaunchInfo
 from hvdlite.bootstrap.launch_info import resolve_launch
-from hvdlite.bootstrap.member import Member
+from hvdlite.bootstrap.member_client import MemberClient
+from hvdlite.bootstrap.rendezvous import Cancellation
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
 from hvdlite.core.errors import ConfigError, HorovodInternalError, LaunchError, NotInitializedError, UnsupportedError
@@ -58,7 +57,7 @@ class Worlds:
     def __init__(self, environ: MutableMapping[str, str]) -> None:
         self.runtime: Runtime | None = None
         self.waiting: World | None = None
-        self.member: Member | None = None
+        self.member: MemberClient | None = None
         self.followers = Followers()
         self.casts = Casts.of_numpy()
         self.defaults: dict[str, str] = {}
@@ -212,7 +211,7 @@ class Worlds:
     # --- elastic jobs: one world after the other -----------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def elastic_run(self) -> Iterator[Member | None]:
+    def elastic_run(self) -> Iterator[MemberClient | None]:
         """Mark that `hvd.elastic.run` is running; provides the link with the launcher, or None when the job is not elastic.
 
         Raises:
@@ -331,7 +330,7 @@ class Worlds:
         return made
 
 
-def _member(environ: Mapping[str, str], comm: object, config: Config) -> Member | None:
+def _member(environ: Mapping[str, str], comm: object, config: Config) -> MemberClient | None:
     """Return this process's link with the launcher of its elastic job; None in other jobs.
 
     Raises:
@@ -344,7 +343,7 @@ def _member(environ: Mapping[str, str], comm: object, config: Config) -> Member 
         raise UnsupportedError("an elastic job has the members that its launcher chooses: call init() without comm")
     if config.cpu_operations == "mpi":
         raise UnsupportedError("HVDLITE_CPU_OPERATIONS=mpi is not for elastic jobs: an MPI job ends with its first rank")
-    return Member(environ[launch_contract.JOB_DIRECTORY], int(environ[launch_contract.MEMBER]))
+    return MemberClient(environ[launch_contract.JOB_DIRECTORY], int(environ[launch_contract.MEMBER]))
 
 
 def _take_coordinates(order: WorldOrder, member: int, environ: MutableMapping[str, str]) -> None:

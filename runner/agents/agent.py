@@ -2,9 +2,9 @@
 
 Rules
 - The job on this host ends when the launcher ends, when the link is cut (no order, not even a ping, for as many seconds as
-  the knob `agent_timeout` says) and on a `Stop` order: all its processes are killed and its directory is removed. If the
+  the knob `agent_timeout` allows) and on a `Stop` order: all its processes are killed and its directory is removed. If the
   agent itself is killed, its reaper does this.
-- The agent never blocks on the link: while the launcher does not read, or says that its own reader is slow, the ranks'
+- The agent never blocks on the link: while the launcher does not read, or reports that its own reader is slow, the ranks'
   output stays in their pipes.
 """
 
@@ -31,10 +31,10 @@ from hvdlite_runner.host.worker_group import POLL_WITHOUT_PIDFD, WorkerGroup
 from hvdlite_runner.messages import (
     MAGIC,
     AgentDone,
+    AgentFrames,
     AgentReady,
     Event,
     Exited,
-    Frames,
     HostInfoReply,
     HostInfoRequest,
     KillMember,
@@ -71,18 +71,20 @@ class Agent:
     """
 
     def __init__(self, orders: int, events: int, environ: Mapping[str, str], silence: float) -> None:
-        self._in, self._out, self._silence = orders, events, silence
+        self._in = orders
+        self._out = events
+        self._silence = silence
         os.set_blocking(orders, False)
         os.set_blocking(events, False)
         self._environ = environ
         self._selector = selectors.DefaultSelector()
         self._selector.register(orders, selectors.EVENT_READ, self._receive)
-        self._workers = WorkerGroup(self._selector, self._tell, environ)
-        self._frames = Frames(events=False)
+        self._workers = WorkerGroup(self._selector, self._send, environ)
+        self._frames = AgentFrames(events=False)
         self._unsent = bytearray(MAGIC)
-        self._last_heard = time.monotonic()
+        self._last_received = time.monotonic()
         self._ending = False
-        self._reason = ""  # why it ends, if the launcher has not told it to
+        self._reason = ""  # why it ends, if the launcher has not ordered it to
         self._launcher_pauses = False
         self._probe_server: host_probe.ProbeServer | None = None
         self._held_ports: tuple[HeldPort, ...] = ()  # at which rank 0 will listen
@@ -92,17 +94,17 @@ class Agent:
         self._workers.prepare()
         self._wake_for_signals()
         try:
-            self._tell(AgentReady(platform.python_version(), __version__, socket.gethostname(), cores(), os.getpid()))
+            self._send(AgentReady(platform.python_version(), __version__, socket.gethostname(), cores(), os.getpid()))
             while not self._ending:
                 wait = POLL_WITHOUT_PIDFD if self._workers.needs_polling() else _CHECK_SECONDS
                 for key, _ in self._selector.select(wait):
                     key.data()
                 self._workers.notice()
-                if time.monotonic() - self._last_heard > self._silence:
+                if time.monotonic() - self._last_received > self._silence:
                     self._end(f"it had heard nothing of hvdrun for {self._silence:g} s")
         finally:
             self._workers.end()
-        self._tell(AgentDone(self._reason))
+        self._send(AgentDone(self._reason))
         self._wait_for_launcher(0)
 
     def _wake_for_signals(self) -> None:
@@ -113,11 +115,8 @@ class Agent:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            signal.signal(signum, self._asked_to_end)
+            signal.signal(signum, lambda number, frame: self._end(f"it got {signal.Signals(number).name}"))
         self._selector.register(reader, selectors.EVENT_READ, lambda: os.read(reader, 4096))
-
-    def _asked_to_end(self, signum: int, frame: object) -> None:
-        self._end(f"it got {signal.Signals(signum).name}")
 
     def _end(self, reason: str) -> None:
         self._ending, self._reason = True, reason
@@ -132,7 +131,7 @@ class Agent:
             return
         for order in self._frames.feed(content):
             self._obey(order)
-        self._last_heard = time.monotonic()
+        self._last_received = time.monotonic()
 
     def _obey(self, order: object) -> None:
         if isinstance(order, (Start, TaskPiece, KillMember, ToMember, Signal)):
@@ -145,20 +144,20 @@ class Agent:
         elif isinstance(order, Stop):
             self._ending = True
         elif isinstance(order, Ping):
-            self._tell(Pong())
+            self._send(Pong())
         elif isinstance(order, RouteRequest):
-            self._tell(self._route(order))
+            self._send(self._route(order))
         elif isinstance(order, ProbeRequest):
-            self._tell(ProbeReply(host_probe.probe(order.addresses, order.port)))
+            self._send(ProbeReply(host_probe.probe(order.addresses, order.port)))
         elif isinstance(order, HostInfoRequest):
-            self._tell(HostInfoReply(host_probe.host_info(self._environ)))
+            self._send(HostInfoReply(host_probe.host_info(self._environ)))
         elif isinstance(order, SpeedRequest):
             try:
-                self._tell(SpeedReply(*host_probe.speed(order.addresses, order.port)))
+                self._send(SpeedReply(*host_probe.speed(order.addresses, order.port)))
             except OSError as error:
-                self._tell(SpeedReply(0.0, 0.0, str(error)))
+                self._send(SpeedReply(0.0, 0.0, str(error)))
         elif isinstance(order, ProgressRequest):
-            self._tell(self._workers.sample())
+            self._send(self._workers.sample())
 
     def _free_port(self) -> None:
         """Stop listening for probes: rank 0 will listen there."""
@@ -177,7 +176,7 @@ class Agent:
         return RouteReply(host_probe.own_addresses(order.hosts, order.interfaces), self._probe_server.port,
                           store_port=self._probe_server.store.port)
 
-    def _tell(self, event: Event) -> None:
+    def _send(self, event: Event) -> None:
         if self._reason and isinstance(event, Exited):
             return  # it was killed because of this reason
         self._unsent += frame(event)
@@ -192,8 +191,8 @@ class Agent:
             select.select([], [self._out], [], _CHECK_SECONDS)
             self._push()
             if len(self._unsent) < left:
-                self._last_heard = time.monotonic()  # its pings are read later
-                left, until = len(self._unsent), self._last_heard + self._silence
+                self._last_received = time.monotonic()  # its pings are read later
+                left, until = len(self._unsent), self._last_received + self._silence
 
     def _push(self) -> None:
         """Write events while the launcher reads; while it does not, stop reading from the ranks."""

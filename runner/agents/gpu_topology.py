@@ -35,14 +35,12 @@ def gpu_topology(sysfs: Path = Path("/sys")) -> dict[str, Any]:
         return {"missing": "needs nvidia-ml-py: pip install nvidia-ml-py (the extras nccl-cuda12 and nccl-cuda13 have it)"}
     try:
         nvml.nvmlInit()
+        try:
+            return read_topology(nvml, sysfs)
+        finally:
+            nvml.nvmlShutdown()
     except nvml.NVMLError as error:
         return {"missing": f"NVML: {error}"}
-    try:
-        return read_topology(nvml, sysfs)
-    except nvml.NVMLError as error:
-        return {"missing": f"NVML: {error}"}
-    finally:
-        nvml.nvmlShutdown()
 
 
 def read_topology(nvml: Any, sysfs: Path) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from hvdlite.core.addresses import route_to as route_to
 from hvdlite.core.addresses import routes_to
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
 from hvdlite.core.own_programs import module_command
@@ -209,10 +208,7 @@ def host_info(environ: Mapping[str, str]) -> dict[str, Any]:
         "launchers": {name: path for name in ("srun", "mpirun", "mpiexec", "jsrun", "torchrun")
                       if (path := shutil.which(name))},
     }
-    asked = subprocess.run([*module_command("hvdlite.diagnose"), "--json"], capture_output=True, text=True, check=False,
-                           env=dict(environ))
-    found["build"] = json.loads(asked.stdout) if asked.returncode == 0 else {}
-    found["build_problem"] = "" if asked.returncode == 0 else (asked.stderr.strip().splitlines() or ["it failed"])[-1]
+    found["build"], found["build_problem"] = _diagnosed(environ, "--json", {}, "it failed")
     found["topology"] = gpu_topology()
     found["bandwidth"], found["bandwidth_problem"] = [], ""
     if len(found["topology"].get("gpus", ())) > 1 and found["build"] and not found["build"]["planes"]["nccl"]["missing"]:
@@ -223,12 +219,18 @@ def host_info(environ: Mapping[str, str]) -> dict[str, Any]:
 def gpu_bandwidths(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
     """Return the bandwidth between every two GPUs (see `hvdlite.planes.nccl.bandwidth`), and why it is not known."""
     try:  # a process of its own: CUDA may hang, and it keeps the contexts that it makes
-        asked = subprocess.run([*module_command("hvdlite.diagnose"), "--bandwidth"], capture_output=True, text=True,
-                               check=False, env=dict(environ), timeout=_BANDWIDTH_SECONDS)
+        return _diagnosed(environ, "--bandwidth", [], "measuring the bandwidth between GPUs failed", _BANDWIDTH_SECONDS)
     except subprocess.TimeoutExpired:
         return [], f"measuring the bandwidth between GPUs took longer than {_BANDWIDTH_SECONDS:.0f} s"
+
+
+def _diagnosed(environ: Mapping[str, str], option: str, nothing: Any, failure: str,
+               timeout: float | None = None) -> tuple[Any, str]:
+    """Return what `hvdlite.diagnose` prints, or `nothing` and why it fails."""
+    asked = subprocess.run([*module_command("hvdlite.diagnose"), option], capture_output=True, text=True, check=False,
+                           env=dict(environ), timeout=timeout)
     if asked.returncode:
-        return [], (asked.stderr.strip().splitlines() or ["measuring the bandwidth between GPUs failed"])[-1]
+        return nothing, (asked.stderr.strip().splitlines() or [failure])[-1]
     return json.loads(asked.stdout), ""
 
 

@@ -26,9 +26,9 @@ from hvdlite_runner.messages import (
     PING_SECONDS,
     QUIET,
     AgentDone,
+    AgentFrames,
     AgentReady,
     Event,
-    Frames,
     Order,
     Ping,
     frame,
@@ -48,7 +48,7 @@ class RemoteAgent:
 
     Args:
         selector: its keys' `data` are functions to call when the descriptor is ready.
-        tell: called with (this, event).
+        receive: called with (this, event).
         lost: called with this when the link has ended without `AgentDone`.
 
     Attributes:
@@ -56,18 +56,21 @@ class RemoteAgent:
     """
 
     def __init__(self, host: Host, shell: Shell, bootstrap_input: bytes, selector: selectors.BaseSelector,
-                 tell: Callable[[RemoteAgent, Event], None], lost: Callable[[RemoteAgent], None]) -> None:
-        self.host, self.shell = host, shell
+                 receive: Callable[[RemoteAgent, Event], None], lost: Callable[[RemoteAgent], None]) -> None:
+        self.host = host
+        self.shell = shell
         self.ready: AgentReady | None = None
         self.over = False  # all processes there have ended, or the link has
-        self._selector, self._tell, self._lost = selector, tell, lost
-        self._frames = Frames(events=True)
+        self._selector = selector
+        self._receive_event = receive
+        self._lost = lost
+        self._frames = AgentFrames(events=True)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._lock = threading.Lock()  # of the shell's standard input, and of `_unsent`
         self._unsent = bytearray()
         self._reason = ""
-        self._quiet_since: float | None = None  # when the user has been told that it is silent
-        self.last_heard = time.monotonic()
+        self._quiet_since: float | None = None  # when the user was informed that it is silent
+        self.last_received = time.monotonic()
         with explained(f"{shell.name} to connect to host {host.name}"):
             self._process = subprocess.Popen(shell.command(host.name), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                              stderr=self._errors, bufsize=0, start_new_session=True)
@@ -101,19 +104,19 @@ class RemoteAgent:
 
     def timed_out(self, now: float) -> bool:
         """Whether the last message is too old; check after reading."""
-        return not self.over and self.ready is not None and now - self.last_heard > self.shell.silence
+        return not self.over and self.ready is not None and now - self.last_received > self.shell.silence
 
     def silence_note(self, now: float) -> str:
         """Return a line for the user when a silence has lasted some seconds, and when it has ended; else ""."""
         if self.over or self.ready is None:
             return ""
-        if self._quiet_since is None and now - self.last_heard > QUIET:
-            self._quiet_since = self.last_heard
+        if self._quiet_since is None and now - self.last_received > QUIET:
+            self._quiet_since = self.last_received
             end = ("it is waited for without end" if math.isinf(self.shell.silence)
                    else f"it counts as lost after {self.shell.silence:g} s")
-            return f"host {self.host.name} has been silent for {now - self.last_heard:.0f} s; {end} ({AGENT_TIMEOUT})"
-        if self._quiet_since is not None and self.last_heard > self._quiet_since:
-            lasted, self._quiet_since = self.last_heard - self._quiet_since, None
+            return f"host {self.host.name} has been silent for {now - self.last_received:.0f} s; {end} ({AGENT_TIMEOUT})"
+        if self._quiet_since is not None and self.last_received > self._quiet_since:
+            lasted, self._quiet_since = self.last_received - self._quiet_since, None
             return f"host {self.host.name} is heard again after {lasted:.0f} s"
         return ""
 
@@ -126,36 +129,30 @@ class RemoteAgent:
         """Return the reason for the end of the link."""
         if self._reason:
             return f"host {self.host.name} {self._reason}"
-        code = self._exit_code()
+        code = self._process.wait() if self._end_shell(_EXIT_SECONDS) else None  # None: it closed its output only
         self._errors.seek(max(0, os.fstat(self._errors.fileno()).st_size - _ERROR_BYTES))
         errors = self._errors.read().decode(errors="replace")
-        if code is None:
-            lines = [line.strip() for line in errors.splitlines() if line.strip()]
-            return (f"host {self.host.name}: {self.shell.name} closed its output and did not end"
-                    + (f": {lines[-1]}" if lines else ""))
-        if self.ready is None:
+        if self.ready is None and code is not None:
             return explain(self.shell, self.host.name, code, errors)
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
         last = f": {lines[-1]}" if lines else ""
+        if code is None:
+            return f"host {self.host.name}: {self.shell.name} closed its output and did not end{last}"
         return f"host {self.host.name} was lost: {self.shell.name} ended with code {code}{last}"
 
     def close(self) -> None:
         """End the remote shell; its agent then ends by itself."""
         if self._process.stdin is None or self._process.stdin.closed:
             return
-        orderly, self.over = self.over and not self._reason, True
+        gracefully, self.over = self.over and not self._reason, True
         assert self._process.stdout is not None
         for end in (self._process.stdout, self._process.stdin):
             if end.fileno() in self._selector.get_map():
                 self._selector.unregister(end)
         with self._lock:
             self._process.stdin.close()
-        self._end_shell(_CLOSE_SECONDS if orderly else 0.0)
+        self._end_shell(_CLOSE_SECONDS if gracefully else 0.0)
         self._process.stdout.close()
-
-    def _exit_code(self) -> int | None:
-        """Return the exit code of the remote shell; None, and kill it, if it has closed its output and does not end."""
-        return self._process.wait() if self._end_shell(_EXIT_SECONDS) else None
 
     def _end_shell(self, seconds: float) -> bool:
         """Wait for the remote shell and kill what is left in its group; return whether it has ended by itself."""
@@ -185,7 +182,7 @@ class RemoteAgent:
                 while self._unsent:
                     del self._unsent[:os.write(stdin.fileno(), self._unsent[:_WRITE_BYTES])]
                     if is_waiting:  # the link was full, and moves; the answer to a ping waits behind this
-                        self.last_heard = time.monotonic()
+                        self.last_received = time.monotonic()
             except BlockingIOError:
                 pass
             except OSError:
@@ -213,8 +210,8 @@ class RemoteAgent:
                 self._reason, content = f"was lost: its agent has ended: {event.reason}", b""
             else:
                 self.over |= isinstance(event, AgentDone)
-                self._tell(self, event)
-        self.last_heard = time.monotonic()  # the current time: `tell` may have blocked on the terminal
+                self._receive_event(self, event)
+        self.last_received = time.monotonic()  # the current time: `receive` may have blocked on the terminal
         if not content:
             self._selector.unregister(self._process.stdout)
             if not self.over:

@@ -35,7 +35,7 @@ def resolve_command(command: Sequence[str], path: str | None) -> list[str]:
         path: the PATH in which the program is looked up.
 
     Raises:
-        CommandError: when it cannot be started; its one line says what to type instead.
+        CommandError: when it cannot be started; its one line names what to type instead.
     """
     program = command[0]
     if shutil.which(program, path=path) is None:
@@ -83,7 +83,7 @@ def check_input(command: Sequence[str]) -> None:
     """Refuse a program that ranks without standard input would not get: it would end at once, as if it had succeeded.
 
     Raises:
-        CommandError: its one line says what to type instead.
+        CommandError: its one line names what to type instead.
     """
     if _reads_standard_input(command):
         raise CommandError(f"{' '.join(command)} would read its program from standard input, and ranks have none: put the "

@@ -11,7 +11,6 @@ import ctypes
 import os
 import resource
 import secrets
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,10 +58,8 @@ class RankProcess:
 
     def send(self, signum: int) -> None:
         """Send a signal to the rank and the processes of its group."""
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it and all processes of its group have ended
             os.killpg(self.pid, signum)
-        except (ProcessLookupError, PermissionError):
-            pass  # it and all processes of its group have ended
 
     def close(self) -> None:
         """Reap the process and close its descriptors."""
@@ -81,7 +78,8 @@ class Reaper:
         self._mark = mark(job_directory)
         self._limit = _unused_limit()
         self._ranks: dict[int, int] = {}
-        self._excluded = _children()  # the program that became the launcher by exec may have had children
+        self._excluded = {  # the program that became the launcher by exec may have had children
+            pid for pid, process in reaper.process_table().items() if process.parent == os.getpid()}
         self._subreaper = os.getpid() if _adopt_orphans() else 0
         environment = {name: value for name, value in os.environ.items() if name != launch_contract.JOB_DIRECTORY}
         self._process = subprocess.Popen(
@@ -115,13 +113,13 @@ class Reaper:
             self._ranks[pid] = start
         else:
             self._excluded.add(pid)
-        self._tell(b"rank %d %d\n" % (pid, start))
+        self._write(b"rank %d %d\n" % (pid, start))
 
     def forget(self, pid: int) -> None:
         """Remove a process that has been reaped: the system may use its id again."""
         self._ranks.pop(pid, None)
         self._excluded.discard(pid)
-        self._tell(b"gone %d\n" % pid)
+        self._write(b"gone %d\n" % pid)
 
     def end_job(self, timeout: float) -> None:
         """Kill all remaining processes of the job, in any session."""
@@ -137,19 +135,17 @@ class Reaper:
 
     def stop(self) -> None:
         """End the reaper after the launcher has cleaned up."""
-        self._tell(b"done\n")
+        self._write(b"done\n")
         try:
             self._process.communicate(timeout=5)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
-    def _tell(self, line: bytes) -> None:
+    def _write(self, line: bytes) -> None:
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the reaper was killed; the job does not depend on it
             self._process.stdin.write(line)
-        except BrokenPipeError:
-            pass  # the reaper was killed; the job does not depend on it
 
 
 def _unused_limit() -> int:
@@ -186,10 +182,6 @@ def _watch(pid: int) -> int:
         return -1  # an old Python, an old kernel, a sandbox
 
 
-def _children() -> set[int]:
-    return {pid for pid, process in reaper.process_table().items() if process.parent == os.getpid()}
-
-
 def _adopt_orphans() -> bool:
     """Adopt descendants whose parent ends (Linux), so that they can be found; return whether this is possible."""
     if not sys.platform.startswith("linux"):
@@ -200,12 +192,6 @@ def _adopt_orphans() -> bool:
 def mark(job_directory: str) -> str:
     """Return the entry of the environment that all processes of a job inherit."""
     return f"{launch_contract.JOB_DIRECTORY}={job_directory}"
-
-
-def kill(processes: Sequence[RankProcess]) -> None:
-    """Kill ranks and their process groups."""
-    for process in processes:
-        process.send(signal.SIGKILL)
 
 
 def kill_descendants(job_directory: str, process: RankProcess) -> bool:

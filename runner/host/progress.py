@@ -1,9 +1,8 @@
-"""The progress of a host's processes: what the launcher is told of it each second, and at their end."""
+"""The progress of a host's processes: what the launcher receives of it each second, and at their end."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -14,12 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.launch_contract import REPORT_SOCKET
-from hvdlite.core.sockets import check_same_user, short_socket_path
+from hvdlite.core.sockets import connect_unix
 from hvdlite.diagnostics import progress
+from hvdlite_runner.messages import Sample
 from hvdlite_runner.placement import format_ranks
 
 STALL_SECONDS: Final = 2.0
@@ -28,7 +26,7 @@ _ASK_SECONDS: Final = 0.5
 _GPU_SECONDS: Final = 2.0
 
 
-def sample(directory: str, pids: Mapping[int, int]) -> tuple[dict[int, dict[str, Any]], str]:
+def sample(directory: str, pids: Mapping[int, int]) -> tuple[dict[int, Sample], str]:
     """Return the readings of a host's processes, and, on rank 0's host while one waits, which ranks wait for which.
 
     Args:
@@ -36,21 +34,12 @@ def sample(directory: str, pids: Mapping[int, int]) -> tuple[dict[int, dict[str,
         pids: the process ids, by rank.
     """
     loads = _gpu_loads(pids)
-    ranks = {}
-    for rank, pid in pids.items():
-        ranks[rank] = {**reading_of(directory, rank), "memory": resident(pid), "gpu": loads.get(pid, "")}
+    ranks = {rank: Sample(progress.read(directory, rank), resident(pid), loads.get(pid, "")) for rank, pid in pids.items()}
     waits = ""
     socket_path = Path(directory) / REPORT_SOCKET  # on rank 0's host
-    if any(each["idle"] > STALL_SECONDS for each in ranks.values()) and socket_path.exists():
+    if any(STALL_SECONDS < each.reading.idle < math.inf for each in ranks.values()) and socket_path.exists():
         waits = _stall_summary(socket_path)
     return ranks, waits
-
-
-def reading_of(directory: str, rank: int) -> dict[str, Any]:
-    """Return the fields of a rank's `Reading`; `idle` is negative before its first step."""
-    reading = progress.read(directory, rank)
-    return {**dataclasses.asdict(reading), "idle": reading.idle if math.isfinite(reading.idle) else -1.0,
-            "ledger": msgspec.to_builtins(reading.ledger)}
 
 
 def resident(pid: int) -> int:
@@ -111,9 +100,7 @@ def ask(path: Path, timeout: float) -> dict[str, Any]:
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout)
-        with short_socket_path(str(path)) as short:
-            connection.connect(short)
-        check_same_user(connection)
+        connect_unix(connection, str(path))
         parts = []
         while part := connection.recv(1 << 16):
             parts.append(part)

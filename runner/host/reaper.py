@@ -119,7 +119,7 @@ def kill_rank(marks: Iterable[bytes], rank: int) -> bool:
     """Kill the processes of one rank, as far as they are found now; return whether there was none.
 
     Args:
-        marks: entries of the environment that together tell its processes from those of other ranks.
+        marks: entries of the environment that together distinguish its processes from those of other ranks.
         rank: its process id, which must not have been reaped.
     """
     table = process_table()
@@ -174,10 +174,10 @@ def main() -> None:
     directory, mark, limit = sys.argv[1], os.fsencode(sys.argv[2]), int(sys.argv[3])
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # a terminal's Ctrl-C is for the launcher
-    told = [line.split() for line in sys.stdin.buffer.read().splitlines()]
-    if [b"done"] not in told:
+    lines = [line.split() for line in sys.stdin.buffer.read().splitlines()]
+    if [b"done"] not in lines:
         ranks: dict[int, int] = {}
-        for line in told:
+        for line in lines:
             if line[0] == b"rank":
                 ranks[int(line[1])] = int(line[2])
             elif line[0] == b"gone":

@@ -14,7 +14,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -22,11 +22,10 @@ from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS, reserve_descriptors
 from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FILE, FailureRecord
 from hvdlite.core.process_limit import explained
-from hvdlite.core.world import World
-from hvdlite.diagnostics import metrics
+from hvdlite.diagnostics.progress import read, read_metrics
 from hvdlite_runner.host import commands, progress
 from hvdlite_runner.host.member_server import MemberServer
-from hvdlite_runner.host.processes import RankProcess, Reaper, kill, kill_descendants
+from hvdlite_runner.host.processes import RankProcess, Reaper, kill_descendants
 from hvdlite_runner.messages import (
     PIECE_BYTES,
     Event,
@@ -66,20 +65,23 @@ class WorkerGroup:
     Args:
         stops: returns whether no more processes are to be started.
         selector: its keys' `data` are functions to call when the descriptor is ready.
-        tell: called with events, in order.
+        report: called with events, in order.
         inherited: the environment to which the ranks' variables are added.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, tell: Callable[[Event], None], inherited: Mapping[str, str],
+    def __init__(self, selector: selectors.BaseSelector, report: Callable[[Event], None], inherited: Mapping[str, str],
                  stops: Callable[[], bool] = lambda: False) -> None:
         self.directory = ""
         self.running: dict[int, RankProcess] = {}
-        self._selector, self._tell, self._inherited, self._stops = selector, tell, inherited, stops
+        self._selector = selector
+        self._report = report
+        self._inherited = inherited
+        self._stops = stops
         self._reaper: Reaper | None = None
         self._processes: dict[int, RankProcess] = {}
         self._open: dict[tuple[int, str], int] = {}  # descriptors of streams that have not ended
         self._paused = False
-        self._asked = False  # whether the ranks have been told to end
+        self._asked = False  # whether the ranks have been ordered to end
         self._members: MemberServer | None = None  # of an elastic job
         self._killed: set[int] = set()  # members that were killed on an order
         self._dying: dict[int, float] = {}  # members that have ended: until when to wait for the end of their descendants
@@ -103,7 +105,7 @@ class WorkerGroup:
             raise
 
     def watch(self, pid: int) -> None:
-        """Tell the reaper to end another process with the job."""
+        """Let the reaper end another process with the job."""
         assert self._reaper is not None
         self._reaper.watch(pid)
 
@@ -123,10 +125,12 @@ class WorkerGroup:
         elif isinstance(order, TaskPiece):
             self._add_task(order)
         elif isinstance(order, Signal):
-            self._signal(order.signum)
+            self._asked = True
+            for process in self.running.values():
+                process.send(order.signum)
         elif isinstance(order, ToMember):
             assert self._members is not None
-            self._members.send(order.member, order.content)
+            self._members.send(order.member, order.order)
         elif order.member in self.running:
             self._killed.add(order.member)
             self.running[order.member].send(signal.SIGKILL)
@@ -142,7 +146,8 @@ class WorkerGroup:
     def _start(self, order: Start) -> None:
         """Start processes, or report why one cannot be started."""
         if order.is_elastic and self._members is None:
-            self._members = MemberServer(self._selector, self.directory, lambda *heard: self._tell(FromMember(*heard)))
+            self._members = MemberServer(self._selector, self.directory,
+                                         lambda *received: self._report(FromMember(*received)))
         count = len(order.processes)
         try:
             with reserve_descriptors(_DESCRIPTORS * count, f"starting {count} processes on one host"):
@@ -152,32 +157,31 @@ class WorkerGroup:
         except LaunchError as error:
             for each in order.processes:
                 if each.key not in self._processes:
-                    self._tell(StartRefused(each.key, str(error), commands.NOT_EXECUTABLE))
+                    self._report(StartRefused(each.key, str(error), commands.NOT_EXECUTABLE))
 
     def _start_process(self, each: ProcessStart, order: Start) -> bool:
         cores: list[int] = []
         if each.core_share is not None and hasattr(os, "sched_getaffinity"):
             cores = cores_for(*each.core_share, sorted(os.sched_getaffinity(0)))
-        world = World(*each.world)
         settings = {name: os.fsdecode(value) for name, value in {**order.environment, **each.environment}.items()}
-        environment = commands.rank_environment(world, self.directory, self._inherited, settings)
+        environment = commands.rank_environment(each.world, self.directory, self._inherited, settings)
         words = [os.fsdecode(word) for word in order.command]
         try:
             command = commands.resolve_command(words, environment.get("PATH"))
             assert self._reaper is not None
-            with self._reaper.marks(), explained(f"the process of rank {world.rank}"):
-                process = RankProcess(each.key, command, environment, cores, has_input=order.has_input and world.rank == 0)
+            with self._reaper.marks(), explained(f"the process of rank {each.world.rank}"):
+                process = RankProcess(each.key, command, environment, cores,
+                                      has_input=order.has_input and each.world.rank == 0)
             self._adopt(process)
+            return True
         except OSError as error:
             if error.errno in OUT_OF_DESCRIPTORS:
                 raise
             refused = commands.refused(words, error)
-            self._tell(StartRefused(each.key, str(refused), refused.code))
-            return False
         except commands.CommandError as error:
-            self._tell(StartRefused(each.key, str(error), error.code))
-            return False
-        return True
+            refused = error
+        self._report(StartRefused(each.key, str(refused), refused.code))
+        return False
 
     def _adopt(self, process: RankProcess) -> None:
         assert self._reaper is not None
@@ -189,12 +193,7 @@ class WorkerGroup:
                 self._listen(process.rank, name)
         if process.pidfd >= 0:
             self._selector.register(process.pidfd, selectors.EVENT_READ, self.notice)
-        self._tell(Started(process.rank, process.pid, process.unbound))
-
-    def _signal(self, signum: int) -> None:
-        self._asked = True
-        for process in self.running.values():
-            process.send(signum)
+        self._report(Started(process.rank, process.pid, process.unbound))
 
     def notice(self) -> None:
         """Report the ranks that have ended since the last call, and reap adopted orphans."""
@@ -209,12 +208,14 @@ class WorkerGroup:
             del self.running[rank]
             if self._members is not None:
                 self._members.forget(rank)
-                self._read_rest([key for key in self._open if key[0] == rank])
+                for key in [key for key in self._open if key[0] == rank]:  # of which the writers have ended
+                    while key in self._open and self._read(*key):
+                        pass
             record = FailureRecord.read(self.directory, rank)
-            reading = {**progress.reading_of(self.directory, rank), "metrics": metrics.read(self.directory, rank)}
-            self._tell(Exited(rank, code, self._asked or rank in self._killed,
-                              None if record is None else {**dataclasses.asdict(record),
-                                                           "when": time.time() - record.when}, reading))
+            if record is not None:
+                record = dataclasses.replace(record, when=time.time() - record.when)
+            reading = dataclasses.replace(read(self.directory, rank), metrics=read_metrics(self.directory, rank))
+            self._report(Exited(rank, code, self._asked or rank in self._killed, record, reading))
             if self._members is not None:
                 self._collect(process)
         if self._reaper is not None:
@@ -269,7 +270,8 @@ class WorkerGroup:
             self._members.close()
             self._members = None
         try:
-            kill(list(self.running.values()))
+            for process in self.running.values():
+                process.send(signal.SIGKILL)
             reaper.end_job(KILL_SECONDS)
             self._drain()
             self.notice()
@@ -296,7 +298,7 @@ class WorkerGroup:
             if not self._paused:
                 self._selector.unregister(self._open[rank, name])
             del self._open[rank, name]
-        self._tell(Output(rank, name, content))
+        self._report(Output(rank, name, content))
         return bool(content)
 
     def _drain(self) -> None:
@@ -315,18 +317,12 @@ class WorkerGroup:
                     if ready.data not in self._open:
                         waiting.unregister(ready.fd)
 
-    def _read_rest(self, streams: Sequence[tuple[int, str]]) -> None:
-        """Read what is in pipes whose writers have ended."""
-        for key in streams:
-            while key in self._open and self._read(*key):
-                pass
-
     def _send_result(self, rank: int) -> None:
         """Report the result of a rank, if it has written one, in pieces."""
         path = Path(self.directory) / f"{RESULT_FILE}.{rank}"
         if path.exists():
             for content, is_last in pieces_of(path, PIECE_BYTES):
-                self._tell(Result(rank, content, is_last))
+                self._report(Result(rank, content, is_last))
 
 
 def pieces_of(path: Path, size: int) -> Iterator[tuple[bytes, bool]]:

@@ -1,4 +1,4 @@
-"""The hosts of an elastic job: given once, or discovered by a program of the user that runs every second.
+"""The discovery of an elastic job's hosts by a program of the user that runs every second.
 
 The program is a file or a command line. It prints a line for each host: `host` or `host:slots`; empty lines and comments (#)
 are ignored, and of several lines for a host the last one counts. It never runs twice at a time and runs at most 10 seconds;
@@ -16,10 +16,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Final, Protocol
+from typing import IO, Final
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.process_limit import explained
+from hvdlite_runner.host.worker_group import WorkerGroup
 from hvdlite_runner.placement import parse_host
 
 SECONDS_BETWEEN: Final = 1.0
@@ -28,7 +29,7 @@ LIMIT_SECONDS: Final = 10.0
 """Seconds that the program may run."""
 _QUOTED: Final = 2000
 """Characters of the program's output that an error quotes."""
-_SAID: Final = "; it said:"
+_OUTPUT: Final = "; it said:"
 
 
 def parse_discovered(text: str, slots: int) -> dict[str, int]:
@@ -53,42 +54,6 @@ def parse_discovered(text: str, slots: int) -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
-class Discovery(Protocol):
-    """A source of hosts."""
-
-    def turn(self, now: float) -> Mapping[str, int] | None:
-        """Do what is due; return the slots of each host when they have changed, else None.
-
-        Raises:
-            LaunchError: when there is no first answer.
-        """
-
-    def wait(self, now: float) -> float | None:
-        """Return the seconds until the next call is due, if the end of a child process does not make it due before."""
-
-    def close(self) -> None:
-        """Stop."""
-
-
-class FixedHosts:
-    """Hosts that the user has given."""
-
-    def __init__(self, slots: Mapping[str, int]) -> None:
-        self._slots: Mapping[str, int] | None = slots
-
-    def turn(self, now: float) -> Mapping[str, int] | None:
-        """Return them the first time."""
-        slots, self._slots = self._slots, None
-        return slots
-
-    def wait(self, now: float) -> float | None:
-        """Return the seconds until the next call is due."""
-        return 0.0 if self._slots is not None else None
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 @dataclasses.dataclass
 class _Run:
     """A run of the program."""
@@ -108,20 +73,28 @@ class DiscoveryScript:
         program: a file or a command line.
         slots: of a host for which the program prints none.
         warn: called with a line about a failure, once for each reason.
-        watch: called with the process id of each run, when it begins.
-        forget: called with it when it has been reaped.
+        local: the job's processes of this host, with which the program ends; None if there are none.
     """
 
-    def __init__(self, program: str, slots: int, warn: Callable[[str], None],
-                 watch: Callable[[int], None] = lambda pid: None, forget: Callable[[int], None] = lambda pid: None) -> None:
-        self._program, self._slots, self._warn, self._watch, self._forget = program, slots, warn, watch, forget
+    def __init__(self, program: str, slots: int, warn: Callable[[str], None], local: WorkerGroup | None = None) -> None:
+        self._program = program
+        self._slots = slots
+        self._warn = warn
+        self._local = local
         self._run: _Run | None = None
-        self._due = 0.0
+        self._due = 0.0  # when it is started next
         self._known: Mapping[str, int] | None = None
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def turn(self, now: float) -> Mapping[str, int] | None:
-        """Start the program, or take its result, if that is due."""
+        """Start the program, or take its result, if that is due.
+
+        Returns:
+            The slots of each host when they have changed, else None.
+
+        Raises:
+            LaunchError: when there is no first answer.
+        """
         if self._run is None:
             if now >= self._due:
                 try:
@@ -130,11 +103,10 @@ class DiscoveryScript:
                     self._failed(error)
             return None
         ended = os.waitid(os.P_PID, self._run.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        late = not ended and now >= self._run.until
-        if not ended and not late:
+        if not ended and now < self._run.until:
             return None
         try:
-            found = self._result(self._run, late)
+            found = self._result(self._run, is_overdue=not ended)
         except LaunchError as error:
             self._failed(error)
             return None
@@ -143,8 +115,8 @@ class DiscoveryScript:
         self._known = found
         return found
 
-    def wait(self, now: float) -> float | None:
-        """Return the seconds until the next call is due."""
+    def wait(self, now: float) -> float:
+        """Return the seconds until `turn` is due, if the end of the program does not make it due before."""
         return max(0.0, (self._due if self._run is None else self._run.until) - now)
 
     def close(self) -> None:
@@ -163,7 +135,8 @@ class DiscoveryScript:
                 files.pop_all()
         except OSError as error:
             raise LaunchError(f"cannot be started: {error.strerror}") from None
-        self._watch(process.pid)
+        if self._local is not None:
+            self._local.watch(process.pid)
         self._run = _Run(process, output, errors, now + LIMIT_SECONDS)
 
     def _failed(self, error: LaunchError) -> None:
@@ -175,10 +148,10 @@ class DiscoveryScript:
         reason = f"--host-discovery-script {self._program} {error}"
         if self._known is None:
             raise LaunchError(reason) from None
-        if reason not in self._told:
-            self._told.add(reason)
-            first, said, quoted = reason.partition(_SAID)
-            self._warn(f"{first}; the hosts stay as they were{said}{quoted}")
+        if reason not in self._warned:
+            self._warned.add(reason)
+            first, intro, quoted = reason.partition(_OUTPUT)
+            self._warn(f"{first}; the hosts stay as they were{intro}{quoted}")
 
     def _command(self) -> Sequence[str]:
         if not os.path.exists(self._program):
@@ -188,30 +161,29 @@ class DiscoveryScript:
             raise LaunchError(f"is not executable; chmod +x {self._program}")
         return ["/bin/sh", "-c", f"exec {shlex.quote(path)}"]  # a shell, because it also runs a file without a #! line
 
-    def _result(self, run: _Run, late: bool) -> dict[str, int]:
+    def _result(self, run: _Run, *, is_overdue: bool) -> dict[str, int]:
         run.output.seek(0)
         run.errors.seek(0)
         output, errors = (file.read().decode(errors="replace") for file in (run.output, run.errors))
         self._end(run)  # the process is reaped last: until then its session keeps its number
         lines = (output + errors)[-_QUOTED:].splitlines()
-        said = _SAID + "".join(f"\n  {line}" for line in lines) if lines else ""
-        if late:
-            raise LaunchError(f"did not end within {LIMIT_SECONDS:.0f} s{said}")
+        quoted = _OUTPUT + "".join(f"\n  {line}" for line in lines) if lines else ""
+        if is_overdue:
+            raise LaunchError(f"did not end within {LIMIT_SECONDS:.0f} s{quoted}")
         if run.process.returncode:
-            raise LaunchError(f"failed with code {run.process.returncode}{said}")
+            raise LaunchError(f"failed with code {run.process.returncode}{quoted}")
         try:
             return parse_discovered(output, self._slots)
         except LaunchError as error:
-            raise LaunchError(f"did not print a list of hosts: {error}{said}") from None
+            raise LaunchError(f"did not print a list of hosts: {error}{quoted}") from None
 
     def _end(self, run: _Run) -> None:
         self._run = None
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left in its session
             os.killpg(run.process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass  # nothing is left in its session
         run.process.wait()
-        self._forget(run.process.pid)
+        if self._local is not None:
+            self._local.forget(run.process.pid)
         run.output.close()
         run.errors.close()
 
@@ -222,7 +194,6 @@ def discover_once(program: str, slots: int) -> dict[str, int]:
     Raises:
         LaunchError: when it fails.
     """
-
     script = DiscoveryScript(program, slots, warn=lambda line: None)
     try:
         while (found := script.turn(time.monotonic())) is None:

@@ -1,4 +1,4 @@
-"""How a job ends: the signals for its processes, the failure that was the first, and the exit code of hvdrun."""
+"""The processes of a job and how they end: signals, the failure that was the first, and the exit code of hvdrun."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 from hvdlite.core.launch_contract import RESULTS_LOST, FailureRecord
 from hvdlite.membership.events import EndJob
+from hvdlite.membership.history import exit_text, shell_code
 from hvdlite_runner.placement import format_ranks
 
 KILL_AFTER: Final = 1.5
@@ -37,12 +38,12 @@ class Ending:
 
     Attributes:
         user_signal: the first signal of the user; 0 for none.
-        late_signal: the first one while or after the job is cleaned up.
+        later_signal: the first one while or after the job is cleaned up.
         is_over: whether the job is being cleaned up.
     """
 
     def __init__(self) -> None:
-        self.user_signal = self.late_signal = 0
+        self.user_signal = self.later_signal = 0
         self.is_over = False
         self._pending: list[tuple[float, int]] = []  # (time, signal), in order
 
@@ -56,7 +57,7 @@ class Ending:
         """Schedule the signals after a signal of the user."""
         now = time.monotonic()
         if self.is_over:
-            self.late_signal = self.late_signal or signum
+            self.later_signal = self.later_signal or signum
             return
         if self.user_signal:
             self._pending = [(now, signal.SIGKILL)]
@@ -107,34 +108,19 @@ class Exit:
 
     rank: int  # the process's key: in an elastic job the member's id
     code: int  # negative: killed by that signal
-    ended_by_us: bool = False  # after the launcher had told it to end
-
-    @property
-    def failed(self) -> bool:
-        """Whether it failed."""
-        return self.code != 0
-
-    @property
-    def shell_code(self) -> int:
-        """The exit code as a shell reports it: 128 + n for signal n."""
-        return 128 - self.code if self.code < 0 else self.code
+    ended_by_us: bool = False  # after the launcher had ordered it to end
 
     def __str__(self) -> str:
-        if self.code >= 0:
-            return f"exit code {self.code}"
-        try:
-            return f"killed by signal {-self.code} ({signal.Signals(-self.code).name})"
-        except ValueError:
-            return f"killed by signal {-self.code}"
+        return exit_text(self.code)
 
 
-def record_of(fields: Mapping[str, Any], now: float) -> FailureRecord:
-    """Return the failure record of an `Exited` event, with its time on this host's clock.
+def dated(record: FailureRecord, now: float) -> FailureRecord:
+    """Return the failure record of an `Exited` event, whose time is its age, with the time on this host's clock.
 
     Args:
         now: this host's time, in seconds since the epoch.
     """
-    return FailureRecord(**{**fields, "when": now - float(fields["when"])})
+    return dataclasses.replace(record, when=now - record.when)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,16 +159,16 @@ def root_cause(exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> C
     Among ranks that failed by themselves, the earliest recorded failure wins over the earliest exit. A rank without a record
     that ended by the launcher's SIGTERM did not fail, also if it is named: a stalled one, for instance.
     """
-    failed = {exit.rank: exit for exit in exits if exit.failed}
+    failed = {exit.rank: exit for exit in exits if exit.code}
     if not failed:
         return None
-    told = sorted((record.when, _origin(rank, records)) for rank, record in records.items()
+    named = sorted((record.when, _origin(rank, records)) for rank, record in records.items()
                   if rank in failed and record.origin != rank)
-    blamed = [rank for _, rank in told if rank in failed and (
+    blamed = [rank for _, rank in named if rank in failed and (
         records[rank].origin == rank if rank in records else
         not (failed[rank].ended_by_us and failed[rank].code == -signal.SIGTERM))]
     own = sorted((records[rank].when, rank) for rank in failed if rank in records and records[rank].origin == rank)
-    unrecorded = [exit.rank for exit in exits if exit.failed and exit.rank not in records and not exit.ended_by_us]
+    unrecorded = [exit.rank for exit in exits if exit.code and exit.rank not in records and not exit.ended_by_us]
     first = next(iter((*blamed, *(rank for _, rank in own), *unrecorded, *failed)))
     return Cause(failed[first], records.get(first), tuple(sorted(failed.keys() - {first})))
 
@@ -227,7 +213,7 @@ def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, Fai
     | any other reason: too few ranks, no progress | that of `EndJob` |
 
     Args:
-        end: what the authority has said; None if it was not asked, because of the user's signal.
+        end: the authority's command; None if it was not asked, because of the user's signal.
         exits: all ends of processes, in the order in which they were seen.
         records: by the keys of processes.
         lost: why hosts were lost, in a job that is not elastic.
@@ -244,18 +230,18 @@ def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, Fai
     went_on = worlds > 1  # else it has ended like any other job
     cause = root_cause(_to_blame(end, exits, records) if went_on else exits, records)
     if lost and (cause is None or cause.exit.ended_by_us or cause.record is not None):
-        failed = format_ranks(each.rank for each in exits if each.failed)
+        failed = format_ranks(each.rank for each in exits if each.code)
         return Verdict(1, [*lost, *([f"ranks {failed} ended as a consequence"] if exits else [])], -1, "; ".join(lost))
     if cause is not None and not one_world and cause.exit.ended_by_us and cause.record is None:
         cause = None  # it was ended because of the reason
-    is_its_code = cause is not None and (one_world or end.code in {each.shell_code for each in exits})
+    is_its_code = cause is not None and (one_world or end.code in {shell_code(each.code) for each in exits})
     lines = [end.reason] if went_on or not is_its_code else []
     if cause is None:
         return Verdict(end.code, lines, -1, end.reason)
     if went_on:
         cause = dataclasses.replace(cause, consequences=())  # of other worlds, too, whose ranks were others
     described = cause.describe(name(cause.exit.rank), repeats=repeats or went_on)
-    return Verdict(cause.exit.shell_code if is_its_code else end.code, [*lines, *described],
+    return Verdict(shell_code(cause.exit.code) if is_its_code else end.code, [*lines, *described],
                    cause.exit.rank, described[0])
 
 
@@ -265,3 +251,58 @@ def _to_blame(end: EndJob, exits: Sequence[Exit], records: Mapping[int, FailureR
         return [each for each in exits if not each.ended_by_us]
     origin = records[end.member].origin if end.member in records else end.member
     return [each for each in exits if each.rank in (end.member, origin)]
+
+
+@dataclasses.dataclass
+class WorkerProcess:
+    """A process of the job.
+
+    Attributes:
+        rank: in the last world that it was in; -1 for none.
+        record: of its failure, if it has written one.
+        problem: why it was ended; "" if it was not.
+    """
+
+    machine: str
+    host: str
+    rank: int = -1
+    record: FailureRecord | None = None
+    problem: str = ""
+
+
+class WorkerProcesses(dict[int, WorkerProcess]):
+    """All processes that there have been, by their keys.
+
+    Attributes:
+        running: the keys of those that have not ended.
+        exits: their ends, in the order in which they were seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: set[int] = set()
+        self.exits: list[Exit] = []
+
+    def begin_world(self, world: Sequence[int]) -> dict[int, str]:
+        """Give processes new ranks; return the host of each."""
+        for rank, key in enumerate(world):
+            self[key].rank = rank
+        return {rank: self[key].host for rank, key in enumerate(world)}
+
+    def on(self, machine: str) -> list[int]:
+        """Return the processes that run on a machine."""
+        return sorted(key for key in self.running if self[key].machine == machine)
+
+    def records(self) -> dict[int, FailureRecord]:
+        """Return the records of failures."""
+        return {key: process.record for key, process in self.items() if process.record is not None}
+
+    def rank_of(self, key: int) -> int:
+        """Return a process's rank in the last world that it was in; -1 for none."""
+        return self[key].rank
+
+    def name(self, key: int) -> str:
+        """Return how a process is called in a message; its host is named if there are several."""
+        process = self[key]
+        where = f" on {process.host}" if len({each.host for each in self.values()}) > 1 else ""
+        return (f"rank {process.rank}" if process.rank >= 0 else f"new process {key}") + where

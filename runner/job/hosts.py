@@ -86,10 +86,17 @@ class HostPool:
                  take: Callable[[str, Event], None] = lambda name, event: None,
                  lost: Callable[[str, str], None] = lambda name, reason: None, note: Callable[[str], None] = print,
                  local: WorkerGroup | None = None, ending: Ending | None = None, checks_silence: bool = True) -> None:
-        self._selector, self._settings, self._inherited = selector, settings, inherited
-        self._take, self._lost, self._note, self._local, self._ending = take, lost, note, local, ending
+        self._selector = selector
+        self._settings = settings
+        self._inherited = inherited
+        self._take = take
+        self._lost = lost
+        self._note = note
+        self._local = local
+        self._ending = ending
         self._checks_silence = checks_silence
-        self._shell, self._retries = settings.shell, not settings.limits.one_world
+        self._shell = settings.shell
+        self._retries = not settings.limits.one_world
         self._after_loss = AFTER_LOSS_SECONDS + (0.0 if math.isinf(self._shell.silence) else self._shell.silence)
         self._slots: dict[str, int] = {}
         self._has_slots = False
@@ -115,13 +122,13 @@ class HostPool:
                 self._hosts[name] = _Known()
                 self._resolve(name)
 
-    def turn(self, now: float, in_use: Callable[[str], bool] = lambda name: False) -> dict[str, int] | None:
+    def turn(self, now: float, in_use: Callable[[str], object] = lambda name: ()) -> dict[str, int] | None:
         """Do what is due; return the slots of the hosts that can be used when they have changed, else None.
 
         Nothing is returned before each of the first hosts has been tried.
 
         Args:
-            in_use: whether a host still has processes.
+            in_use: returns the processes of a host.
 
         Raises:
             LaunchError: when there are too few descriptors for the links.
@@ -231,7 +238,7 @@ class HostPool:
             self._check(now)
 
     def stop(self) -> None:
-        """Tell all agents to end their processes."""
+        """Order all agents to end their processes."""
         self._is_over = True
         if self._pinger is not None:
             self._pinger.stop()
@@ -245,7 +252,7 @@ class HostPool:
         """Wait until all agents have ended; those from which nothing comes for so many seconds are left."""
         remotes, until = [*self.remotes, *self._leaving], time.monotonic() + timeout
         while (left := [remote for remote in remotes if not remote.over]) \
-                and time.monotonic() < max(until, *(remote.last_heard + timeout for remote in left)):  # of large results
+                and time.monotonic() < max(until, *(remote.last_received + timeout for remote in left)):  # of large results
             self.take_events(_TURN)
         for remote in remotes:
             remote.close()
@@ -292,7 +299,7 @@ class HostPool:
     def _check(self, now: float) -> None:
         for remote in self.remotes:
             if remote.timed_out(now):
-                silent = now - remote.last_heard
+                silent = now - remote.last_received
                 remote.mark_lost(f"was lost: nothing has been heard of it for {silent:.0f} s ({AGENT_TIMEOUT})")
                 self._gone(remote)
                 continue

@@ -1,9 +1,9 @@
 """The run of a job: its processes are started, their output is shown, their ends are noticed, and what is left is ended.
 
-`membership.authority` decides; this loop tells it what happens and does what it commands. A job that is not elastic has one
-world, which its first failure ends. In an elastic one, members end and hosts come and go. Processes have keys that are never
-used again: in a job that is not elastic they are the ranks. One loop waits for the pipes and pidfds of this host's processes
-and for the links to other hosts; it does not poll.
+`membership.authority` decides; this loop reports to it what happens, and carries out its commands. A job that is not elastic
+has one world, which its first failure ends. In an elastic one, members end and hosts come and go. Processes have keys that
+are never used again: in a job that is not elastic they are the ranks. One loop waits for the pipes and pidfds of this host's
+processes and for the links to other hosts; it does not poll.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hvdlite.membership.events import (
     HostsSeen,
     Kill,
     MemberGone,
-    MemberSaid,
+    MemberReported,
     Note,
+    SendOrder,
     StartMember,
-    Tell,
     TimePassed,
     WorldBegun,
 )
@@ -38,14 +38,12 @@ from hvdlite_runner import messages as orders
 from hvdlite_runner.agents.host_probe import own_addresses
 from hvdlite_runner.host import commands
 from hvdlite_runner.host.worker_group import KILL_SECONDS, POLL_WITHOUT_PIDFD, WorkerGroup
-from hvdlite_runner.job.discovery import Discovery, DiscoveryScript, FixedHosts
-from hvdlite_runner.job.ending import Ending, Exit, record_of, verdict
+from hvdlite_runner.job.discovery import DiscoveryScript
+from hvdlite_runner.job.ending import Ending, Exit, WorkerProcess, WorkerProcesses, dated, verdict
 from hvdlite_runner.job.hosts import HostPool, Stopped
-from hvdlite_runner.job.routes import address_for
 from hvdlite_runner.job.settings import JobSettings
-from hvdlite_runner.job.starts import Starts
+from hvdlite_runner.job.starts import Starts, address_for
 from hvdlite_runner.job.task_files import TaskFiles
-from hvdlite_runner.job.worker_processes import WorkerProcess, WorkerProcesses
 from hvdlite_runner.messages import Event, Exited, FromMember, Output, ProgressReply, Result, Started, StartRefused
 from hvdlite_runner.output.job_output import JobOutput, ProgressObserver
 from hvdlite_runner.placement import LOCAL, Host, format_ranks
@@ -70,7 +68,7 @@ def run_job(settings: JobSettings, inherited: Mapping[str, str], observer: Progr
             host.
         CommandError: when a system refuses to start the command.
     """
-    job = Job(settings, inherited, observer)
+    job = Job(settings, inherited, observer or ProgressObserver())
     code = 1
     with job.ending.handlers(job.selector):  # before there is anything to clean up
         try:
@@ -84,18 +82,19 @@ def run_job(settings: JobSettings, inherited: Mapping[str, str], observer: Progr
 class Job:
     """The state of one job; see `run_job`."""
 
-    def __init__(self, settings: JobSettings, inherited: Mapping[str, str], observer: ProgressObserver | None) -> None:
+    def __init__(self, settings: JobSettings, inherited: Mapping[str, str], observer: ProgressObserver) -> None:
         self.selector = selectors.DefaultSelector()
         self.ending = Ending()
-        self._settings, self._observer = settings, observer
+        self._settings = settings
+        self._observer = observer
         self._is_elastic = not settings.limits.one_world
         self._processes = WorkerProcesses()
-        self._output = JobOutput(settings.output, observer, self._processes.prefix, self._processes.rank_of)
+        self._output = JobOutput(settings.output, observer, self._processes.rank_of)
         self._local = WorkerGroup(self.selector, lambda event: self._take(LOCAL, event), inherited, self._is_ended_by_user)
         self._task = TaskFiles(settings.task_directory)
         self._with_task: set[str] = set()  # the machines that have it
-        self._discovery: Discovery = FixedHosts(settings.slots) if settings.script is None else DiscoveryScript(
-            settings.script, settings.slots_per_host, self._output.note, self._local.watch, self._local.forget)
+        self._discovery = None if settings.script is None else DiscoveryScript(
+            settings.script, settings.slots_per_host, self._output.note, self._local)
         self._hosts = HostPool(
             self.selector, settings, inherited, take=self._take, lost=self._on_lost, note=self._output.note,
             local=self._local, ending=self.ending)
@@ -138,7 +137,7 @@ class Job:
 
     def close(self, code: int) -> int:
         """Wait for the readers of the output, and return hvdrun's exit code."""
-        code = self._output.close(code, self.ending.user_signal, lambda: self.ending.late_signal)
+        code = self._output.close(code, self.ending.user_signal, lambda: self.ending.later_signal)
         self.selector.close()
         return code
 
@@ -151,6 +150,8 @@ class Job:
             self._output.note(line)
         for rank in () if self._is_elastic else range(self._settings.limits.start_np):
             self._open_files(rank)
+        if self._discovery is None:
+            self._hosts.set_slots(self._settings.slots)
 
     def _loop(self) -> None:
         while self._refused is None:
@@ -167,8 +168,10 @@ class Job:
     def _wait(self, now: float) -> None:
         """Wait until something happens or is due, and handle it."""
         wake_at = self._authority.wake_at()
-        waits = [self.ending.wait(), self._output.console.flush_due(), self._discovery.wait(now), self._hosts.wait(now),
-                 None if wake_at is None else max(0.0, wake_at - now), None if self._observer is None else _SAMPLE_SECONDS,
+        waits = [self.ending.wait(), self._output.console.flush_due(), self._hosts.wait(now),
+                 None if self._discovery is None else self._discovery.wait(now),
+                 None if wake_at is None else max(0.0, wake_at - now),
+                 _SAMPLE_SECONDS if self._observer.wants_samples else None,
                  POLL_WITHOUT_PIDFD if self._local.needs_polling() else None]
         self._hosts.take_events(min((wait for wait in waits if wait is not None), default=None))
         self._local.notice()
@@ -176,7 +179,7 @@ class Job:
             self._local.obey(orders.Signal(signum))
             self._hosts.send(orders.Signal(signum))
         now = time.monotonic()
-        if self._observer is not None and now - self._last_sample >= _SAMPLE_SECONDS:
+        if self._observer.wants_samples and now - self._last_sample >= _SAMPLE_SECONDS:
             self._last_sample = now
             self._hosts.send(orders.ProgressRequest())
             self._observe(LOCAL, self._local.sample())
@@ -184,22 +187,21 @@ class Job:
     def _clean_up(self) -> None:
         """End all processes of the job on all hosts, and show their last output."""
         self.ending.is_over = True
-        self._discovery.close()
+        if self._discovery is not None:
+            self._discovery.close()
         self._hosts.stop()
         self._local.end()
         self._hosts.end(_END_SECONDS)
         self._output.finish()
-        if self._observer is not None:
-            self._observer.finish()
+        self._observer.finish()
         self._task.remove_abandoned()
 
     # --- the authority's events and commands -----------------------------------------------------------------------------
 
     def _discover(self, now: float) -> None:
-        slots = self._discovery.turn(now)
-        if slots is not None:
+        if self._discovery is not None and (slots := self._discovery.turn(now)) is not None:
             self._hosts.set_slots(slots)
-        usable = self._hosts.turn(now, self._is_in_use)
+        usable = self._hosts.turn(now, self._processes.on)
         if usable is None:
             return
         needed, limits = sum(usable.values()), self._settings.limits
@@ -212,7 +214,7 @@ class Job:
         self._events.append(HostsSeen(usable))
 
     def _decide(self, now: float) -> None:
-        """Tell the authority what has happened, and do what it commands."""
+        """Report to the authority what has happened, and carry out its commands."""
         wake_at = self._authority.wake_at()
         if wake_at is not None and wake_at <= now:
             self._events.append(TimePassed())
@@ -225,8 +227,8 @@ class Job:
         self._start([command for command in commanded if isinstance(command, StartMember)])
         for command in commanded:
             match command:
-                case Tell(member, order):
-                    self._send(member, orders.ToMember(member, members.frame(order)))
+                case SendOrder(member, order):
+                    self._send(member, orders.ToMember(member, order))
                 case Kill(member):
                     self._send(member, orders.KillMember(member))
                 case Note(text):
@@ -252,7 +254,7 @@ class Job:
                 for content in self._task.pieces():
                     self._send(keys[0], orders.TaskPiece(content))
             self._send(keys[0], order)
-            if machine != LOCAL and self._hosts.remote(machine) is None:  # lost: the authority knows, or will
+            if machine != LOCAL and self._hosts.remote(machine) is None:  # lost: the authority is notified of it
                 self._processes.running.difference_update(keys)
             elif machine == LOCAL and self._is_ended_by_user():  # some of them were not started any more
                 self._processes.running -= set(keys) - set(self._local.running)
@@ -281,9 +283,8 @@ class Job:
     def _begin_world(self, world: Sequence[int]) -> None:
         rank_hosts = self._processes.begin_world(world)
         self._output.expect(len(world))
-        if self._observer is not None:
-            self._observer.begin_world(rank_hosts)
-            self._last_sample = 0.0  # other hosts answer before the next one, which is shown
+        self._observer.begin_world(rank_hosts)
+        self._last_sample = 0.0  # other hosts answer before the next one, which is shown
 
     # --- events of worker groups -----------------------------------------------------------------------------------------
 
@@ -302,7 +303,7 @@ class Job:
                 self._output.started(who, event, machine, verbose=self._settings.verbose)
             case orders.RouteReply() if machine in self._listening:
                 key, message = self._listening.pop(machine)
-                self._events.append(MemberSaid(key, _at(message, event.addresses)))
+                self._events.append(MemberReported(key, _at(message, event.addresses)))
             case Result():
                 self._task.write_result(event)
             case StartRefused():
@@ -315,11 +316,11 @@ class Job:
             self._processes[event.member].problem = f"hvdrun has ended it for what it sent: {printable(event.problem)}"
             self._send(event.member, orders.KillMember(event.member))
             return
-        for message in with_texts(members.Frames(orders=False).feed(event.content), printable):
-            if isinstance(message, members.Listening):
-                self._take_listening(event.member, message)
-            else:
-                self._events.append(MemberSaid(event.member, message))
+        message = with_texts(event.message, printable)
+        if isinstance(message, members.Listening):
+            self._take_listening(event.member, message)
+        else:
+            self._events.append(MemberReported(event.member, message))
 
     def _take_listening(self, key: int, message: members.Listening) -> None:
         """Find the addresses at which other hosts reach rank 0: its host's agent knows how they are reached from here."""
@@ -329,7 +330,7 @@ class Job:
         here = "" if remote is None else address_for(remote)
         hosts = [here if other == LOCAL else Host(other).address for other in others if other != machine]
         if remote is None:
-            self._events.append(MemberSaid(key, _at(message, own_addresses(hosts, self._settings.interfaces))))
+            self._events.append(MemberReported(key, _at(message, own_addresses(hosts, self._settings.interfaces))))
         else:
             self._listening[machine] = (key, message)
             remote.send(orders.RouteRequest(hosts, list(self._settings.interfaces), listen=False))
@@ -342,12 +343,12 @@ class Job:
         self._processes.exits.append(ended)
         cause = process.problem
         if event.record is not None:
-            process.record = record_of(event.record, time.time())
+            process.record = dated(event.record, time.time())
             cause = cause or f"{process.record.kind}: {process.record.message}"
-        if self._observer is not None and event.rank in self._authority.members:
+        if event.rank in self._authority.members:
             self._observer.ended(process.rank, event.progress)
         if self._is_elastic:
-            if ended.failed and not event.by_us:
+            if ended.code and not event.by_us:
                 self._output.console.reveal(event.rank)
             self._output.close_files(event.rank)
         self._events.append(MemberGone(event.rank, event.code, cause))
@@ -369,15 +370,14 @@ class Job:
                 self._output.close_files(key)
         elif gone:
             self._lost.append(f"{reason} (with ranks {format_ranks(gone)})")
-        if self._authority.epoch:  # else the pool knows, and there is nothing to lose yet
+        if self._authority.epoch:  # else the pool is aware of it, and there is nothing to lose yet
             self._events.append(HostLost(machine, reason.removeprefix(f"host {machine} was lost: ")))
 
     def _observe(self, machine: str, event: ProgressReply) -> None:
         """Show the progress of a machine's processes, by their ranks."""
-        if self._observer is not None:
-            world = set(self._authority.members)
-            ranks = {self._processes[key].rank: reading for key, reading in event.ranks.items() if key in world}
-            self._observer.take(machine, ProgressReply(ranks, event.waits))
+        world = set(self._authority.members)
+        ranks = {self._processes[key].rank: sample for key, sample in event.ranks.items() if key in world}
+        self._observer.take(machine, ProgressReply(ranks, event.waits))
 
     def _pause(self, paused: bool) -> None:
         self._local.pause(paused)
@@ -385,9 +385,6 @@ class Job:
 
     def _is_ended_by_user(self) -> bool:
         return bool(self.ending.user_signal)
-
-    def _is_in_use(self, machine: str) -> bool:
-        return bool(self._processes.on(machine))
 
 
 def _at(message: members.Listening, addresses: Sequence[str]) -> members.Listening:

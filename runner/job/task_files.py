@@ -29,11 +29,6 @@ class TaskFiles:
         self.problem = ""
         self._directory = None if directory is None else Path(directory)
 
-    @property
-    def exists(self) -> bool:
-        """Whether the job runs a task."""
-        return self._directory is not None
-
     def watch_caller(self, selector: selectors.BaseSelector, ended: Callable[[], None]) -> None:
         """Call `ended` when the caller has ended: standard input ends then."""
         def read() -> None:
@@ -42,7 +37,7 @@ class TaskFiles:
                 self.is_abandoned = True
                 ended()
 
-        if self.exists:
+        if self._directory is not None:
             selector.register(0, selectors.EVENT_READ, read)
 
     def pieces(self) -> Iterator[bytes]:

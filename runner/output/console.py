@@ -6,8 +6,9 @@ import bisect
 import codecs
 import dataclasses
 import re
+import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from hvdlite_runner.placement import format_ranks
@@ -24,9 +25,28 @@ Key = tuple[int, str]
 """A rank and the name of one of its streams, "stdout" or "stderr"."""
 
 
+@dataclasses.dataclass(frozen=True)
+class OutputSettings:
+    """How the output of a job's processes is shown.
+
+    Attributes:
+        directory: a folder for the output of each process, if any.
+        prefix: whether lines begin with their rank.
+        timestamps: whether lines begin with the time.
+        show: "all", "rank0" or "errors".
+        fold: whether a line that several ranks print is shown once.
+    """
+
+    directory: str | None = None
+    prefix: bool = True
+    timestamps: bool = False
+    show: str = "all"
+    fold: bool = False
+
+
 @dataclasses.dataclass
-class _Stream:
-    """One rank's stdout or stderr."""
+class _LineBuffer:
+    """What has come of a line of one rank's stdout or stderr."""
 
     decoder: codecs.IncrementalDecoder
     unfinished: list[str] = dataclasses.field(default_factory=list)  # pieces of a line whose end has not come
@@ -54,23 +74,26 @@ class Console:
     with it, so that the next segment of the same stream overwrites it; output of another stream begins on a new line
     instead. The time is linear in the length of the output.
 
+    A process has a key: its rank, or in an elastic job its member's id.
+
     Args:
         write: called with a stream's name ("stdout" or "stderr") and text for it.
-        prefix: returns the prefix of each line of (ranks, stream name).
-        shown: returns whether a stream is shown; the last lines of hidden ones are kept for `reveal`.
-        fold: the number of ranks whose identical lines become one; 0 does not fold.
+        settings: the prefix of each line, and what is shown; the last lines of hidden streams are kept for `reveal`.
+        rank_of: returns the rank of a process; -1 for none.
         clock: returns seconds, for folding.
-        names: returns how ranks are called in prefixes.
+
+    Attributes:
+        fold: the number of processes whose identical lines become one; 0 does not fold.
     """
 
-    def __init__(self, write: Callable[[str, str], None], prefix: Callable[[str, str], str], *,
-                 shown: Callable[[int, str], bool] = lambda rank, name: True, fold: int = 0,
-                 clock: Callable[[], float] = lambda: 0.0,
-                 names: Callable[[Iterable[int]], str] = format_ranks) -> None:
-        self.fold = fold
-        self._write, self._prefix, self._shown = write, prefix, shown
-        self._clock, self._names = clock, names
-        self._streams: dict[Key, _Stream] = {}
+    def __init__(self, write: Callable[[str, str], None], settings: OutputSettings,
+                 rank_of: Callable[[int], int] = int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.fold = 0
+        self._write = write
+        self._settings = settings
+        self._rank_of = rank_of
+        self._clock = clock
+        self._streams: dict[Key, _LineBuffer] = {}
         self._cursor_of: Key | None = None  # the stream whose progress bar or unfinished line the cursor is on
         self._waiting: deque[_Folded] = deque()
         self._by_number: dict[int, _Folded] = {}  # the same lines
@@ -82,7 +105,7 @@ class Console:
     def feed(self, rank: int, name: str, content: bytes) -> None:
         """Add output of a rank; empty when the stream has ended."""
         key = (rank, name)
-        stream = self._streams.setdefault(key, _Stream(codecs.getincrementaldecoder("utf-8")("replace")))
+        stream = self._streams.setdefault(key, _LineBuffer(codecs.getincrementaldecoder("utf-8")("replace")))
         text = "\r" * stream.held_return + stream.decoder.decode(content, final=not content)
         stream.held_return = bool(content) and text.endswith("\r")
         text = text[:-1] if stream.held_return else text
@@ -117,14 +140,14 @@ class Console:
         """Write the last lines of a rank's hidden output."""
         for name in ("stdout", "stderr"):
             for body in self._withheld.pop((rank, name), ()):
-                self._line(name, self._names([rank]), body)
+                self._line(name, [rank], body)
 
     def flush_due(self) -> float | None:
         """Write lines that have waited long enough; return the seconds until the next call, None if none is needed."""
         self._unfold()
         return max(0.0, self._waiting[0].until - self._clock()) if self._waiting else None
 
-    def _take(self, key: Key, stream: _Stream, end: str) -> None:
+    def _take(self, key: Key, stream: _LineBuffer, end: str) -> None:
         """Show what has come of a line; `end` is its end, or "" when it goes on."""
         body, was_cut = "".join(stream.unfinished), stream.is_cut
         stream.unfinished, stream.length, stream.is_cut = [], 0, not end
@@ -168,16 +191,29 @@ class Console:
             if self._numbers[line.name, line.body][-1] == line.number:
                 del self._numbers[line.name, line.body]
             times = f" (x{len(line.ranks)})" if len(line.ranks) > 1 else ""
-            self._line(line.name, self._names(line.ranks), line.body + times)
+            self._line(line.name, line.ranks, line.body + times)
 
-    def _line(self, name: str, ranks: str, body: str) -> None:
+    def _line(self, name: str, ranks: Sequence[int], body: str) -> None:
         self._leave_line()
         self._write(name, f"{self._prefix(ranks, name)}{body}\n")
+
+    def _prefix(self, keys: Sequence[int], name: str) -> str:
+        """Return the prefix of a line of some processes, which are called by their ranks, or +key before they have one."""
+        when = f"{time.asctime()} " if self._settings.timestamps else ""
+        if not self._settings.prefix:
+            return when
+        ranks = {key: self._rank_of(key) for key in sorted(keys)}
+        ranked = format_ranks(rank for rank in ranks.values() if rank >= 0)
+        names = ",".join(filter(None, [ranked, *(f"+{key}" for key, rank in ranks.items() if rank < 0)]))
+        return f"{when}[{names}]<{name}>:"
+
+    def _shown(self, key: int, name: str) -> bool:
+        return {"all": True, "rank0": self._rank_of(key) == 0, "errors": name == "stderr"}[self._settings.show]
 
     def _emit(self, key: Key, body: str, end: str, *, continues: bool) -> None:
         if self._cursor_of is not None and self._cursor_of != key:
             self._leave_line()
-        prefix = "" if continues else self._prefix(self._names([key[0]]), key[1])
+        prefix = "" if continues else self._prefix([key[0]], key[1])
         self._write(key[1], f"{prefix}{body}{end}")
         self._cursor_of = None if end == "\n" else key
 

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import selectors
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import OUTPUT_LOST
 from hvdlite.core.texts import printable
+from hvdlite.diagnostics.progress import Reading
 from hvdlite_runner.messages import Output, ProgressReply, Started
-from hvdlite_runner.output.console import Console
-from hvdlite_runner.output.streams import Streams, Target
-from hvdlite_runner.placement import LOCAL, format_ranks
+from hvdlite_runner.output.console import Console, OutputSettings
+from hvdlite_runner.output.streams import OutputTarget, Streams
+from hvdlite_runner.placement import LOCAL
 
 READER_SECONDS: Final = 300.0
 """Seconds to wait at the end for a reader that takes nothing."""
 READER_SECONDS_AFTER_SIGNAL: Final = 1.0
 """The same after the user's signal."""
 _NOTE_SECONDS: Final = 3.0
-"""Seconds until the user is told that there is a wait."""
+"""Seconds until the user is informed that there is a wait."""
 
 
 class ProgressObserver:
-    """A receiver of the ranks' progress, which does nothing with it."""
+    """A receiver of the ranks' progress, which does nothing with it.
+
+    Attributes:
+        wants_samples: whether the ranks' progress is read each second, and not at their end only.
+    """
+
+    wants_samples = False
 
     def attach(self, write: Callable[[str], None], is_busy: Callable[[], bool]) -> None:
         """Begin with a job.
@@ -45,7 +51,7 @@ class ProgressObserver:
     def take(self, host: str, event: ProgressReply) -> None:
         """Take the progress of a host's ranks."""
 
-    def ended(self, rank: int, reading: dict[str, Any]) -> None:
+    def ended(self, rank: int, reading: Reading) -> None:
         """Take the last progress of a rank that has ended."""
 
     def clear_table(self) -> None:
@@ -55,47 +61,26 @@ class ProgressObserver:
         """End the output, because the job is over."""
 
 
-@dataclasses.dataclass(frozen=True)
-class OutputSettings:
-    """How the output of a job's processes is shown.
-
-    Attributes:
-        directory: a folder for the output of each process, if any.
-        prefix: whether lines begin with their rank.
-        timestamps: whether lines begin with the time.
-        show: "all", "rank0" or "errors".
-        fold: whether a line that several ranks print is shown once.
-    """
-
-    directory: str | None = None
-    prefix: bool = True
-    timestamps: bool = False
-    show: str = "all"
-    fold: bool = False
-
-
 class JobOutput:
     """The output of a job's processes. A process has a key: its rank, or in an elastic job its member's id.
 
     Args:
         observer: shows a table on the same terminal.
-        names: returns how processes are called in prefixes.
-        rank_of: returns the rank of a process, for `--show rank0`.
+        rank_of: returns the rank of a process; -1 for none.
     """
 
-    def __init__(self, settings: OutputSettings, observer: ProgressObserver | None,
-                 names: Callable[[Iterable[int]], str] = format_ranks, rank_of: Callable[[int], int] = int,
+    def __init__(self, settings: OutputSettings, observer: ProgressObserver, rank_of: Callable[[int], int] = int,
                  stdout: int = 1, stderr: int = 2) -> None:
-        self._settings, self._observer, self._rank_of = settings, observer, rank_of
-        self.console = Console(self._write, self._prefix, shown=self._shown, clock=time.monotonic, names=names)
+        self._settings = settings
+        self._observer = observer
+        self.console = Console(self._write, settings, rank_of)
         self._pause: Callable[[bool], None] = lambda paused: None
         self._streams = Streams(lambda paused: self._pause(paused), self._failed, stdout, stderr)
         self._encodings = {name: _encoding(name) for name in ("stdout", "stderr")}
-        self._files: dict[tuple[int, str], Target] = {}
+        self._files: dict[tuple[int, str], OutputTarget] = {}
         self._a_file_failed = False
-        if observer is not None:
-            observer.attach(lambda text: self._streams.write("stderr", self._encoded("stderr", text)),
-                            lambda: self._streams.is_busy("stderr"))
+        observer.attach(lambda text: self._streams.write("stderr", self._encoded("stderr", text)),
+                        lambda: self._streams.is_busy("stderr"))
 
     def watch(self, selector: selectors.BaseSelector, pause: Callable[[bool], None]) -> None:
         """Let the owner's loop wake up for what happens to the output.
@@ -168,35 +153,35 @@ class JobOutput:
         for key, _ in list(self._files):
             self.close_files(key)
 
-    def close(self, code: int, user_signal: int, late_signal: Callable[[], int]) -> int:
-        """Wait for the readers of the output, and tell the user if some of it is lost; return hvdrun's exit code.
+    def close(self, code: int, user_signal: int, later_signal: Callable[[], int]) -> int:
+        """Wait for the readers of the output, and inform the user if some of it is lost; return hvdrun's exit code.
 
         Args:
             code: the job's exit code.
             user_signal: the signal by which the user has ended the job; 0 for none.
-            late_signal: returns a signal that came later: it ends the wait.
+            later_signal: returns a signal that came later: it ends the wait.
         """
         patience = READER_SECONDS_AFTER_SIGNAL if user_signal else READER_SECONDS
-        begun, told = time.monotonic(), False
+        begun, is_noted = time.monotonic(), False
 
         def gives_up() -> bool:
-            nonlocal told
-            if not told and time.monotonic() > begun + _NOTE_SECONDS and not self._streams.is_busy("stderr"):
-                told = True
+            nonlocal is_noted
+            if not is_noted and time.monotonic() > begun + _NOTE_SECONDS and not self._streams.is_busy("stderr"):
+                is_noted = True
                 self.note("the job has ended; waiting for the reader of its output (Ctrl-C ends hvdrun)")
-            return bool(late_signal())
+            return bool(later_signal())
 
         is_written = self._streams.flush(patience, gives_up)
         if not is_written:
             self.note(f"the last {self._streams.lost():,} bytes of output were not read, and are lost")
             self._streams.flush(READER_SECONDS_AFTER_SIGNAL, lambda: False)
         self._streams.close()
-        if not user_signal and late_signal():
-            return 128 + late_signal()
+        if not user_signal and later_signal():
+            return 128 + later_signal()
         return OUTPUT_LOST if code == 0 and self._streams.lost() else code
 
-    def _failed(self, target: Target) -> None:
-        """Tell the user, once, that a stream or a file gets nothing more."""
+    def _failed(self, target: OutputTarget) -> None:
+        """Inform the user, once, that a stream or a file gets nothing more."""
         if target.label.startswith("standard"):
             self.note(f"{target.label}: {target.reason()}; the job goes on without it")
         elif not self._a_file_failed:
@@ -205,19 +190,11 @@ class JobOutput:
                       "ends here, and others may too")
 
     def _write(self, name: str, text: str) -> None:
-        if self._observer is not None:
-            self._observer.clear_table()
+        self._observer.clear_table()
         self._streams.write(name, self._encoded(name, text))
 
     def _encoded(self, name: str, text: str) -> bytes:
         return text.encode(self._encodings[name], "replace")
-
-    def _shown(self, key: int, name: str) -> bool:
-        return {"all": True, "rank0": self._rank_of(key) == 0, "errors": name == "stderr"}[self._settings.show]
-
-    def _prefix(self, names: str, stream: str) -> str:
-        when = f"{time.asctime()} " if self._settings.timestamps else ""
-        return f"{when}[{names}]<{stream}>:" if self._settings.prefix else when
 
 
 def _encoding(name: str) -> str:

@@ -33,7 +33,7 @@ _LOOK_SECONDS: Final = 0.05
 _REASONS: Final = {errno.EPIPE: "its reader has gone", errno.EBADF: "it is closed", errno.EIO: "its terminal has gone"}
 
 
-class Target:
+class OutputTarget:
     """A descriptor to write to.
 
     Attributes:
@@ -42,7 +42,8 @@ class Target:
     """
 
     def __init__(self, descriptor: int, label: str) -> None:
-        self.descriptor, self.label = descriptor, label
+        self.descriptor = descriptor
+        self.label = label
         self.error: OSError | None = None
 
     def reason(self) -> str:
@@ -66,14 +67,14 @@ class Queue:
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self.waiting = self.written = self.lost = 0
-        self.failed: deque[Target] = deque()
+        self.failed: deque[OutputTarget] = deque()
         self._changed = changed
         self._condition = threading.Condition()
-        self._parts: deque[tuple[Target, bytes | None]] = deque()  # None: close the target
+        self._parts: deque[tuple[OutputTarget, bytes | None]] = deque()  # None: close the target
         self._thread: threading.Thread | None = None
         self._has_ended = False
 
-    def put(self, target: Target, content: bytes | None) -> None:
+    def put(self, target: OutputTarget, content: bytes | None) -> None:
         """Write bytes to a target; None closes it."""
         with self._condition:
             self._parts.append((target, content))
@@ -126,7 +127,7 @@ class Queue:
             else:
                 self._write(target, content)
 
-    def _take(self) -> tuple[Target, bytes | None]:
+    def _take(self) -> tuple[OutputTarget, bytes | None]:
         """Remove the first bytes, with those that follow for the same target."""
         target, content = self._parts.popleft()
         if content is None:
@@ -141,7 +142,7 @@ class Queue:
             size += len(content)
         return target, b"".join(pieces)
 
-    def _write(self, target: Target, content: bytes) -> None:
+    def _write(self, target: OutputTarget, content: bytes) -> None:
         rest = memoryview(content)
         while rest and target.error is None:
             try:
@@ -176,15 +177,17 @@ class Streams:
         stdout, stderr: descriptors.
     """
 
-    def __init__(self, overloaded: Callable[[bool], None], failed: Callable[[Target], None], stdout: int = 1,
+    def __init__(self, overloaded: Callable[[bool], None], failed: Callable[[OutputTarget], None], stdout: int = 1,
                  stderr: int = 2) -> None:
-        self._overloaded, self._failed = overloaded, failed
+        self._overloaded = overloaded
+        self._failed = failed
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
         self._selector: selectors.BaseSelector | None = None
         self._is_overloaded = False
-        self._standard = {"stdout": Target(stdout, "standard output"), "stderr": Target(stderr, "standard error")}
+        self._standard = {"stdout": OutputTarget(stdout, "standard output"),
+                          "stderr": OutputTarget(stderr, "standard error")}
         queue = Queue(self._wake)
         self._queues = {"stdout": queue, "stderr": queue if _are_same(stdout, stderr) else Queue(self._wake)}
         self._files = Queue(self._wake)
@@ -212,21 +215,21 @@ class Streams:
             os.mkdir(path)
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
 
-    def open_file(self, folder: int, name: str, label: str) -> Target:
+    def open_file(self, folder: int, name: str, label: str) -> OutputTarget:
         """Create a file in a folder, or empty it.
 
         Raises:
             OSError: when it cannot be written, or is a symbolic link.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NOCTTY | os.O_NONBLOCK  # it may be a pipe
-        return Target(os.open(name, flags, 0o644, dir_fd=folder), label)
+        return OutputTarget(os.open(name, flags, 0o644, dir_fd=folder), label)
 
-    def write_file(self, target: Target, content: bytes) -> None:
+    def write_file(self, target: OutputTarget, content: bytes) -> None:
         """Write to a file."""
         self._files.put(target, content)
         self._check_load()
 
-    def close_file(self, target: Target) -> None:
+    def close_file(self, target: OutputTarget) -> None:
         """Close a file after what was written to it before."""
         self._files.put(target, None)
 

@@ -17,8 +17,8 @@ from hvdlite_runner.agents.gpu_topology import topology_hints, topology_lines
 from hvdlite_runner.agents.remote_agent import RemoteAgent
 from hvdlite_runner.agents.shells import CONNECT_SECONDS, Shell
 from hvdlite_runner.job.hosts import HostPool
-from hvdlite_runner.job.routes import probed
 from hvdlite_runner.job.settings import JobSettings
+from hvdlite_runner.job.starts import probed
 from hvdlite_runner.messages import HostInfoReply, HostInfoRequest, SpeedReply, SpeedRequest
 from hvdlite_runner.placement import LOCAL, Host
 
@@ -28,7 +28,6 @@ _SMALL: Final = {"files": (1024, "", "each rank opens some hundred files and soc
                  "shm": (1 << 30, "gpus", "NCCL shares memory between ranks: docker run --shm-size=4g")}
 """For each limit: the value below which to warn, the library it matters to, and the advice."""
 _NCCL: Final = ("NCCL (nvidia-nccl-cu12)", "NCCL (nvidia-nccl-cu13)")
-_NO_TOPOLOGY: Final = {"missing": "this host's hvdlite does not tell it"}
 
 
 def run_doctor(hosts: Sequence[Host], shell: Shell, directory: str, environ: Mapping[str, str], scheduler: str,
@@ -111,19 +110,19 @@ def problems(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _gpu_problems(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with a host's driver and CUDA packages."""
-    topology, installed = facts.get("topology", _NO_TOPOLOGY), facts["build"].get("installed", {})
+    topology, installed = facts["topology"], facts["build"].get("installed", {})
     driver = topology.get("cuda", "")
     for name, version in installed.items():
         if driver and name.startswith("CUDA (") and int(version.split(".")[0]) > int(driver.split(".")[0]):
             yield (f"the driver {topology['driver']} is for CUDA {driver}, and {name[6:-1]} {version} needs a newer one: "
                    f"update the driver, or install the packages for CUDA {driver.split('.')[0]}")
-    if facts.get("bandwidth_problem"):
+    if facts["bandwidth_problem"]:
         yield f"copies between GPUs were not measured: {facts['bandwidth_problem']}"
 
 
 def hints(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the possible problems of a host."""
-    yield from topology_hints(facts.get("topology", _NO_TOPOLOGY))
+    yield from topology_hints(facts["topology"])
     for name, (least, needed_by, advice) in _SMALL.items():
         value = facts["limits"].get(name, -1)
         if 0 <= value < least and (not needed_by or facts[needed_by]):
@@ -168,9 +167,8 @@ def _host_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     if facts["infiniband"]:
         yield "InfiniBand: " + ", ".join(facts["infiniband"])
     yield "GPUs: " + ("; ".join(facts["gpus"]) or "none")
-    topology = facts.get("topology", _NO_TOPOLOGY)
-    if facts["gpus"] or not topology["missing"]:
-        yield from topology_lines(topology, facts.get("bandwidth", ()))
+    if facts["gpus"] or not facts["topology"]["missing"]:
+        yield from topology_lines(facts["topology"], facts["bandwidth"])
     yield "limits: " + ", ".join(f"{name} {_number(name, value)}" for name, value in facts["limits"].items())
     yield from (f"note: {hint}" for hint in hints(facts))
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Final
-
-import msgspec
+from typing import Final
 
 from hvdlite.core.ledger import Ledger
 from hvdlite.core.texts import printable
+from hvdlite.diagnostics.progress import Reading
 from hvdlite.diagnostics.slowness import LEAST_STEPS, Slowness, diagnose
 from hvdlite_runner.host.progress import STALL_SECONDS
-from hvdlite_runner.messages import ProgressReply
+from hvdlite_runner.messages import ProgressReply, Sample
 from hvdlite_runner.output.job_output import ProgressObserver
 from hvdlite_runner.placement import LOCAL
 
@@ -23,49 +22,26 @@ WINDOW: Final = 20.0
 _KEPT: Final = 200  # updates with new ledgers, at most
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A rank in the table: rates over the last interval."""
-
-    rank: int
-    host: str
-    steps: float  # per second
-    samples: float  # per second; 0.0 when the script does not count them
-    blocked: float  # share of the time in waits for collectives, 0..1
-    idle: float  # seconds since its last step; negative before the first
-    memory: int
-    gpu: str
-
-
-def rows(before: Mapping[int, dict[str, Any]], now: Mapping[int, dict[str, Any]], rank_hosts: Mapping[int, str],
-         seconds: float) -> list[Row]:
-    """Return the table's rows from two samples of the ranks' progress, `seconds` apart."""
-    table = []
-    for rank, each in sorted(now.items()):
-        old = before.get(rank, each)
-        samples = max(0, each["samples"] - old["samples"]) / seconds if each["counts_samples"] and seconds else 0.0
-        table.append(Row(rank, rank_hosts.get(rank, ""), max(0, each["steps"] - old["steps"]) / seconds if seconds else 0.0,
-                         samples, min(1.0, (each["blocked"] - old["blocked"]) / seconds) if seconds else 0.0,
-                         each["idle"], each["memory"], each["gpu"]))
-    return table
-
-
-def text(table: list[Row], waits: str) -> list[str]:
-    """Return the table's lines."""
-    several, gpus = len({row.host for row in table}) > 1, any(row.gpu for row in table)
-    lines = [f"{'rank':>4}{'  host' if several else '':<{16 if several else 0}} {'steps/s':>9} {'samples/s':>10} "
+def table(before: Mapping[int, Sample], now: Mapping[int, Sample], rank_hosts: Mapping[int, str], seconds: float,
+          waits: str) -> list[str]:
+    """Return the table's lines from two samples of the ranks' progress, `seconds` apart."""
+    several, gpus = len({rank_hosts.get(rank, "") for rank in now}) > 1, any(each.gpu for each in now.values())
+    width, total = 16 if several else 0, 0.0
+    lines = [f"{'rank':>4}{'  host' if several else '':<{width}} {'steps/s':>9} {'samples/s':>10} "
              f"{'in waits':>9} {'last step':>10} {'memory':>9}" + ("  GPU" if gpus else "")]
-    for row in table:
-        idle = "none yet" if row.idle < 0 else f"{row.idle:.1f} s ago" if row.idle > STALL_SECONDS else "now"
-        lines.append(f"{row.rank:>4}{f'  {row.host}' if several else '':<{16 if several else 0}} {row.steps:>9.1f} "
-                     f"{row.samples:>10,.0f} {row.blocked:>9.0%} {idle:>10} {row.memory / 2**20:>5.0f} MiB"
-                     + (f"  {row.gpu}" if gpus else ""))
-    total = sum(row.samples for row in table)
+    for rank, each in sorted(now.items()):
+        new, old = each.reading, before.get(rank, each).reading
+        steps = max(0, new.steps - old.steps) / seconds
+        samples = max(0, new.samples - old.samples) / seconds if new.counts_samples else 0.0
+        blocked = min(1.0, (new.blocked - old.blocked) / seconds)
+        idle = "none yet" if new.idle == math.inf else f"{new.idle:.1f} s ago" if new.idle > STALL_SECONDS else "now"
+        host = f"  {rank_hosts.get(rank, '')}" if several else ""
+        lines.append(f"{rank:>4}{host:<{width}} {steps:>9.1f} {samples:>10,.0f} {blocked:>9.0%} {idle:>10} "
+                     f"{each.memory / 2**20:>5.0f} MiB" + (f"  {each.gpu}" if gpus else ""))
+        total += samples
     if total:
         lines.append(f"all ranks: {total:,.0f} samples/s")
-    if waits:
-        lines += waits.splitlines()
-    return lines
+    return lines + waits.splitlines()
 
 
 class Monitor(ProgressObserver):
@@ -76,12 +52,16 @@ class Monitor(ProgressObserver):
         in_place: whether the table may be overwritten.
     """
 
+    wants_samples = True
+
     def __init__(self, write: Callable[[str], None], in_place: bool,
                  clock: Callable[[], float] = time.monotonic) -> None:
-        self._write, self._in_place, self._clock = write, in_place, clock
+        self._write = write
+        self._in_place = in_place
+        self._clock = clock
         self._rank_hosts: Mapping[int, str] = {}
-        self._now: dict[int, dict[str, Any]] = {}
-        self._before: dict[int, dict[str, Any]] = {}
+        self._now: dict[int, Sample] = {}
+        self._before: dict[int, Sample] = {}
         self._when = clock()
         self._waits = ""
         self._drawn = 0
@@ -93,7 +73,7 @@ class Monitor(ProgressObserver):
         self._write, self._is_busy = write, is_busy
 
     def begin_world(self, rank_hosts: Mapping[int, str]) -> None:
-        """Show the ranks of another world, when those of all hosts have been heard of."""
+        """Show the ranks of another world, when those of all hosts are known."""
         self._rank_hosts, self._now, self._before, self._when = rank_hosts, {}, {}, self._clock()
 
     def take(self, host: str, event: ProgressReply) -> None:
@@ -105,7 +85,7 @@ class Monitor(ProgressObserver):
         now = self._clock()
         if self._now and now - self._when >= 0.9 and not self._is_busy():
             self.clear_table()
-            lines = text(rows(self._before, self._now, self._rank_hosts, now - self._when), self._waits)
+            lines = table(self._before, self._now, self._rank_hosts, now - self._when, self._waits)
             slowness = self._slowness(now)
             if slowness is not None and not self._waits:
                 lines.append(str(slowness))
@@ -115,7 +95,7 @@ class Monitor(ProgressObserver):
 
     def _slowness(self, now: float) -> Slowness | None:
         """Return why the job has been slow lately."""
-        last = {rank: msgspec.convert(each["ledger"], Ledger) for rank, each in self._now.items() if "ledger" in each}
+        last = {rank: each.reading.ledger for rank, each in self._now.items()}
         if not self._ledgers or last != self._ledgers[-1][1]:  # long steps change none for a while
             self._ledgers.append((now, last))
         while len(self._ledgers) > 1 and self._ledgers[1][0] <= now - WINDOW and _are_enough(self._ledgers[1][1], last):
@@ -128,7 +108,7 @@ class Monitor(ProgressObserver):
             self._write(f"\x1b[{self._drawn}F\x1b[J")
         self._drawn = 0
 
-    def ended(self, rank: int, reading: dict[str, Any]) -> None:
+    def ended(self, rank: int, reading: Reading) -> None:
         """Remove the row of a rank that has ended."""
         self._now.pop(rank, None)
 
@@ -151,8 +131,8 @@ class ThroughputRecorder(ProgressObserver):
     """Records the ranks' last readings, for `--scaling`, `--sweep` and `--profile`."""
 
     def __init__(self) -> None:
-        self.ranks: dict[int, dict[str, Any]] = {}
+        self.ranks: dict[int, Reading] = {}
 
-    def ended(self, rank: int, reading: dict[str, Any]) -> None:
+    def ended(self, rank: int, reading: Reading) -> None:
         """Record a rank's last reading."""
         self.ranks[rank] = reading

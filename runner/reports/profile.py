@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
-import msgspec
-
 from hvdlite.core.config import environment_name
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import OUTPUT_LOST
@@ -16,7 +14,7 @@ from hvdlite.diagnostics.slowness import diagnose
 from hvdlite_runner.job.loop import run_job
 from hvdlite_runner.job.settings import JobSettings
 from hvdlite_runner.reports.monitor import ThroughputRecorder
-from hvdlite_runner.reports.tables import show_table, write_csv, write_plot
+from hvdlite_runner.reports.scaling import show_table, write_csv, write_plot
 
 PARTS: Final = ("input", "forward", "backward", "waits", "optimizer", "other")
 _COLORS: Final = ("tab:red", "tab:blue", "tab:cyan", "tab:orange", "tab:green", "tab:gray")
@@ -36,7 +34,7 @@ def profile(settings: JobSettings, environ: Mapping[str, str], results: str) -> 
     code = run_job(dataclasses.replace(settings, environment=counting), environ, recorder)
     if code not in (0, OUTPUT_LOST):
         return code
-    ledgers = {rank: msgspec.convert(reading["ledger"], Ledger) for rank, reading in sorted(recorder.ranks.items())}
+    ledgers = {rank: reading.ledger for rank, reading in sorted(recorder.ranks.items())}
     table = rows(ledgers)
     if not table:
         raise LaunchError("the script has made too few steps for a profile: use an optimizer of hvdlite, or call "

@@ -1,26 +1,25 @@
 """`hvdrun --scaling` and `--sweep`: runs with several numbers of ranks, or several values of an option, compared.
 
 Throughput is counted by the ranks themselves (`hvd.record_step(samples)`, else optimizer steps) and summed over ranks. The
-first few steps and pauses for evaluation or checkpoints do not count.
+first few steps and pauses for evaluation or checkpoints do not count. Results are tables, on the terminal and as CSV, and
+plots as PNG.
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-import msgspec
-
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import OUTPUT_LOST
-from hvdlite.core.ledger import Ledger
+from hvdlite.diagnostics.progress import Reading
 from hvdlite_runner.job.loop import run_job
 from hvdlite_runner.job.settings import JobSettings
 from hvdlite_runner.options import USAGE_ERROR
 from hvdlite_runner.reports.monitor import ThroughputRecorder
-from hvdlite_runner.reports.tables import show_table, write_csv, write_plot
 
 SATURATED: Final = 0.9
 """Throughput saturates at the smallest value that reaches this share of the best one."""
@@ -28,8 +27,8 @@ SATURATED: Final = 0.9
 Jobs = Sequence[tuple[str, JobSettings]]
 """Each run's value and job."""
 T = TypeVar("T")
-Readings = dict[int, dict[str, Any]]
-"""Of each rank: its last reading (`monitor.reading_of`)."""
+Readings = Mapping[int, Reading]
+"""Of each rank: its last reading."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,21 +42,21 @@ class Throughput:
     waits: float = 0.0  # and in waits for collectives
 
     @classmethod
-    def of(cls, readings: Mapping[int, Mapping[str, Any]]) -> Throughput:
+    def of(cls, readings: Readings) -> Throughput:
         """Add up the ranks' rates.
 
         Raises:
             LaunchError: when no rank has a rate.
         """
-        rates = [reading["rate"] for reading in readings.values()]
+        rates = [reading.rate for reading in readings.values()]
         if not rates or not all(rates):
             raise LaunchError("the script has made too few steps to compare: call hvd.record_step(len(batch)) "
                               "after each step, or use an optimizer of hvdlite, for more than a few steps")
-        counted = all(reading["counts_samples"] for reading in readings.values())
-        ledgers = [msgspec.convert(reading["ledger"], Ledger) for reading in readings.values() if "ledger" in reading]
+        counted = all(reading.counts_samples for reading in readings.values())
+        ledgers = [reading.ledger for reading in readings.values()]
         seconds = sum(ledger.seconds for ledger in ledgers) or 1.0
         return cls(sum(rates), "samples/s" if counted else "batches/s",
-                   max((reading.get("peak", 0) for reading in readings.values()), default=0),
+                   max(reading.peak for reading in readings.values()),
                    sum(ledger.cpu for ledger in ledgers) / seconds, sum(ledger.blocked for ledger in ledgers) / seconds)
 
 
@@ -184,3 +183,50 @@ def _plot(path: str, xs: Sequence[object], rates: Sequence[float], label: str, u
         axes.set_xticks(where, [str(x) for x in xs])
         axes.set(xlabel=label, ylabel=unit, ylim=(0, None))
     write_plot(path, (6, 4), draw)
+
+
+def show_table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    """Print a table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    for row in (head, *cells):
+        print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
+
+
+def write_csv(path: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Write a table to a file.
+
+    Raises:
+        LaunchError: when that is not possible.
+    """
+    def write() -> None:
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([head, *rows])
+    _write(path, write)
+
+
+def write_plot(path: str, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
+    """Write a plot to a file, if matplotlib is installed; else print how to install it.
+
+    Args:
+        size: width and height in inches.
+        draw: draws in a `matplotlib.figure.Figure`.
+
+    Raises:
+        LaunchError: when the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure  # only here: no display, no global state
+    except ImportError:
+        print(f"hvdrun: no plot {path}: pip install matplotlib", file=sys.stderr)
+        return
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure)
+    _write(path, lambda: figure.savefig(path, dpi=120))
+
+
+def _write(path: str, write: Callable[[], None]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise LaunchError(f"cannot write {path}: {error.strerror}") from None
+    print(f"hvdrun: wrote {path}", file=sys.stderr)

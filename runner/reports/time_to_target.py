@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdlite.core.errors import LaunchError
-from hvdlite.diagnostics.metrics import Evaluation
-from hvdlite_runner.reports.scaling import Jobs, Readings, run_each
-from hvdlite_runner.reports.tables import show_table, write_csv, write_plot
+from hvdlite.diagnostics.progress import Evaluation
+from hvdlite_runner.reports.scaling import Jobs, Readings, run_each, show_table, write_csv, write_plot
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class MetricTarget:
     """A value that a metric is to reach."""
 
     metric: str
@@ -27,7 +26,7 @@ class Target:
     is_lower_bound: bool = True
 
     @classmethod
-    def parse(cls, text: str) -> Target:
+    def parse(cls, text: str) -> MetricTarget:
         """Return the target of `accuracy=0.88` (also `accuracy>=0.88`) or `loss<=0.3`.
 
         Raises:
@@ -52,20 +51,20 @@ class Target:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunMetrics:
     """What one run has recorded."""
 
     value: str  # of the option
     evaluations: Sequence[Evaluation]  # at least one with the target's metric
 
     @classmethod
-    def of(cls, value: str, readings: Readings, target: Target) -> Run:
+    def of(cls, value: str, readings: Readings, target: MetricTarget) -> RunMetrics:
         """Return a run by its ranks' last readings.
 
         Raises:
             LaunchError: when rank 0 has not recorded the target's metric.
         """
-        found = [Evaluation(*each) for each in readings.get(0, {}).get("metrics", [])]
+        found = readings[0].metrics if 0 in readings else []
         names = {name for each in found for name in each.metrics}
         if target.metric not in names:
             recorded = f"only {', '.join(sorted(names))}" if names else "nothing"
@@ -73,7 +72,7 @@ class Run:
                               f"hvd.record_metrics({{{target.metric!r}: ...}}, epoch) after each evaluation")
         return cls(value, found)
 
-    def reached(self, target: Target) -> Evaluation | None:
+    def reached(self, target: MetricTarget) -> Evaluation | None:
         """Return the first evaluation that reached a target, if there is one."""
         return next((each for each in self.evaluations if target.is_reached(each.metrics)), None)
 
@@ -82,7 +81,7 @@ class Run:
         return next((each.metrics[metric] for each in reversed(self.evaluations) if metric in each.metrics), None)
 
 
-def compare_times(name: str, target: Target, jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
+def compare_times(name: str, target: MetricTarget, jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
     """Run each job; print the epochs and seconds to the target and the last metrics; write `results`.csv and .png.
 
     Seconds are counted from `hvd.init()` and include evaluations.
@@ -94,7 +93,7 @@ def compare_times(name: str, target: Target, jobs: Jobs, environ: Mapping[str, s
         LaunchError: when a script does not record the metric, or the results cannot be written.
     """
     runs, code = run_each(jobs, lambda value: f"--{name} {value}", environ,
-                          lambda value, readings: Run.of(value, readings, target))
+                          lambda value, readings: RunMetrics.of(value, readings, target))
     if not runs:
         return code
     head, table = rows(name, target, runs)
@@ -107,7 +106,7 @@ def compare_times(name: str, target: Target, jobs: Jobs, environ: Mapping[str, s
     return code
 
 
-def rows(name: str, target: Target, runs: Sequence[Run]) -> tuple[list[str], list[list[Any]]]:
+def rows(name: str, target: MetricTarget, runs: Sequence[RunMetrics]) -> tuple[list[str], list[list[Any]]]:
     """Return the table's head and rows: the option's value, epochs and seconds to the target, and each metric's last value.
 
     None stands for a target that was not reached, and for a metric that a run did not record.
@@ -121,7 +120,7 @@ def rows(name: str, target: Target, runs: Sequence[Run]) -> tuple[list[str], lis
     return [name, f"epochs to {target}", "seconds", *(f"last {metric}" for metric in metrics)], table
 
 
-def summary(name: str, target: Target, runs: Sequence[Run]) -> str:
+def summary(name: str, target: MetricTarget, runs: Sequence[RunMetrics]) -> str:
     """Return which value of the option was the soonest to reach the target, and which ones did not."""
     found = [(reached.seconds, reached.epoch, run.value) for run in runs if (reached := run.reached(target)) is not None]
     missed = [run.value for run in runs if run.reached(target) is None]
@@ -132,7 +131,7 @@ def summary(name: str, target: Target, runs: Sequence[Run]) -> str:
     return f"{text}; not reached at {', '.join(missed)}" if missed else text
 
 
-def _draw(figure: Any, name: str, target: Target, runs: Sequence[Run]) -> None:
+def _draw(figure: Any, name: str, target: MetricTarget, runs: Sequence[RunMetrics]) -> None:
     """Draw the metric over time, a line for each run, and beside it the seconds to the target by value."""
     curves, bars = figure.subplots(1, 2)
     for run in runs:

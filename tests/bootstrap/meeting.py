@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from hvdlite.bootstrap.rendezvous import Address, accept_ranks, connect_to_rank_0, listen
-from hvdlite.control.codec import RankInfo
+from hvdlite.bootstrap.admission import accept_ranks
+from hvdlite.bootstrap.rendezvous import Address, connect_to_rank_0, listen
+from hvdlite.control.wire import RankInfo
 from hvdlite.core.errors import LaunchError
 from tests.worlds import HANGS_SECONDS
 

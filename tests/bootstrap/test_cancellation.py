@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.bootstrap.cancellation import Cancellation
+from hvdlite.bootstrap.admission import accept_ranks
 from hvdlite.bootstrap.descriptors import recv_fds, send_fds
-from hvdlite.bootstrap.rendezvous import Address, accept_ranks, connect_to_rank_0, listen
+from hvdlite.bootstrap.rendezvous import Address, Cancellation, connect_to_rank_0, listen
 from hvdlite.core.errors import LaunchError
 from tests.bootstrap.meeting import LIMIT, rank_info
 from tests.worlds import descriptors

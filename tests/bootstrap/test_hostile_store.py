@@ -11,7 +11,7 @@ import pytest
 
 from hvdlite.bootstrap import store as store_module
 from hvdlite.bootstrap.job_directory import host_identity, network_identity
-from hvdlite.bootstrap.mpi import route_address
+from hvdlite.bootstrap.rendezvous import route_address
 from hvdlite.bootstrap.store import meet_in_store
 from hvdlite.bootstrap.store_texts import LONGEST_TEXT, Signer, opened, sealed
 from hvdlite.core.errors import LaunchError

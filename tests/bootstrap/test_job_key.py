@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlite.bootstrap import mpi
-from hvdlite.bootstrap.environments import read_launch_info
-from hvdlite.bootstrap.job_key import JobKey
-from hvdlite.bootstrap.mpi import BASE, x25519
+from hvdlite.bootstrap import launch_info
+from hvdlite.bootstrap.environments import JobKey, read_launch_info
+from hvdlite.bootstrap.launch_info import BASE, x25519
 from hvdlite.bootstrap.rendezvous import Address
 from hvdlite.core.errors import LaunchError
 from tests.bootstrap.programs import key_in_environment
@@ -121,7 +120,7 @@ def test_who_listens_to_mpi_between_hosts_does_not_learn_the_key(own: bytes) -> 
     def agreed(rank: int) -> bytes:
         everybody = Communicator(rank, sent, heard, barrier)
         alone = Communicator(0, [None], [], threading.Barrier(1))
-        return mpi._agreed_key(module, everybody, alone, everybody, own)
+        return launch_info._agreed_key(module, everybody, alone, everybody, own)
 
     with ThreadPoolExecutor(3) as pool:
         keys = list(pool.map(agreed, range(3)))

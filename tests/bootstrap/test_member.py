@@ -10,23 +10,23 @@ from typing import Any
 
 import pytest
 
-from hvdlite.bootstrap.cancellation import Cancellation
-from hvdlite.bootstrap.member import Member
+from hvdlite.bootstrap.member_client import MemberClient
+from hvdlite.bootstrap.rendezvous import Cancellation
 from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostError
 from hvdlite.core.launch_contract import MEMBER_SOCKET
 from hvdlite.membership.messages import (
     Alive,
     AllFinished,
     AskAlive,
-    BoundaryTold,
+    BoundaryReport,
     CoordinatorAt,
     Dismissed,
-    Frames,
     Listening,
     MemberFinished,
+    MemberFrames,
     MemberHello,
     MemberReady,
-    Message,
+    MembershipMessage,
     PrepareStop,
     StopAt,
     StopNow,
@@ -39,12 +39,12 @@ class Launcher:
     """The launcher's end of the link."""
 
     def __init__(self, directory: Path) -> None:
-        self._frames = Frames(orders=False)
+        self._frames = MemberFrames(orders=False)
         self._heard: list[Any] = []
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(directory / MEMBER_SOCKET))
             listener.listen(1)
-            self.member = Member(str(directory), 7)
+            self.member = MemberClient(str(directory), 7)
             self.socket, _ = listener.accept()
         self.socket.settimeout(30)
 
@@ -54,7 +54,7 @@ class Launcher:
             self._heard += self._frames.feed(self.socket.recv(1 << 16))
         return self._heard.pop(0)
 
-    def order(self, *orders: Message) -> None:
+    def order(self, *orders: MembershipMessage) -> None:
         """Send orders."""
         self.socket.sendall(b"".join(map(frame, orders)))
 
@@ -98,7 +98,7 @@ def test_all_members_stop_at_the_same_boundary(launcher: Launcher) -> None:
     for _ in range(3):
         member.boundary()
     launcher.order(PrepareStop(1))
-    assert launcher.heard() == BoundaryTold(1, 3)
+    assert launcher.heard() == BoundaryReport(1, 3)
     fourth = beside(member.boundary)  # waits for the answers of others
     launcher.order(StopAt(1, 5))  # one of them had passed the fourth
     fourth()
@@ -109,7 +109,7 @@ def test_all_members_stop_at_the_same_boundary(launcher: Launcher) -> None:
     assert member.next_order() == world(2)
     assert not member.is_at_rest
     launcher.order(PrepareStop(2))
-    assert launcher.heard() == BoundaryTold(2, 0)  # joiners have passed none of the earlier ones
+    assert launcher.heard() == BoundaryReport(2, 0)  # joiners have passed none of the earlier ones
 
 
 def test_a_death_replaces_a_stop_that_is_being_agreed_on(launcher: Launcher) -> None:
@@ -177,7 +177,7 @@ def test_a_stop_that_was_prepared_when_training_finished_stops_nothing_later(lau
     for _ in range(3):
         launcher.member.boundary()
     launcher.order(PrepareStop(1))
-    assert launcher.heard() == BoundaryTold(1, 3)
+    assert launcher.heard() == BoundaryReport(1, 3)
     finishing = beside(lambda: launcher.member.finish(1))
     assert launcher.heard() == MemberFinished(1)
     launcher.order(AllFinished())
@@ -186,7 +186,7 @@ def test_a_stop_that_was_prepared_when_training_finished_stops_nothing_later(lau
     launcher.member.ready()
     assert launcher.heard() == MemberReady()
     launcher.order(PrepareStop(2))
-    assert launcher.heard() == BoundaryTold(2, 0), "what was passed outside of elastic.run does not count"
+    assert launcher.heard() == BoundaryReport(2, 0), "what was passed outside of elastic.run does not count"
 
 
 def test_a_member_that_is_not_needed_exits_with_code_0(launcher: Launcher) -> None:
@@ -218,4 +218,4 @@ def test_a_member_that_cannot_take_an_order_does_not_wait_for_others(launcher: L
 
 def test_a_member_without_a_launcher_says_so(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="its launcher does not answer"):
-        Member(str(tmp_path), 7)
+        MemberClient(str(tmp_path), 7)

@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from hvdlite.bootstrap import admission, rendezvous
-from hvdlite.bootstrap.admission import HALF_OPEN_LIMIT
-from hvdlite.bootstrap.rendezvous import Address, accept_ranks, connect_to_rank_0
-from hvdlite.control.codec import RankInfo
+from hvdlite.bootstrap.admission import HALF_OPEN_LIMIT, accept_ranks
+from hvdlite.bootstrap.rendezvous import Address, connect_to_rank_0
 from hvdlite.control.handshake import Greeting
+from hvdlite.control.wire import RankInfo
 from hvdlite.core.errors import LaunchError, ProtocolError
 from hvdlite.core.sockets import LOGGED_REFUSALS, RefusedConnections
 from tests.bootstrap.meeting import LIMIT, SETTINGS, meet, rank_info

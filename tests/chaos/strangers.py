@@ -21,14 +21,13 @@ import numpy as np
 
 from hvdlite._version import __version__
 from hvdlite.bootstrap.rendezvous import Address
-from hvdlite.control.codec import Heartbeat, Kind, Welcome, decode
 from hvdlite.control.handshake import Greeting
-from hvdlite.control.wire import Connection
+from hvdlite.control.wire import KINDS, Connection, Heartbeat, Welcome, decode
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
 from hvdlite.diagnostics.report_server import ReportServer
 from hvdlite.diagnostics.stall_inspector import Receiver
-from hvdlite.membership.messages import Frames, MemberHello, frame
+from hvdlite.membership.messages import MemberFrames, MemberHello, frame
 from hvdlite.negotiation.messages import Decision, Message, Report, Request, Response
 from hvdlite.planes.base import Plan
 from hvdlite_runner import messages as runner_messages
@@ -43,7 +42,7 @@ LIMIT = 1 << 16
 VERSION = "1"
 """Of the ranks that `meet`."""
 FRAMES = 300
-"""Frames in a round."""
+"""MemberFrames in a round."""
 MESSAGES: Sequence[Message] = (
     Heartbeat(), Welcome(pids=(1, 2), hosts=("a", "b")),
     Report(epoch=3, applied=7, items=(Request("x", Collective.ALLREDUCE, "float32", (2, 3)),)),
@@ -144,11 +143,12 @@ def bodies(chance: random.Random, row: Row) -> None:
         try:
             match chance.randrange(3):
                 case 0:
-                    decode(chance.choice([*Kind, chance.randrange(256)]), body)
+                    decode(chance.choice([*KINDS.values(), chance.randrange(256)]), body)
                 case 1:
-                    Frames(orders=chance.random() < 0.5).feed(struct.pack("!I", chance.choice([len(body), 1 << 31])) + body)
+                    length = struct.pack("!I", chance.choice([len(body), 1 << 31]))
+                    MemberFrames(orders=chance.random() < 0.5).feed(length + body)
                 case _:
-                    reader = runner_messages.Frames(events=chance.random() < 0.5)
+                    reader = runner_messages.AgentFrames(events=chance.random() < 0.5)
                     reader.feed(struct.pack("!I", len(body)) + body)
         except ProtocolError:
             row.refused += 1

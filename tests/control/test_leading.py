@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdlite.control.base import DecisionReceived, DirectMessageReceived, PeerLost
+from hvdlite.control.base import PeerLost
 from hvdlite.control.doorbell import Doorbell
-from hvdlite.control.leading import LeaderControl
-from hvdlite.control.star import GRACE_SECONDS
+from hvdlite.control.star import GRACE_SECONDS, LeaderControl
 from hvdlite.control.wire import Connection
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.leader import Leader
@@ -72,7 +71,7 @@ def test_direct_messages_go_to_their_ranks_only_and_before_what_follows(host: Ho
     events = host.control.wait(5.0)
     while len(events) < 2:
         events += host.control.wait(5.0)
-    assert events == [DirectMessageReceived(mine), DecisionReceived(Decision(epoch=0, sequence=1))]
+    assert events == [mine, Decision(epoch=0, sequence=1)]
     host.rank_3.socket.settimeout(5.0)
     received: list[Message] = []
     while len(received) < 2:
@@ -83,7 +82,7 @@ def test_direct_messages_go_to_their_ranks_only_and_before_what_follows(host: Ho
 
 def test_decisions_go_down(host: Host) -> None:
     host.rank_0.send(Decision(epoch=0, sequence=1))
-    assert host.control.wait(5.0) == [DecisionReceived(Decision(epoch=0, sequence=1))]
+    assert host.control.wait(5.0) == [Decision(epoch=0, sequence=1)]
     assert host.sent(host.rank_3) == Decision(epoch=0, sequence=1)
 
 

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdlite.control.codec import Heartbeat, Kind, Welcome, decode, encode
 from hvdlite.control.handshake import Greeting, ServerHandshake, greet_rank_0
-from hvdlite.control.wire import Connection
+from hvdlite.control.wire import KINDS, Connection, Heartbeat, Welcome, decode, encode
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.messages import Decision, FailureNotice, Message, Report, Request, Response
@@ -163,8 +162,8 @@ def test_random_bytes_never_get_through(sockets: tuple[socket.socket, socket.soc
         connection.close()
 
 
-@pytest.mark.parametrize(("kind", "body"), [(99, b"\x90"), (Kind.REPORT, b"\x90"), (Kind.REPORT, b"garbage"),
-                                            (Kind.DECISION, encode(Heartbeat())[1])])
+@pytest.mark.parametrize(("kind", "body"), [(99, b"\x90"), (KINDS[Report], b"\x90"), (KINDS[Report], b"garbage"),
+                                            (KINDS[Decision], encode(Heartbeat())[1])])
 def test_a_body_that_does_not_match_its_type_is_refused(kind: int, body: bytes) -> None:
     with pytest.raises(ProtocolError, match="not valid"):
         decode(kind, body)

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from hvdlite.bootstrap.admission import accept_ranks
 from hvdlite.bootstrap.descriptors import recv_fds, send_fds
-from hvdlite.bootstrap.rendezvous import Address, accept_ranks, listen
+from hvdlite.bootstrap.rendezvous import Address, listen
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import SPARE, reserve_descriptors
 from tests.bootstrap.meeting import LIMIT, meet, rank_info

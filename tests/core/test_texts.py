@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from hvdlite.control.codec import Kind, decode, encode
+from hvdlite.control.wire import KINDS, decode, encode
 from hvdlite.core.errors import PeerFailedError, UnsupportedError
 from hvdlite.core.frames import FrameReader, to_frame
 from hvdlite.core.texts import LONGEST_MESSAGE, encodable, shortened, text_of
@@ -28,7 +28,7 @@ def test_lone_surrogates_become_escapes_in_any_message() -> None:
         Note("a\\udcff", {"\\udc80": ["x", "\\ud800"]})]
     report = Report(epoch=0, applied=1, failure=FailureNotice(0, "ValueError", "bad \udcff"))
     kind, body = encode(report)
-    assert kind == Kind.REPORT
+    assert kind == KINDS[Report]
     assert decode(kind, body) == Report(epoch=0, applied=1, failure=FailureNotice(0, "ValueError", "bad \\udcff"))
     assert encodable("é") == "é"
 

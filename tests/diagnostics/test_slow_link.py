@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from hvdlite.core.ledger import MOST_CONNECTIONS, Ledger, Traffic
 from hvdlite.diagnostics.progress import Progress, read
-from hvdlite.diagnostics.slow_link import LEAST_BYTES, flows, slow_link
-from hvdlite.diagnostics.slowness import diagnose
+from hvdlite.diagnostics.slowness import LEAST_BYTES, diagnose, flows, slow_link
 from hvdlite.diagnostics.tcp_traffic import TcpTraffic
 
 SENT = 1_000_000_000

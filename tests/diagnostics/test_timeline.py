@@ -27,11 +27,11 @@ from tests.worlds import HANGS_SECONDS, TORCH, Processes, processes, threads
 
 def test_calls_in_a_mailbox_are_one_line_of_a_tensors_story() -> None:
     now = iter(range(100))
-    recorder = FlightRecorder(0, "shm", lambda: float(next(now)))
+    recorder = FlightRecorder("shm", lambda: float(next(now)))
     for name in ("x", "x", "y", "x"):
-        recorder.exchanged(name)
+        recorder.finished(name, "a mailbox")
     recorder.split("bucket.1", ["x"])
-    recorder.exchanged("x")
+    recorder.finished("x", "a mailbox")
     assert [line.partition("s ago: ")[2] for line in recorder.story("x").splitlines()] == [
         "3 times, the first 6.000 s ago: done in a mailbox",
         "to be negotiated one by one: its bucket was given up (bucket.1)", "done in a mailbox"]

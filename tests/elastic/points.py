@@ -26,7 +26,7 @@ ROLES = {"loss": _OLD, "hosts": _OLD, "growth": ("donor", "survivor", "joiner"),
          "end": _OLD}
 MEMBERS = {"donor": 0, "survivor": 1, "joiner": 2}
 
-_MEMBER = "hvdlite.bootstrap.member:Member"
+_MEMBER = "hvdlite.bootstrap.member_client:MemberClient"
 _WORLDS = "hvdlite.runtime.worlds:Worlds"
 _MEETING = "hvdlite.runtime.meeting"
 _STATE = "hvdlite.training.elastic.state:ObjectState"

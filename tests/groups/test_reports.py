@@ -10,7 +10,7 @@ RESPONSE = Response(names=("x",), collective=Collective.ALLGATHER, dtype="float3
 
 
 def test_a_call_is_a_lane_with_its_wait_and_its_transfer() -> None:
-    recorder = FlightRecorder(1, "shm", lambda: 9.0)
+    recorder = FlightRecorder("shm", lambda: 9.0)
     recorder.ordered("group: all_gather()", RESPONSE, 1.0, 2.0, 3.0)
     assert recorder.take_trace() == (), "there is no timeline"
     recorder.trace(True)
@@ -23,7 +23,7 @@ def test_a_call_is_a_lane_with_its_wait_and_its_transfer() -> None:
 
 
 def test_calls_are_remembered_by_their_name() -> None:
-    recorder = FlightRecorder(1, "shm", lambda: 9.0)
+    recorder = FlightRecorder("shm", lambda: 9.0)
     for _ in range(3):
-        recorder.carried_out("group: all_gather()")
+        recorder.finished("group: all_gather()", "a group")
     assert recorder.story("group: all_gather()").endswith("3 times, the first 0.000 s ago: done in a group")

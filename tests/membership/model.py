@@ -21,14 +21,15 @@ from hvdlite.membership.events import (
     Kill,
     Limits,
     MemberGone,
-    MemberSaid,
+    MemberReported,
     Note,
+    SendOrder,
     StartMember,
-    Tell,
     TimePassed,
     WorldBegun,
 )
-from hvdlite.membership.messages import AllFinished, Dismissed, MemberIdle, MemberMessage, Standing, WorldOrder
+from hvdlite.membership.messages import AllFinished, Dismissed, MemberIdle, MemberMessage, StateReport, WorldOrder
+from tests.membership.invariants import validate
 from tests.membership.process import Process
 
 NEVER = 10**9
@@ -60,7 +61,7 @@ class Job:
         self.processes: dict[int, Process] = {}
         self.worlds: dict[int, tuple[int, ...]] = {}
         self.gone: set[int] = set()  # as the authority knows
-        self.standings: dict[int, tuple[int, Standing]] = {}  # what the authority was told, with the epoch
+        self.state_reports: dict[int, tuple[int, StateReport]] = {}  # what the authority was told, with the epoch
         self.dismissed: set[int] = set()
         self.killed: set[int] = set()
         self.cut: set[frozenset[str]] = set()  # hosts that cannot reach each other
@@ -99,11 +100,11 @@ class Job:
         elif isinstance(event, HostLost):
             self.gone |= {process.id for process in self.processes.values() if process.host == event.host}
             self.used |= {(event.host, slot) for slot in range(9)}
-        elif isinstance(event, MemberSaid) and isinstance(event.message, MemberIdle):
-            self.standings[event.member] = (event.message.epoch, event.message.standing)
+        elif isinstance(event, MemberReported) and isinstance(event.message, MemberIdle):
+            self.state_reports[event.member] = (event.message.epoch, event.message.state_report)
         for command in self.authority.handle(event, self.now):
             self.carry_out(command)
-        self.authority.world.validate()
+        validate(self.authority.world)
         wake = self.authority.wake_at()
         if wake is not None and wake != self._wake:
             assert wake > self.now
@@ -130,7 +131,7 @@ class Job:
             if not command.is_joiner:
                 self.worlds[1] = (*self.worlds.get(1, ()), command.member)
             process.later(3, process.begin)
-        elif isinstance(command, Tell):
+        elif isinstance(command, SendOrder):
             assert command.member not in self.gone, f"{command} to a member that is gone"
             assert command.member not in self.killed, f"{command} to a member that was killed"
             process = self.processes[command.member]
@@ -162,16 +163,16 @@ class Job:
         size = len(command.members)
         assert self.limits.min_np <= size <= (self.limits.max_np or size) and len(set(command.members)) == size
         assert command.epoch == len(self.worlds) + (command.epoch > 1) and self.gone.isdisjoint(command.members)
-        best = [(standing.commits, member) for member, (epoch, standing) in self.standings.items()
-                if epoch == command.epoch - 1 and member not in self.gone and standing.has_state]
+        best = [(state_report.commits, member) for member, (epoch, state_report) in self.state_reports.items()
+                if epoch == command.epoch - 1 and member not in self.gone and state_report.has_state]
         if command.epoch > 1:
-            assert (max(best)[0], command.members[0]) in best, "the donor must have the greatest standing"
+            assert (max(best)[0], command.members[0]) in best, "the donor must have the greatest state_report"
         self.worlds[command.epoch] = command.members
 
     def check_order(self, process: Process, order: WorldOrder) -> None:
         assert process.id in order.members and process.doing in ("idle", "joining", "dead")
-        told = [self.standings[member][1] for member in order.members if member in self.standings]
-        assert order.restore or all(standing.at_rest for standing in told if standing.has_state)
+        told = [self.state_reports[member][1] for member in order.members if member in self.state_reports]
+        assert order.restore or all(state_report.at_rest for state_report in told if state_report.has_state)
         assert sorted(rank for ranks in order.ranks_by_machine for rank in ranks) == list(range(len(order.members)))
         assert order.host_names == tuple(self.processes[member].host for member in order.members)
 
@@ -179,7 +180,7 @@ class Job:
 
     def hear(self, process: Process, message: MemberMessage) -> None:
         if process.id not in self.gone:
-            self.tell_authority(MemberSaid(process.id, message))
+            self.tell_authority(MemberReported(process.id, message))
 
     def tell_gone(self, process: Process, code: int, cause: str) -> None:
         if process.id not in self.gone:

@@ -21,25 +21,26 @@ from hvdlite.membership.events import (
     Kill,
     Limits,
     MemberGone,
-    MemberSaid,
+    MemberReported,
+    SendOrder,
     StartMember,
-    Tell,
     TimePassed,
     WorldBegun,
 )
 from hvdlite.membership.members import TRANSITIONS, MemberState, WorldState
 from hvdlite.membership.messages import (
     Alive,
-    BoundaryTold,
+    BoundaryReport,
     MeetingFailed,
     MemberFinished,
     MemberIdle,
     MemberReady,
     Met,
-    Standing,
+    StateReport,
     WorldOrder,
 )
 from hvdlite.membership.recovery import recover
+from tests.membership.invariants import validate
 from tests.membership.talk import Talk, founded
 
 _Thing = TypeVar("_Thing")
@@ -94,12 +95,12 @@ def events(authority: Authority) -> Iterator[tuple[Event, bool]]:
     for member in list(world.everybody.values())[:MEMBERS]:
         for message, is_rare in (
                 (MemberReady(), False), (Met(world.epoch), False), (MemberFinished(world.epoch), False),
-                (BoundaryTold(world.change, member.id), False),
-                (MemberIdle(world.epoch, Standing(commits=1, at_rest=True)), False),
-                (MemberIdle(world.epoch, Standing(commits=member.id)), False),
+                (BoundaryReport(world.change, member.id), False),
+                (MemberIdle(world.epoch, StateReport(commits=1, at_rest=True)), False),
+                (MemberIdle(world.epoch, StateReport(commits=member.id)), False),
                 (Alive(world.epoch, in_user_code=True), True), (MeetingFailed(world.epoch, "no route"), True)):
             if member.state in TRANSITIONS[type(message)]:
-                yield MemberSaid(member.id, message), is_rare
+                yield MemberReported(member.id, message), is_rare
         if member.state is not MemberState.GONE:
             yield MemberGone(member.id, 0), False
             yield MemberGone(member.id, -9), False
@@ -115,8 +116,8 @@ def key(authority: Authority, now: float) -> bytes:
     world, history, hosts, meetings = authority.world, authority._history, authority._hosts, authority._meetings
     members = []
     for member in world.everybody.values():
-        wait, standing = member.wait, member.standing
-        members.append((member.state.value, standing and (standing.commits, standing.at_rest), bool(member.fault), wait.what,
+        wait, report = member.wait, member.state_report
+        members.append((member.state.value, report and (report.commits, report.at_rest), bool(member.fault), wait.what,
                         wait.kill_at - now, wait.ask_at - now, wait.give_up_at - now, wait.is_noted))
     facts = (
         world.state.value, world.epoch, authority.members, members, world.until - now, sorted(world.boundaries.items()),
@@ -149,10 +150,10 @@ def copy_of(authority: Authority) -> Authority:
     return new
 
 
-def check(authority: Authority, event: Event, before: WorldState, standings: dict[int, Standing | None],
+def check(authority: Authority, event: Event, before: WorldState, reports: dict[int, StateReport | None],
           states: dict[int, MemberState], commands: list[Command], now: float) -> None:
     """Check what the authority has commanded after an event."""
-    authority.world.validate()
+    validate(authority.world)
     wake_at = authority.wake_at()
     assert wake_at is None or wake_at > now
     ends = [command for command in commands if isinstance(command, EndJob)]
@@ -160,13 +161,14 @@ def check(authority: Authority, event: Event, before: WorldState, standings: dic
     silent = {id for id, state in states.items() if state in (MemberState.KILLED, MemberState.GONE)}
     if isinstance(event, MemberGone):
         silent.add(event.member)
-    elif isinstance(event, MemberSaid) and isinstance(event.message, MemberIdle) and states[event.member] not in (
+    elif isinstance(event, MemberReported) and isinstance(event.message, MemberIdle) and states[event.member] not in (
             MemberState.KILLED, MemberState.DISMISSED, MemberState.GONE, MemberState.IDLE):
-        standings[event.member] = event.message.standing
+        reports[event.member] = event.message.state_report
     begun = [command for command in commands if isinstance(command, WorldBegun)]
-    ordered = {command.member for command in commands if isinstance(command, Tell) and isinstance(command.order, WorldOrder)}
+    ordered = {command.member for command in commands
+               if isinstance(command, SendOrder) and isinstance(command.order, WorldOrder)}
     for command in commands:
-        if isinstance(command, (Tell, Kill)):
+        if isinstance(command, (SendOrder, Kill)):
             assert command.member not in silent, "it does not hear"
             silent |= {command.member} if isinstance(command, Kill) else set()
         elif isinstance(command, StartMember):
@@ -176,7 +178,7 @@ def check(authority: Authority, event: Event, before: WorldState, standings: dic
         assert len(begun) == 1 and before is not WorldState.OVER
         if before is WorldState.FOUNDING:
             continue
-        left = {id: standing for id, standing in standings.items() if standing is not None and id not in silent}
+        left = {id: report for id, report in reports.items() if report is not None and id not in silent}
         donors = recover(left).donors
         commits = {left[id].commits for id in donors}
         assert world.members[0] in donors or {left[world.members[0]].commits} == commits, "rank 0 has the state that counts"
@@ -196,11 +198,11 @@ def explore(beginning: Callable[[], Talk], depth: int, rare: int) -> int:
                 authority = copy_of(begun)
                 at = authority.wake_at() if isinstance(event, TimePassed) else now
                 before = begun.world.state
-                standings = {member.id: member.standing for member in begun.world.members}
+                reports = {member.id: member.state_report for member in begun.world.members}
                 states = {member.id: member.state for member in begun.world.everybody.values()}
                 try:
                     commands = authority.handle(event, at)
-                    check(authority, event, before, standings, states, commands, at)
+                    check(authority, event, before, reports, states, commands, at)
                 except Exception as error:
                     raise AssertionError(f"{beginning.__name__}: {event} in {before}: {states}") from error
                 handled += 1

@@ -10,7 +10,7 @@ from hvdlite.membership.messages import (
     Alive,
     AllFinished,
     AskAlive,
-    BoundaryTold,
+    BoundaryReport,
     CoordinatorAt,
     Dismissed,
     Listening,
@@ -23,7 +23,7 @@ from hvdlite.membership.messages import (
     MemberReady,
     Met,
     PrepareStop,
-    Standing,
+    StateReport,
     StopAt,
     StopNow,
     WorldOrder,
@@ -238,7 +238,7 @@ class Process:
         if self.doing == "ending" and self.epoch == epoch:
             self.doing = "idle"
             self.forget_world()
-            self.say(MemberIdle(epoch, Standing(
+            self.say(MemberIdle(epoch, StateReport(
                 has_state=self.has_state, commits=self.commits, at_rest=self.at_rest), reason))
 
     def forget_world(self) -> None:
@@ -280,7 +280,7 @@ class Process:
         elif isinstance(order, PrepareStop):
             if self.doing in ("training", "finished"):
                 self.asked, self.stop_at = order.change, None
-                self.say(BoundaryTold(order.change, self.passed))
+                self.say(BoundaryReport(order.change, self.passed))
         elif isinstance(order, AskAlive):
             self.say(Alive(order.epoch, in_user_code=self.job.random.random() < 0.5))
         elif isinstance(order, StopAt):

@@ -14,16 +14,16 @@ from hvdlite.membership.events import (
     Kill,
     Limits,
     MemberGone,
-    MemberSaid,
+    MemberReported,
     Note,
+    SendOrder,
     StartMember,
-    Tell,
     TimePassed,
 )
 from hvdlite.membership.messages import (
     Alive,
     AskAlive,
-    BoundaryTold,
+    BoundaryReport,
     Dismissed,
     MeetingFailed,
     MemberFinished,
@@ -31,11 +31,12 @@ from hvdlite.membership.messages import (
     MemberReady,
     Met,
     PrepareStop,
-    Standing,
+    StateReport,
     StopAt,
     StopNow,
     WorldOrder,
 )
+from tests.membership.invariants import validate
 
 _Order = TypeVar("_Order")
 
@@ -54,9 +55,9 @@ class Talk:
 
     def handle(self, event: Event) -> Talk:
         self.commands = self.authority.handle(event, self.now)
-        self.authority.world.validate()
+        validate(self.authority.world)
         for command in self.commands:
-            if isinstance(command, Tell) and isinstance(command.order, PrepareStop):
+            if isinstance(command, SendOrder) and isinstance(command.order, PrepareStop):
                 self.change = command.order.change
         self.notes += [command.text for command in self.commands if isinstance(command, Note)]
         return self
@@ -78,7 +79,7 @@ class Talk:
     def idle(self, *members: int, commits: int = 0, at_rest: bool = False, has_state: bool = True,
              reason: str = "a peer was lost") -> Talk:
         return self._each(members, MemberIdle(
-            self.epoch, Standing(has_state=has_state, commits=commits, at_rest=at_rest), reason))
+            self.epoch, StateReport(has_state=has_state, commits=commits, at_rest=at_rest), reason))
 
     def alive(self, *members: int, in_user_code: bool = True) -> Talk:
         return self._each(members, Alive(self.epoch, in_user_code))
@@ -87,12 +88,12 @@ class Talk:
         """Answer the last `PrepareStop`: `boundary(m0=3, m1=4)`."""
         commands = []
         for member, boundary in told.items():
-            commands += self.handle(MemberSaid(int(member[1:]), BoundaryTold(self.change, boundary))).commands
+            commands += self.handle(MemberReported(int(member[1:]), BoundaryReport(self.change, boundary))).commands
         self.commands = commands
         return self
 
     def cannot_meet(self, member: int, *missing: int) -> Talk:
-        return self.handle(MemberSaid(member, MeetingFailed(self.epoch, "no route", missing)))
+        return self.handle(MemberReported(member, MeetingFailed(self.epoch, "no route", missing)))
 
     def gone(self, member: int, code: int | None = -9, cause: str = "") -> Talk:
         return self.handle(MemberGone(member, code, cause))
@@ -112,7 +113,7 @@ class Talk:
     def _each(self, members: Any, message: Any) -> Talk:
         commands = []
         for member in members:
-            commands += self.handle(MemberSaid(member, message)).commands
+            commands += self.handle(MemberReported(member, message)).commands
         self.commands = commands
         return self
 
@@ -129,7 +130,7 @@ class Talk:
     def told(self, kind: type[_Order]) -> dict[int, _Order]:
         """Return the orders of a kind, by member."""
         return {command.member: command.order for command in self.commands
-                if isinstance(command, Tell) and isinstance(command.order, kind)}
+                if isinstance(command, SendOrder) and isinstance(command.order, kind)}
 
     def started(self) -> list[tuple[int, str, int]]:
         """Return the members that were started, with their hosts and slots."""

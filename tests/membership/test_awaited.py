@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdlite.membership.events import MemberSaid
+from hvdlite.membership.events import MemberReported
 from hvdlite.membership.messages import Alive, AskAlive
 from tests.membership.talk import founded
 
@@ -55,7 +55,7 @@ def test_a_stopped_process_for_which_others_wait_at_a_boundary_is_killed() -> No
     assert talk.notes == ["rank 1 on a has not reached the boundary at which all ranks stop; the others wait for it, at "
                           "most 10 s if it does not answer, else as long as it computes"]
     for _ in range(3):
-        talk.handle(MemberSaid(1, Alive(1, in_user_code=False)))
+        talk.handle(MemberReported(1, Alive(1, in_user_code=False)))
         assert talk.wait(20).told(AskAlive).keys() == {1} and talk.killed() == []
     assert talk.wait(10).killed() == [1]
     assert talk.gone(1).order().members == (0, 2)
@@ -64,7 +64,7 @@ def test_a_stopped_process_for_which_others_wait_at_a_boundary_is_killed() -> No
 def test_a_stopped_process_for_which_others_wait_when_training_ends_is_killed() -> None:
     talk = founded(3)
     assert talk.finished(0).wait(10).told(AskAlive).keys() == {1, 2}
-    talk.handle(MemberSaid(1, Alive(1, in_user_code=False)))
+    talk.handle(MemberReported(1, Alive(1, in_user_code=False)))
     assert talk.wait(10).killed() == [2]
     talk.gone(2)
     assert talk.idle(0, 1, commits=1).order().members == (0, 1)

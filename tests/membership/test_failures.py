@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hvdlite.membership.events import MemberSaid
-from hvdlite.membership.messages import MeetingFailed, MemberFinished, MemberHello, MemberIdle, PrepareStop, Standing
+from hvdlite.membership.events import MemberReported
+from hvdlite.membership.messages import MeetingFailed, MemberFinished, MemberHello, MemberIdle, PrepareStop, StateReport
 from tests.membership.talk import Talk, founded
 
 
@@ -209,8 +209,8 @@ def test_messages_of_other_epochs_and_of_strangers_are_dropped() -> None:
     assert talk.epoch == 2
     talk.met()
     assert talk.ready(99).commands == []
-    for message in (MemberIdle(1, Standing()), MeetingFailed(1, "late"), MemberFinished(1), MemberHello(0, 1)):
-        assert talk.handle(MemberSaid(0, message)).commands == []
+    for message in (MemberIdle(1, StateReport()), MeetingFailed(1, "late"), MemberFinished(1), MemberHello(0, 1)):
+        assert talk.handle(MemberReported(0, message)).commands == []
     assert talk.epoch == 2 and talk.ready(2).told(PrepareStop).keys() == {0, 1}
 
 

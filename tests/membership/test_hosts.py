@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
 from hvdlite.membership.events import Limits
-from hvdlite.membership.hosts import Hosts
+from hvdlite.membership.hosts import HostSlots
 
 
-def seen(limits: Limits | None = None, **slots: int) -> Hosts:
-    hosts = Hosts(limits or Limits(1))
+def seen(limits: Limits | None = None, **slots: int) -> HostSlots:
+    hosts = HostSlots(limits or Limits(1))
     hosts.see(slots)
     return hosts
 
@@ -77,12 +75,3 @@ def test_a_lost_host_is_one_failure_and_none_of_its_slots_is_used() -> None:
     hosts.see({"b": 1})
     hosts.see({"a": 3})
     assert len(hosts.free([], 1.0)) == 3
-
-
-def test_limits_that_contradict_each_other_are_errors_with_both_values() -> None:
-    for arguments, text in (({"start_np": 2, "min_np": 3}, "2 processes are fewer than the minimum, 3"),
-                            ({"start_np": 4, "max_np": 3}, "4 processes are more than the maximum, 3"),
-                            ({"start_np": 1, "min_np": 0}, "must be at least 1"),
-                            ({"start_np": 1, "cooldown": (5.0, 2.0)}, "from 5 s to 2 s")):
-        with pytest.raises(ValueError, match=text):
-            Limits(**arguments)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite.membership.events import Kill, MemberGone, MemberSaid, Note, Tell
-from hvdlite.membership.members import SUCCESSORS, SURVIVING, TRANSITIONS, MemberState, Wait, WorldState
+from hvdlite.membership.events import Kill, MemberGone, MemberReported, Note, SendOrder
+from hvdlite.membership.members import SUCCESSORS, SURVIVING, TRANSITIONS, Expectation, MemberState, WorldState
 from hvdlite.membership.messages import (
     Alive,
     AllFinished,
     AskAlive,
-    BoundaryTold,
+    BoundaryReport,
     CoordinatorAt,
     Dismissed,
     Listening,
@@ -23,7 +23,7 @@ from hvdlite.membership.messages import (
     MemberReady,
     Met,
     PrepareStop,
-    Standing,
+    StateReport,
     StopAt,
     StopNow,
     WorldOrder,
@@ -115,8 +115,8 @@ def in_state(name: str) -> tuple[Talk, int]:
 
 def messages_of(kind: str, talk: Talk) -> list[MemberMessage]:
     return {
-        "ready": [MemberReady()], "met": [Met(talk.epoch)], "told": [BoundaryTold(talk.authority.world.change, 3)],
-        "finished": [MemberFinished(talk.epoch)], "idle": [MemberIdle(talk.epoch, Standing(), "a peer was lost")],
+        "ready": [MemberReady()], "met": [Met(talk.epoch)], "told": [BoundaryReport(talk.authority.world.change, 3)],
+        "finished": [MemberFinished(talk.epoch)], "idle": [MemberIdle(talk.epoch, StateReport(), "a peer was lost")],
         "other": [Alive(talk.epoch, False), Listening(talk.epoch, ("10.0.0.1",), 7), MeetingFailed(talk.epoch, "no route")],
     }[kind]
 
@@ -136,16 +136,16 @@ def test_what_a_member_says(state: str, said: str, cell: str) -> None:
         assert TRANSITIONS[type(message)].get(member.state) is expected
         assert world.takes(member, message) == (expected is not None)
         member.state = MemberState[state]
-        commands = talk.handle(MemberSaid(id, message)).commands
+        commands = talk.handle(MemberReported(id, message)).commands
         if expected is None:
             assert (member.state, commands) == (MemberState[state], []), "it is dropped"
             assert (world.state, member.wait, world.boundaries) == before
-        elif said != "other" and not any(isinstance(each, Tell) and each.member == id for each in commands):
+        elif said != "other" and not any(isinstance(each, SendOrder) and each.member == id for each in commands):
             assert member.state is expected
         if hasattr(message, "epoch") and expected is not None:
             talk, id = in_state(state)
             foreign = type(message)(**{**{name: getattr(message, name) for name in message.__struct_fields__}, "epoch": 99})
-            assert talk.handle(MemberSaid(id, foreign)).commands == []
+            assert talk.handle(MemberReported(id, foreign)).commands == []
             assert talk.authority.world.everybody[id].state is MemberState[state], "it is of another world"
 
 
@@ -157,7 +157,7 @@ def test_what_a_member_is_told_or_becomes(state: str, commanded: str, cell: str)
 
 def test_the_tables_are_whole() -> None:
     """Each message and order has a row; what others say of a member changes nothing else."""
-    said = {MemberReady, Met, BoundaryTold, MemberFinished, MemberIdle, Alive, Listening, MeetingFailed, MemberHello}
+    said = {MemberReady, Met, BoundaryReport, MemberFinished, MemberIdle, Alive, Listening, MeetingFailed, MemberHello}
     told = {WorldOrder, PrepareStop, StopAt, StopNow, AskAlive, CoordinatorAt, AllFinished, Dismissed}
     assert said == set(MemberMessage.__args__) and told == set(MemberOrder.__args__)
     assert set(TRANSITIONS) == said | told | {Kill, MemberGone} and TRANSITIONS[MemberHello] == {}
@@ -188,9 +188,9 @@ def test_members_in_run_survive_the_loss_of_others(state: MemberState) -> None:
 def test_a_wait_of_each_kind() -> None:
     """docs/protocol.md#boundaries"""
     for what, kept in (("", False), ("boundary", False), ("exit", False), ("life", True), ("stop", True)):
-        wait = Wait(what, kill_at=10.0, give_up_at=30.0)  # type: ignore[arg-type]
+        wait = Expectation(what, kill_at=10.0, give_up_at=30.0)  # type: ignore[arg-type]
         assert (wait.prolonged(9.0, 10.0, computes=True, survives=True) != wait) == kept
         assert (wait.prolonged(9.0, 10.0, computes=True, survives=False) != wait) == (what == "life")
-    stop = Wait("stop", kill_at=25.0, give_up_at=30.0)
+    stop = Expectation("stop", kill_at=25.0, give_up_at=30.0)
     assert stop.prolonged(24.0, 10.0, computes=True, survives=True).kill_at == 30.0, "not for ever"
     assert stop.prolonged(24.0, 10.0, computes=False, survives=True).kill_at == 25.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdlite.membership.authority import Authority
-from hvdlite.membership.events import TOO_FEW, HostsSeen, Limits, MemberSaid, StartMember, WorldBegun
+from hvdlite.membership.events import TOO_FEW, HostsSeen, Limits, MemberReported, StartMember, WorldBegun
 from hvdlite.membership.messages import AllFinished, CoordinatorAt, Dismissed, Listening, PrepareStop
 from tests.membership.talk import Talk, founded
 
@@ -123,9 +123,9 @@ def test_rule_16_where_rank_0_listens() -> None:
     talk = founded(2, slots={"a": 1, "b": 1})
     talk.idle(0, 1)
     assert talk.order().ranks_by_machine == ((0,), (1,)) and talk.order().host_names == ("a", "b")
-    talk.handle(MemberSaid(1, Listening(2, ("10.0.0.2",), 7)))
+    talk.handle(MemberReported(1, Listening(2, ("10.0.0.2",), 7)))
     assert talk.commands == [], "it is not rank 0"
-    talk.handle(MemberSaid(0, Listening(2, ("10.0.0.1", "fe80::1"), 7)))
+    talk.handle(MemberReported(0, Listening(2, ("10.0.0.1", "fe80::1"), 7)))
     assert talk.told(CoordinatorAt) == {1: CoordinatorAt(2, "10.0.0.1", 7)}
 
 

@@ -131,7 +131,7 @@ class Rank:
         made, inbox = iter(range(1 << 30)), Inbox(self)
         self.handoff = Handoff(inbox, _WAITERS, JobState(job.size))  # type: ignore[arg-type]
         self.mailboxes = Mailboxes(lambda capacity, _: job.area(rank, next(made), capacity), self.handoff, self.controller,
-                                   FlightRecorder(rank, "shm", lambda: 0.0), CallHistory())
+                                   FlightRecorder("shm", lambda: 0.0), CallHistory())
         self.entries: dict[str, tuple[Call, Entry]] = {}
         self.in_use: set[str] = set()
         self.position = 0

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from hvdlite.membership import authority, recovery
-from hvdlite.membership.members import MemberState, World
+from hvdlite.membership.members import JobWorld, MemberState
 from hvdlite.membership.recovery import Recovery, recover
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
@@ -104,11 +104,11 @@ def ranks_take_direct_messages_of_any_world(monkeypatch: pytest.MonkeyPatch) -> 
 
 @breaks(11)
 def the_state_comes_from_the_rank_with_the_fewest_commits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(standings: Any) -> Recovery:
-        having = {member: standing for member, standing in standings.items() if standing.has_state}
+    def wrong(reports: Any) -> Recovery:
+        having = {member: standing for member, standing in reports.items() if standing.has_state}
         commits = min((standing.commits for standing in having.values()), default=0)
         donors = tuple(member for member, standing in having.items() if standing.commits == commits)
-        return dataclasses.replace(recover(standings), donors=donors, commits=commits)
+        return dataclasses.replace(recover(reports), donors=donors, commits=commits)
     monkeypatch.setattr(recovery, "recover", wrong)
     monkeypatch.setattr(authority, "recover", wrong)
     monkeypatch.setattr("tests.membership.model.Job.begun", lambda self, command: self.worlds.update(
@@ -117,13 +117,13 @@ def the_state_comes_from_the_rank_with_the_fewest_commits(monkeypatch: pytest.Mo
 
 @breaks(11)
 def nobody_goes_back_to_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "recover", lambda standings: dataclasses.replace(recover(standings), restore=False))
+    monkeypatch.setattr(recovery, "recover", lambda reports: dataclasses.replace(recover(reports), restore=False))
     monkeypatch.setattr("tests.membership.model.Job.check_order", lambda self, process, order: None)
 
 
 @breaks(0)
 def a_world_begins_before_the_killed_ones_of_the_last_are_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(World, "living", lambda self: [
+    monkeypatch.setattr(JobWorld, "living", lambda self: [
         member for member in self.members if member.state not in (MemberState.GONE, MemberState.KILLED)])
     monkeypatch.setattr("tests.membership.model.Job.begun", lambda self, command: self.worlds.update(
         {command.epoch: command.members}))

@@ -17,12 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.core.errors import ProtocolError
+from hvdlite.core.launch_contract import FailureRecord
+from hvdlite.core.world import World
+from hvdlite.diagnostics.progress import Evaluation, Reading
 from hvdlite_runner.host.reaper import marked_processes
 from hvdlite_runner.messages import (
     MAGIC,
+    AgentFrames,
     AgentReady,
     Exited,
-    Frames,
     Output,
     Ping,
     ProcessStart,
@@ -35,13 +38,15 @@ from hvdlite_runner.messages import (
 from tests.worlds import HANGS_SECONDS, HVDRUN, clean_environment
 
 ORDERS = [Ping(), Signal(15), Stop(), TaskPiece(b"\0parcel"),
-          Start([ProcessStart(0, (0, 2, 0, 1, 0, 2), {}, (0, 2))], [b"python", b"\xff"], {"A": b"b"}, True)]
-EVENTS = [AgentReady("3.11.2", "0.1.0", "a", 8, 77), Output(3, "stderr", b"\xff\n"), Exited(3, -9, False, {"rank": 3}, {})]
+          Start([ProcessStart(0, World(0, 2, 0, 1, 0, 2), {}, (0, 2))], [b"python", b"\xff"], {"A": b"b"}, True)]
+EVENTS = [AgentReady("3.11.2", "0.1.0", "a", 8, 77), Output(3, "stderr", b"\xff\n"),
+          Exited(3, -9, False, FailureRecord(3, 3, 0.5, "ValueError", "boom", "Traceback"), Reading(metrics=[
+              Evaluation(1.0, 2.0, {"loss": 0.5})]))]
 
 
 @given(st.lists(st.sampled_from(ORDERS)), st.lists(st.integers(1, 40), min_size=1))
 def test_orders_survive_any_cut_into_pieces(orders: list[object], sizes: list[int]) -> None:
-    stream, frames, received, position = b"".join(map(frame, orders)), Frames(events=False), [], 0  # type: ignore[arg-type]
+    stream, frames, received, position = b"".join(map(frame, orders)), AgentFrames(events=False), [], 0  # type: ignore[arg-type]
     while position < len(stream):
         size = sizes[position % len(sizes)]
         received += frames.feed(stream[position:position + size])
@@ -52,7 +57,7 @@ def test_orders_survive_any_cut_into_pieces(orders: list[object], sizes: list[in
 @given(st.binary(max_size=200).filter(lambda noise: MAGIC not in noise), st.integers(1, 50))
 def test_what_a_login_shell_writes_is_passed_over(noise: bytes, size: int) -> None:
     stream = noise + MAGIC + b"".join(map(frame, EVENTS))
-    frames = Frames(events=True)
+    frames = AgentFrames(events=True)
     pieces = [stream[start:start + size] for start in range(0, len(stream), size)]
     assert [event for piece in pieces for event in frames.feed(piece)] == EVENTS
 
@@ -60,14 +65,14 @@ def test_what_a_login_shell_writes_is_passed_over(noise: bytes, size: int) -> No
 @given(st.binary(max_size=300))
 def test_garbage_is_an_error_or_nothing(content: bytes) -> None:
     try:
-        Frames(events=False).feed(content)
+        AgentFrames(events=False).feed(content)
     except ProtocolError:
         pass
 
 
 def test_a_frame_that_is_too_long_is_not_waited_for() -> None:
     with pytest.raises(ProtocolError, match="the limit is"):
-        Frames(events=False).feed(b"\xff\xff\xff\xff")
+        AgentFrames(events=False).feed(b"\xff\xff\xff\xff")
 
 
 @pytest.fixture

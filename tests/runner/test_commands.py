@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from hvdlite.core.errors import LaunchError
-from hvdlite_runner.agents.allocations import Allocation, expand_nodes, find_allocation, repeat_counts
 from hvdlite_runner.agents.shells import BOOTSTRAP, SSH_DEFAULTS, Shell, explain, forwarded
 from hvdlite_runner.mpirun import INTEL, MPICH, OPEN_MPI, mpirun_command
-from hvdlite_runner.placement import Host
+from hvdlite_runner.placement import Allocation, Host, expand_nodes, find_allocation, repeat_counts
 
 OPTIONS = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "LogLevel=ERROR", "-o", "ServerAliveInterval=0"]
 

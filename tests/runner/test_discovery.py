@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from hvdlite.core.errors import LaunchError
-from hvdlite_runner.job.discovery import LIMIT_SECONDS, DiscoveryScript, FixedHosts, discover_once, parse_discovered
+from hvdlite_runner.job.discovery import LIMIT_SECONDS, DiscoveryScript, discover_once, parse_discovered
 
 
 @pytest.mark.parametrize(("text", "found"), [
@@ -36,7 +37,8 @@ class Script:
     def __init__(self, folder: Path, content: str) -> None:
         self.path, self.warnings, self.pids, self.reaped = folder / "hosts.sh", [], [], []  # type: ignore[var-annotated]
         self.write(content)
-        self.discovery = DiscoveryScript(str(self.path), 1, self.warnings.append, self.pids.append, self.reaped.append)
+        local = Mock(watch=self.pids.append, forget=self.reaped.append)
+        self.discovery = DiscoveryScript(str(self.path), 1, self.warnings.append, local)
 
     def write(self, content: str) -> None:
         self.path.write_text(f"#!/bin/sh\n{content}\n")
@@ -125,9 +127,3 @@ def test_a_command_line_and_a_file_that_is_not_executable(tmp_path: Path) -> Non
     (tmp_path / "hosts").write_text("a:1\n")
     with pytest.raises(LaunchError, match=r"is not executable; chmod \+x"):
         discover_once(str(tmp_path / "hosts"), 1)
-
-
-def test_fixed_hosts_are_told_once() -> None:
-    hosts = FixedHosts({"a": 2})
-    assert hosts.wait(0.0) == 0.0 and hosts.turn(0.0) == {"a": 2}
-    assert hosts.turn(1.0) is None and hosts.wait(1.0) is None

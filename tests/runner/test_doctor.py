@@ -15,6 +15,7 @@ from hvdlite_runner.reports.doctor import hints, problems, text
 from tests.worlds import HANGS_SECONDS, HVDRUN
 
 HOST: dict[str, Any] = {
+    "topology": {"missing": "needs nvidia-ml-py"}, "bandwidth": [], "bandwidth_problem": "",
     "hostname": "a", "python": "3.11.2", "executable": "/py", "cores": 8,
     "interfaces": {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},
     "ssh": "OpenSSH_9", "limits": {"memlock": -1, "files": 65536, "shm": 8 << 30}, "gpus": [], "infiniband": [],

@@ -79,7 +79,7 @@ def test_a_signal_while_the_job_is_cleaned_up(clock: Clock) -> None:
     ending.is_over = True
     ending.interrupt(HUP)
     ending.interrupt(INT)
-    assert (ending.user_signal, ending.late_signal, signals(ending, clock)) == (0, HUP, [])
+    assert (ending.user_signal, ending.later_signal, signals(ending, clock)) == (0, HUP, [])
 
 
 # --- verdicts ------------------------------------------------------------------------------------------------------------

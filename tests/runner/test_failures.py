@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from hvdlite.core.launch_contract import FailureRecord
-from hvdlite_runner.job.ending import Exit, record_of, root_cause
+from hvdlite.membership.history import shell_code
+from hvdlite_runner.job.ending import Exit, dated, root_cause
 
 
 def record(rank: int, origin: int, when: float) -> FailureRecord:
@@ -14,14 +13,14 @@ def record(rank: int, origin: int, when: float) -> FailureRecord:
 
 def test_a_killed_rank_is_the_cause_although_another_exited_first() -> None:
     cause = root_cause([Exit(0, 1), Exit(2, -9)], {0: record(0, 2, 5.0)})
-    assert cause is not None and cause.exit.rank == 2 and cause.exit.shell_code == 137
+    assert cause is not None and cause.exit.rank == 2 and shell_code(cause.exit.code) == 137
     assert cause.describe() == ["rank 2 failed first: killed by signal 9 (SIGKILL)", "rank 0 ended as a consequence"]
 
 
 def test_a_rank_that_raised_is_the_cause_with_its_traceback() -> None:
     cause = root_cause([Exit(0, 1), Exit(2, 1), Exit(1, 3)],
                        {0: record(0, 1, 2.0), 1: record(1, 1, 1.0), 2: record(2, 1, 2.0)})
-    assert cause is not None and cause.exit.rank == 1 and cause.exit.shell_code == 3
+    assert cause is not None and cause.exit.rank == 1 and shell_code(cause.exit.code) == 3
     assert cause.describe() == ["rank 1 failed first: ValueError: boom (exit code 3)", "Traceback:", "  here",
                                 "ranks 0, 2 ended as a consequence"]
 
@@ -63,9 +62,6 @@ def test_nobody_failed() -> None:
 
 def test_failures_of_hosts_whose_clocks_differ_are_in_the_order_of_their_ages() -> None:
     """Host b's clock is an hour ahead: what failed there first has the later time."""
-    def fields(rank: int, age: float) -> dict[str, object]:
-        return {**dataclasses.asdict(record(rank, rank, 0.0)), "when": age}
-
-    records = {0: record_of(fields(0, 1.0), 1000.0), 1: record_of(fields(1, 3.0), 1000.5)}
+    records = {0: dated(record(0, 0, 1.0), 1000.0), 1: dated(record(1, 1, 3.0), 1000.5)}
     cause = root_cause([Exit(0, 1), Exit(1, 1)], records)
     assert cause is not None and cause.exit.rank == 1

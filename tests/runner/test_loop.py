@@ -10,13 +10,16 @@ from unittest.mock import Mock
 
 import pytest
 
+from hvdlite.core.world import World
+from hvdlite.diagnostics.progress import Reading
 from hvdlite.membership.events import GRACE_AFTER_LOSS, EndJob, HostLost, HostsSeen, Limits, StartMember
 from hvdlite_runner.host.worker_group import WorkerGroup
 from hvdlite_runner.job import loop
+from hvdlite_runner.job.ending import WorkerProcess
 from hvdlite_runner.job.loop import Job
 from hvdlite_runner.job.settings import JobSettings
-from hvdlite_runner.job.worker_processes import WorkerProcess
-from hvdlite_runner.messages import Event, Exited, ProcessStart, ProgressReply, Start
+from hvdlite_runner.messages import Event, Exited, ProcessStart, ProgressReply, Sample, Start
+from hvdlite_runner.output.job_output import ProgressObserver
 from hvdlite_runner.placement import LOCAL
 from hvdlite_runner.reports.monitor import Monitor
 
@@ -25,7 +28,7 @@ from hvdlite_runner.reports.monitor import Monitor
 def job() -> Iterator[Job]:
     """A job of two ranks, on this host and on host b, neither of which does anything."""
     limits = Limits(2, 2, 2, elastic_timeout=math.inf, hosts_are_fixed=True, one_world=True)
-    job = Job(JobSettings(["true"], limits, {LOCAL: 1, "b": 1}, share_cores=False), {}, None)
+    job = Job(JobSettings(["true"], limits, {LOCAL: 1, "b": 1}, share_cores=False), {}, ProgressObserver())
     job._hosts.end(0.0)
     job._hosts, job._local = Mock(), Mock()
     job._hosts.machine_of.side_effect = str
@@ -34,7 +37,7 @@ def job() -> Iterator[Job]:
 
 
 def orders(*machines: str) -> dict[str, Start]:
-    return {machine: Start([ProcessStart(rank, (rank, 2, 0, 1, 0, 2), {})], [b"true"], {})
+    return {machine: Start([ProcessStart(rank, World(rank, 2, 0, 1, 0, 2), {})], [b"true"], {})
             for rank, machine in enumerate(machines)}
 
 
@@ -54,7 +57,7 @@ def test_a_host_that_is_lost_while_routes_are_sought_is_not_waited_for(
     assert wait is not None and 0.0 < GRACE_AFTER_LOSS - wait < 0.5, "seconds until the other rank is told to end"
     said: list[str] = []
     monkeypatch.setattr(job._output, "note", said.append)
-    job._take(LOCAL, Exited(0, -15, True, None, {}))
+    job._take(LOCAL, Exited(0, -15, True, None, Reading()))
     assert job.report() == 1, "the rank that was ended has not failed"
     assert said == ["host b was lost: the cable was cut (with ranks 1)", "ranks 0 ended as a consequence"]
 
@@ -110,12 +113,11 @@ def test_the_first_table_of_a_world_waits_for_the_progress_of_other_hosts(job: J
     job._processes |= {0: WorkerProcess(LOCAL, LOCAL), 1: WorkerProcess("b", "b")}
     job._begin_world([0, 1])
     assert job._last_sample == 0.0, "they are asked at once"
-    reading = {"steps": 0, "samples": 0, "counts_samples": False, "blocked": 0.0, "idle": -1.0, "memory": 0, "gpu": ""}
-    monitor.take(LOCAL, ProgressReply({0: reading}))
+    monitor.take(LOCAL, ProgressReply({0: Sample(Reading())}))
     assert not shown
     now[0] += 1.0
-    monitor.take("b", ProgressReply({1: reading}))
-    monitor.take(LOCAL, ProgressReply({0: reading}))
+    monitor.take("b", ProgressReply({1: Sample(Reading())}))
+    monitor.take(LOCAL, ProgressReply({0: Sample(Reading())}))
     assert len(shown) == 1 and len(shown[0].splitlines()) == 3
 
 
@@ -125,7 +127,7 @@ def test_no_more_processes_are_started_after_the_users_signal() -> None:
         group = WorkerGroup(selector, told.append, dict(os.environ), lambda: bool(told))
         group.prepare()
         try:
-            group.obey(Start([ProcessStart(rank, (rank, 3, rank, 3, 0, 1), {}) for rank in range(3)], [b"true"], {}))
+            group.obey(Start([ProcessStart(rank, World(rank, 3, rank, 3, 0, 1), {}) for rank in range(3)], [b"true"], {}))
             assert list(group.running) == [0]
         finally:
             group.end()

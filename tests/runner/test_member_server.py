@@ -20,7 +20,7 @@ from tests.worlds import HANGS_SECONDS
 def test_connections_that_say_nothing_give_way_to_members(tmp_path: Path) -> None:
     heard: list[int] = []
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as held:
-        server = MemberServer(selector, str(tmp_path), lambda member, content, problem: heard.append(member))
+        server = MemberServer(selector, str(tmp_path), lambda member, message, problem: heard.append(member))
         held.callback(server.close)
 
         def connected() -> socket.socket:
@@ -46,9 +46,9 @@ def packed(**fields: object) -> bytes:
     return struct.pack("!I", len(body)) + body
 
 
-LIES = [packed(type="BoundaryTold", change=1, boundary=2**64 - 1),
-        packed(type="BoundaryTold", change=-5, boundary=1),
-        packed(type="MemberIdle", epoch=1, standing={"commits": 2**64 - 1}),
+LIES = [packed(type="BoundaryReport", change=1, boundary=2**64 - 1),
+        packed(type="BoundaryReport", change=-5, boundary=1),
+        packed(type="MemberIdle", epoch=1, state_report={"commits": 2**64 - 1}),
         packed(type="Listening", epoch=1, addresses=["a"], port=-7)]
 
 
@@ -59,7 +59,7 @@ def test_numbers_that_cannot_be_are_refused(tmp_path: Path, content: bytes) -> N
 
 
 def test_few_messages_of_too_many_bytes_are_a_flood_too(tmp_path: Path) -> None:
-    heard: list[tuple[int, bytes, str]] = []
+    heard: list[tuple[int, object, str]] = []
     with selectors.DefaultSelector() as selector, socket.socket(socket.AF_UNIX) as member, contextlib.closing(MemberServer(
             selector, str(tmp_path), lambda *each: heard.append(each), lambda: 0.0)):
         member.connect(str(tmp_path / "member.sock"))
@@ -82,7 +82,7 @@ def send_all(sock: socket.socket, content: bytes) -> None:
 def test_a_member_that_floods_is_not_heard_any_more_and_others_are_heard_meanwhile(tmp_path: Path) -> None:
     heard: list[tuple[int, str]] = []
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as held:
-        server = MemberServer(selector, str(tmp_path), lambda member, content, problem: heard.append((member, problem)),
+        server = MemberServer(selector, str(tmp_path), lambda member, message, problem: heard.append((member, problem)),
                               lambda: 0.0)
         held.callback(server.close)
         flooder, quiet = (held.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
@@ -108,9 +108,9 @@ def flood(sock: socket.socket) -> None:
             sock.sendall(frame(Alive(1, False)) * 2000)
 
 
-def server_hears(folder: Path, content: bytes) -> list[tuple[int, bytes, str]]:
+def server_hears(folder: Path, content: bytes) -> list[tuple[int, object, str]]:
     """Return what is heard of a member that sends some bytes."""
-    heard: list[tuple[int, bytes, str]] = []
+    heard: list[tuple[int, object, str]] = []
     with selectors.DefaultSelector() as selector, contextlib.closing(MemberServer(
             selector, str(folder), lambda *each: heard.append(each))), socket.socket(socket.AF_UNIX) as member:
         member.connect(str(folder / "member.sock"))

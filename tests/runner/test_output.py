@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from hvdlite_runner.output.console import LONGEST_LINE, Console
+from hvdlite_runner.output.console import LONGEST_LINE, Console, OutputSettings
 
 
 class Screen:
     """Collects what the console writes."""
 
-    def __init__(self, **console: object) -> None:
+    def __init__(self, fold: int = 0, show: str = "all", clock: Callable[[], float] = lambda: 0.0) -> None:
         self.text = ""
-        self.console = Console(self._write, lambda ranks, name: f"[{ranks}]<{name}>:", **console)
+        self.console = Console(self._write, OutputSettings(show=show), clock=clock)
+        self.console.fold = fold
 
     def _write(self, name: str, text: str) -> None:
         self.text += text
@@ -47,7 +50,7 @@ def test_identical_lines_of_several_ranks_become_one_in_the_order_of_each_rank()
 
 
 def test_what_is_not_shown_can_be_revealed() -> None:
-    screen = Screen(shown=lambda rank, name: rank == 0)
+    screen = Screen(show="rank0")
     screen.console.feed(0, "stdout", b"zero\n")
     screen.console.feed(1, "stderr", b"".join(b"line %d\n" % line for line in range(100)))
     assert screen.text == "[0]<stdout>:zero\n"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.world import World
 from hvdlite_runner.agents.remote_agent import Pinger
 from hvdlite_runner.host.worker_group import WorkerGroup
 from hvdlite_runner.messages import Event, ProcessStart, Start, StartRefused
@@ -68,7 +69,7 @@ def test_no_process_for_the_reaper_or_for_a_rank(monkeypatch: pytest.MonkeyPatch
         try:
             with monkeypatch.context() as full:
                 full.setattr(subprocess, "Popen", no_process)
-                group.obey(Start([ProcessStart(0, (0, 1, 0, 1, 0, 1), {})], [b"true"], {}))
+                group.obey(Start([ProcessStart(0, World(), {})], [b"true"], {}))
         finally:
             group.end()
     (refused,) = told

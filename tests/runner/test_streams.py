@@ -17,8 +17,9 @@ import pytest
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import OUTPUT_LOST
 from hvdlite_runner.messages import Output
-from hvdlite_runner.output.job_output import JobOutput, OutputSettings
-from hvdlite_runner.output.streams import FULL, Streams, Target
+from hvdlite_runner.output.console import OutputSettings
+from hvdlite_runner.output.job_output import JobOutput, ProgressObserver
+from hvdlite_runner.output.streams import FULL, OutputTarget, Streams
 from tests.worlds import HANGS_SECONDS
 
 
@@ -27,7 +28,7 @@ class Owner:
 
     def __init__(self, stdout: int, stderr: int) -> None:
         self.loads: list[bool] = []
-        self.failures: list[Target] = []
+        self.failures: list[OutputTarget] = []
         self.streams = Streams(self.loads.append, self.failures.append, stdout, stderr)
         self.selector = selectors.DefaultSelector()
         self.streams.watch(self.selector)
@@ -156,14 +157,15 @@ def test_a_stopped_terminal_blocks_until_it_goes_on() -> None:
 
 
 def job_output(directory: Path | None, stdout: int, stderr: int) -> JobOutput:
-    return JobOutput(OutputSettings(None if directory is None else str(directory)), None, stdout=stdout, stderr=stderr)
+    settings = OutputSettings(None if directory is None else str(directory))
+    return JobOutput(settings, ProgressObserver(), stdout=stdout, stderr=stderr)
 
 
 def test_a_full_disk_ends_the_files_and_not_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = os.open(tmp_path / "shown", os.O_RDWR | os.O_CREAT)
     output = job_output(tmp_path / "out", shown, shown)
     monkeypatch.setattr(Streams, "open_file",
-                        lambda self, folder, name, label: Target(os.open("/dev/full", os.O_WRONLY), label))
+                        lambda self, folder, name, label: OutputTarget(os.open("/dev/full", os.O_WRONLY), label))
     for rank in (0, 1):
         output.open_files(rank, f"rank.{rank}")
     for rank in (0, 1):

@@ -12,9 +12,8 @@ import pytest
 
 import hvdlite
 from hvdlite.core.errors import LaunchError
-from hvdlite.diagnostics import metrics
-from hvdlite.diagnostics.metrics import Evaluation, MetricsFile
-from hvdlite_runner.reports.time_to_target import Run, Target, rows, summary
+from hvdlite.diagnostics.progress import Evaluation, Progress, Reading, read_metrics
+from hvdlite_runner.reports.time_to_target import MetricTarget, RunMetrics, rows, summary
 from tests.worlds import HVDRUN, clean_environment
 
 RISING = [Evaluation(10.0, 1, {"accuracy": 0.8, "lr": 0.1}), Evaluation(20.0, 2, {"accuracy": 0.9}),
@@ -22,54 +21,56 @@ RISING = [Evaluation(10.0, 1, {"accuracy": 0.8, "lr": 0.1}), Evaluation(20.0, 2,
 
 
 def test_a_target_is_parsed_or_refused() -> None:
-    assert Target.parse("accuracy=0.88") == Target.parse(" accuracy >= .88") == Target("accuracy", 0.88)
-    assert Target.parse("loss<=3e-1") == Target("loss", 0.3, is_lower_bound=False)
+    assert MetricTarget.parse("accuracy=0.88") == MetricTarget.parse(" accuracy >= .88") == MetricTarget("accuracy", 0.88)
+    assert MetricTarget.parse("loss<=3e-1") == MetricTarget("loss", 0.3, is_lower_bound=False)
     for wrong in ("accuracy", "=0.9", "accuracy=", "accuracy=high", "accuracy=nan", "loss<0.3"):
         with pytest.raises(LaunchError, match="METRIC=VALUE"):
-            Target.parse(wrong)
+            MetricTarget.parse(wrong)
 
 
 def test_the_first_evaluation_that_reaches_a_target_counts() -> None:
-    run = Run("64", RISING)
-    assert run.reached(Target("accuracy", 0.85)) == RISING[1] and run.reached(Target("accuracy", 0.9)) == RISING[1]
-    assert run.reached(Target("accuracy", 0.91)) is None and run.reached(Target("loss", 0.0)) is None
-    assert run.reached(Target("accuracy", 0.85, is_lower_bound=False)) == RISING[0]
-    assert Run("64", [Evaluation(1.0, 1, {"loss": math.nan})]).reached(Target("loss", 9.0, is_lower_bound=False)) is None
+    run = RunMetrics("64", RISING)
+    assert run.reached(MetricTarget("accuracy", 0.85)) == run.reached(MetricTarget("accuracy", 0.9)) == RISING[1]
+    assert run.reached(MetricTarget("accuracy", 0.91)) is None and run.reached(MetricTarget("loss", 0.0)) is None
+    assert run.reached(MetricTarget("accuracy", 0.85, is_lower_bound=False)) == RISING[0]
+    run = RunMetrics("64", [Evaluation(1.0, 1, {"loss": math.nan})])
+    assert run.reached(MetricTarget("loss", 9.0, is_lower_bound=False)) is None
 
 
 def test_the_table_has_the_last_value_of_each_metric_and_tells_what_was_not_reached() -> None:
-    runs = [Run("64", RISING), Run("128", [Evaluation(5.0, 4, {"accuracy": 0.95, "loss": 0.2})]), Run("256", RISING[:1])]
-    head, table = rows("batch-size", Target("accuracy", 0.85), runs)
+    runs = [RunMetrics("64", RISING), RunMetrics("128", [Evaluation(5.0, 4, {"accuracy": 0.95, "loss": 0.2})]),
+            RunMetrics("256", RISING[:1])]
+    head, table = rows("batch-size", MetricTarget("accuracy", 0.85), runs)
     assert head == ["batch-size", "epochs to accuracy >= 0.85", "seconds", "last accuracy", "last lr", "last loss"]
     assert table == [["64", 2, 20.0, 0.89, 0.1, None], ["128", 4, 5.0, 0.95, None, 0.2], ["256", None, None, 0.8, 0.1, None]]
-    assert summary("batch-size", Target("accuracy", 0.85), runs) == (
+    assert summary("batch-size", MetricTarget("accuracy", 0.85), runs) == (
         "accuracy >= 0.85 soonest at batch-size 128: 5 s, 4 epochs; not reached at 256")
-    assert summary("batch-size", Target("accuracy", 0.99), runs).startswith("no run reached accuracy >= 0.99")
+    assert summary("batch-size", MetricTarget("accuracy", 0.99), runs).startswith("no run reached accuracy >= 0.99")
 
 
 def test_a_metric_that_nobody_recorded_is_named() -> None:
     with pytest.raises(LaunchError, match=r"no metric 'accuracy', only loss, lr: call hvd.record_metrics"):
-        Run.of("64", {0: {"metrics": [(1.0, 1, {"lr": 0.1, "loss": 0.2})]}, 1: {"metrics": [(1.0, 1, {"accuracy": 1.0})]}},
-               Target("accuracy", 0.9))
+        RunMetrics.of("64", {0: Reading(metrics=[Evaluation(1.0, 1, {"lr": 0.1, "loss": 0.2})]),
+                      1: Reading(metrics=[Evaluation(1.0, 1, {"accuracy": 1.0})])}, MetricTarget("accuracy", 0.9))
     with pytest.raises(LaunchError, match="no metric 'accuracy', nothing: call"):
-        Run.of("64", {}, Target("accuracy", 0.9))
+        RunMetrics.of("64", {}, MetricTarget("accuracy", 0.9))
 
 
 def test_metrics_are_kept_for_the_launcher(tmp_path: Path) -> None:
-    mine = MetricsFile()
-    mine.record({"accuracy": 0.1}, 1)  # no launcher
+    mine = Progress()
+    mine.record_metrics({"accuracy": 0.1}, 1)  # no launcher
     mine.publish(str(tmp_path), 3)
-    mine.record({"accuracy": 0.5, "loss": math.nan}, 1)
-    mine.record({"accuracy": 0.6}, 1.5)
+    mine.record_metrics({"accuracy": 0.5, "loss": math.nan}, 1)
+    mine.record_metrics({"accuracy": 0.6}, 1.5)
     with open(tmp_path / "metrics.3", "a", encoding="utf-8") as file:
         file.write('[3.0, 2, {"accu')  # a full disk
-    first, second = metrics.read(str(tmp_path), 3)
+    first, second = read_metrics(str(tmp_path), 3)
     assert (first.epoch, second.epoch, second.metrics) == (1, 1.5, {"accuracy": 0.6}) and math.isnan(first.metrics["loss"])
-    assert 0 <= first.seconds <= second.seconds and metrics.read(str(tmp_path), 4) == []
+    assert 0 <= first.seconds <= second.seconds and read_metrics(str(tmp_path), 4) == []
     for wrong, epoch, message in (({"accuracy": "high"}, 1, "metric 'accuracy' is not a number: 'high'"),
                                   ({}, None, "the epoch is not a number"), ({}, -1, "cannot be -1")):
         with pytest.raises(ValueError, match=message):
-            mine.record(wrong, epoch)  # type: ignore[arg-type]
+            mine.record_metrics(wrong, epoch)  # type: ignore[arg-type]
 
 
 def test_recording_alone_changes_nothing() -> None:

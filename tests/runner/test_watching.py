@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,8 @@ from hvdlite.core.errors import LaunchError
 from hvdlite.core.ledger import Ledger
 from hvdlite.diagnostics import progress
 from hvdlite_runner.host.progress import sample, stall_lines
-from hvdlite_runner.messages import ProgressReply
-from hvdlite_runner.reports.monitor import Monitor, rows, text
+from hvdlite_runner.messages import ProgressReply, Sample
+from hvdlite_runner.reports.monitor import Monitor, table
 from hvdlite_runner.reports.profile import rows as profile_rows
 from hvdlite_runner.reports.scaling import Throughput, parse_sweep, saturation, scaling_rows, summary
 from tests.worlds import HVDRUN, clean_environment
@@ -58,11 +59,11 @@ def test_throughput_speedup_and_efficiency() -> None:
         "throughput saturates at n 2: 3, the fastest value, gains 11.1%")
     assert summary("n", [("1", measured(100)), ("2", measured(95))]).endswith("saturates at n 1: no other value is faster")
     assert summary("n", [("1", measured(50)), ("2", measured(95))]) == "throughput still grows at n 2, the last value"
-    reading = {"rate": 10.0, "counts_samples": True}
-    assert Throughput.of({0: reading, 1: reading}) == Throughput(20.0, "samples/s")
-    assert Throughput.of({0: reading, 1: {**reading, "counts_samples": False}}).unit == "batches/s"
+    one = progress.Reading(rate=10.0, counts_samples=True)
+    assert Throughput.of({0: one, 1: one}) == Throughput(20.0, "samples/s")
+    assert Throughput.of({0: one, 1: progress.Reading(rate=10.0)}).unit == "batches/s"
     with pytest.raises(LaunchError, match="record_step"):
-        Throughput.of({0: reading, 1: {**reading, "rate": 0.0}})
+        Throughput.of({0: one, 1: progress.Reading()})
 
 
 def test_what_is_swept() -> None:
@@ -73,20 +74,18 @@ def test_what_is_swept() -> None:
             parse_sweep(wrong)
 
 
-def reading(steps: int, samples: int, blocked: float, idle: float, *, counts: bool = True) -> dict[str, object]:
-    return {"steps": steps, "samples": samples, "blocked": blocked, "idle": idle, "counts_samples": counts, "rate": 0.0,
-            "memory": 512 << 20, "gpu": ""}
+def reading(steps: int, samples: int, blocked: float, idle: float, ledger: Ledger = progress.NOTHING) -> Sample:
+    return Sample(progress.Reading(steps, samples, True, blocked, idle, ledger=ledger), 512 << 20)
 
 
 def test_the_table_shows_rates_of_the_last_interval() -> None:
     before = {0: reading(10, 320, 1.0, 0.1), 1: reading(10, 320, 1.0, 0.1)}
-    now = {0: reading(30, 960, 1.5, 0.1), 1: reading(10, 320, 1.0, 7.0), 2: reading(0, 0, 0.0, -1.0)}
-    table = rows(before, now, {0: "a", 1: "a", 2: "b"}, 2.0)
-    assert [(row.steps, row.samples, row.blocked) for row in table] == [(10, 320, 0.25), (0, 0, 0), (0, 0, 0)]
-    lines = text(table, "ranks 0 wait for 1: 'x', 7 s")
+    now = {0: reading(30, 960, 1.5, 0.1), 1: reading(10, 320, 1.0, 7.0), 2: reading(0, 0, 0.0, math.inf)}
+    lines = table(before, now, {0: "a", 1: "a", 2: "b"}, 2.0, "ranks 0 wait for 1: 'x', 7 s")
     assert lines[0].split() == ["rank", "host", "steps/s", "samples/s", "in", "waits", "last", "step", "memory"]
     assert lines[1].split() == ["0", "a", "10.0", "320", "25%", "now", "512", "MiB"]
-    assert "7.0 s ago" in lines[2] and "none yet" in lines[3]
+    assert lines[2].split() == ["1", "a", "0.0", "0", "0%", "7.0", "s", "ago", "512", "MiB"]
+    assert lines[3].split() == ["2", "b", "0.0", "0", "0%", "none", "yet", "512", "MiB"]
     assert lines[4:] == ["all ranks: 320 samples/s", "ranks 0 wait for 1: 'x', 7 s"]
 
 
@@ -102,7 +101,7 @@ def test_the_table_stays_below_the_output() -> None:
     monitor.clear_table()
     monitor.clear_table()
     assert written[3:] == ["\x1b[2F\x1b[J"]
-    monitor.ended(0, {})
+    monitor.ended(0, progress.Reading())
     now[0] = 3.0
     monitor.take("localhost", ProgressReply({}))
     assert len(written) == 4, "no rank is left"
@@ -131,7 +130,7 @@ def test_looking_at_a_worker_group(tmp_path: Path) -> None:
     ranks, waits = sample(str(tmp_path), {5: process.pid})
     process.kill()
     process.wait()
-    assert ranks[5]["memory"] > 0 and ranks[5]["idle"] == -1.0 and waits == ""
+    assert ranks[5].memory > 0 and ranks[5].reading.idle == math.inf and waits == ""
 
 
 def test_a_negative_number_of_samples() -> None:
@@ -148,8 +147,8 @@ def hvdrun(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_scaling_prints_and_writes_its_table(tmp_path: Path) -> None:
     ended = hvdrun(tmp_path, "--scaling", "2,1", "--results", "out", "train.py")
     assert ended.returncode == 0, ended.stderr
-    table = [line.split() for line in ended.stdout.splitlines()]
-    assert table[0] == ["ranks", "samples/s", "speedup", "efficiency"] and [row[0] for row in table[1:]] == ["1", "2"]
+    printed = [line.split() for line in ended.stdout.splitlines()]
+    assert printed[0] == ["ranks", "samples/s", "speedup", "efficiency"] and [row[0] for row in printed[1:]] == ["1", "2"]
     with open(tmp_path / "out.csv", encoding="utf-8") as file:
         written = list(csv.DictReader(file))
     assert [row["ranks"] for row in written] == ["1", "2"] and float(written[0]["efficiency"]) == 1.0
@@ -182,15 +181,16 @@ def test_the_monitor_on_a_real_job(tmp_path: Path) -> None:
 
 def test_where_the_time_of_each_rank_went() -> None:
     ledger = Ledger(seconds=10.0, steps=100, blocked=1.0, cpu=8.0, input=0.5, forward=3.0, backward=4.0, optimizer=1.0)
-    table = profile_rows({0: ledger, 1: Ledger(), 2: msgspec.structs.replace(ledger, forward=9.0)})
-    assert [row[0] for row in table] == [0, 2], "a rank without a step has no row"
-    assert table[0] == [0, 100, 100.0, *map(pytest.approx, (0.05, 0.3, 0.4, 0.1, 0.1, 0.05, 0.8))]
-    assert table[1][-2] == 0, "parts that overlap leave no rest"
+    shares = profile_rows({0: ledger, 1: Ledger(), 2: msgspec.structs.replace(ledger, forward=9.0)})
+    assert [row[0] for row in shares] == [0, 2], "a rank without a step has no row"
+    assert shares[0] == [0, 100, 100.0, *map(pytest.approx, (0.05, 0.3, 0.4, 0.1, 0.1, 0.05, 0.8))]
+    assert shares[1][-2] == 0, "parts that overlap leave no rest"
 
 
 def test_memory_and_use_of_a_swept_run() -> None:
-    one = {"rate": 10.0, "counts_samples": True, "peak": 5, "ledger": [10.0, 100, 1.0, 8.0]}
-    measured = Throughput.of({0: one, 1: {**one, "peak": 7, "ledger": [10.0, 100, 3.0, 4.0]}})
+    measured = Throughput.of({
+        0: progress.Reading(rate=10.0, counts_samples=True, peak=5, ledger=Ledger(10.0, 100, 1.0, 8.0)),
+        1: progress.Reading(rate=10.0, counts_samples=True, peak=7, ledger=Ledger(10.0, 100, 3.0, 4.0))})
     assert (measured.peak, measured.running, measured.waits) == (7, 0.6, 0.2)
 
 
@@ -201,9 +201,9 @@ def test_the_line_below_the_table_names_the_slow_rank() -> None:
     monitor.begin_world({0: "localhost", 1: "localhost"})
     for second in range(1, 4):
         now[0] = float(second)
-        late, early = ([10.0 * second, 10 * second, blocked * second, 8.0 * second] for blocked in (1.0, 5.0))
+        late, early = (Ledger(10.0 * second, 10 * second, blocked * second, 8.0 * second) for blocked in (1.0, 5.0))
         monitor.take("localhost", ProgressReply({
-            0: {**reading(second, 0, 0.0, 0.1), "ledger": early}, 1: {**reading(second, 0, 0.0, 0.1), "ledger": late}}))
+            0: reading(second, 0, 0.0, 0.1, early), 1: reading(second, 0, 0.0, 0.1, late)}))
     assert "rank 1 is late; 40% of each step" not in written[0] and "rank 1 is late; 40% of each step" in written[-1]
 
 
@@ -214,8 +214,8 @@ def test_a_job_of_long_steps_is_judged_too() -> None:
     monitor.begin_world({0: "localhost", 1: "localhost"})
     for second in range(400):
         now[0], steps = float(second), second // 60
-        late, early = ([60.0 * steps, steps, blocked * steps, 50.0 * steps] for blocked in (6.0, 30.0))
+        late, early = (Ledger(60.0 * steps, steps, blocked * steps, 50.0 * steps) for blocked in (6.0, 30.0))
         monitor.take("localhost", ProgressReply({
-            0: {**reading(steps, 0, 0.0, 0.1), "ledger": early}, 1: {**reading(steps, 0, 0.0, 0.1), "ledger": late}}))
+            0: reading(steps, 0, 0.0, 0.1, early), 1: reading(steps, 0, 0.0, 0.1, late)}))
     assert "rank 1 is late; 40% of each step" in written[-1] and "is late" not in written[250]
     assert len(monitor._ledgers) == 6, "the last five steps"

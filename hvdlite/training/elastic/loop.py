@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from hvdlite import api
 from hvdlite.bootstrap.admission import MissingRanks
-from hvdlite.bootstrap.member import Member
+from hvdlite.bootstrap.member_client import MemberClient
 from hvdlite.core.errors import (
     ForkedProcessError,
     HorovodInternalError,
@@ -27,7 +27,7 @@ from hvdlite.core.errors import (
     ProtocolError,
     ReplicaMismatchError,
 )
-from hvdlite.membership.messages import Standing, WorldOrder
+from hvdlite.membership.messages import StateReport, WorldOrder
 
 _log = logging.getLogger("hvdlite")
 
@@ -86,7 +86,7 @@ class _Training:
         call: calls the function.
     """
 
-    def __init__(self, member: Member, state: ElasticState, call: Callable[[], Any]) -> None:
+    def __init__(self, member: MemberClient, state: ElasticState, call: Callable[[], Any]) -> None:
         self._member, self._state, self._call = member, state, call
         self._worlds = api.worlds()
         self._has_state = not api.is_provisional()
@@ -143,7 +143,7 @@ class _Training:
     def _leave(self, reason: str) -> None:
         at_rest = self._member.is_at_rest
         self._worlds.end_world(reason or "members come or go", at_rest=at_rest)
-        self._member.idle(self._epoch, Standing(has_state=self._has_state, commits=self._state._commits, at_rest=at_rest),
+        self._member.idle(self._epoch, StateReport(has_state=self._has_state, commits=self._state._commits, at_rest=at_rest),
                           reason)
 
     def _explain(self, error: Exception) -> None:

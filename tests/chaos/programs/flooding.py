@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import hvdlite as hvd
-from hvdlite.bootstrap.member import Member
+from hvdlite.bootstrap.member_client import MemberClient
 from hvdlite.core.frames import to_frame
 from hvdlite.membership import messages
 from hvdlite.training import elastic
@@ -33,9 +33,9 @@ def flood(chance: random.Random) -> Iterator[bytes]:
 
 def large(chance: random.Random) -> Iterator[bytes]:
     """Return one message with a number, or of a size, that cannot be."""
-    yield chance.choice([to_frame(messages.BoundaryTold(1, 2**64 - 1), _ANY_SIZE),
-                         to_frame(messages.MemberIdle(1, messages.Standing(commits=2**64 - 1), ESCAPES), _ANY_SIZE),
-                         to_frame(messages.MemberIdle(1, messages.Standing(), "x" * (1 << 21)), _ANY_SIZE)])
+    yield chance.choice([to_frame(messages.BoundaryReport(1, 2**64 - 1), _ANY_SIZE),
+                         to_frame(messages.MemberIdle(1, messages.StateReport(commits=2**64 - 1), ESCAPES), _ANY_SIZE),
+                         to_frame(messages.MemberIdle(1, messages.StateReport(), "x" * (1 << 21)), _ANY_SIZE)])
 
 
 def lies(chance: random.Random) -> Iterator[bytes]:
@@ -43,12 +43,12 @@ def lies(chance: random.Random) -> Iterator[bytes]:
     def number() -> int:
         return chance.choice([0, 1, 2, 3, 99, 2**47])
 
-    some: list[messages.Message] = [
-        messages.Met(number()), messages.MemberReady(), messages.BoundaryTold(number(), number()),
+    some: list[messages.MembershipMessage] = [
+        messages.Met(number()), messages.MemberReady(), messages.BoundaryReport(number(), number()),
         messages.Alive(number(), chance.random() < 0.5), messages.Listening(number(), (ESCAPES, ""), 1),
         messages.MemberFinished(number()), messages.MemberHello(number(), 1),
         messages.MeetingFailed(number(), ESCAPES, (number(), number())),
-        messages.MemberIdle(number(), messages.Standing(commits=number(), has_state=chance.random() < 0.5), ESCAPES)]
+        messages.MemberIdle(number(), messages.StateReport(commits=number(), has_state=chance.random() < 0.5), ESCAPES)]
     for message in chance.choices(some, k=chance.randrange(1, 20)):
         yield messages.frame(message)
 
@@ -64,14 +64,14 @@ def main(mode: str, culprit: int, step: int, seed: int, told: Path) -> None:
         step: at which it does.
         told: the file that it then makes.
     """
-    members: list[Member] = []
-    begin = Member.__init__
+    members: list[MemberClient] = []
+    begin = MemberClient.__init__
 
-    def noted(self: Member, *given: Any) -> None:
+    def noted(self: MemberClient, *given: Any) -> None:
         members.append(self)
         begin(self, *given)
 
-    Member.__init__ = noted  # type: ignore[assignment, method-assign]
+    MemberClient.__init__ = noted  # type: ignore[assignment, method-assign]
     hvd.init()
     is_culprit = hvd.rank() == culprit
     state = ObjectState(step=0)

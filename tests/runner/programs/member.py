@@ -15,17 +15,17 @@ from pathlib import Path
 from hvdlite.core.launch_contract import JOB_DIRECTORY, JOINER, MEMBER, MEMBER_SOCKET, FailureRecord
 from hvdlite.membership.messages import (
     AllFinished,
-    BoundaryTold,
+    BoundaryReport,
     Dismissed,
-    Frames,
     MemberFinished,
+    MemberFrames,
     MemberHello,
     MemberIdle,
     MemberReady,
-    Message,
+    MembershipMessage,
     Met,
     PrepareStop,
-    Standing,
+    StateReport,
     StopAt,
     StopNow,
     WorldOrder,
@@ -43,7 +43,7 @@ class Member:
         self.epoch, self.commits = 1, COMMITS
         self.link = socket.socket(socket.AF_UNIX)
         self.link.connect(f"{self.directory}/{MEMBER_SOCKET}")
-        self.orders = Frames(orders=True)
+        self.orders = MemberFrames(orders=True)
         self.test = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.test.bind(str(folder / str(self.id)))
         names = ("HVDLITE_RANK", "HVDLITE_SIZE", "HVDLITE_LOCAL_RANK", "HVDLITE_SLOT", "HOROVOD_HOSTNAME",
@@ -54,7 +54,7 @@ class Member:
             self.say(Met(1))
         print("begun", self.id, os.getpid(), *(os.environ.get(name, "-") for name in names), flush=True)
 
-    def say(self, message: Message) -> None:
+    def say(self, message: MembershipMessage) -> None:
         self.link.sendall(frame(message))
 
     def run(self) -> None:
@@ -78,11 +78,11 @@ class Member:
             self.epoch = order.epoch
             self.say(Met(order.epoch))
         elif isinstance(order, StopNow):
-            self.say(MemberIdle(order.epoch, Standing(commits=self.commits), order.reason))
+            self.say(MemberIdle(order.epoch, StateReport(commits=self.commits), order.reason))
         elif isinstance(order, PrepareStop):
-            self.say(BoundaryTold(order.change, 7))
+            self.say(BoundaryReport(order.change, 7))
         elif isinstance(order, StopAt):
-            self.say(MemberIdle(self.epoch, Standing(commits=self.commits, at_rest=True)))
+            self.say(MemberIdle(self.epoch, StateReport(commits=self.commits, at_rest=True)))
         elif isinstance(order, (AllFinished, Dismissed)):
             print("heard", type(order).__name__, flush=True)
             sys.exit(0)

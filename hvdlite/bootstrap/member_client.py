@@ -21,25 +21,25 @@ from hvdlite.core.addresses import routes_to
 from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostError, ProtocolError
 from hvdlite.core.launch_contract import MEMBER_SOCKET
 from hvdlite.core.process_limit import explained
-from hvdlite.core.sockets import check_same_user, short_socket_path
+from hvdlite.core.sockets import connect_unix
 from hvdlite.membership.messages import (
     Alive,
     AllFinished,
     AskAlive,
-    BoundaryTold,
+    BoundaryReport,
     CoordinatorAt,
     Dismissed,
-    Frames,
     Listening,
     MeetingFailed,
     MemberFinished,
+    MemberFrames,
     MemberHello,
     MemberIdle,
     MemberReady,
-    Message,
+    MembershipMessage,
     Met,
     PrepareStop,
-    Standing,
+    StateReport,
     StopAt,
     StopNow,
     WorldOrder,
@@ -50,7 +50,7 @@ _log = logging.getLogger("hvdlite")
 _RECEIVE_BYTES: Final = 1 << 16
 
 
-class Member:
+class MemberClient:
     """This process as a member of an elastic job. Callable from any thread, but for `boundary`: the training thread's.
 
     Args:
@@ -92,7 +92,7 @@ class Member:
         """Whether this process is a forked child, which is no member."""
         return self._pid != os.getpid()
 
-    # --- what the member says ----------------------------------------------------------------------------------------
+    # --- what the member reports -------------------------------------------------------------------------------------
 
     def ready(self) -> None:
         """This member is at the entrance of `elastic.run`; boundaries that it has passed outside do not count."""
@@ -100,12 +100,12 @@ class Member:
             self._boundaries = 0
         self._send(MemberReady())
 
-    def idle(self, epoch: int, standing: Standing, reason: str) -> None:
+    def idle(self, epoch: int, state_report: StateReport, reason: str) -> None:
         """World `epoch` has ended here: its background thread has ended, and its planes are closed."""
-        self._send(MemberIdle(epoch, standing, reason))
+        self._send(MemberIdle(epoch, state_report, reason))
 
     def meeting_failed(self, epoch: int, reason: str, missing: tuple[int, ...]) -> None:
-        """This member could not meet the others of world `epoch`; the authority does not care if it has given that world up.
+        """This member could not meet the others of world `epoch`; this is no news if the authority has given that world up.
 
         Args:
             missing: on rank 0, the ranks that have not reached it.
@@ -118,7 +118,7 @@ class Member:
         self._send(Met(epoch))
 
     def announce_coordinator(self, epoch: int, port: int) -> None:
-        """On rank 0 of world `epoch`: say at which port it listens, and by which addresses other hosts reach this one."""
+        """On rank 0 of world `epoch`: announce its port, and the addresses by which other hosts reach this one."""
         self._send(Listening(epoch, tuple(routes_to(self._host_names)), port))
 
     # --- what the member waits for -----------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Member:
                     self._changed.wait()
 
     def finish(self, epoch: int) -> bool:
-        """Say that the training function has returned in world `epoch`, and block until it has on all members.
+        """Report that the training function has returned in world `epoch`, and block until it has on all members.
 
         Returns:
             False when the world ends before that: the function has to be called again.
@@ -241,7 +241,7 @@ class Member:
             self._attached = None
             stop(self._lost or self._stopped.reason)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: MembershipMessage) -> None:
         try:
             with self._send_lock:
                 self._socket.sendall(frame(message))
@@ -252,7 +252,7 @@ class Member:
     # --- the thread of the link --------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        frames = Frames(orders=True)
+        frames = MemberFrames(orders=True)
         try:
             while content := self._socket.recv(_RECEIVE_BYTES):
                 for order in frames.feed(content):
@@ -260,7 +260,7 @@ class Member:
             self._lose("it has ended")
         except (OSError, ProtocolError) as error:
             self._lose(str(error))
-        except Exception as error:  # of any kind: others would wait for a member that hears no orders
+        except Exception as error:  # of any kind: others would wait for a member that receives no orders
             _log.exception("member %d cannot take an order of its launcher", self.number)
             self._lose(f"{type(error).__name__}: {error}")
 
@@ -272,17 +272,17 @@ class Member:
             self._stop_attached()
 
     def _receive(self, order: Any) -> None:
-        told: BoundaryTold | Alive | None = None
+        answer: BoundaryReport | Alive | None = None
         with self._changed:
             match order:
                 case StopNow():
                     self._stopped = order
                     self._stop_attached()
                 case AskAlive(epoch):
-                    told = Alive(epoch, in_user_code=self._has_ended())
+                    answer = Alive(epoch, in_user_code=self._has_ended())
                 case PrepareStop():
                     self._change, self._stop_at = order, None
-                    told = BoundaryTold(order.change, self._boundaries)
+                    answer = BoundaryReport(order.change, self._boundaries)
                 case StopAt(change) if self._change is not None and change == self._change.change:
                     self._stop_at = order
                 case WorldOrder():
@@ -298,17 +298,15 @@ class Member:
                 case Dismissed():
                     self._orders.append(order)
             self._changed.notify_all()
-        if told is not None:
-            self._send(told)
+        if answer is not None:
+            self._send(answer)
 
 
 def _connected(directory: str) -> socket.socket:
     path = str(Path(directory) / MEMBER_SOCKET)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with short_socket_path(path) as short:
-            sock.connect(short)
-        check_same_user(sock)
+        connect_unix(sock, path)
     except (OSError, ProtocolError) as error:
         sock.close()
         raise LaunchError(f"this process is a member of an elastic job, and its launcher does not answer at {path}: "
