@@ -21,8 +21,7 @@ def dump_fr_trace() -> dict[str, Any]:
     A file for `torchfrtrace` has it pickled, and its name ends with the rank. Such files are written when collectives fail,
     and with each stall report, if the variable TORCH_FR_DUMP_TEMP_FILE is set: to their names, without the rank.
     """
-    from hvdlite_torch.distributed import process_group
-    from hvdlite_torch.distributed.tools import fr_trace
+    from hvdlite_torch.distributed import fr_trace, process_group
 
     return fr_trace.dump(process_group.records())
 

@@ -16,12 +16,11 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdlite.groups.group import Group
-from hvdlite_torch.distributed import backend, other_devices
-from hvdlite_torch.distributed.backend import NAME
-from hvdlite_torch.distributed.collectives import Collectives
+from hvdlite_torch.distributed import observers, other_devices
+from hvdlite_torch.distributed.collectives import CAN_BE_BACKEND, C10dMethods, HvdliteBackend
 from hvdlite_torch.distributed.errors import UnsupportedArgumentError
-from hvdlite_torch.distributed.tools import calls
-from hvdlite_torch.distributed.tools.fr_trace import GroupRecord
+from hvdlite_torch.distributed.fr_trace import GroupRecord
+from hvdlite_torch.distributed.registration import NAME
 from hvdlite_torch.distributed.work import GroupWork
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ _Arguments = tuple[Any, ...]
 _Timeout = datetime.timedelta | None
 
 
-class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
+class HvdliteProcessGroup(C10dMethods, _ProcessGroup):  # type: ignore[misc]
     """Implements `torch.distributed.ProcessGroup`, and answers for the backend that torch looks for in one.
 
     Tensors on another device go to the backend that the script has named for it ("cpu:hvdlite,cuda:nccl"), which is made
@@ -58,15 +57,11 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
         self._group_name, self._group_desc = name, ""
         self._set_default_backend(c10d.ProcessGroup.BackendType.CUSTOM)
         self._backend: Any = self
-        if backend.IS_POSSIBLE:
-            self._backend = backend.HvdliteBackend(group, timeout)
+        if CAN_BE_BACKEND:
+            self._backend = HvdliteBackend(group, timeout)
             self._register_backend(_CPU, c10d.ProcessGroup.BackendType.CUSTOM, self._backend)
 
     # --- names, which C++ asks for --------------------------------------------------------------------------------
-
-    def getBackendName(self) -> str:
-        """Return the backend's name."""
-        return NAME
 
     def getRank(self) -> int:
         """Return this process's rank in the group."""
@@ -103,18 +98,12 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
     # --- what torch asks the backend of a group, which is the group itself before torch 2.14 -----------------------
 
     supports_splitting = False
-    supports_coalescing = False
     supports_time_estimate = False
-    supports_shrinking = False
 
     @property
     def options(self) -> Any:
         """The options of a backend: its name and timeout."""
         return c10d.Backend.Options(NAME, self._timeout)
-
-    def get_error(self) -> Any:
-        """Return that there is no error: those of operations are raised by their work."""
-        return c10d.ErrorType.SUCCESS
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return the backend for a device."""
@@ -163,7 +152,7 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
             other.set_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Leave the group; see `Collectives.shutdown`."""
+        """Leave the group; see `C10dMethods.shutdown`."""
         super().shutdown()
         for other in self._other_backends.values():
             other.shutdown()
@@ -309,10 +298,10 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
     """Return a method that accepts all forms of c10d's, and passes tensors on another device to its backend.
 
     Args:
-        own_name: of the method of `Collectives`.
+        own_name: of the method of `C10dMethods`.
         name: of the method of torch.
     """
-    own, elsewhere, with_options = getattr(Collectives, own_name), getattr(_ProcessGroup, name), _SHORT_FORMS.get(own_name)
+    own, elsewhere, with_options = getattr(C10dMethods, own_name), getattr(_ProcessGroup, name), _SHORT_FORMS.get(own_name)
     operator = _OLD_NAMES.get(own_name, own_name)
 
     def method(self: HvdliteProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -323,7 +312,7 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
                     return elsewhere(self, *args, **kwargs)
                 break
         if _len_torch_dispatch_stack():
-            calls.count(operator)
+            observers.count(operator)
         if with_options is not None and not _has_options(args, kwargs):
             args, kwargs = with_options(*args, **kwargs), {}
         try:
@@ -335,7 +324,7 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
         return own(self, *waited, **kwargs)
 
     functools.update_wrapper(method, own)
-    calls.leave_to_python(method)
+    observers.leave_to_python(method)
     return method
 
 

@@ -79,7 +79,7 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
     from hvdlite_torch.distributed.errors import as_backend_error
     from hvdlite_torch.distributed.process_group import HvdliteProcessGroup
     from hvdlite_torch.distributed.store import TorchStore
-    from hvdlite_torch.distributed.tools.step_count import count
+    from hvdlite_torch.step_parts import count_steps
 
     def join_part(store: Any, name: str, rank: int, ranks: Sequence[int], timeout: datetime.timedelta) -> Any:
         of_world = [members[each] for each in ranks] if members else list(ranks)
@@ -94,14 +94,14 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
     if trace:
         group.watch(_writer(f"{trace}{members[rank] if members else rank}"))
     if members is None:
-        count()
+        count_steps()
     return HvdliteProcessGroup(group, store, name, timeout, join_part)
 
 
 @functools.cache
 def _writer(path: str) -> Callable[[], None]:
     """Return what writes the trace of this rank's groups to a file: one function for all groups, which is called once."""
+    from hvdlite_torch.distributed import fr_trace
     from hvdlite_torch.distributed.process_group import records
-    from hvdlite_torch.distributed.tools import fr_trace
 
     return lambda: fr_trace.write(path, records)

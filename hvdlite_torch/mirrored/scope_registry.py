@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.training.mirrored.mirroring import MirrorSchedule, TensorKind, agreed_names, matching_tensors
 from hvdlite.training.mirrored.scopes import LivingObjects
+from hvdlite_torch.collectives.buffers import ModuleHook
 from hvdlite_torch.compression import Compressor
-from hvdlite_torch.copying import ModuleHook
 from hvdlite_torch.gradients.weights import GradientWeight
 from hvdlite_torch.mirrored.foreign_optimizers import refuse_foreign_optimizers
 from hvdlite_torch.mirrored.scoped_optimizer import ScopedOptimizer, load_from_replica_0
@@ -62,7 +62,11 @@ class ScopeRegistry:
         self._modules.add(f"{kind}{self._counts[kind]}", module)
         self._counts[kind] += 1
         if not isinstance(module, torch.jit.ScriptModule):
-            module.register_load_state_dict_post_hook(_Reloaded(self))
+            module.register_load_state_dict_post_hook(ModuleHook(self._note_loaded))
+
+    def _note_loaded(self) -> None:
+        """A module has loaded a checkpoint; its hook keeps the registry alive, also without the strategy."""
+        self.schedule.has_loaded = True
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Distribute an optimizer and mirror its parameters; only `torch.optim.Optimizer.__init__` has run.
@@ -208,28 +212,9 @@ class ScopeRegistry:
         lazy = {key for key, parameter in parameters.items() if self.weight.value != 1 and is_lazy(parameter)}
         if lazy:
             modules = {module for _, root in self._living_modules() for module in root.modules()}
-            self._awaiting = [module.register_forward_pre_hook(_Materialized(self)) for module in modules
+            # torch's own hook, which gives the parameters their shapes, comes first.
+            self._awaiting = [module.register_forward_pre_hook(ModuleHook(self.apply_weight)) for module in modules
                               if any(id(parameter) in lazy for parameter in module._parameters.values())]
-
-
-class _Reloaded(ModuleHook):
-    """A hook that reports that a module has loaded a checkpoint; copies of the module do not report."""
-
-    def __init__(self, registry: ScopeRegistry) -> None:
-        self._registry = registry  # modules keep the registry alive, also without the strategy
-
-    def __call__(self, module: torch.nn.Module, keys: Any) -> None:
-        self._registry.schedule.has_loaded = True
-
-
-class _Materialized(ModuleHook):
-    """Applies the weight before a lazy module's forward pass, after torch has given its parameters shapes."""
-
-    def __init__(self, registry: ScopeRegistry) -> None:
-        self._registry = registry
-
-    def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
-        self._registry.apply_weight()
 
 
 def _any_has_its_shape(tensors: Sequence[weakref.ref[torch.Tensor]]) -> bool:

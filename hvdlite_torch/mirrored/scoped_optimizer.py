@@ -17,7 +17,7 @@ from hvdlite_torch.collectives.broadcasts import load_exactly
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.gradients.owners import owner_in
 from hvdlite_torch.optimizer import Distributed
-from hvdlite_torch.optimizer.uneven_inputs import Joined
+from hvdlite_torch.optimizer.base import Joined
 
 if TYPE_CHECKING:
     from hvdlite_torch.mirrored.scope_registry import ScopeRegistry

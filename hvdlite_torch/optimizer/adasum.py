@@ -30,29 +30,23 @@ from hvdlite.training.arguments import check_passes
 from hvdlite_torch.arrays import cuda
 from hvdlite_torch.arrays.tensors import as_array, as_runtime_array, contiguous
 from hvdlite_torch.compression import Compressor
-from hvdlite_torch.optimizer.stages import StagedSteps
+from hvdlite_torch.optimizer.base import DistributedBase
 
 
-class DistributedAdasum(StagedSteps):
+class DistributedAdasum(DistributedBase):
     """Mixed into the user's optimizer class."""
 
     _process_set = GLOBAL_PROCESS_SET_ID
 
     def _prepare(self, names: dict[torch.Tensor, str], process_set: ProcessSet, compression: type[Compressor]) -> None:
         """Become a distributed optimizer, which takes part in no world yet."""
-        self._process_set_given, self._compression = process_set, compression
-        self._parameter_names = names
+        self._compression = compression
         self._changes: _Changes | None = None
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients that the step is not to see
         self._base_unscales = getattr(self, "_step_supports_amp_scaling", False)  # fused optimizers
-        self._stage_steps(first=True)
+        self._set_up(names, process_set, first=True)
 
     def _attach(self, runtime: Runtime, label: str | None = None) -> None:
-        """Take part in a runtime's world; ranks attach their optimizers in the same order.
-
-        Args:
-            label: makes names unique, equal on all ranks; by default the next one.
-        """
         if runtime.world.size > 1:
             check_whole_job(self._process_set_given)
         self._name = f"adasum.{runtime.label('torch') if label is None else label}"
@@ -116,8 +110,8 @@ class DistributedAdasum(StagedSteps):
                     torch._foreach_copy_(changes.parameters, changes.starts)
         self._runtime.progress.round()
 
-    _stages_before = (StagedSteps._join_world, _begin)
-    _stages_after = (_combine, StagedSteps._check_replicas)
+    _stages_before = (DistributedBase._take_part, _begin)
+    _stages_after = (_combine, DistributedBase._check_replicas)
 
     def _reduce(self, changes: _Changes) -> None:
         """Make deltas their adaptive sum over all ranks."""

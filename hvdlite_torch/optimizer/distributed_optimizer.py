@@ -19,8 +19,8 @@ from hvdlite_torch.comm_hooks.exchange import CommHook, check_hook
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.optimizer.adasum import DistributedAdasum, check_whole_job
+from hvdlite_torch.optimizer.base import DistributedBase, Stage, is_distributed
 from hvdlite_torch.optimizer.reduction import ReductionSettings, chosen_wait
-from hvdlite_torch.optimizer.stages import Stage, StagedSteps
 
 Closure = Callable[[], Any]
 OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
@@ -131,12 +131,7 @@ def DistributedOptimizer(
     return optimizer
 
 
-def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `DistributedOptimizer` has been called with an optimizer."""
-    return isinstance(optimizer, StagedSteps)
-
-
-class Distributed(StagedSteps):
+class Distributed(DistributedBase):
     """Mixed into the user's optimizer class. Only translates between torch's events and the reducer."""
 
     _hooks: Hooks  # of this world
@@ -145,18 +140,12 @@ class Distributed(StagedSteps):
 
     def _prepare(self, settings: ReductionSettings) -> None:
         """Become a distributed optimizer, which takes part in no world yet."""
-        self._settings, self._process_set_given = settings, settings.process_set
-        self._parameter_names = settings.names
+        self._settings = settings
         self._synchronizes = True
         self._sources = []
-        self._stage_steps(first=False)
+        self._set_up(settings.names, settings.process_set, first=False)
 
     def _attach(self, runtime: Runtime, label: str | None = None) -> None:
-        """Take part in a runtime's world; ranks attach their optimizers in the same order.
-
-        Args:
-            label: of the gradient set, equal on all ranks; by default the next one.
-        """
         settings = self._settings
         self._process_set = api.set_id(settings.process_set)
         label = runtime.label("torch", self._process_set) if label is None else label
@@ -273,8 +262,8 @@ class Distributed(StagedSteps):
         for hooks in self._sources:
             hooks.stepped()
 
-    _stages_before: tuple[Stage, ...] = (StagedSteps._join_world, _finish_gradients)
-    _stages_after = (_end_step, StagedSteps._check_replicas)
+    _stages_before: tuple[Stage, ...] = (DistributedBase._take_part, _finish_gradients)
+    _stages_after = (_end_step, DistributedBase._check_replicas)
 
 
 def _final_closure(closure: Closure, optimizer: Distributed) -> Closure:
