@@ -11,8 +11,7 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.training.replicas import digest
 from hvdlite_torch.arrays.tensors import on_host
-from hvdlite_torch.collectives.broadcasts import Placeholder
-from hvdlite_torch.elastic.handlers import taken_out
+from hvdlite_torch.collectives.broadcasts import Placeholder, taken_out
 
 _PLAIN = frozenset((bool, float, complex, str, bytes, type(None), torch.dtype, torch.device))
 """Types whose values are equal bit by bit if they have the same `repr`."""

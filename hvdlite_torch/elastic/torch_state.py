@@ -14,9 +14,9 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.training import objects
 from hvdlite.training.elastic.state import ObjectState, advice, pickled
 from hvdlite.training.replicas import named_parts
-from hvdlite_torch.collectives.broadcasts import broadcast_tensors
+from hvdlite_torch.collectives.broadcasts import broadcast_tensors, taken_out, with_rooms
 from hvdlite_torch.elastic.elastic_sampler import ElasticSampler
-from hvdlite_torch.elastic.handlers import StateDictHandler, StateHandler, handler_for, taken_out, with_rooms
+from hvdlite_torch.elastic.handlers import StateDictHandler, StateHandler, handler_for
 from hvdlite_torch.elastic.parts import Digests, Part
 
 _ALIKE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, ElasticSampler)
