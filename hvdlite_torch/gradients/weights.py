@@ -26,9 +26,10 @@ has no weights; the pass that later differentiates the penalty is weighted.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -39,8 +40,22 @@ from hvdlite.runtime.runtime import Runtime
 
 transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
-_uneven: dict[int, GradientWeight | _LaterWeight] = {}
-"""The weights that are not 1, by identity. Backward passes look here first: autograd does not tell them their scope."""
+
+
+class _UnevenWeight(NamedTuple):
+    """A weight that is not 1.
+
+    Attributes:
+        nodes: returns the nodes that accumulate the gradients of the weighted parameters.
+    """
+
+    runtime: Runtime
+    value: float
+    nodes: Callable[[], Iterable[Any]]
+
+
+_uneven: dict[int, _UnevenWeight] = {}
+"""By identity of their owners. Backward passes look here first: autograd does not tell them their scope."""
 
 
 class GradientWeight:
@@ -75,38 +90,20 @@ class GradientWeight:
                 if trainable and not is_lazy(parameter) and not parameter.is_inference():
                     node = _accumulator(parameter)
                     self._hooks[node] = node.register_prehook(_multiply_by(self.value))
-            _uneven[id(self)] = self
-
-    def is_in_this_pass(self) -> bool:
-        """Return whether the running backward pass computes the gradient of a weighted parameter."""
-        return _computes_any(self._hooks)
-
-
-class _LaterWeight:
-    """A weight by which another part of hvdlite multiplies gradients when they have been accumulated.
-
-    Args:
-        runtime: of this rank.
-        value: the weight.
-        parameters: returns the parameters of these gradients; called in the first backward pass that needs them.
-    """
-
-    def __init__(self, runtime: Runtime, value: float, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
-        self.runtime, self.value = runtime, value
-        self._parameters = parameters
-        self._nodes: list[Any] | None = None
-
-    def is_in_this_pass(self) -> bool:
-        """Return whether the running backward pass computes the gradient of a weighted parameter."""
-        if self._nodes is None:
-            self._nodes = [_accumulator(parameter) for parameter in self._parameters() if parameter.requires_grad]
-        return _computes_any(self._nodes)
+            _uneven[id(self)] = _UnevenWeight(self.runtime, self.value, lambda: self._hooks)
 
 
 @contextmanager
 def weighted_later(runtime: Runtime, value: float, parameters: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
-    """Return a context whose backward passes compute gradients that are weighted later; see `_LaterWeight`."""
-    weight = _LaterWeight(runtime, value, parameters)
+    """Return a context in whose backward passes another part of hvdlite multiplies gradients once they are accumulated.
+
+    Args:
+        runtime: of this rank.
+        value: by what they are multiplied.
+        parameters: returns the parameters of these gradients; called in the first backward pass that needs them.
+    """
+    nodes = functools.cache(lambda: [_accumulator(parameter) for parameter in parameters() if parameter.requires_grad])
+    weight = _UnevenWeight(runtime, value, nodes)
     _uneven[id(weight)] = weight
     try:
         yield
@@ -134,7 +131,7 @@ def weight_of_this_pass(name: str) -> float:
         raise UnsupportedError(f"{where} with torch.func in a batch whose shards may differ between ranks, and hvdlite "
                                "cannot know whether the gradients will be weighted; use torch.autograd.grad or "
                                "backward(), or batches that divide evenly (drop_last=True)")
-    values = {each.value for each in uneven if each.is_in_this_pass()}
+    values = {each.value for each in uneven if _computes_any(each.nodes())}
     if not values and _accumulates_activations():
         values = {each.value for each in uneven}
     if len(values) > 1:

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.training.mirrored.mirroring import MirrorSchedule, TensorKind, agreed_names, matching_tensors
 from hvdlite.training.mirrored.scopes import LivingObjects
 from hvdlite_torch.collectives.buffers import ModuleHook
 from hvdlite_torch.compression import Compressor
+from hvdlite_torch.gradients.owners import owners
 from hvdlite_torch.gradients.weights import GradientWeight
-from hvdlite_torch.mirrored.foreign_optimizers import refuse_foreign_optimizers
 from hvdlite_torch.mirrored.scoped_optimizer import ScopedOptimizer, load_from_replica_0
 from hvdlite_torch.mirrored.torch_replica_group import TorchReplicaGroup
 from hvdlite_torch.optimizer import DistributedOptimizer, is_distributed
@@ -215,6 +216,54 @@ class ScopeRegistry:
             # torch's own hook, which gives the parameters their shapes, comes first.
             self._awaiting = [module.register_forward_pre_hook(ModuleHook(self.apply_weight)) for module in modules
                               if any(id(parameter) in lazy for parameter in module._parameters.values())]
+
+
+def refuse_foreign_optimizers(registry: ScopeRegistry) -> None:
+    """Make steps of optimizers raise `RuntimeError` that were made outside of the scope for a module that was made in it.
+
+    That ends with the registry.
+
+    Parameters that a distributed optimizer also has, of the scope or not, are allowed: their gradients are reduced.
+    """
+    handle = register_optimizer_step_pre_hook(torch.compiler.disable(_ForeignOptimizers(registry)))
+    weakref.finalize(registry, handle.remove).atexit = False
+
+
+class _ForeignOptimizers:
+    """A hook on the steps of all optimizers of the process, also those of other threads.
+
+    It examines each optimizer once, and again when the optimizer gets new parameters or when hooks that reduced gradients
+    of its parameters are removed.
+    """
+
+    def __init__(self, registry: ScopeRegistry) -> None:
+        self._registry = weakref.ref(registry)
+        # By optimizer that was examined: the number of its parameters, and the hooks that reduce gradients of some.
+        self._examined: weakref.WeakKeyDictionary[Any, tuple[int, set[weakref.ref[Any]]]] = weakref.WeakKeyDictionary()
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        registry = self._registry()
+        if is_distributed(optimizer) or registry is None:
+            return
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        examined, owners_then = self._examined.get(optimizer, (-1, set()))
+        if examined == count and all(owner() is not None for owner in owners_then):
+            return
+        paths = registry.paths()
+        reducing: set[weakref.ref[Any]] = set()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in paths or not (parameter.is_floating_point() or parameter.is_complex()):
+                    continue  # one of integers has no gradient
+                reduced_by = owners(parameter)
+                if not reduced_by:
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__}, which was made outside of the strategy's scope, trains "
+                        f"'{paths[id(parameter)]}', which was made inside it: its gradients are not averaged, so the "
+                        "replicas would differ. Make the optimizer inside `with strategy.scope():` too, or wrap it with "
+                        "hvd.DistributedOptimizer")
+                reducing.add(weakref.ref(reduced_by[0]))
+        self._examined[optimizer] = count, reducing
 
 
 def _any_has_its_shape(tensors: Sequence[weakref.ref[torch.Tensor]]) -> bool:
