@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from hvdlite import api
 from hvdlite.bootstrap.admission import MissingRanks
@@ -28,23 +28,9 @@ from hvdlite.core.errors import (
     ReplicaMismatchError,
 )
 from hvdlite.membership.messages import Standing, WorldOrder
+from hvdlite.training.elastic.state import State
 
 _log = logging.getLogger("hvdlite")
-
-
-class ElasticState(Protocol):
-    """What `run` needs of a state; see `training.elastic.state.State`."""
-
-    _commits: int
-
-    def restore(self) -> None:
-        """Go back to the last commit."""
-
-    def on_reset(self) -> None:
-        """Adapt to a new world."""
-
-    def sync(self) -> None:
-        """Take rank 0's state."""
 
 
 class _MeetingFailed(Exception):
@@ -67,7 +53,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
         ReplicaMismatchError: on all ranks, when they have synchronised their states and these are not equal.
     """
     @functools.wraps(func)
-    def wrapper(state: ElasticState, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(state, "sync"):
             raise TypeError(f"the first argument of {getattr(func, '__name__', 'the function')}() must be an elastic state, "
                             f"such as hvd.elastic.ObjectState(epoch=0); it is a {type(state).__name__}")
@@ -86,7 +72,7 @@ class _Training:
         call: calls the function.
     """
 
-    def __init__(self, member: Member, state: ElasticState, call: Callable[[], Any]) -> None:
+    def __init__(self, member: Member, state: State, call: Callable[[], Any]) -> None:
         self._member, self._state, self._call = member, state, call
         self._worlds = api.worlds()
         self._has_state = not api.is_provisional()

@@ -165,11 +165,11 @@ class ObjectState(State):
             ValueError: when rank 0's state was made of other parts than this rank's.
             ReplicaMismatchError: on all ranks, when the states are not equal afterwards.
         """
-        self._check_parts()
+        self._check_parts(self._bcast_object(self._parts()))
         sent = self._bcast_object((self._commits, *self._pickled_attributes()))
         self._receive_attributes(sent)
         ObjectState.save(self)
-        self._check_replicas(sent[1])
+        self._check_replicas(self._replicated(sent[1]))
 
     def _pickled_attributes(self) -> tuple[dict[str, bytes], str]:
         """Return the attributes as bytes, and "" or the reason why they cannot be sent."""
@@ -189,15 +189,12 @@ class ObjectState(State):
         """Return what the state was made of, for people and to compare it between ranks."""
         return sorted(name for name in self._tracked if name[:1] != "_")
 
-    def _check_parts(self) -> None:
-        """Compare what this state was made of with rank 0's; before anything changes.
+    def _check_parts(self, root: list[str]) -> None:
+        """Compare what this state was made of with rank 0's `_parts`; before anything changes.
 
         Raises:
             ValueError: when they differ.
         """
-        self._compare_parts(self._bcast_object(self._parts()))
-
-    def _compare_parts(self, root: list[str]) -> None:
         own = self._parts()
         if own != root:
             rank = api.rank() if api.is_initialized() else "?"
@@ -210,15 +207,8 @@ class ObjectState(State):
                 if name in self._tracked
                 or (name[:1] != "_" and name not in self._not_state and self._is_plain(value))}
 
-    def _check_replicas(self, sent: Collection[str]) -> None:
-        """Compare what `sync` has made equal over all ranks (docs/protocol.md#equal-replicas).
-
-        Args:
-            sent: the attributes that rank 0 has sent; other ranks may have more.
-        """
-        self._compare_replicas(self._replicated(sent))
-
-    def _compare_replicas(self, replicated: Iterable[tuple[str, Array | int]]) -> None:
+    def _check_replicas(self, replicated: Iterable[tuple[str, Array | int]]) -> None:
+        """Compare what `sync` has made equal, from `_replicated`, over all ranks (docs/protocol.md#equal-replicas)."""
         runtime = api.runtime() if api.is_initialized() and not api.is_provisional() else None
         if runtime is None or runtime.world.size == 1:
             return
@@ -231,7 +221,11 @@ class ObjectState(State):
             raise
 
     def _replicated(self, sent: Collection[str]) -> Iterator[tuple[str, Array | int]]:
-        """Yield what `sync` makes equal on all ranks, as arrays (or their digests) with names."""
+        """Yield what `sync` makes equal on all ranks, as arrays (or their digests) with names.
+
+        Args:
+            sent: the attributes that rank 0 has sent; other ranks may have more.
+        """
         return named_parts("state", {name: getattr(self, name) for name in sent}, lambda name, value: None)
 
     def _is_plain(self, value: Any) -> bool:
