@@ -41,10 +41,7 @@ def contiguous(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 def as_runtime_array(tensor: torch.Tensor, name: str, devices: DeviceAccess | None) -> AnyArray:
     """Return the memory of a tensor from `contiguous` as the runtime's array; one on a GPU needs `devices`."""
-    if not cuda.is_on_gpu(tensor):
-        return as_array(tensor, name)
-    assert devices is not None
-    return cuda.wrap(tensor, devices)
+    return cuda.wrap(tensor, devices) if cuda.is_on_gpu(tensor) else as_array(tensor, name)
 
 
 def on_host(tensor: torch.Tensor, name: str) -> Array:

@@ -190,7 +190,6 @@ def gather_tensors(runtime: Runtime, tensor: torch.Tensor, name: str, process_se
     kinds = objects.allgather_object(runtime, kind, f"{name}.shapes", process_set)
     flat = as_array(dense.reshape(-1).view(torch.uint8), name)
     everything = runtime.allgather(name, flat, process_set=process_set).wait()
-    assert everything is not None
     dtypes = [getattr(torch, dtype) for _, dtype in kinds]
     sizes = [math.prod(shape) * dtype.itemsize for (shape, _), dtype in zip(kinds, dtypes, strict=True)]
     return [part.clone().view(dtype).reshape(shape).to(tensor.device) for part, dtype, (shape, _)

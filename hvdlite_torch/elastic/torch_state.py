@@ -98,7 +98,6 @@ class TorchState(ObjectState):
         own = {**states, **attributes}
         differs = [not is_root and (name not in own or not own[name].equals(part)) for name, part in theirs.items()]
         everywhere = runtime.allgather("elastic.differs", np.array([differs], np.uint8)).wait()
-        assert everywhere is not None
         is_sent = dict(zip(theirs, everywhere.any(axis=0).tolist(), strict=True))  # what differs on any rank
         tensors: list[torch.Tensor] = []
         values: dict[str, Any] = {}

@@ -17,13 +17,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.training.mirrored.mirroring import MirrorSchedule, TensorKind, agreed_names, matching_tensors
 from hvdlite.training.mirrored.scopes import LivingObjects
+from hvdlite_torch.collectives.broadcasts import load_exactly
 from hvdlite_torch.collectives.buffers import ModuleHook
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.gradients.owners import owners
 from hvdlite_torch.gradients.weights import GradientWeight
-from hvdlite_torch.mirrored.scoped_optimizer import ScopedOptimizer, load_from_replica_0
+from hvdlite_torch.mirrored.scoped_optimizer import ScopedOptimizer
 from hvdlite_torch.mirrored.torch_replica_group import TorchReplicaGroup
-from hvdlite_torch.optimizer import DistributedOptimizer, is_distributed
+from hvdlite_torch.optimizer import Distributed, DistributedOptimizer, is_distributed
 from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 
 
@@ -156,7 +157,8 @@ class ScopeRegistry:
             optimizer = known.get(name)
             state = self._replicas.broadcast_structure(None if optimizer is None else optimizer.state_dict(), "state")
             if optimizer is not None and self._replicas.replica_id > 0:
-                load_from_replica_0(optimizer, state)
+                # Not the optimizer's own `load_state_dict`, which is a reason to mirror again.
+                load_exactly(optimizer, state, super(Distributed, optimizer).load_state_dict)  # type: ignore[misc]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors to mirror by name; a tensor has a name for each path to it."""
@@ -276,5 +278,4 @@ def _kind(tensor: torch.Tensor) -> TensorKind:
 
 
 def _make(kind: TensorKind) -> torch.Tensor:
-    assert kind.shape is not None
     return torch.empty(kind.shape, dtype=getattr(torch, kind.dtype), device=kind.device)

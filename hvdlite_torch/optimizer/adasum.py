@@ -98,7 +98,6 @@ class DistributedAdasum(DistributedBase):
             return
         self._show_gradients()
         changes = self._changes
-        assert changes is not None
         with torch.no_grad():
             if changes.parameters:
                 torch._foreach_copy_(changes.deltas, changes.parameters)

@@ -253,10 +253,12 @@ class Distributed(DistributedBase):
     def _finish_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._synchronizes:
             return None
-        changed = _with_final_closure(args, kwargs, self)
-        if changed is None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
             self._make_final(in_step=True)
-        return changed
+            return None
+        final = _final_closure(closure, self)
+        return ((args[0], final, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": final})
 
     def _end_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for hooks in self._sources:
@@ -283,16 +285,6 @@ def _final_closure(closure: Closure, optimizer: Distributed) -> Closure:
             optimizer._make_final(in_step=True)
         return optimizer._reduce_loss(loss)
     return final
-
-
-def _with_final_closure(args: tuple[Any, ...], kwargs: dict[str, Any],
-                        optimizer: Distributed) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of `step`, the optimizer first, with the final closure; None when there is no closure."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if not callable(closure):
-        return None
-    final = _final_closure(closure, optimizer)
-    return ((args[0], final, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": final})
 
 
 def _number(group: int, index: int) -> str:
