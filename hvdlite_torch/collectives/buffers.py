@@ -71,12 +71,10 @@ class BufferBroadcast:
 
     _runtime: Runtime | None = None  # of this world
 
-    def __init__(self, model: torch.nn.Module, root_rank: int = 0, process_set: ProcessSet = global_process_set,
-                 runtime: Runtime | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> None:
         self._model, self._root, self._process_set = model, root_rank, process_set
-        if runtime is None:
-            runtime = api.attached_runtime()
-            api.follow(self)
+        runtime = api.attached_runtime()
+        api.follow(self)
         if runtime is not None:
             self._attach(runtime, "torch.buffers")
 

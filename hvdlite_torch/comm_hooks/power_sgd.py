@@ -83,7 +83,7 @@ class PowerSGD:
         if not batches:
             wait_for_exact()
             return
-        left = [torch.linalg.qr(factors)[0] for factors in left] if _are_finite(left) else [
+        left = [torch.linalg.qr(factors)[0] for factors in left] if all(map(math.isfinite, _largest(left))) else [
             torch.full_like(factors, torch.nan) for factors in left]
         right = [batch.matrices.mT @ factors for batch, factors in zip(batches, left, strict=True)]
         right = self._averaged("right", right, exchange)
@@ -241,8 +241,3 @@ def _largest(tensors: Sequence[torch.Tensor]) -> list[float]:
         found = [each.to(found[0].device) for each in found]
     largest: list[float] = torch.stack(found).tolist()
     return largest
-
-
-def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether all elements are finite; the same on all ranks for tensors that are equal there."""
-    return all(map(math.isfinite, _largest(tensors)))

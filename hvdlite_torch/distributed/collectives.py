@@ -39,7 +39,6 @@ CAN_BE_BACKEND: Final = "rank" in (c10d.Backend.__init__.__doc__ or "")
 FAILING_SECONDS = 5.0
 """How long `shutdown` waits for operations under way while an exception is handled."""
 _UNSET = datetime.timedelta()
-_NO_TIMEOUT: dict[str, float] = {}
 _SUM = Reduce.of(torch.distributed.ReduceOp.SUM)
 
 
@@ -250,7 +249,7 @@ class C10dMethods:
         self._calls += 1
         is_blocking = opts is not None and not getattr(opts, "asyncOp", True)
         span = begin_span(prepared.operations[0].agreed) if profiler._is_profiler_enabled and prepared.operations else None
-        call = self._group.start(prepared.operations, prepared.finish, blocking=is_blocking, **_timeout(opts))
+        call = self._group.start(prepared.operations, prepared.finish, blocking=is_blocking, timeout=_timeout(opts))
         if span is not None:
             call.when_done(span)
         if is_blocking and call.is_done and call.error is None:
@@ -260,7 +259,7 @@ class C10dMethods:
     def _run(self, operations: Sequence[Any], finish: Any, opts: Any) -> None:
         """Carry out operations on this thread, before what follows."""
         self._calls += 1
-        GroupWork(self._group, [self._group.start(operations, finish, blocking=True, **_timeout(opts))], []).wait()
+        GroupWork(self._group, [self._group.start(operations, finish, blocking=True, timeout=_timeout(opts))], []).wait()
 
     def _began(self, call: Call, tensors: list[torch.Tensor]) -> GroupWork:
         if self._coalesced is not None:
@@ -332,10 +331,10 @@ def _reduce(opts: Any) -> Reduce:
     return _SUM if opts is None else Reduce.of(opts.reduceOp)
 
 
-def _timeout(opts: Any) -> dict[str, float]:
-    """Return the timeout that was set for a call, as an argument of `Group.start`."""
+def _timeout(opts: Any) -> float | None:
+    """Return the timeout that was set for a call, in seconds."""
     timeout = getattr(opts, "timeout", _UNSET)
-    return {"timeout": timeout.total_seconds()} if timeout > _UNSET else _NO_TIMEOUT
+    return timeout.total_seconds() if timeout > _UNSET else None
 
 
 def _joined(calls: Sequence[Prepared]) -> Prepared:

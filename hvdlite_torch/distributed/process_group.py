@@ -290,10 +290,6 @@ _SHORT_FORMS: Final[dict[str, Callable[..., _Arguments]]] = {
 # --- the methods ------------------------------------------------------------------------------------------------------
 
 
-def _has_options(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    return (bool(args) and type(args[-1]) in _OPTIONS) or "opts" in kwargs
-
-
 def _method(own_name: str, name: str) -> Callable[..., Any]:
     """Return a method that accepts all forms of c10d's, and passes tensors on another device to its backend.
 
@@ -313,7 +309,8 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
                 break
         if _len_torch_dispatch_stack():
             observers.count(operator)
-        if with_options is not None and not _has_options(args, kwargs):
+        has_options = (args and type(args[-1]) in _OPTIONS) or "opts" in kwargs
+        if with_options is not None and not has_options:
             args, kwargs = with_options(*args, **kwargs), {}
         try:
             return own(self, *args, **kwargs)

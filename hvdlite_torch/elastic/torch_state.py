@@ -12,7 +12,7 @@ from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.training import objects
-from hvdlite.training.elastic.state import ObjectState, advice, pickled
+from hvdlite.training.elastic.state import ObjectState, explained, pickled
 from hvdlite.training.replicas import digest, named_parts
 from hvdlite_torch.arrays.tensors import on_host
 from hvdlite_torch.collectives.broadcasts import Placeholder, broadcast_tensors, taken_out, with_rooms
@@ -115,7 +115,7 @@ class TorchState(ObjectState):
             if name in handlers:
                 handlers[name].receive_staged(load=is_other)
         if any(differs) or self._others():
-            digests.forget()
+            digests = Digests()
         self._assign(values)
         self._commits = commits
         ObjectState.save(self)
@@ -201,13 +201,9 @@ class TorchState(ObjectState):
 
     def _checked(self, name: str, copy: Any, value: Any = None) -> Any:
         """Call a function that copies an attribute; an object that cannot be copied is an error with its name."""
-        try:
+        value = self._handlers[name].value if name in self._handlers else value
+        with explained(name, value, "copied", RuntimeError):  # torch's own errors explain themselves
             return copy()
-        except (MemoryError, RuntimeError):  # torch has no memory; its own errors explain themselves
-            raise
-        except Exception as error:
-            value = self._handlers[name].value if name in self._handlers else value
-            raise UnsupportedError(advice(name, value, "copied", error)) from error
 
     def _parts(self) -> list[str]:
         left_out = {name for name in ("model", "optimizer") if getattr(self, name, None) is None}
@@ -241,7 +237,7 @@ def _equal_part(value: Any) -> Any:
 
 
 class Digests:
-    """Digests of tensors. Each is computed once, until `forget`."""
+    """Digests of tensors, each of which is computed once; for tensors that do not change meanwhile."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], tuple[torch.Tensor, int | None]] = {}  # the tensors keep their addresses
@@ -256,10 +252,6 @@ class Digests:
         if key not in self._known:
             self._known[key] = value, _digest(name, value)
         return self._known[key][1]
-
-    def forget(self) -> None:
-        """Tensors have changed."""
-        self._known.clear()
 
 
 class Part:

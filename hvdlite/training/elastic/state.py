@@ -248,12 +248,8 @@ def copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
     memo: dict[int, Any] = {}
     copies = {}
     for name, value in attributes.items():
-        try:
+        with explained(name, value, "copied"):
             copies[name] = value if type(value) in _SHARED else copy.deepcopy(value, memo)
-        except MemoryError:
-            raise
-        except Exception as error:  # of any kind: the object's own methods are called
-            raise UnsupportedError(advice(name, value, "copied", error)) from error
     return copies
 
 
@@ -263,16 +259,26 @@ def pickled(name: str, value: Any) -> bytes:
     Raises:
         UnsupportedError: when it cannot be pickled, naming it.
     """
-    try:
+    with explained(name, value, "pickled"):
         return objects.dumps(value)
-    except MemoryError:
-        raise
-    except Exception as error:  # likewise
-        raise UnsupportedError(advice(name, value, "pickled", error)) from error
 
 
-def advice(name: str, value: Any, verb: str, error: Exception) -> str:
-    """Return the text of an error about an attribute that cannot be copied or pickled."""
-    return (f"attribute '{name}' of the elastic state cannot be {verb}: it is a {type(value).__name__} "
+@contextlib.contextmanager
+def explained(name: str, value: Any, verb: str, *others: type[Exception]) -> Iterator[None]:
+    """Return a context in which an attribute is copied or pickled; an error of any kind names it, but for lack of memory.
+
+    Args:
+        others: errors that are raised as they are, too.
+
+    Raises:
+        UnsupportedError: when that cannot be done.
+    """
+    try:
+        yield
+    except Exception as error:  # of any kind: the object's own methods are called
+        if isinstance(error, (MemoryError, *others)):
+            raise
+        raise UnsupportedError(
+            f"attribute '{name}' of the elastic state cannot be {verb}: it is a {type(value).__name__} "
             f"({type(error).__name__}: {error}). Keep plain data in the state, and such an object outside of it or in an "
-            "attribute whose name begins with an underscore")
+            "attribute whose name begins with an underscore") from error
