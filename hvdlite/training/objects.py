@@ -115,6 +115,6 @@ def _verify(payload: Array, digest: bytes, name: str, rank: int) -> None:
 
 
 def _refusal(texts: Mapping[int, Array]) -> UnsupportedError:
-    told = "; ".join(f"rank {rank}'s object cannot be pickled: {text.tobytes().decode(errors='replace')}"
+    reasons = "; ".join(f"rank {rank}'s object cannot be pickled: {text.tobytes().decode(errors='replace')}"
                      for rank, text in texts.items())
-    return UnsupportedError(f"{told}; send what can be, such as a state_dict")
+    return UnsupportedError(f"{reasons}; send what can be, such as a state_dict")

@@ -1,8 +1,8 @@
 """The exchange of one step's gradients that are values, and the weight of each rank by its samples.
 
 A rank's gradients are means over its samples. They are multiplied by the weight samples / reference number before the
-reduction; the weight is reduced with them like another gradient, and the result is divided by its mean. No rank needs to
-know the global batch size. Both factors are 1, and skipped, when all ranks have the reference number of samples.
+reduction; the weight is reduced with them like another gradient, and the result is divided by its mean. No rank
+needs the global batch size. Both factors are 1, and skipped, when all ranks have the reference number of samples.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class StepReducer(Learner):
         return 1.0 / mean if mean else 1.0
 
     def _group_ids_of(self, variables: Sequence[Any]) -> list[int]:
-        """Return each variable's group, from 1, or 0; the first call says which variables there are."""
+        """Return each variable's group, from 1, or 0; the first call determines which variables there are."""
         if self._group_ids is None:
             self._group_ids = group_ids(self._groups, variables)
         return [self._group_ids.get(id(variable), 0) for variable in variables]

@@ -52,8 +52,8 @@ def set_environment() -> None:
     """Set the variables that `init_process_group` reads (RANK, MASTER_ADDR, ...) from those of mpirun, mpiexec or srun.
 
     hvdrun and torchrun set them themselves, and what is set is not changed. With ranks on several hosts, mpirun does not
-    tell where rank 0 is: set MASTER_ADDR. MASTER_PORT is derived from the job's ids; set it where another program uses that
-    port.
+    reveal where rank 0 is: set MASTER_ADDR. MASTER_PORT is derived from the job's ids; set it where another program uses
+    that port.
 
     Raises:
         LaunchError: when no launcher has started this process, or MASTER_ADDR is needed.

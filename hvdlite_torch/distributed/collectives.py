@@ -24,9 +24,9 @@ from hvdlite.groups.group import Group
 from hvdlite_torch.distributed import tensors as memory
 from hvdlite_torch.distributed.errors import as_backend_error, missed
 from hvdlite_torch.distributed.observers import begin_span
-from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, Reduce, coalesced, sparse_told
+from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, Reduce, coalesced, sparse_text
 from hvdlite_torch.distributed.registration import NAME
-from hvdlite_torch.distributed.tensors import Prepared, joined
+from hvdlite_torch.distributed.tensors import PreparedCall, joined
 from hvdlite_torch.distributed.work import GroupWork
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class C10dMethods:
         self._group.start((), blocking=True)  # operations under way may change the tensor
         counts = [torch.empty(1, dtype=torch.int64) for _ in range(self._group.size)]
         own = coalesced(tensor, _reduce(opts))
-        prepared = self._operations.allgather(counts, torch.tensor([own._nnz()]), sparse_told(own))
+        prepared = self._operations.allgather(counts, torch.tensor([own._nnz()]), sparse_text(own))
         self._run(prepared.operations, prepared.finish, opts)
         return self._start(self._operations.sparse_sum(tensor, own, [int(count) for count in counts]), opts)
 
@@ -187,7 +187,7 @@ class C10dMethods:
         return self._receive(tensors, src_rank, tag)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Any:
-        """Receive from the rank that has sent first; `Work.source_rank` tells which one that was."""
+        """Receive from the rank that has sent first; `Work.source_rank` returns which one that was."""
         return self._receive(tensors, None, tag)
 
     def _receive(self, tensors: Sequence[torch.Tensor], source: int | None, tag: int) -> Any:
@@ -244,7 +244,7 @@ class C10dMethods:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _start(self, prepared: Prepared, opts: Any) -> Any:
+    def _start(self, prepared: PreparedCall, opts: Any) -> Any:
         """Start operations; return their work."""
         self._calls += 1
         is_blocking = opts is not None and not getattr(opts, "asyncOp", True)
@@ -337,7 +337,7 @@ def _timeout(opts: Any) -> float | None:
     return timeout.total_seconds() if timeout > _UNSET else None
 
 
-def _joined(calls: Sequence[Prepared]) -> Prepared:
+def _joined(calls: Sequence[PreparedCall]) -> PreparedCall:
     return joined(calls, [tensor for each in calls for tensor in each.tensors])
 
 

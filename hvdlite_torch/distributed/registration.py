@@ -20,13 +20,13 @@ NAME: Final = "hvdlite"
 OLDEST_TORCH: Final = (2, 13)
 """The oldest version of torch with which the tests of this backend pass; the rest of hvdlite_torch runs with older ones."""
 TRACE: Final = "TORCH_FR_DUMP_TEMP_FILE"
-"""The variable that tells where torch's Flight Recorder writes: the path but for the rank."""
+"""The variable that names where torch's Flight Recorder writes: the path but for the rank."""
 
 
 def register() -> None:
     """Register the backend, once; torch's entry point for backends calls this at the end of `import torch`.
 
-    Where torch cannot take it, a warning says why as soon as a script asks for it.
+    Where torch cannot take it, a warning gives the reason as soon as a script asks for it.
     """
     try:
         if torch.distributed.is_available() and NAME not in torch.distributed.Backend.backend_list:
@@ -85,9 +85,9 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
         of_world = [members[each] for each in ranks] if members else list(ranks)
         return _join(store, name, rank, len(ranks), of_world, timeout)
 
-    told = "default process group" if members is None else f"process group {name}"
+    description = "default process group" if members is None else f"process group {name}"
     try:
-        group = api.join_group(TorchStore(store), told, rank, size, timeout.total_seconds(), members)
+        group = api.join_group(TorchStore(store), description, rank, size, timeout.total_seconds(), members)
     except HvdliteError as error:
         raise as_backend_error(error) from error.__cause__
     trace = os.environ.get(TRACE, "")

@@ -224,7 +224,7 @@ def _keep_freed_memory() -> None:
 
 
 def _equal_part(value: Any) -> Any:
-    """Return what is equal on all ranks after `sync` in an object's state dict; the rest may tell the rank, say."""
+    """Return what is equal on all ranks after `sync` in an object's state dict; the rest may depend on the rank."""
     state = value.state_dict() if isinstance(value, (torch.nn.Module, *_ALIKE)) else None
     if isinstance(value, torch.nn.Module):  # a script defines its own extra state, and may add what is no tensor
         return {name: each for name, each in state.items()
@@ -272,7 +272,7 @@ class Part:
         return {**vars(self), "tensors": []}
 
     def equals(self, other: Part) -> bool:
-        """Return whether another rank's part is the same, bit by bit; False also where that cannot be told."""
+        """Return whether another rank's part is the same, bit by bit; False also where they cannot be compared."""
         return (None not in self.digests and self.digests == other.digests
                 and _is_same(self.structure, other.structure))
 

@@ -49,7 +49,7 @@ _storage_of: Callable[[torch.Tensor], int] = getattr(
     torch._C, "_storage_id", lambda tensor: tensor.untyped_storage()._cdata)
 """Return torch's handle of a tensor's storage."""
 COUNTS = hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.Tensor, "_use_count")
-"""Whether torch can tell who uses a tensor; else gradients are never views of buckets."""
+"""Whether torch can count who uses a tensor; else gradients are never views of buckets."""
 _version = operator.attrgetter("_version")
 _view_of = operator.attrgetter("view")
 _home_of = operator.attrgetter("home")
@@ -338,7 +338,7 @@ class _SmallPlaces:
         self._kinds = [(dtype, place.shape, torch.strided, False) for dtype, place in zip(dtypes, places, strict=True)]
         self._are_cpu = list(map(_is_cpu, self._homes))
         self._idle = _users(self._views(), self._storages)
-        fresh = [torch.empty(1)]  # autograd writes to copies that it makes for parameters, so versions tell too little
+        fresh = [torch.empty(1)]  # autograd writes to copies that it makes for parameters, so versions are not enough
         self._fresh = tuple(users * len(places) for users in _users(fresh, map(_storage_of, fresh)))
         self._no_targets: list[torch.Tensor | None] = [None] * len(places)
 

@@ -26,7 +26,7 @@ from hvdlite_torch.gradients.places import COUNTS, TorchPlaces
 from hvdlite_torch.gradients.unfinal import get_grad, set_grad
 
 FEW = 64
-"""Elements; so many of a gradient tell most of the time that it is not all zeros."""
+"""Elements; so many of a gradient are mostly enough to see that it is not all zeros."""
 MANY_KEPT = 4
 """Number of parameters with gradients kept over a round, from which no gradient is a view of its bucket."""
 

@@ -55,7 +55,7 @@ class _UnevenWeight(NamedTuple):
 
 
 _uneven: dict[int, _UnevenWeight] = {}
-"""By identity of their owners. Backward passes look here first: autograd does not tell them their scope."""
+"""By identity of their owners. Backward passes look here first: autograd does not pass them their scope."""
 
 
 class GradientWeight:
@@ -118,8 +118,8 @@ def weight_of_this_pass(name: str) -> float:
         name: of the collective that asks, for messages.
 
     Raises:
-        UnsupportedError: in an uneven batch, inside a transform of torch.func, where parameters cannot be told from other
-            tensors; and where scopes with different weights cannot be told apart.
+        UnsupportedError: in an uneven batch, inside a transform of torch.func, where parameters cannot be distinguished from
+            other tensors; and where it is ambiguous which of several weights applies.
     """
     if not _uneven:
         return 1.0

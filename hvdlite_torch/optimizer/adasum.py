@@ -8,7 +8,7 @@ Rules
 - Every rank takes part in every step. A rank without gradients contributes no change.
 - Gradients stay local, and so does loss scaling: a rank whose gradients overflowed skips the update and contributes no
   change, and its GradScaler lowers its own scale. For that, GradScaler has to call `step()` on all ranks; it does so for
-  optimizers that say that they unscale gradients themselves.
+  optimizers that declare that they unscale gradients themselves.
 - Changes travel as float16 only after they have been multiplied by a power of two, the same on all ranks, so that small
   ones do not become zero and the sum does not overflow.
 """

@@ -187,7 +187,7 @@ class DistributedBase(Learner):
         one loop (`with one.join(), two.join():`): all of them take from the same rank.
 
         Args:
-            models: modules whose parameters and buffers are taken from the last rank as well. An optimizer does not know
+            models: modules whose parameters and buffers are taken from the last rank as well. An optimizer has no
                 buffers: pass the model when it has running statistics (BatchNorm).
             synchronize: whether to take anything.
 

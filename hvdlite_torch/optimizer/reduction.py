@@ -35,7 +35,7 @@ class ReductionSettings:
         process_set: the ranks that take part.
         wait_in: None for the knob's value.
         comm_hook: reduces the gradients instead of an allreduce.
-        exchange: the hook's collectives; a hook knows its optimizer by it, so it outlives worlds.
+        exchange: the hook's collectives; a hook identifies its optimizer by it, so it outlives worlds.
         unseen_sparse_dims: see `TorchGradients`.
     """
 

@@ -2,8 +2,9 @@
 
 Theory of operation (docs/protocol.md#members, #boundaries)
 - A world ends with an error of a collective, with the launcher's order to stop, or at a boundary on which all members agree.
-  Then this member closes its runtime, says so, and waits for the next order.
-- In the next world it goes back to its last commit if the order says so, takes rank 0's state, and calls the function again.
+  Then this member closes its runtime, reports that, and waits for the next order.
+- In the next world it goes back to its last commit if the order requires that, takes rank 0's state, and calls the function
+  again.
 - The function may return on some members before others. They wait for these, and call it again if there is another world.
 """
 
@@ -138,7 +139,7 @@ class _Training:
         failure = None if current is None else current.failure
         if isinstance(error, (PeerLostError, HostsUpdatedInterrupt)) or (
                 isinstance(failure, PeerLostError) and str(failure) in str(error)):  # TensorFlow wraps it in its own error
-            return  # the launcher says so
+            return  # the launcher reports it
         _log.warning("world %d has ended on this rank: %s: %s", self._epoch, type(error).__name__, error,
                      exc_info=None if isinstance(error, _MeetingFailed) else error)
 

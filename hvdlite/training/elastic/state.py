@@ -217,7 +217,7 @@ class ObjectState(State):
             check_replicas(runtime, named, "elastic.replicas", advice=_UNEQUAL)
         except ReplicaMismatchError:
             with contextlib.suppress(HorovodInternalError):
-                runtime.barrier("elastic.replicas.known").wait()  # this rank may end: the others must know why before that
+                runtime.barrier("elastic.replicas.known").wait()  # this rank may end: the others need the reason before that
             raise
 
     def _replicated(self, sent: Collection[str]) -> Iterator[tuple[str, Array | int]]:

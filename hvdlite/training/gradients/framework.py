@@ -102,7 +102,7 @@ class Framework(Protocol[ParameterIn]):
         """Return what gives the gradient, as long as it lives, and does not keep it alive."""
 
     def is_zero(self, gradient: Gradient, /) -> bool:
-        """Return whether all values are zero; False where only waiting for a GPU could tell."""
+        """Return whether all values are zero; False where only waiting for a GPU would show it."""
 
     def rows(self, parameter: ParameterIn, gradient: Gradient, /) -> Array | None:
         """Return a sparse gradient as bytes, (n, bytes of a row): each row's indices and values. None for any other."""
