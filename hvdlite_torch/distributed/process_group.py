@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch._C import _distributed_c10d as c10d
 from torch._C import _len_torch_dispatch_stack
+from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdlite.groups.group import Group
-from hvdlite_torch.distributed import observers, other_devices
+from hvdlite_torch.distributed import observers
 from hvdlite_torch.distributed.collectives import CAN_BE_BACKEND, C10dMethods, HvdliteBackend
 from hvdlite_torch.distributed.errors import UnsupportedArgumentError
 from hvdlite_torch.distributed.fr_trace import GroupRecord
@@ -112,7 +113,7 @@ class HvdliteProcessGroup(C10dMethods, _ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [_CPU, *map(torch.device, other_devices.named(self, NAME))]
+        return [_CPU, *map(torch.device, _named_backends(self))]
 
     def _has_hooks(self) -> bool:
         return False
@@ -189,17 +190,59 @@ class HvdliteProcessGroup(C10dMethods, _ProcessGroup):  # type: ignore[misc]
 
     def _backend_for(self, device: str) -> Any:
         """Return the backend that the script has named for another device; None without one."""
-        name = other_devices.named(self, NAME).get(device)
+        name = _named_backends(self).get(device)
         if name is not None and device not in self._other_backends:
-            made, kind = other_devices.make(name, device, self, self._timeout)
+            made, kind = _made_backend(name, device, self, self._timeout)
             self._register_backend(torch.device(device), kind, made)
             self._other_backends[device] = made
         return self._other_backends.get(device)
 
 
+# --- backends of other devices: "cpu:hvdlite,cuda:nccl" ----------------------------------------------------------------
+# Before 2.14, torch makes no other backend for a group that Python implements, so they are made here.
+
+
+def _named_backends(group: Any) -> dict[str, str]:
+    """Return the backends that the script has named for a group, by type of device, without this one."""
+    config = distributed_c10d._world.pg_backend_config.get(group, "")
+    pairs = [each.split(":") for each in config.split(",") if ":" in each]
+    return {device: backend for device, backend in pairs if backend != NAME}
+
+
+def _made_backend(name: str, device: str, group: Any, timeout: datetime.timedelta) -> tuple[Any, Any]:
+    """Make a backend as torch does; return it and its type.
+
+    Raises:
+        UnsupportedArgumentError: for a backend that cannot be made here.
+    """
+    prefix = distributed_c10d._world.pg_map[group][1]
+    store, rank, size = c10d.PrefixStore(f"{device}/", prefix), group.rank(), group.size()
+    ranks = list(distributed_c10d._world.pg_group_ranks.get(group, range(size)))
+    if name in ("nccl", "xccl"):
+        kind: Any = getattr(c10d, f"ProcessGroup{name.upper()}", None)
+        if kind is None:
+            raise UnsupportedArgumentError(f'backend "{name}" for {device}: this torch ({torch.__version__}) was built '
+                                           "without it; install one for this device, or name another backend")
+        options = kind.Options()
+        options._timeout, options.global_ranks_in_group, options.group_name = timeout, ranks, group.group_name
+        return kind(store, rank, size, options), getattr(c10d.ProcessGroup.BackendType, name.upper())
+    if name == "gloo":
+        return c10d.ProcessGroupGloo(store, rank, size, timeout=timeout), c10d.ProcessGroup.BackendType.GLOO
+    plugin = torch.distributed.Backend._plugins.get(name.upper())
+    if plugin is None:
+        raise UnsupportedArgumentError(f'backend "{name}" for {device} cannot be used beside hvdlite on torch '
+                                       f"{torch.__version__}: only nccl, xccl, gloo and backends that are registered")
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout), c10d.ProcessGroup.BackendType.CUSTOM
+    options = c10d._DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size, options.timeout = store, rank, size, timeout
+    options.group_id, options.global_ranks_in_group = group.group_name, ranks
+    return plugin.creator_fn(options, None), c10d.ProcessGroup.BackendType.CUSTOM
+
+
 def records() -> list[GroupRecord]:
     """Return what this rank remembers of its process groups of hvdlite."""
-    groups = list(torch.distributed.distributed_c10d._world.pg_map)
+    groups = list(distributed_c10d._world.pg_map)
     return [group.record() for group in groups if isinstance(group, HvdliteProcessGroup)]
 
 

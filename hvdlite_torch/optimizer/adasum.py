@@ -31,24 +31,24 @@ from hvdlite_torch.arrays import cuda
 from hvdlite_torch.arrays.tensors import as_array, as_runtime_array, contiguous
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.optimizer.base import DistributedBase
+from hvdlite_torch.optimizer.reduction import ReductionSettings
 
 
 class DistributedAdasum(DistributedBase):
     """Mixed into the user's optimizer class."""
 
     _process_set = GLOBAL_PROCESS_SET_ID
+    _is_first = True
 
-    def _prepare(self, names: dict[torch.Tensor, str], process_set: ProcessSet, compression: type[Compressor]) -> None:
-        """Become a distributed optimizer, which takes part in no world yet."""
-        self._compression = compression
+    def _prepare(self, settings: ReductionSettings) -> None:
+        super()._prepare(settings)
         self._changes: _Changes | None = None
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients that the step is not to see
         self._base_unscales = getattr(self, "_step_supports_amp_scaling", False)  # fused optimizers
-        self._set_up(names, process_set, first=True)
 
     def _attach(self, runtime: Runtime, label: str | None = None) -> None:
         if runtime.world.size > 1:
-            check_whole_job(self._process_set_given)
+            check_whole_job(self._settings.process_set)
         self._name = f"adasum.{runtime.label('torch') if label is None else label}"
         self._runtime, self._active = runtime, runtime.world.size > 1
         self._step_supports_amp_scaling = self._active or self._base_unscales
@@ -84,7 +84,7 @@ class DistributedAdasum(DistributedBase):
             self._unscale()
         trained = [parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad]
         if self._changes is None or not self._changes.fits(trained):
-            self._changes = _Changes(trained, self._compression)
+            self._changes = _Changes(trained, self._settings.compression)
         with torch.no_grad():
             torch._foreach_copy_(self._changes.starts, trained)
 
@@ -120,7 +120,7 @@ class DistributedAdasum(DistributedBase):
         devices = self._runtime.devices
         sent, tensors, contexts = [], [], []
         for delta in changes.real:
-            tensor, context = self._compression.compress(delta)
+            tensor, context = self._settings.compression.compress(delta)
             tensor = cuda.to_transportable(contiguous(tensor, self._name), devices, Collective.ALLREDUCE, ReduceOp.ADASUM)
             sent.append(as_runtime_array(tensor, self._name, devices))
             tensors.append(tensor)
@@ -128,7 +128,7 @@ class DistributedAdasum(DistributedBase):
         cuda.wait(self._runtime.grouped_allreduce(self._name, sent, sent, ReduceOp.ADASUM))
         for delta, tensor, context in zip(changes.real, tensors, contexts, strict=True):
             if tensor.data_ptr() != delta.data_ptr():
-                delta.copy_(self._compression.decompress(tensor, context))
+                delta.copy_(self._settings.compression.decompress(tensor, context))
         if scales:
             torch._foreach_mul_(changes.narrowed, [1 / scale for scale in scales])
 

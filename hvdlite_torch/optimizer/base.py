@@ -14,7 +14,7 @@ import torch
 
 from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
-from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet, global_process_set
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, global_process_set
 from hvdlite.runtime.followers import Learner
 from hvdlite.runtime.names import Names
 from hvdlite.runtime.runtime import Runtime
@@ -22,6 +22,7 @@ from hvdlite.training.replicas import check_replicas
 from hvdlite_torch.arrays.tensors import on_host
 from hvdlite_torch.collectives.broadcasts import take_over
 from hvdlite_torch.gradients.unfinal import set_grad
+from hvdlite_torch.optimizer.reduction import ReductionSettings
 from hvdlite_torch.step_parts import once_a_step
 
 _EARLIER = "torch.earlier"
@@ -58,30 +59,27 @@ class DistributedBase(Learner):
 
     param_groups: list[dict[str, Any]]
     _runtime: Runtime  # missing while the optimizer is detached
-    _process_set_given: ProcessSet
+    _settings: ReductionSettings
     _process_set: int  # its id in this world
     _active = False
     """Whether other ranks take part."""
     _stages_before: tuple[Stage, ...]
     _stages_after: tuple[Stage, ...]
-    _parameter_names: dict[torch.Tensor, str]
+    _is_first = False
+    """Whether stages come before the hooks that the optimizer has already, and not after them."""
     _check_name: str  # of comparisons of the replicas
     _steps: int  # in this world
 
     # --- steps ---------------------------------------------------------------------------------------------------------
 
-    def _set_up(self, names: dict[torch.Tensor, str], process_set: ProcessSet, *, first: bool) -> None:
-        """Become a distributed optimizer, whose steps have stages; it takes part in no world yet.
-
-        Args:
-            first: whether stages come before the hooks that the optimizer has already, and not after them.
-        """
+    def _prepare(self, settings: ReductionSettings) -> None:
+        """Become a distributed optimizer, whose steps have stages; it takes part in no world yet."""
         assert isinstance(self, torch.optim.Optimizer)
-        self._parameter_names, self._process_set_given = names, process_set
+        self._settings = settings
         for hooks, register, hook in ((self._optimizer_step_pre_hooks, self.register_step_pre_hook, _before_step),
                                       (self._optimizer_step_post_hooks, self.register_step_post_hook, _after_step)):
             handle = register(once_a_step(hook))
-            if first:
+            if self._is_first:
                 hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]
 
     def _check_replicas(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -92,7 +90,7 @@ class DistributedBase(Learner):
         every = self._runtime.config.replica_check_steps
         if every and self._steps % every == 0:
             parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-            named = [(name := self._parameter_names.get(parameter, f"noname.{index}"), on_host(parameter, name))
+            named = [(name := self._settings.names.get(parameter, f"noname.{index}"), on_host(parameter, name))
                      for index, parameter in enumerate(parameters)]
             check_replicas(self._runtime, named, self._check_name, self._process_set)
 
@@ -115,13 +113,13 @@ class DistributedBase(Learner):
 
     def world_began(self, runtime: Runtime) -> None:
         """Take part in a world with the same arguments as in the last one, and counts that start anew."""
-        process_set = self._process_set_given.process_set_id
+        process_set = self._settings.process_set.process_set_id
         if process_set is not None:  # else it may be registered before the next step
             self._attach(runtime, runtime.label(_EARLIER, process_set))
 
     def next_label(self, names: Names) -> str:
         """Return the label that `world_began` will choose."""
-        return names.label(_EARLIER) if self._process_set_given is global_process_set else ""
+        return names.label(_EARLIER) if self._settings.process_set is global_process_set else ""
 
     def _take_part(self, *step: Any) -> None:
         """Attach before gradients are used, if that was not possible before; also a stage.

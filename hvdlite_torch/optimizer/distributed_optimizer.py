@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -101,7 +101,6 @@ def DistributedOptimizer(
     prescale, postscale = factors(op, gradient_predivide_factor)
     names = _names(optimizer, named_parameters)
     ids = group_ids(groups, list(names))
-    base = type(optimizer)
     if comm_hook is not None and (op is not ReduceOp.AVERAGE or compression is not Compression.none or groups is not None
                                   or gradient_predivide_factor != 1.0):
         raise ValueError("comm_hook decides itself how gradients are averaged: leave op, compression, groups and "
@@ -111,23 +110,21 @@ def DistributedOptimizer(
     waiting = chosen_wait(wait_in)
     if runtime is not None:
         api.set_id(process_set)  # raises before anything is changed
+    kind: type[DistributedBase] = _kind or Distributed
     if op is ReduceOp.ADASUM:
+        kind = DistributedAdasum
         if runtime is not None and runtime.world.size > 1:
             check_whole_job(process_set)
-        optimizer.__class__ = type(base.__name__, (DistributedAdasum, base), {"__module__": base.__module__})
-        assert isinstance(optimizer, DistributedAdasum)
-        optimizer._prepare(names, process_set, compression)
-    else:
-        optimizer.__class__ = type(base.__name__, (_kind or Distributed, base), {"__module__": base.__module__})
-        assert isinstance(optimizer, Distributed)
-        optimizer._prepare(ReductionSettings(
-            names, ids, op, prescale, postscale, compression, backward_passes_per_step, sparse_as_dense, process_set,
-            waiting, comm_hook,
-            unseen_sparse_dims=int(isinstance(optimizer, torch.optim.SparseAdam))))  # it takes no dense gradients
+    base, made = type(optimizer), cast(DistributedBase, optimizer)
+    unseen_sparse_dims = int(isinstance(optimizer, torch.optim.SparseAdam))  # it takes no dense gradients
+    made.__class__ = type(base.__name__, (kind, base), {"__module__": base.__module__})
+    made._prepare(ReductionSettings(
+        names, ids, op, prescale, postscale, compression, backward_passes_per_step, sparse_as_dense, process_set,
+        waiting, comm_hook, unseen_sparse_dims))
     if runtime is not None:
-        optimizer._attach(runtime, _label)
+        made._attach(runtime, _label)
     if _runtime is None:
-        api.follow(optimizer)
+        api.follow(made)
     return optimizer
 
 
@@ -139,11 +136,9 @@ class Distributed(DistributedBase):
     _loss_reduction: tuple[str, ReduceOp] | None = None  # name and op, where losses steer the optimizer
 
     def _prepare(self, settings: ReductionSettings) -> None:
-        """Become a distributed optimizer, which takes part in no world yet."""
-        self._settings = settings
+        super()._prepare(settings)
         self._synchronizes = True
         self._sources = []
-        self._set_up(settings.names, settings.process_set, first=False)
 
     def _attach(self, runtime: Runtime, label: str | None = None) -> None:
         settings = self._settings
@@ -167,7 +162,7 @@ class Distributed(DistributedBase):
 
     def _watch(self, parameter: torch.Tensor) -> None:
         if self._active:
-            self._hooks.reducer.add(parameter, self._parameter_names[parameter],
+            self._hooks.reducer.add(parameter, self._settings.names[parameter],
                                     self._settings.group_ids.get(id(parameter), 0))
             self._hooks.watch(parameter)
 
@@ -176,7 +171,7 @@ class Distributed(DistributedBase):
         super().add_param_group(param_group)  # type: ignore[misc]
         group = len(self.param_groups) - 1
         for index, parameter in enumerate(self.param_groups[-1]["params"]):
-            self._parameter_names.setdefault(parameter, _number(group, index))
+            self._settings.names.setdefault(parameter, _number(group, index))
             self._watch(parameter)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
