@@ -82,10 +82,13 @@ class StepReducer(Learner):
             raise ValueError(f"gradients are reduced with op Average or Sum, not {op.name.capitalize()}")
         check_compression(compression)
         self._prescale, self._postscale = factors(op, gradient_predivide_factor)
-        self._frontend, self._process_set = frontend, process_set
-        self._op, self._compression, self._sparse_as_dense = op, compression, sparse_as_dense
+        self._frontend = frontend
+        self._process_set = process_set
+        self._op = op
+        self._compression = compression
+        self._sparse_as_dense = sparse_as_dense
         self._lock = threading.Lock()
-        self._reference_samples: float | None = None
+        self._reference_samples: float | None = None  # the most that a rank had in the first step of this world
         self._groups = groups
         checked = group_ids(groups, ())
         self._group_ids = None if isinstance(groups, int) else checked  # None: until the variables are known

@@ -85,7 +85,9 @@ class C10dMethods:
         counts = [torch.empty(1, dtype=torch.int64) for _ in range(self._group.size)]
         own = coalesced(tensor, _reduce(opts))
         prepared = self._operations.allgather(counts, torch.tensor([own._nnz()]), sparse_text(own))
-        self._run(prepared.operations, prepared.finish, opts)
+        self._calls += 1
+        call = self._group.start(prepared.operations, prepared.finish, blocking=True, timeout=_timeout(opts))
+        GroupWork(self._group, [call], []).wait()
         return self._start(self._operations.sparse_sum(tensor, own, [int(count) for count in counts]), opts)
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
@@ -255,11 +257,6 @@ class C10dMethods:
         if is_blocking and call.is_done and call.error is None:
             return self._done
         return self._began(call, prepared.tensors)
-
-    def _run(self, operations: Sequence[Any], finish: Any, opts: Any) -> None:
-        """Carry out operations on this thread, before what follows."""
-        self._calls += 1
-        GroupWork(self._group, [self._group.start(operations, finish, blocking=True, timeout=_timeout(opts))], []).wait()
 
     def _began(self, call: Call, tensors: list[torch.Tensor]) -> GroupWork:
         if self._coalesced is not None:

@@ -181,8 +181,7 @@ class Operations:
 
     def allgather(self, outputs: Sequence[torch.Tensor], own: torch.Tensor, name: str = "all_gather") -> PreparedCall:
         """Gather every rank's tensor in `outputs`; their numbers of elements may differ between ranks."""
-        self._check_parts(outputs, name)
-        self._check_like(outputs, own, name)
+        self._check_parts(outputs, name, own)
         rows = tuple(output.numel() for output in outputs)
         if own.numel() != rows[self._rank]:
             raise ValueError(f"{name}: this rank's tensor has {own.numel()} elements, and its place in the output "
@@ -206,8 +205,7 @@ class Operations:
         copies, target, count = Copies(), None, own.numel()
         if self._rank == root:
             outputs = outputs or []
-            self._check_parts(outputs, "gather")
-            self._check_like(outputs, own, "gather")
+            self._check_parts(outputs, "gather", own)
             _check_even(outputs, own, "gather")
             target = memory.memory(copies.room_for_all(outputs))
         operation = Operation(
@@ -222,8 +220,7 @@ class Operations:
         copies, sources = Copies(), []
         if self._rank == root:
             inputs = inputs or []
-            self._check_parts(inputs, "scatter")
-            self._check_like(inputs, output, "scatter")
+            self._check_parts(inputs, "scatter", output)
             _check_even(inputs, output, "scatter")
             sources = [memory.memory(copies.sources(inputs))]
         operation = Operation(
@@ -235,8 +232,7 @@ class Operations:
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduce: Reduce) -> PreparedCall:
         """Reduce the ranks' lists of tensors; each rank gets one of the results. The tensors' sizes may differ."""
         name = "reduce_scatter"
-        self._check_parts(inputs, name)
-        self._check_like(inputs, output, name)
+        self._check_parts(inputs, name, output)
         rows = tuple(part.numel() for part in inputs)
         if output.numel() != rows[self._rank]:
             raise ValueError(f"{name}: the output has {output.numel()} elements, and this rank's tensor of the inputs "
@@ -268,9 +264,8 @@ class Operations:
 
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> PreparedCall:
         """Exchange lists of tensors of any sizes."""
-        self._check_parts(outputs, "all_to_all")
         self._check_parts(inputs, "all_to_all")
-        self._check_like([*outputs, *inputs], inputs[0], "all_to_all")
+        self._check_parts(outputs, "all_to_all", inputs[0])
         received, sent = ([part.numel() for part in parts] for parts in (outputs, inputs))
         copies = Copies()
         exchange = _exchange(copies.room_for_all(outputs), copies.sources(inputs), received, sent)
@@ -294,9 +289,11 @@ class Operations:
         per_row = tensor.numel() // length if length else 0
         return [split * per_row for split in splits]
 
-    def _check_parts(self, parts: Sequence[torch.Tensor], name: str) -> None:
+    def _check_parts(self, parts: Sequence[torch.Tensor], name: str, like: torch.Tensor | None = None) -> None:
+        """Check that there is a tensor for each rank, and that all are like another one, or like the first of them."""
         if len(parts) != self._size:
             raise ValueError(f"{name}: the list has {len(parts)} tensors; it needs one for each of {self._size} ranks")
+        self._check_like(parts, parts[0] if like is None else like, name)
 
     def _check_like(self, tensors: Sequence[torch.Tensor], like: torch.Tensor, name: str) -> None:
         memory.check(like, name)

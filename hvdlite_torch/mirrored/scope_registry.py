@@ -45,11 +45,13 @@ class ScopeRegistry:
         self._lazy: list[weakref.ref[torch.Tensor]] = []  # without a shape when everything was mirrored last
         self.schedule = MirrorSchedule(replicas, functools.partial(_any_has_its_shape, self._lazy))
         self.learning_rate_factor = learning_rate_factor
-        self._replicas, self._process_set = replicas, process_set
+        self._replicas = replicas
+        self._process_set = process_set
         self._sync_batch_norm = sync_batch_norm
-        self._passes, self._compression = backward_passes_per_step, compression
+        self._passes = backward_passes_per_step
+        self._compression = compression
         self._modules: LivingObjects[torch.nn.Module] = LivingObjects()
-        self._counts: collections.Counter[str] = collections.Counter()
+        self._counts: collections.Counter[str] = collections.Counter()  # of modules, by the names of their classes
         self._optimizers: LivingObjects[Any] = LivingObjects()
         self.weight = GradientWeight(replicas.runtime)
         self._awaiting: list[Any] = []  # hooks on modules with lazy parameters, while there is a weight
