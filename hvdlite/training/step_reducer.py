@@ -277,7 +277,7 @@ class ArrayStepReducer(StepReducer):
         self._reducer.expect(slots if samples is None else [*slots, self._count_slot])
         weight = 1.0 if samples is None else self._weight(samples)
         for slot, gradient in reversed(_weighted(gradients, weight).items()):  # the last layers' gradients came first
-            self._reducer.give(slot, gradient)
+            self._reducer.hand_over(slot, gradient)
         return weight
 
     def _finish(self, slots: Collection[int], weight: float | None) -> dict[int, Gradient]:
@@ -294,7 +294,7 @@ class ArrayStepReducer(StepReducer):
             return alone
         assert self._reducer is not None
         if weight is not None:
-            self._reducer.give(self._count_slot, np.array([weight], np.float32))
+            self._reducer.hand_over(self._count_slot, np.array([weight], np.float32))
         reduced = self._reducer.finish()
         count = reduced.pop(self._count_slot, None)
         others = sorted(reduced.keys() - set(slots))

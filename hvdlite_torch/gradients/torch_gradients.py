@@ -100,8 +100,8 @@ class TorchGradients:
     def places(self, bucket: LearnedBucket, parameters: Sequence[torch.Tensor]) -> TorchPlaces:
         return (GpuPlaces if isinstance(bucket.memory, DeviceArray) else TorchPlaces)(self, bucket, parameters)
 
-    def alone(self, parameter: torch.Tensor, gradient: torch.Tensor | None, is_given: bool) -> Alone:
-        if gradient is not None and is_given:
+    def alone(self, parameter: torch.Tensor, gradient: torch.Tensor | None, counts: bool) -> Alone:
+        if gradient is not None and counts:
             densified = self.densified(parameter, gradient)
             gradient = gradient if densified is None else densified
             values = gradient.detach()

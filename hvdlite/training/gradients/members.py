@@ -173,7 +173,7 @@ class Members(Generic[Parameter]):
             member.passes = 0
         return member.state
 
-    def give(self, member: Member[Parameter], *, is_again: bool) -> None:
+    def hand_over(self, member: Member[Parameter], *, is_again: bool) -> None:
         """What a member holds is reduced in the round under way.
 
         Args:
@@ -266,9 +266,10 @@ class Members(Generic[Parameter]):
     def check(self, *, is_under_way: bool, is_closed: bool, has_local: bool, has_reduced: bool) -> None:
         """Check what always holds between two calls; for tests."""
         for member in (*self, *self.waiting.values()):
-            is_given = member.state in (READY, UNUSED, TRAILING)
-            assert is_given <= is_under_way and (is_given or not is_closed or id(member.parameter) in self.waiting), member
-            assert is_given or (member.held is None and member.trailing is None), member
+            is_in_round = member.state in (READY, UNUSED, TRAILING)
+            assert is_in_round <= is_under_way, member
+            assert is_in_round or not is_closed or id(member.parameter) in self.waiting, member
+            assert is_in_round or (member.held is None and member.trailing is None), member
             assert has_reduced or member.state not in (REDUCED, AGAIN), member
             assert has_local or member.state not in (LOCAL, AGAIN), member
             if member.state in (READY, UNUSED):  # else somebody could write to what others read
@@ -291,7 +292,7 @@ class Members(Generic[Parameter]):
             return Origin.OWN
         return Origin.OLD if self.framework.version(gradient) == member.version else Origin.REWRITTEN
 
-    def is_given(self, origin: Origin, written_too: bool) -> bool:
+    def counts(self, origin: Origin, written_too: bool) -> bool:
         """Return whether a gradient of this origin counts in a round that is closed.
 
         Args:

@@ -149,7 +149,7 @@ class Reducer(Generic[Parameter]):
             if member.held is None:
                 self._leave_out(current, member, Origin.NONE)
             else:
-                self._give(current, member, is_again=state is AGAIN)
+                self._hand_over(current, member, is_again=state is AGAIN)
 
     def ready_small(self, keys: Set[int]) -> Set[int]:
         """Like `ready`, for all small members of buckets at once; return the parameters that are given.
@@ -220,7 +220,7 @@ class Reducer(Generic[Parameter]):
                 self.later_call.decide(self.members, accumulates=current.has_again)
             for member in [member for member in self.members if member.state is not READY]:
                 if member.state is not UNUSED and member.state is not TRAILING:
-                    self._give_rest(current, member)
+                    self._hand_over_rest(current, member)
             if self._make_bucket is not None:
                 current.buckets[0].send()
             current.is_closed = True
@@ -335,24 +335,24 @@ class Reducer(Generic[Parameter]):
     def _computed_twice(self, member: Member[Parameter]) -> GradientOrderError:
         return computed_twice(member.name, self.rank, self.passes.per_round, reduction_name(self.set.op))
 
-    def _give_rest(self, current: Round[Parameter], member: Member[Parameter]) -> None:
+    def _hand_over_rest(self, current: Round[Parameter], member: Member[Parameter]) -> None:
         """Give a member that no backward pass has given, or leave it out, by its gradient's origin."""
         member.held = self.members.gradient(member)
         origin = self.members.origin(member, member.held)
-        if self.members.is_given(origin, self.written_too):
+        if self.members.counts(origin, self.written_too):
             is_again = origin is Origin.AGAIN or origin is Origin.REDUCED
-            self._give(current, member, is_again=is_again, is_own=origin is not Origin.NEW and not is_again)
+            self._hand_over(current, member, is_again=is_again, is_own=origin is not Origin.NEW and not is_again)
         else:
             self._leave_out(current, member, origin)
 
-    def _give(self, current: Round[Parameter], member: Member[Parameter], *, is_again: bool, is_own: bool = False) -> None:
+    def _hand_over(self, current: Round[Parameter], member: Member[Parameter], is_again: bool, is_own: bool = False) -> None:
         """Let a member's gradient, which it holds, be reduced."""
         current.has_again = current.has_again or is_again
-        self.members.give(member, is_again=is_again)
+        self.members.hand_over(member, is_again=is_again)
         if member.bucket >= 0 and current.buckets:
             current.buckets[member.bucket].fill(member, is_own)
         else:
-            self._send_alone(current, member, is_given=True)
+            self._send_alone(current, member, counts=True)
 
     def _leave_out(self, current: Round[Parameter], member: Member[Parameter], origin: Origin) -> None:
         """Report a member as unused; the gradient that it holds, if any, does not count."""
@@ -361,19 +361,19 @@ class Reducer(Generic[Parameter]):
         if member.bucket >= 0 and current.buckets:
             current.buckets[member.bucket].leave_out(member)
         else:
-            self._send_alone(current, member, is_given=False)
+            self._send_alone(current, member, counts=False)
         if id(member.held) != old:  # a copy, which is no new gradient either
             self.members.note_last(member, member.held, is_written=origin is Origin.REWRITTEN)
 
-    def _send_alone(self, current: Round[Parameter], member: Member[Parameter], *, is_given: bool) -> None:
+    def _send_alone(self, current: Round[Parameter], member: Member[Parameter], *, counts: bool) -> None:
         try:
-            current.alone.append(BucketOfOne(self.set, member, is_given=is_given))
+            current.alone.append(BucketOfOne(self.set, member, counts=counts))
         except BaseException:  # it is not sent, and so not given
             self.members.take_back(member)
             raise
 
     def _end(self, current: Round[Parameter], buckets: Sequence[Bucket[Parameter]]) -> list[HvdliteError]:
-        """The round is over: give parameters their gradients. Return the errors."""
+        """The round is over: set the gradients of parameters. Return the errors."""
         members, errors = self.members, list[HvdliteError]()
         for bucket in buckets:
             errors += bucket.errors
