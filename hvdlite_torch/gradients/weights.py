@@ -73,11 +73,6 @@ class GradientWeight:
         self.runtime = runtime
         self._hooks: dict[Any, Any] = {}  # by the node that accumulates a parameter's gradient; nodes live while held
 
-    @property
-    def is_applied(self) -> bool:
-        """Whether gradients are multiplied now."""
-        return bool(self._hooks)
-
     def apply_to(self, parameters: Iterable[torch.Tensor]) -> None:
         """Weigh the gradients of these parameters and no others; lazy ones have no gradients yet."""
         for hook in self._hooks.values():
@@ -131,18 +126,13 @@ def weight_of_this_pass(name: str) -> float:
         raise UnsupportedError(f"{where} with torch.func in a batch whose shards may differ between ranks, and hvdlite "
                                "cannot know whether the gradients will be weighted; use torch.autograd.grad or "
                                "backward(), or batches that divide evenly (drop_last=True)")
-    values = {each.value for each in uneven if _computes_any(each.nodes())}
+    values = {each.value for each in uneven if any(_fate(node) is not _Fate.IGNORED for node in each.nodes())}
     if not values and _accumulates_activations():
         values = {each.value for each in uneven}
     if len(values) > 1:
         raise UnsupportedError(f"{where} while {len(uneven)} strategies have uneven batches with the weights "
                                f"{sorted(values)}, and hvdlite cannot know which one applies; leave one of the loops first")
     return values.pop() if values else 1.0
-
-
-def _computes_any(nodes: Iterable[Any]) -> bool:
-    """Return whether the running backward pass reaches one of these nodes, which accumulate gradients."""
-    return any(_fate(node) is not _Fate.IGNORED for node in nodes)
 
 
 def _accumulates_activations() -> bool:

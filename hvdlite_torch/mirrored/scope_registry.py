@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
@@ -42,8 +41,10 @@ class ScopeRegistry:
 
     def __init__(self, replicas: TorchReplicaGroup, process_set: ProcessSet, *, learning_rate_factor: float,
                  sync_batch_norm: bool, backward_passes_per_step: int, compression: type[Compressor]) -> None:
-        self._lazy: list[weakref.ref[torch.Tensor]] = []  # without a shape when everything was mirrored last
-        self.schedule = MirrorSchedule(replicas, functools.partial(_any_has_its_shape, self._lazy))
+        lazy: list[weakref.ref[torch.Tensor]] = []
+        self._lazy = lazy  # without a shape when everything was mirrored last
+        self.schedule = MirrorSchedule(replicas, lambda: any(
+            tensor is not None and not is_lazy(tensor) for tensor in (reference() for reference in lazy)))
         self.learning_rate_factor = learning_rate_factor
         self._replicas = replicas
         self._process_set = process_set
@@ -268,10 +269,6 @@ class _ForeignOptimizers:
                         "hvd.DistributedOptimizer")
                 reducing.add(weakref.ref(reduced_by[0]))
         self._examined[optimizer] = count, reducing
-
-
-def _any_has_its_shape(tensors: Sequence[weakref.ref[torch.Tensor]]) -> bool:
-    return any(tensor is not None and not is_lazy(tensor) for tensor in (reference() for reference in tensors))
 
 
 def _kind(tensor: torch.Tensor) -> TensorKind:
