@@ -125,7 +125,6 @@ class HvdliteStrategy(ParallelStrategy):
 
     def setup(self, trainer: Any) -> None:
         """Broadcast rank 0's model, and wrap the optimizers."""
-        assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
             self.model = hvd.SyncBatchNorm.convert_sync_batchnorm(self.model)
@@ -142,7 +141,6 @@ class HvdliteStrategy(ParallelStrategy):
 
     def model_to_device(self) -> None:
         """Put the model on this rank's device."""
-        assert self.model is not None
         self.model.to(self.root_device)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -192,6 +190,5 @@ class HvdliteStrategy(ParallelStrategy):
             yield
 
     def _names(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-        assert self.model is not None
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [(name, parameter) for name, parameter in self.model.named_parameters() if id(parameter) in own]

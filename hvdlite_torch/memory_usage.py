@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -11,6 +10,7 @@ from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.device import DeviceArray
 from hvdlite.training.memory_report import MemoryReport, gather_report
+from hvdlite_torch.rows import tensors_in
 
 
 def memory_report(model: torch.nn.Module | Iterable[torch.Tensor],
@@ -31,16 +31,7 @@ def memory_report(model: torch.nn.Module | Iterable[torch.Tensor],
     gradients = _stored(tensor.grad for tensor in tensors if tensor.grad is not None)
     outside = [each for each in gradients if not any(begin <= each.data_ptr() < end for begin, end in buckets)]
     state = {} if optimizer is None else optimizer.state
-    return gather_report(_bytes(_stored(tensors)), _bytes(outside), _bytes(_stored(_tensors_in(list(state.values())))))
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an optimizer's state, which may lie in lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(each)
+    return gather_report(_bytes(_stored(tensors)), _bytes(outside), _bytes(_stored(tensors_in(list(state.values())))))
 
 
 def _stored(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

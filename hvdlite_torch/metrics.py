@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
-from hvdlite.training import objects
-from hvdlite_torch.arrays.tensors import as_array, contiguous
+from hvdlite_torch.collectives.broadcasts import gather_tensors
 
 
 def synchronize_metrics(module: torch.nn.Module) -> None:
@@ -38,17 +36,7 @@ def gather_all_tensors(result: torch.Tensor, group: Any = None) -> list[torch.Te
     process_set = group if isinstance(group, ProcessSet) else global_process_set
     runtime, process_set_id = api.runtime(), api.set_id(process_set)
     name = runtime.unnamed("torch", "gather_all_tensors", process_set_id)
-    dense = contiguous(result.detach().cpu(), name)
-    kind = tuple(dense.shape), str(dense.dtype).removeprefix("torch.")
-    kinds = objects.allgather_object(runtime, kind, f"{name}.shapes", process_set_id)
-    flat = dense.reshape(-1).view(torch.uint8)
-    everything = runtime.allgather(name, as_array(flat, name), process_set=process_set_id).wait()
-    assert everything is not None
-    dtypes = [getattr(torch, dtype) for _, dtype in kinds]
-    sizes = [math.prod(shape) * dtype.itemsize for (shape, _), dtype in zip(kinds, dtypes, strict=True)]
-    parts = torch.from_numpy(everything).split(sizes)
-    gathered = [part.clone().view(dtype).reshape(shape).to(result.device)
-                for part, dtype, (shape, _) in zip(parts, dtypes, kinds, strict=True)]
+    gathered = gather_tensors(runtime, result, name, process_set_id)
     gathered[runtime.members(process_set_id).index(runtime.world.rank)] = result  # with its graph
     return gathered
 

@@ -202,8 +202,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
 def grouped_allgather_async(tensors: Sequence[torch.Tensor], name: str | None = None,
                             process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `grouped_allgather`, but return one handle immediately; not differentiable."""
-    base = _name("grouped_allgather", name, process_set)
-    members = api.member_names(base, len(tensors))
+    members = api.member_names(_name("grouped_allgather", name, process_set), len(tensors))
     return below_autograd.join_handles([below_autograd.allgather(tensor, member, process_set)
                                         for tensor, member in zip(tensors, members, strict=True)])
 
@@ -211,8 +210,8 @@ def grouped_allgather_async(tensors: Sequence[torch.Tensor], name: str | None = 
 def grouped_allgather(tensors: Sequence[torch.Tensor], name: str | None = None,
                       process_set: ProcessSet = global_process_set, horovod_gradient: bool = True) -> list[torch.Tensor]:
     """Like `allgather`, of several tensors. Differentiable."""
-    base = _name("grouped_allgather", name, process_set)
-    return apply(AllgatherCall(base, process_set, horovod_gradient, api.member_names(base, len(tensors))), *tensors)
+    call = AllgatherCall(_name("grouped_allgather", name, process_set), process_set, horovod_gradient, is_grouped=True)
+    return apply(call, *tensors)
 
 
 def reducescatter_async(tensor: torch.Tensor, name: str | None = None, op: ReduceOp = Average,
@@ -250,8 +249,7 @@ def grouped_reducescatter_async(tensors: Sequence[torch.Tensor], name: str | Non
                                 process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
                                 postscale_factor: float = 1.0) -> TorchHandle:
     """Like `grouped_reducescatter`, but return one handle immediately; not differentiable."""
-    base = _name("grouped_reducescatter", name, process_set)
-    members = api.member_names(base, len(tensors))
+    members = api.member_names(_name("grouped_reducescatter", name, process_set), len(tensors))
     return below_autograd.join_handles([below_autograd.reducescatter(tensor, member, op, prescale_factor, postscale_factor,
                                                                      process_set)
                                         for tensor, member in zip(tensors, members, strict=True)])
@@ -262,10 +260,9 @@ def grouped_reducescatter(tensors: Sequence[torch.Tensor], name: str | None = No
                           process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
                           postscale_factor: float = 1.0, horovod_gradient: bool = True) -> list[torch.Tensor]:
     """Like `reducescatter`, of several tensors. Differentiable."""
-    base = _name("grouped_reducescatter", name, process_set)
     pairs = [compression.compress(tensor) for tensor in tensors]
-    call = ReducescatterCall(base, process_set, ReduceOp(op), prescale_factor, postscale_factor, horovod_gradient,
-                             api.member_names(base, len(tensors)))
+    call = ReducescatterCall(_name("grouped_reducescatter", name, process_set), process_set, ReduceOp(op), prescale_factor,
+                             postscale_factor, horovod_gradient, is_grouped=True)
     scattered = apply(call, *(tensor for tensor, _ in pairs))
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(scattered, pairs, strict=True)]
 

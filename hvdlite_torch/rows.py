@@ -89,6 +89,11 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Return the tensors among the leaves of a structure."""
+    return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
+
+
 def _refuse_lists_of_images(value: Any) -> None:
     """Raise `ValueError` for a list that may or may not have an entry for each sample."""
     if isinstance(value, Mapping):

@@ -1,10 +1,18 @@
-"""The parts of a training step with torch, for `hvdrun --profile`: forward, backward, optimizer; and waits for batches."""
+"""The parts of a training step with torch, for `hvdrun --profile`: forward, backward, optimizer; and waits for batches.
+
+torch runs an instance's step hooks in every `step` that it has prepared for hooks: in the `step` of each class of which an
+optimizer was created in this process. A class whose `step` calls its base class's runs them twice if a plain optimizer of
+the base class was created too, which may be true on some ranks only. `once_a_step` makes hooks that run once.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +24,31 @@ from torch.utils.hooks import RemovableHandle
 from hvdlite import api
 from hvdlite.diagnostics.progress import Progress
 from hvdlite.runtime.runtime import Runtime
-from hvdlite_torch.step_hooks import once_a_step
+
+_HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+"""The code that runs hooks around a `step`."""
+
+
+def once_a_step(hook: Callable[..., Any], *, of_all: bool = False) -> Callable[..., Any]:
+    """Return a step hook that does nothing in nested steps, and that compiled steps call too.
+
+    Args:
+        of_all: whether a step counts as nested in the step of another optimizer, too, and not only in one of its own.
+    """
+    @functools.wraps(hook)
+    def hook_of_the_outermost(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
+        return hook(optimizer, *arguments) if _step_depth(None if of_all else optimizer) <= 1 else None
+    outermost: Callable[..., Any] = torch.compiler.disable(hook_of_the_outermost)
+    return outermost
+
+
+def _step_depth(optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the number of nested steps of this optimizer, or of all, that run hooks; a compiled one does not count."""
+    depth, frame = 0, sys._getframe(1)
+    while frame is not None:
+        depth += frame.f_code is _HOOKED_STEP and (optimizer is None or frame.f_locals.get("self") is optimizer)
+        frame: FrameType | None = frame.f_back  # type: ignore[no-redef]
+    return depth
 
 
 class StepParts:
@@ -98,6 +130,24 @@ def count_training(runtime: Runtime) -> None:
     count_input()
     if runtime.config.step_parts:
         _installed().follow(runtime.progress)
+
+
+def count_steps() -> None:
+    """Count steps and parts of steps in the ledger of the job's runtime, if there is one; for torch's process groups."""
+    if api.is_initialized() and not api.is_provisional():
+        count_training(api.runtime())
+        _count_steps()
+
+
+@functools.cache
+def _count_steps() -> None:
+    """Count the outermost steps of all optimizers of this process, except hvdlite's own, which count themselves."""
+    from hvdlite_torch.optimizer import is_distributed
+
+    def count_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        if not is_distributed(optimizer) and api.is_initialized() and not api.is_provisional():
+            api.runtime().progress.round()
+    register_optimizer_step_post_hook(once_a_step(count_step, of_all=True))
 
 
 def count_input() -> None:

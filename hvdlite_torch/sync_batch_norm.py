@@ -6,7 +6,6 @@ gradients of the combined mean and variance. The passes over the batch are torch
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -85,11 +84,14 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training:
             return self._alone(input)  # evaluation, tracing and export do not need hvd.init()
         runtime = api.runtime()
-        members = runtime.members(api.set_id(self.process_set))
+        process_set_id = api.set_id(self.process_set)
+        members = runtime.members(process_set_id)
         if len(members) == 1 or runtime.world.rank not in members:
             return self._alone(input)
-        call = _Call(runtime.unnamed("torch", "sync_batch_norm", api.set_id(self.process_set)), self.process_set, self.eps)
-        output, mean, variance, count = _Synchronized.apply(input, self.weight, self.bias, call)
+        # Of the gradients of the statistics, which all ranks have in common.
+        sum_ = derivatives.AllreduceCall(runtime.unnamed("torch", "sync_batch_norm", process_set_id), self.process_set,
+                                         ReduceOp.SUM)
+        output, mean, variance, count = _Synchronized.apply(input, self.weight, self.bias, sum_, self.eps)
         if self.track_running_stats:
             self._track(mean.detach(), variance.detach(), count)
         return output
@@ -116,20 +118,6 @@ class SyncBatchNorm(_BatchNorm):
         return 1.0 / max(1, int(self.num_batches_tracked)) if self.training and self.track_running_stats else 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """One call of a layer."""
-
-    name: str  # of its collective; the gradient's follows from it
-    process_set: ProcessSet
-    eps: float
-
-    def summed(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum over ranks of gradients of the statistics, which all ranks have in common. Differentiable."""
-        (sum_,) = derivatives.pull_back(derivatives.AllreduceCall(self.name, self.process_set, ReduceOp.SUM), [values])
-        return sum_
-
-
 class _Synchronized(torch.autograd.Function):
     """The normalization and its gradient (Ioffe and Szegedy, "Batch Normalization", ICML 2015), over all ranks.
 
@@ -140,22 +128,22 @@ class _Synchronized(torch.autograd.Function):
     @staticmethod
     @derivatives.with_signature
     def forward(input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,  # type: ignore[override]
-                call: _Call) -> tuple[torch.Tensor, ...]:
+                sum_: derivatives.AllreduceCall, eps: float) -> tuple[torch.Tensor, ...]:
         dense = _dense(input)
         own = torch.cat(_moments(dense))
-        everywhere = below_autograd.allgather(own[None], call.name, call.process_set).wait().double()
+        everywhere = below_autograd.allgather(own[None], sum_.name, sum_.process_set).wait().double()
         means, squares, counts = everywhere.split([input.shape[1], input.shape[1], 1], 1)
         count, mean, variance = combined_moments(counts, means, squares)
         if count.device.type == "cpu" and not torch.compiler.is_compiling() and count.item() == 1:
             raise ValueError("Expected more than 1 value per channel when training, got 1 over all ranks, of input size "
                              f"{tuple(input.shape)} on this one")
         mean, variance, count = (each.to(own.dtype) for each in (mean, variance, count))
-        output = _normalized(dense, mean, variance, _like(weight, mean), _like(bias, mean), call.eps)
+        output = _normalized(dense, mean, variance, _like(weight, mean), _like(bias, mean), eps)
         return output, mean, variance, count
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        input, weight, _, ctx.call = inputs
+        input, weight, _, ctx.sum, ctx.eps = inputs
         _, mean, variance, count = output
         ctx.save_for_backward(input, weight, mean, variance, count)
         ctx.mark_non_differentiable(count)
@@ -168,17 +156,18 @@ class _Synchronized(torch.autograd.Function):
         upstream = torch.zeros_like(input) if upstream is None else upstream
         # In operations that autograd records, where it does: slower.
         kind = _Differentiable if torch.is_grad_enabled() else _Fast
-        passes = kind(upstream.to(mean.dtype), input.to(mean.dtype), mean, variance, ctx.call.eps)
+        passes = kind(upstream.to(mean.dtype), input.to(mean.dtype), mean, variance, ctx.eps)
         scale = passes.scale if weight is None else passes.scale * _like(weight, mean)
         gradient = None
         if ctx.needs_input_grad[0]:
             of_mean = -scale * passes.sums if of_mean is None else of_mean - scale * passes.sums
             along = -0.5 * scale * passes.scale * passes.dots
             of_variance = along if of_variance is None else of_variance + along
-            of_mean, of_variance = (ctx.call.summed(torch.cat([of_mean, of_variance])) / count.clamp(min=1)).chunk(2)
+            (summed,) = derivatives.pull_back(ctx.sum, [torch.cat([of_mean, of_variance])])
+            of_mean, of_variance = (summed / count.clamp(min=1)).chunk(2)
             gradient = passes.gradient(scale, 2 * of_variance / passes.scale, of_mean).to(input.dtype)
         own = (None, None) if weight is None else (passes.dots.to(weight.dtype), passes.sums.to(weight.dtype))
-        return gradient, *own, None
+        return gradient, *own, None, None
 
 
 class _Fast:

@@ -46,7 +46,7 @@ def broadcast_object(runtime: Runtime, value: Any, root_rank: int, name: str,
         _verify(payload, digest, name, root_rank)
     if length < 0:
         raise _refusal({root_rank: payload}) from sent.error
-    return value if is_root else _loaded(payload)
+    return value if is_root else loads(payload.tobytes())
 
 
 def allgather_object(runtime: Runtime, value: Any, name: str, process_set: int = GLOBAL_PROCESS_SET_ID) -> list[Any]:
@@ -69,7 +69,7 @@ def allgather_object(runtime: Runtime, value: Any, name: str, process_set: int =
     refused = {rank: part for rank, part, length in zip(handle.contributors, parts, lengths, strict=True) if length < 0}
     if refused:
         raise _refusal(refused) from sent.error
-    return [_loaded(part) for part in parts]
+    return [loads(part.tobytes()) for part in parts]
 
 
 def dumps(value: Any) -> bytes:
@@ -115,10 +115,6 @@ def _verify(payload: Array, digest: bytes, name: str, rank: int) -> None:
 
 
 def _refusal(texts: Mapping[int, Array]) -> UnsupportedError:
-    told = "; ".join(f"rank {rank}'s object cannot be pickled: {text.tobytes().decode(errors='replace')}"
+    reasons = "; ".join(f"rank {rank}'s object cannot be pickled: {text.tobytes().decode(errors='replace')}"
                      for rank, text in texts.items())
-    return UnsupportedError(f"{told}; send what can be, such as a state_dict")
-
-
-def _loaded(payload: Array) -> Any:
-    return loads(payload.tobytes())
+    return UnsupportedError(f"{reasons}; send what can be, such as a state_dict")

@@ -40,12 +40,12 @@ def check_replicas(runtime: Runtime, named: Sequence[tuple[str, Array | int]], n
     names = [each.partition(" ")[0] for each, _ in named]
     own = np.array([len(named), zlib.crc32("\n".join(names).encode()),
                     *(each if isinstance(each, int) else digest(each) for _, each in named)], np.int64)
-    told = runtime.allgather(name, own, process_set=process_set).wait()
-    assert told is not None
+    gathered = runtime.allgather(name, own, process_set=process_set).wait()
+    assert gathered is not None
     found = []
-    while told.size:  # each rank's: how many, a digest of their names, digests
-        found.append(told[:2 + int(told[0])])
-        told = told[found[-1].size:]
+    while gathered.size:  # each rank's: how many, a digest of their names, digests
+        found.append(gathered[:2 + int(gathered[0])])
+        gathered = gathered[found[-1].size:]
     if any(tuple(each[:2]) != tuple(own[:2]) for each in found):
         everywhere = objects.allgather_object(runtime, names, f"{name}.names", process_set)
         raise ReplicaMismatchError(f"ranks check different tensors: {_difference(ranks, everywhere)}; give the same names "
@@ -105,7 +105,7 @@ def _described(value: object) -> Array:
 
 
 def _difference(ranks: Sequence[int], names: Sequence[Sequence[str]]) -> str:
-    """Return a text that tells a tensor which some ranks lack, or else that the order differs."""
+    """Return a text with a tensor that some ranks lack, or else that the order differs."""
     for each in dict.fromkeys(name for own in names for name in own):
         if not all(each in own for own in names):
             return f"'{each}' of {_groups(ranks, ['there' if each in own else 'missing' for own in names])}"

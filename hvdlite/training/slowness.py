@@ -1,4 +1,4 @@
-"""Why training is slow, told to the script: see `diagnostics.slowness`."""
+"""Why training is slow, reported to the script: see `diagnostics.slowness`."""
 
 from __future__ import annotations
 

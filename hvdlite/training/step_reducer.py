@@ -1,8 +1,8 @@
 """The exchange of one step's gradients that are values, and the weight of each rank by its samples.
 
 A rank's gradients are means over its samples. They are multiplied by the weight samples / reference number before the
-reduction; the weight is reduced with them like another gradient, and the result is divided by its mean. No rank needs to
-know the global batch size. Both factors are 1, and skipped, when all ranks have the reference number of samples.
+reduction; the weight is reduced with them like another gradient, and the result is divided by its mean. No rank
+needs the global batch size. Both factors are 1, and skipped, when all ranks have the reference number of samples.
 """
 
 from __future__ import annotations
@@ -82,10 +82,13 @@ class StepReducer(Learner):
             raise ValueError(f"gradients are reduced with op Average or Sum, not {op.name.capitalize()}")
         check_compression(compression)
         self._prescale, self._postscale = factors(op, gradient_predivide_factor)
-        self._frontend, self._process_set = frontend, process_set
-        self._op, self._compression, self._sparse_as_dense = op, compression, sparse_as_dense
+        self._frontend = frontend
+        self._process_set = process_set
+        self._op = op
+        self._compression = compression
+        self._sparse_as_dense = sparse_as_dense
         self._lock = threading.Lock()
-        self._reference_samples: float | None = None
+        self._reference_samples: float | None = None  # the most that a rank had in the first step of this world
         self._groups = groups
         checked = group_ids(groups, ())
         self._group_ids = None if isinstance(groups, int) else checked  # None: until the variables are known
@@ -196,7 +199,7 @@ class StepReducer(Learner):
         return 1.0 / mean if mean else 1.0
 
     def _group_ids_of(self, variables: Sequence[Any]) -> list[int]:
-        """Return each variable's group, from 1, or 0; the first call says which variables there are."""
+        """Return each variable's group, from 1, or 0; the first call determines which variables there are."""
         if self._group_ids is None:
             self._group_ids = group_ids(self._groups, variables)
         return [self._group_ids.get(id(variable), 0) for variable in variables]
@@ -274,7 +277,7 @@ class ArrayStepReducer(StepReducer):
         self._reducer.expect(slots if samples is None else [*slots, self._count_slot])
         weight = 1.0 if samples is None else self._weight(samples)
         for slot, gradient in reversed(_weighted(gradients, weight).items()):  # the last layers' gradients came first
-            self._reducer.give(slot, gradient)
+            self._reducer.hand_over(slot, gradient)
         return weight
 
     def _finish(self, slots: Collection[int], weight: float | None) -> dict[int, Gradient]:
@@ -291,7 +294,7 @@ class ArrayStepReducer(StepReducer):
             return alone
         assert self._reducer is not None
         if weight is not None:
-            self._reducer.give(self._count_slot, np.array([weight], np.float32))
+            self._reducer.hand_over(self._count_slot, np.array([weight], np.float32))
         reduced = self._reducer.finish()
         count = reduced.pop(self._count_slot, None)
         others = sorted(reduced.keys() - set(slots))

@@ -48,7 +48,7 @@ class VariablesState(ObjectState):
             MismatchError: when rank 0 has other variables.
             ValueError: when rank 0's state was made of other parts than this rank's.
         """
-        self._check_parts()
+        self._check_parts(self._bcast_object(self._parts()))
         self._broadcast()
         values = self._copied_values()
         super().sync()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +14,9 @@ from hvdlite.core.types import Collective
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects, replicas
 from hvdlite_torch.arrays import cuda
-from hvdlite_torch.arrays.tensors import as_runtime_array, contiguous, dense_strides, on_host
+from hvdlite_torch.arrays.tensors import as_array, as_runtime_array, contiguous, dense_strides, on_host
 from hvdlite_torch.ops import broadcast_async_
-from hvdlite_torch.rows import mapped
+from hvdlite_torch.rows import mapped, tensors_in
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int,
@@ -105,26 +106,36 @@ def broadcast_structure(runtime: Runtime, value: Any, root_rank: int, name: str,
                         process_set: int = GLOBAL_PROCESS_SET_ID) -> Any:
     """Return the root's structure of dicts, lists, tuples, tensors and objects; the others' `value` is ignored."""
     tensors: list[torch.Tensor] = []  # in the order in which they come in the structure, on all ranks
-
-    def taken_out(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        tensors.append(leaf)
-        return Placeholder(leaf)
-
-    def put_in(leaf: Any) -> Any:
-        if not isinstance(leaf, Placeholder):
-            return leaf
-        tensors.append(leaf.room())
-        return tensors[-1]
-
     is_root = runtime.world.rank == root_rank
-    structure = objects.broadcast_object(runtime, mapped(value, taken_out) if is_root else None, root_rank,
+    structure = objects.broadcast_object(runtime, taken_out(value, tensors) if is_root else None, root_rank,
                                          f"{name}.structure", process_set)
     if not is_root:
-        value = mapped(structure, put_in)
+        value = with_rooms(structure, None)
+        taken_out(value, tensors)
     broadcast_tensors(runtime, tensors, root_rank, name, process_set)
     return value
+
+
+def taken_out(structure: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a structure with placeholders for its tensors, which are appended to a list."""
+    def placeholder(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf.detach())
+        return Placeholder(leaf)
+    return mapped(structure, placeholder)
+
+
+def with_rooms(structure: Any, room: Any) -> Any:
+    """Return a structure with memory in place of its placeholders: another structure's tensors, where they fit."""
+    rooms = tensors_in(room)
+
+    def received(leaf: Any) -> Any:
+        if not isinstance(leaf, Placeholder):
+            return leaf
+        own = next(rooms, None)
+        return own if own is not None and leaf.fits(own) else leaf.room()
+    return mapped(structure, received)
 
 
 def check_replicas(params: Mapping[str, Any] | Iterable[Any], process_set: ProcessSet = global_process_set) -> None:
@@ -170,6 +181,19 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """Return every rank's picklable object, in rank order."""
     name = api.negotiated_name("torch", "allgather_object", name, process_set)
     return objects.allgather_object(api.runtime(), obj, name, api.set_id(process_set))
+
+
+def gather_tensors(runtime: Runtime, tensor: torch.Tensor, name: str, process_set: int) -> list[torch.Tensor]:
+    """Return all ranks' tensors, in rank order, of any shapes and dtypes; they travel as bytes through host memory."""
+    dense = contiguous(tensor.detach().cpu(), name)
+    kind = tuple(dense.shape), str(dense.dtype).removeprefix("torch.")
+    kinds = objects.allgather_object(runtime, kind, f"{name}.shapes", process_set)
+    flat = as_array(dense.reshape(-1).view(torch.uint8), name)
+    everything = runtime.allgather(name, flat, process_set=process_set).wait()
+    dtypes = [getattr(torch, dtype) for _, dtype in kinds]
+    sizes = [math.prod(shape) * dtype.itemsize for (shape, _), dtype in zip(kinds, dtypes, strict=True)]
+    return [part.clone().view(dtype).reshape(shape).to(tensor.device) for part, dtype, (shape, _)
+            in zip(torch.from_numpy(everything).split(sizes), dtypes, kinds, strict=True)]
 
 
 class Placeholder:

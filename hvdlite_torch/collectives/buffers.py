@@ -12,7 +12,6 @@ from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch.collectives.broadcasts import broadcast_tensors
-from hvdlite_torch.copying import ModuleHook
 
 
 def broadcast_buffers(model: torch.nn.Module, root_rank: int = 0, process_set: ProcessSet = global_process_set, *,
@@ -36,20 +35,32 @@ def broadcast_buffers(model: torch.nn.Module, root_rank: int = 0, process_set: P
     broadcast()
     if not every_forward:
         return None
-    return model.register_forward_pre_hook(_BeforeForward(broadcast))
+    uncompiled: Callable[[], None] = torch.compiler.disable(broadcast)
+    is_due = True
+
+    def before_forward() -> None:
+        nonlocal is_due
+        if is_due:
+            uncompiled()
+        is_due = torch.is_grad_enabled()
+    return model.register_forward_pre_hook(ModuleHook(before_forward))
 
 
-class _BeforeForward(ModuleHook):
-    """The hook that broadcasts before the forward passes of a model; in copies and pickles of the model it does nothing."""
+class ModuleHook:
+    """A hook of one module, which calls a function; in copies and pickles of the module it does nothing."""
 
-    def __init__(self, broadcast: BufferBroadcast) -> None:
-        self._broadcast: Callable[[], None] = torch.compiler.disable(broadcast)
-        self._is_due = True
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
 
-    def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
-        if self._is_due:
-            self._broadcast()
-        self._is_due = torch.is_grad_enabled()
+    def __reduce__(self) -> Any:
+        return ModuleHook, (_nothing,)
+
+    def __call__(self, module: torch.nn.Module, argument: Any) -> None:
+        self._function()
+
+
+def _nothing() -> None:
+    pass
 
 
 class BufferBroadcast:
@@ -60,12 +71,10 @@ class BufferBroadcast:
 
     _runtime: Runtime | None = None  # of this world
 
-    def __init__(self, model: torch.nn.Module, root_rank: int = 0, process_set: ProcessSet = global_process_set,
-                 runtime: Runtime | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> None:
         self._model, self._root, self._process_set = model, root_rank, process_set
-        if runtime is None:
-            runtime = api.attached_runtime()
-            api.follow(self)
+        runtime = api.attached_runtime()
+        api.follow(self)
         if runtime is not None:
             self._attach(runtime, "torch.buffers")
 

@@ -38,16 +38,18 @@ _CreationMeta = torch._C._autograd.CreationMeta
 
 
 @dataclasses.dataclass(eq=False)
-class Call:
+class DifferentiableCall:
     """A collective on some tensors, and how it is differentiated.
 
     Attributes:
         name: as negotiated. Gradients append to it.
+        is_grouped: whether it is of a list of tensors, which may have one element.
         has_rows: whether the first dimension is cut or concatenated.
     """
 
     name: str
     process_set: ProcessSet
+    is_grouped: bool = dataclasses.field(default=False, kw_only=True)
     has_rows = False
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
@@ -62,15 +64,18 @@ class Call:
         """Return the same call under another name."""
         return dataclasses.replace(self, name=f"{self.name}.{suffix}")
 
+    def names(self, tensors: Tensors) -> list[str]:
+        """Return the names under which tensors that travel one by one are negotiated."""
+        return api.member_names(self.name, len(tensors)) if self.is_grouped else [self.name]
+
 
 @dataclasses.dataclass(eq=False)
-class AllreduceCall(Call):
+class AllreduceCall(DifferentiableCall):
     """An allreduce. Sums and averages are linear, and their own adjoint; the gradient of others is in `_Selected`."""
 
     op: ReduceOp
     prescale: float = 1.0
     postscale: float = 1.0
-    is_grouped: bool = False
     is_blocking: bool = False  # the caller waits for the handle immediately
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
@@ -93,7 +98,7 @@ class AllreduceCall(Call):
 
 
 @dataclasses.dataclass(eq=False)
-class BroadcastCall(Call):
+class BroadcastCall(DifferentiableCall):
     """A broadcast. Its gradient is the sum or average of all ranks' upstream gradients on the root, and zero elsewhere."""
 
     root_rank: int
@@ -113,35 +118,31 @@ class BroadcastCall(Call):
 
 
 @dataclasses.dataclass(eq=False)
-class AllgatherCall(Call):
-    """An allgather of one tensor or several, each with a name.
+class AllgatherCall(DifferentiableCall):
+    """An allgather of one tensor or several.
 
     Its gradient is this rank's rows of the sum of all ranks' upstream gradients, or of their average.
     """
 
     averages: bool
-    names: Sequence[str] = ()
     has_rows = True
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
         handles = [below_autograd.allgather(tensor, name, self.process_set)
-                   for tensor, name in zip(tensors, self.names or [self.name], strict=True)]
+                   for tensor, name in zip(tensors, self.names(tensors), strict=True)]
         results = [handle.wait() for handle in handles]
         mine = _members(self.process_set).index(api.runtime().world.rank)
         self._spans = [(sum(handle.rows[:mine]), handle.rows[mine]) for handle in handles]
         return results
 
     def adjoint(self, upstream: Tensors) -> list[torch.Tensor]:
-        combined = apply(_sum(f"{self.name}.gradient", self.process_set, self.averages, bool(self.names)), *upstream)
+        combined = apply(_sum(f"{self.name}.gradient", self.process_set, self.averages, self.is_grouped), *upstream)
         return [tensor.narrow(0, *span) for tensor, span in zip(combined, self._spans, strict=True)]
-
-    def again(self, suffix: str) -> Any:
-        return dataclasses.replace(self, name=f"{self.name}.{suffix}", names=[f"{name}.{suffix}" for name in self.names])
 
 
 @dataclasses.dataclass(eq=False)
-class ReducescatterCall(Call):
-    """A reducescatter of one tensor or several, each with a name.
+class ReducescatterCall(DifferentiableCall):
+    """A reducescatter of one tensor or several.
 
     Its gradient is all ranks' upstream gradients put together, times a factor.
     """
@@ -150,12 +151,11 @@ class ReducescatterCall(Call):
     prescale: float
     postscale: float
     horovod_gradient: bool
-    names: Sequence[str] = ()
     has_rows = True
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
         handles = [below_autograd.reducescatter(tensor, name, self.op, self.prescale, self.postscale, self.process_set)
-                   for tensor, name in zip(tensors, self.names or [self.name], strict=True)]
+                   for tensor, name in zip(tensors, self.names(tensors), strict=True)]
         return [handle.wait() for handle in handles]
 
     def adjoint(self, upstream: Tensors) -> list[torch.Tensor]:
@@ -164,16 +164,12 @@ class ReducescatterCall(Call):
         size = len(_members(self.process_set))
         factor = self.prescale * self.postscale * (size if self.horovod_gradient else 1)
         factor /= size if self.op is ReduceOp.AVERAGE else 1
-        whole = apply(AllgatherCall(f"{self.name}.gradient", self.process_set, False,
-                                    [f"{name}.gradient" for name in self.names]), *upstream)
+        whole = apply(AllgatherCall(f"{self.name}.gradient", self.process_set, False, is_grouped=self.is_grouped), *upstream)
         return [tensor * factor for tensor in whole]
-
-    def again(self, suffix: str) -> Any:
-        return dataclasses.replace(self, name=f"{self.name}.{suffix}", names=[f"{name}.{suffix}" for name in self.names])
 
 
 @dataclasses.dataclass(eq=False)
-class AlltoallCall(Call):
+class AlltoallCall(DifferentiableCall):
     """An alltoall. Its gradient sends every row's back to where it came from.
 
     Attributes:
@@ -195,7 +191,7 @@ class AlltoallCall(Call):
         return [torch.cat([back, kept])]
 
 
-def apply(call: Call, *tensors: torch.Tensor) -> list[torch.Tensor]:
+def apply(call: DifferentiableCall, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Return the results of a collective on tensors. Differentiable."""
     _check(call, tensors)
     is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -238,7 +234,7 @@ def apply_in_place(call: AllreduceCall | BroadcastCall, tensors: Tensors) -> Tor
     return handle.then(finish)
 
 
-def pull_back(call: Call, upstream: Tensors) -> list[torch.Tensor]:
+def pull_back(call: DifferentiableCall, upstream: Tensors) -> list[torch.Tensor]:
     """Return the gradients of a call's tensors in the running backward pass, given those of the results. Differentiable.
 
     That is the call's adjoint; in an uneven batch of a scope, the adjoint that `gradients.weights` derives.
@@ -251,7 +247,7 @@ def pull_back(call: Call, upstream: Tensors) -> list[torch.Tensor]:
     return [(each / weight).to(given.dtype) for each, given in zip(pulled, upstream, strict=True)]
 
 
-def _check(call: Call, tensors: Tensors) -> None:
+def _check(call: DifferentiableCall, tensors: Tensors) -> None:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             contiguous(tensor, call.name)  # raises
@@ -281,7 +277,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     @with_signature
-    def forward(call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(call: DifferentiableCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         return tuple(call.run(tensors))
 
     @staticmethod
@@ -289,8 +285,20 @@ class _Collective(torch.autograd.Function):
         ctx.call = inputs[0]
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, call: Call, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
-        return _batched(apply, in_dims[1:], call, tensors)
+    def vmap(info: Any, in_dims: Any, call: DifferentiableCall, *given: torch.Tensor) -> Any:  # type: ignore[override]
+        """Run one collective on tensors of which some have a batch dimension; return the results and their dimensions."""
+        if isinstance(call, AllreduceCall) and call.op is ReduceOp.ADASUM:
+            raise UnsupportedError(f"'{call.name}': Adasum weighs whole tensors, and cannot run under vmap; use Sum or "
+                                   "Average")
+        tensors, dims = list(given), in_dims[1:]
+        if call.has_rows:
+            for tensor, dim in zip(tensors, dims, strict=True):
+                if dim is not None and tensor.dim() == 1:
+                    raise UnsupportedError(f"'{call.name}': this collective has rows along the first dimension, and under "
+                                           "vmap this tensor is a scalar; pass one of shape (1,)")
+            tensors = [tensor if dim is None else tensor.movedim(dim, -1) for tensor, dim in zip(tensors, dims, strict=True)]
+            dims = [None if dim is None else tensor.dim() - 1 for tensor, dim in zip(tensors, dims, strict=True)]
+        return tuple(apply(call, *tensors)), tuple(dims)
 
 
 class _Linear(_Collective):
@@ -326,9 +334,8 @@ class _Selected(_Collective):
 
 def _of_product(call: AllreduceCall, tensors: Tensors, results: Tensors) -> list[torch.Tensor]:
     """Return the product of the other ranks' tensors."""
-    names = [f"{call.name}.factors[{index}]" for index in range(len(tensors))]
     mine = _members(call.process_set).index(api.runtime().world.rank)
-    gathered = apply(AllgatherCall(f"{call.name}.factors", call.process_set, False, names),
+    gathered = apply(AllgatherCall(f"{call.name}.factors", call.process_set, False, is_grouped=True),
                      *(tensor[None] * call.prescale for tensor in tensors))
     return [torch.cat([each[:mine], each[mine + 1:]]).prod(0).conj() for each in gathered]
 
@@ -350,7 +357,7 @@ class _Overwritten(torch.autograd.Function):
 
     @staticmethod
     @with_signature
-    def forward(call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(call: DifferentiableCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         return tensors
 
     @staticmethod
@@ -361,17 +368,3 @@ class _Overwritten(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         return None, *pull_back(ctx.call, upstream)
-
-
-def _batched(run: Callable[..., list[torch.Tensor]], dims: Sequence[int | None], call: Call, tensors: Tensors) -> Any:
-    """Run one collective on tensors of which some have a batch dimension; return the results and their batch dimensions."""
-    if isinstance(call, AllreduceCall) and call.op is ReduceOp.ADASUM:
-        raise UnsupportedError(f"'{call.name}': Adasum weighs whole tensors, and cannot run under vmap; use Sum or Average")
-    if call.has_rows:
-        for tensor, dim in zip(tensors, dims, strict=True):
-            if dim is not None and tensor.dim() == 1:
-                raise UnsupportedError(f"'{call.name}': this collective has rows along the first dimension, and under vmap "
-                                       "this tensor is a scalar; pass one of shape (1,)")
-        tensors = [tensor if dim is None else tensor.movedim(dim, -1) for tensor, dim in zip(tensors, dims, strict=True)]
-        dims = [None if dim is None else tensor.dim() - 1 for tensor, dim in zip(tensors, dims, strict=True)]
-    return tuple(run(call, *tensors)), tuple(dims)

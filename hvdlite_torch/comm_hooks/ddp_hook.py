@@ -51,13 +51,6 @@ class GradBucket:
         parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
         return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
 
-    def _add(self, name: str, parameter: torch.Tensor) -> None:
-        self._names.append(name)
-        self._parameters.append(parameter)
-
-    def _allocate(self, like: torch.Tensor) -> None:
-        self._own = like.new_empty(sum(parameter.numel() for parameter in self._parameters))
-
     def _load(self, gradients: dict[str, torch.Tensor], is_last: bool) -> None:
         """Copy gradients in, and zeros for those that no rank has in this step."""
         self._buffer, self._is_last = self._own, is_last
@@ -150,8 +143,9 @@ class DDPHook:
                 limit = self._bytes if self._buckets else min(_FIRST_BYTES, self._bytes)
                 self._buckets.append(bucket)
                 made.append((bucket, gradient))
-            bucket._add(name, parameter)
+            bucket._names.append(name)
+            bucket._parameters.append(parameter)
             self._names.add(name)
             open_buckets[kind] = bucket, size + gradient.nbytes, limit
         for bucket, gradient in made:
-            bucket._allocate(gradient)
+            bucket._own = gradient.new_empty(sum(parameter.numel() for parameter in bucket._parameters))

@@ -126,20 +126,3 @@ def check_hook(hook: Any) -> None:
             f"comm_hook takes an object with a method reduce(gradients, exchange), such as comm_hooks.PowerSGD(), not "
             f"{hook!r}. A function (state, bucket) that DDP's register_comm_hook takes goes through "
             "comm_hooks.DDPHook(state, function)")
-
-
-def reduce_round(hook: CommHook, exchange: Exchange, members: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]],
-                 active: int) -> list[torch.Tensor]:
-    """Let a hook average the gradients that some rank has; see `training.gradients.hook_bucket`."""
-    reduced = []
-    with torch.no_grad():
-        for name, parameter, gradient in members:
-            if gradient is None:
-                gradient = torch.zeros_like(parameter)
-            elif gradient.layout is not torch.strided:
-                gradient = gradient.to_dense()
-            reduced.append((name, parameter, gradient))
-        exchange.parameters, exchange.active = [parameter for _, parameter, _ in reduced], active
-        hook.reduce([(name, gradient) for name, _, gradient in reduced], exchange)
-        exchange.parameters = ()
-    return [gradient for _, _, gradient in reduced]

@@ -83,7 +83,7 @@ class PowerSGD:
         if not batches:
             wait_for_exact()
             return
-        left = [torch.linalg.qr(factors)[0] for factors in left] if _are_finite(left) else [
+        left = [torch.linalg.qr(factors)[0] for factors in left] if all(map(math.isfinite, _largest(left))) else [
             torch.full_like(factors, torch.nan) for factors in left]
         right = [batch.matrices.mT @ factors for batch, factors in zip(batches, left, strict=True)]
         right = self._averaged("right", right, exchange)
@@ -131,14 +131,14 @@ class PowerSGD:
         exchange.average(name, flat)
         return [part.to(each) for part, each in zip(_parts(flat[0], factors), factors, strict=True)] if flat else []
 
-    def _batches(self, gradients: Gradients, scale: float) -> tuple[list[_Batch], list[torch.Tensor]]:
+    def _batches(self, gradients: Gradients, scale: float) -> tuple[list[_MatrixBatch], list[torch.Tensor]]:
         """Return the gradients to compress, and the others. Small ones of the same shape form one batch."""
         if self._steps < self._start:
             return [], [gradient for _, gradient in gradients]
         alike: dict[Any, list[tuple[str, torch.Tensor]]] = {}
         for each in gradients:
             alike.setdefault((each[1].shape, each[1].dtype, each[1].device), []).append(each)
-        batches: list[_Batch] = []
+        batches: list[_MatrixBatch] = []
         exact: list[torch.Tensor] = []
         for (shape, _, _), some in alike.items():
             if not self._pays(some[0][1]):
@@ -155,11 +155,11 @@ class PowerSGD:
         rows, columns = gradient.shape[0], gradient.numel() // gradient.shape[0]
         return min(self._most, rows, columns) * (rows + columns) * self._rate < rows * columns
 
-    def _batch(self, alike: Gradients, scale: float) -> _Batch:
+    def _batch(self, alike: Gradients, scale: float) -> _MatrixBatch:
         """Return new matrices: gradients of the same shape plus their errors."""
         first = alike[0][1]
         dtype = torch.promote_types(first.dtype, torch.float32)
-        batch = _Batch([name for name, _ in alike], [gradient for _, gradient in alike], first)
+        batch = _MatrixBatch([name for name, _ in alike], [gradient for _, gradient in alike], first)
         errors = [self._fitting(name, dtype, first) for name in batch.names]
         if len(alike) == 1:
             matrix, error = first.reshape(first.shape[0], -1), errors[0]
@@ -179,7 +179,7 @@ class PowerSGD:
             return None
         return error if error.dtype is dtype and error.device == gradient.device else error.to(gradient.device, dtype)
 
-    def _factors_for(self, batch: _Batch) -> torch.Tensor:
+    def _factors_for(self, batch: _MatrixBatch) -> torch.Tensor:
         """Return the state of the power iterations; at the beginning random and equal on all ranks."""
         rows, columns = batch.matrices.shape[-2:]
         shape = columns, min(self._most, rows, columns)
@@ -196,7 +196,7 @@ class PowerSGD:
 
 
 @dataclasses.dataclass
-class _Batch:
+class _MatrixBatch:
     """Gradients of one shape, and their matrices.
 
     Attributes:
@@ -241,8 +241,3 @@ def _largest(tensors: Sequence[torch.Tensor]) -> list[float]:
         found = [each.to(found[0].device) for each in found]
     largest: list[float] = torch.stack(found).tolist()
     return largest
-
-
-def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether all elements are finite; the same on all ranks for tensors that are equal there."""
-    return all(map(math.isfinite, _largest(tensors)))

@@ -21,8 +21,7 @@ def dump_fr_trace() -> dict[str, Any]:
     A file for `torchfrtrace` has it pickled, and its name ends with the rank. Such files are written when collectives fail,
     and with each stall report, if the variable TORCH_FR_DUMP_TEMP_FILE is set: to their names, without the rank.
     """
-    from hvdlite_torch.distributed import process_group
-    from hvdlite_torch.distributed.tools import fr_trace
+    from hvdlite_torch.distributed import fr_trace, process_group
 
     return fr_trace.dump(process_group.records())
 
@@ -53,8 +52,8 @@ def set_environment() -> None:
     """Set the variables that `init_process_group` reads (RANK, MASTER_ADDR, ...) from those of mpirun, mpiexec or srun.
 
     hvdrun and torchrun set them themselves, and what is set is not changed. With ranks on several hosts, mpirun does not
-    tell where rank 0 is: set MASTER_ADDR. MASTER_PORT is derived from the job's ids; set it where another program uses that
-    port.
+    reveal where rank 0 is: set MASTER_ADDR. MASTER_PORT is derived from the job's ids; set it where another program uses
+    that port.
 
     Raises:
         LaunchError: when no launcher has started this process, or MASTER_ADDR is needed.

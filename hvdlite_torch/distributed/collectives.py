@@ -1,7 +1,9 @@
-"""The methods by which `torch.distributed` uses a process group, over a group.
+"""The methods by which `torch.distributed` uses a process group, over a group; and the backend that torch finds in it.
 
-They have the names and arguments of c10d's virtual methods. A class of this kind exists for each way in which torch lets
-Python implement a backend: `process_group.py` and `backend.py`.
+They have the names and arguments of c10d's virtual methods. torch lets Python implement two classes that have them: the
+process group (`process_group.py`), whose methods scripts call and which returns works of our own class; and, from torch 2.14
+on, c10d's `Backend`. What torch's C++ calls on a backend comes there; it wraps the works, and the wrapper passes on `wait`
+and `get_future` only.
 """
 
 from __future__ import annotations
@@ -9,9 +11,10 @@ from __future__ import annotations
 import datetime
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch._C import _distributed_c10d as c10d
 from torch.autograd import profiler
 
 from hvdlite import api
@@ -20,19 +23,26 @@ from hvdlite.groups.call import Call
 from hvdlite.groups.group import Group
 from hvdlite_torch.distributed import tensors as memory
 from hvdlite_torch.distributed.errors import as_backend_error, missed
-from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, Reduce, coalesced, sparse_told
-from hvdlite_torch.distributed.tensors import Prepared, joined
-from hvdlite_torch.distributed.tools.calls import begin_span
+from hvdlite_torch.distributed.observers import begin_span
+from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, Reduce, coalesced, sparse_text
+from hvdlite_torch.distributed.registration import NAME
+from hvdlite_torch.distributed.tensors import PreparedCall, joined
 from hvdlite_torch.distributed.work import GroupWork
 
+if TYPE_CHECKING:
+    _Backend: Any = object
+else:
+    _Backend = c10d.Backend
+
+CAN_BE_BACKEND: Final = "rank" in (c10d.Backend.__init__.__doc__ or "")
+"""Whether torch's `Backend` has a constructor, so that Python can derive from it."""
 FAILING_SECONDS = 5.0
 """How long `shutdown` waits for operations under way while an exception is handled."""
 _UNSET = datetime.timedelta()
-_NO_TIMEOUT: dict[str, float] = {}
 _SUM = Reduce.of(torch.distributed.ReduceOp.SUM)
 
 
-class Collectives:
+class C10dMethods:
     """Mixed into a class of torch. Lists of tensors are as in c10d: a list of one tensor, or of one list of tensors."""
 
     _group: Group
@@ -46,6 +56,19 @@ class Collectives:
         self._group, self._operations = group, Operations(group.rank, group.size)
         self._calls, self._coalesced = 0, None
         self._done = GroupWork(group, (), [])
+
+    # --- what torch asks a backend ------------------------------------------------------------------------------------
+
+    supports_coalescing = False
+    supports_shrinking = False
+
+    def getBackendName(self) -> str:
+        """Return the backend's name."""
+        return NAME
+
+    def get_error(self) -> Any:
+        """Return that there is no error: those of operations are raised by their work."""
+        return c10d.ErrorType.SUCCESS
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
@@ -61,8 +84,10 @@ class Collectives:
         self._group.start((), blocking=True)  # operations under way may change the tensor
         counts = [torch.empty(1, dtype=torch.int64) for _ in range(self._group.size)]
         own = coalesced(tensor, _reduce(opts))
-        prepared = self._operations.allgather(counts, torch.tensor([own._nnz()]), sparse_told(own))
-        self._run(prepared.operations, prepared.finish, opts)
+        prepared = self._operations.allgather(counts, torch.tensor([own._nnz()]), sparse_text(own))
+        self._calls += 1
+        call = self._group.start(prepared.operations, prepared.finish, blocking=True, timeout=_timeout(opts))
+        GroupWork(self._group, [call], []).wait()
         return self._start(self._operations.sparse_sum(tensor, own, [int(count) for count in counts]), opts)
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
@@ -164,7 +189,7 @@ class Collectives:
         return self._receive(tensors, src_rank, tag)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Any:
-        """Receive from the rank that has sent first; `Work.source_rank` tells which one that was."""
+        """Receive from the rank that has sent first; `Work.source_rank` returns which one that was."""
         return self._receive(tensors, None, tag)
 
     def _receive(self, tensors: Sequence[torch.Tensor], source: int | None, tag: int) -> Any:
@@ -221,22 +246,17 @@ class Collectives:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _start(self, prepared: Prepared, opts: Any) -> Any:
+    def _start(self, prepared: PreparedCall, opts: Any) -> Any:
         """Start operations; return their work."""
         self._calls += 1
         is_blocking = opts is not None and not getattr(opts, "asyncOp", True)
         span = begin_span(prepared.operations[0].agreed) if profiler._is_profiler_enabled and prepared.operations else None
-        call = self._group.start(prepared.operations, prepared.finish, blocking=is_blocking, **_timeout(opts))
+        call = self._group.start(prepared.operations, prepared.finish, blocking=is_blocking, timeout=_timeout(opts))
         if span is not None:
             call.when_done(span)
         if is_blocking and call.is_done and call.error is None:
             return self._done
         return self._began(call, prepared.tensors)
-
-    def _run(self, operations: Sequence[Any], finish: Any, opts: Any) -> None:
-        """Carry out operations on this thread, before what follows."""
-        self._calls += 1
-        GroupWork(self._group, [self._group.start(operations, finish, blocking=True, **_timeout(opts))], []).wait()
 
     def _began(self, call: Call, tensors: list[torch.Tensor]) -> GroupWork:
         if self._coalesced is not None:
@@ -261,17 +281,60 @@ class Collectives:
             raise ValueError(f"{name}: invalid {what} rank: {rank} is not in 0..{self._group.size - 1}, the group's ranks")
 
 
+class HvdliteBackend(C10dMethods, _Backend):  # type: ignore[misc]
+    """Implements c10d's `Backend` for host memory; torch keeps the backends of other devices beside it.
+
+    Args:
+        group: carries out the calls.
+        timeout: of operations.
+    """
+
+    supports_splitting = True  # by the process group: torch never asks the backend to
+
+    def __init__(self, group: Group, timeout: datetime.timedelta) -> None:
+        super().__init__(group.rank, group.size)
+        self.attach(group)
+        options: Any = c10d.Backend.Options(NAME, timeout)
+        options.group_name = group.name
+        self._options = options
+
+    @property
+    def options(self) -> Any:
+        """The backend's options, with which torch makes parts of the group."""
+        return self._options
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Set the time after which operations fail from now on."""
+        super().set_timeout(timeout)
+        self._options._timeout = timeout
+
+    def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
+        """See `hvdlite_torch.distributed.monitored_barrier`."""
+        self._run_monitored_barrier(opts.timeout, wait_all_ranks)
+
+    def start_coalescing(self) -> None:
+        """Begin to collect works."""
+        self._begin_coalescing()
+
+    def end_coalescing(self) -> GroupWork:
+        """Return the works since `start_coalescing` as one."""
+        return self._finish_coalescing()
+
+    def eager_connect_single_device(self, device: Any) -> None:
+        """Do nothing: the ranks are connected."""
+
+
 def _reduce(opts: Any) -> Reduce:
     return _SUM if opts is None else Reduce.of(opts.reduceOp)
 
 
-def _timeout(opts: Any) -> dict[str, float]:
-    """Return the timeout that was set for a call, as an argument of `Group.start`."""
+def _timeout(opts: Any) -> float | None:
+    """Return the timeout that was set for a call, in seconds."""
     timeout = getattr(opts, "timeout", _UNSET)
-    return {"timeout": timeout.total_seconds()} if timeout > _UNSET else _NO_TIMEOUT
+    return timeout.total_seconds() if timeout > _UNSET else None
 
 
-def _joined(calls: Sequence[Prepared]) -> Prepared:
+def _joined(calls: Sequence[PreparedCall]) -> PreparedCall:
     return joined(calls, [tensor for each in calls for tensor in each.tensors])
 
 

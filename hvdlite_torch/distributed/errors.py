@@ -48,14 +48,14 @@ def missed(error: OperationTimeoutError, group: Group, seconds: float, *, all_ra
     """
     absent, limit = error.ranks if all_ranks else error.ranks[:1], round(seconds * 1000)
     own, first = group.members[group.rank], group.members[0]
-    told = (f"Rank{'s' if len(absent) > 1 else ''} {', '.join(group.members[rank] for rank in absent)} failed to pass "
+    text = (f"Rank{'s' if len(absent) > 1 else ''} {', '.join(group.members[rank] for rank in absent)} failed to pass "
             f"monitoredBarrier in {limit} ms")
     if group.rank:
-        told = (f"Rank {own} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
-                f"rank {first}: {told}")
+        text = (f"Rank {own} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
+                f"rank {first}: {text}")
     else:
-        told += f"; Rank {own} timed out in monitoredBarrier after {limit} ms"
-    return as_backend_error(OperationTimeoutError(told, error.ranks))
+        text += f"; Rank {own} timed out in monitoredBarrier after {limit} ms"
+    return as_backend_error(OperationTimeoutError(text, error.ranks))
 
 
 @functools.cache

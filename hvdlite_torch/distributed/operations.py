@@ -20,7 +20,7 @@ from hvdlite.core.types import BITWISE, Collective, ReduceOp
 from hvdlite.groups.operation import Operation
 from hvdlite_torch.distributed import tensors as memory
 from hvdlite_torch.distributed.errors import UnsupportedArgumentError
-from hvdlite_torch.distributed.tensors import Copies, Prepared, joined
+from hvdlite_torch.distributed.tensors import Copies, PreparedCall, joined
 
 _OPS: Final[dict[Any, ReduceOp]] = {
     TorchOp.SUM: ReduceOp.SUM, TorchOp.AVG: ReduceOp.AVERAGE, TorchOp.MIN: ReduceOp.MIN, TorchOp.MAX: ReduceOp.MAX,
@@ -44,7 +44,7 @@ class Reduce:
 
     @classmethod
     def of(cls, given: Any) -> Reduce:
-        """Return what a `torch.distributed.ReduceOp` says."""
+        """Return the reduction that a `torch.distributed.ReduceOp` stands for."""
         kind = getattr(given, "op", given)
         known = _PLAIN.get(int(kind))
         if known is not None:
@@ -82,14 +82,14 @@ _PLAIN: Final = {int(kind): Reduce(_name(kind), op) for kind, op in _OPS.items()
 
 
 @functools.lru_cache(4096)
-def _told(name: str, how: str, dtype: torch.dtype, count: object) -> str:
+def _call_text(name: str, how: str, dtype: torch.dtype, count: object) -> str:
     """Return a call in an error's words, which are equal on all ranks if the ranks agree."""
     return f"{name}({how}{', ' if how else ''}{memory.NAMES[dtype]}[{count}])"
 
 
 @functools.lru_cache(4096)
-def _exchange_told(dtype: torch.dtype, each: int | None = None) -> str:
-    """Like `_told`, of an alltoall, in which every rank gets `each` elements of every rank, or as many as splits say."""
+def _exchange_text(dtype: torch.dtype, each: int | None = None) -> str:
+    """Like `_call_text`, of an alltoall: every rank gets `each` elements from every rank, or as many as the splits have."""
     return f"all_to_all({memory.NAMES[dtype]}; splits {'given' if each is None else f'of {each} elements'})"
 
 
@@ -107,8 +107,8 @@ def coalesced(tensor: torch.Tensor, reduce: Reduce) -> torch.Tensor:
     return tensor.detach().coalesce()
 
 
-def sparse_told(tensor: torch.Tensor) -> str:
-    """Like `_told`, of a sum of sparse tensors, such as the gradients of `nn.Embedding(sparse=True)`."""
+def sparse_text(tensor: torch.Tensor) -> str:
+    """Like `_call_text`, of a sum of sparse tensors, such as the gradients of `nn.Embedding(sparse=True)`."""
     return f"all_reduce of a sparse tensor of shape {tuple(tensor.shape)}, {tensor.sparse_dim()} sparse dimensions"
 
 
@@ -126,7 +126,7 @@ class Operations:
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
 
-    def allreduce(self, tensors: Sequence[torch.Tensor], reduce: Reduce, name: str = "all_reduce") -> Prepared:
+    def allreduce(self, tensors: Sequence[torch.Tensor], reduce: Reduce, name: str = "all_reduce") -> PreparedCall:
         """Reduce every tensor in place; tensors of one dtype together."""
         if len(tensors) == 1:  # the ordinary case
             memory.check(tensors[0], name)
@@ -137,14 +137,14 @@ class Operations:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         return joined([_reduction(members, reduce, name) for members in by_dtype.values()], list(tensors))
 
-    def sparse_sum(self, tensor: torch.Tensor, own: torch.Tensor, counts: Sequence[int]) -> Prepared:
+    def sparse_sum(self, tensor: torch.Tensor, own: torch.Tensor, counts: Sequence[int]) -> PreparedCall:
         """Replace a sparse tensor by the sum of all ranks' contributions.
 
         Args:
             own: this rank's contribution; see `coalesced`.
             counts: the ranks' numbers of values.
         """
-        name, shape, total = sparse_told(own), own.shape, sum(counts)
+        name, shape, total = sparse_text(own), own.shape, sum(counts)
         indices = torch.empty((total, own.sparse_dim()), dtype=torch.int64)
         values = torch.empty((total, *own.values().shape[1:]), dtype=own.dtype)
         gathered = [self.allgather(whole.split(list(counts)), part, name)
@@ -154,33 +154,34 @@ class Operations:
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False).coalesce())
 
-        return Prepared([operation for each in gathered for operation in each.operations], [tensor], finish)
+        return PreparedCall([operation for each in gathered for operation in each.operations], [tensor], finish)
 
-    def reduce(self, tensor: torch.Tensor, root: int, reduce: Reduce) -> Prepared:
+    def reduce(self, tensor: torch.Tensor, root: int, reduce: Reduce) -> PreparedCall:
         """Reduce in place on the root; other ranks keep their values."""
         memory.check(tensor, "reduce")
         op, copies = reduce.on(tensor.dtype, "reduce"), Copies()
         array = memory.values(copies.room_with_values(tensor) if self._rank == root else copies.source(tensor))
         operation = Operation(
-            collective=Collective.REDUCE, agreed=_told("reduce", f"{reduce.name}, to rank {root}", tensor.dtype, array.size),
+            collective=Collective.REDUCE,
+            agreed=_call_text("reduce", f"{reduce.name}, to rank {root}", tensor.dtype, array.size),
             dtype=memory.NAMES[tensor.dtype], sources=[array], outputs=[array if self._rank == root else None], op=op,
             root=root, prescale=reduce.prescale)
         return copies.prepared(operation, [tensor])
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Prepared:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> PreparedCall:
         """Copy the root's values to all ranks."""
         memory.check(tensor, "broadcast")
         copies = Copies()
         array = memory.memory(copies.source(tensor) if self._rank == root else copies.room(tensor))
         operation = Operation(
-            collective=Collective.BROADCAST, agreed=_told("broadcast", f"from rank {root}", tensor.dtype, tensor.numel()),
+            collective=Collective.BROADCAST,
+            agreed=_call_text("broadcast", f"from rank {root}", tensor.dtype, tensor.numel()),
             dtype="uint8", sources=[array], outputs=[array], root=root)
         return copies.prepared(operation, [tensor])
 
-    def allgather(self, outputs: Sequence[torch.Tensor], own: torch.Tensor, name: str = "all_gather") -> Prepared:
+    def allgather(self, outputs: Sequence[torch.Tensor], own: torch.Tensor, name: str = "all_gather") -> PreparedCall:
         """Gather every rank's tensor in `outputs`; their numbers of elements may differ between ranks."""
-        self._check_parts(outputs, name)
-        self._check_like(outputs, own, name)
+        self._check_parts(outputs, name, own)
         rows = tuple(output.numel() for output in outputs)
         if own.numel() != rows[self._rank]:
             raise ValueError(f"{name}: this rank's tensor has {own.numel()} elements, and its place in the output "
@@ -188,7 +189,7 @@ class Operations:
         copies = Copies()
         return _gathering(copies, copies.room_for_all(outputs), own, rows, name, list(outputs))
 
-    def allgather_single(self, output: torch.Tensor, own: torch.Tensor) -> Prepared:
+    def allgather_single(self, output: torch.Tensor, own: torch.Tensor) -> PreparedCall:
         """Gather every rank's tensor, of equal size, in one."""
         name = "all_gather"
         self._check_like([output], own, name)
@@ -198,43 +199,40 @@ class Operations:
         copies = Copies()
         return _gathering(copies, copies.room(output), own, (own.numel(),) * self._size, name, [output])
 
-    def gather(self, outputs: Sequence[torch.Tensor] | None, own: torch.Tensor, root: int) -> Prepared:
+    def gather(self, outputs: Sequence[torch.Tensor] | None, own: torch.Tensor, root: int) -> PreparedCall:
         """Gather every rank's tensor on the root, which alone has `outputs`; all have the same number of elements."""
         memory.check(own, "gather")
         copies, target, count = Copies(), None, own.numel()
         if self._rank == root:
             outputs = outputs or []
-            self._check_parts(outputs, "gather")
-            self._check_like(outputs, own, "gather")
+            self._check_parts(outputs, "gather", own)
             _check_even(outputs, own, "gather")
             target = memory.memory(copies.room_for_all(outputs))
         operation = Operation(
-            collective=Collective.GATHER, agreed=_told("gather", f"to rank {root}", own.dtype, count), dtype="uint8",
+            collective=Collective.GATHER, agreed=_call_text("gather", f"to rank {root}", own.dtype, count), dtype="uint8",
             sources=[memory.memory(copies.source(own))], outputs=[target], root=root,
             rows=(count * own.element_size(),) * self._size)
         return copies.prepared(operation, list(outputs or []))
 
-    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> Prepared:
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> PreparedCall:
         """Give every rank one of the tensors of the root, which alone has `inputs`; all have the same number of elements."""
         memory.check(output, "scatter")
         copies, sources = Copies(), []
         if self._rank == root:
             inputs = inputs or []
-            self._check_parts(inputs, "scatter")
-            self._check_like(inputs, output, "scatter")
+            self._check_parts(inputs, "scatter", output)
             _check_even(inputs, output, "scatter")
             sources = [memory.memory(copies.sources(inputs))]
         operation = Operation(
-            collective=Collective.SCATTER, agreed=_told("scatter", f"from rank {root}", output.dtype, output.numel()),
+            collective=Collective.SCATTER, agreed=_call_text("scatter", f"from rank {root}", output.dtype, output.numel()),
             dtype="uint8", sources=sources, outputs=[memory.memory(copies.room(output))], root=root,
             rows=(output.numel() * output.element_size(),) * self._size)
         return copies.prepared(operation, [output])
 
-    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduce: Reduce) -> Prepared:
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduce: Reduce) -> PreparedCall:
         """Reduce the ranks' lists of tensors; each rank gets one of the results. The tensors' sizes may differ."""
         name = "reduce_scatter"
-        self._check_parts(inputs, name)
-        self._check_like(inputs, output, name)
+        self._check_parts(inputs, name, output)
         rows = tuple(part.numel() for part in inputs)
         if output.numel() != rows[self._rank]:
             raise ValueError(f"{name}: the output has {output.numel()} elements, and this rank's tensor of the inputs "
@@ -242,7 +240,7 @@ class Operations:
         copies = Copies()
         return _scattering(copies, output, copies.sources(inputs), rows, reduce)
 
-    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, reduce: Reduce) -> Prepared:
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, reduce: Reduce) -> PreparedCall:
         """Reduce the ranks' tensors; each rank gets an equal part of the result."""
         self._check_like([source], output, "reduce_scatter")
         if source.numel() != output.numel() * self._size:
@@ -252,7 +250,7 @@ class Operations:
         return _scattering(copies, output, copies.source(source), (output.numel(),) * self._size, reduce)
 
     def alltoall_single(self, output: torch.Tensor, source: torch.Tensor, output_splits: Sequence[int],
-                        input_splits: Sequence[int]) -> Prepared:
+                        input_splits: Sequence[int]) -> PreparedCall:
         """Exchange rows of tensors; without splits every rank gets as many."""
         self._check_like([output], source, "all_to_all")
         received, sent = self._elements(output, output_splits, "output"), self._elements(source, input_splits, "input")
@@ -264,19 +262,18 @@ class Operations:
         exchange = _exchange(copies.room(output), copies.source(source), received, sent, is_even)
         return copies.prepared(exchange, [output])
 
-    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Prepared:
+    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> PreparedCall:
         """Exchange lists of tensors of any sizes."""
-        self._check_parts(outputs, "all_to_all")
         self._check_parts(inputs, "all_to_all")
-        self._check_like([*outputs, *inputs], inputs[0], "all_to_all")
+        self._check_parts(outputs, "all_to_all", inputs[0])
         received, sent = ([part.numel() for part in parts] for parts in (outputs, inputs))
         copies = Copies()
         exchange = _exchange(copies.room_for_all(outputs), copies.sources(inputs), received, sent)
         return copies.prepared(exchange, list(outputs))
 
-    def barrier(self) -> Prepared:
+    def barrier(self) -> PreparedCall:
         """Wait until all ranks have come."""
-        return Prepared([_BARRIER], [])
+        return PreparedCall([_BARRIER], [])
 
     def _elements(self, tensor: torch.Tensor, splits: Sequence[int], what: str) -> list[int]:
         """Return the elements for each rank of a tensor that is split along its first dimension."""
@@ -292,9 +289,11 @@ class Operations:
         per_row = tensor.numel() // length if length else 0
         return [split * per_row for split in splits]
 
-    def _check_parts(self, parts: Sequence[torch.Tensor], name: str) -> None:
+    def _check_parts(self, parts: Sequence[torch.Tensor], name: str, like: torch.Tensor | None = None) -> None:
+        """Check that there is a tensor for each rank, and that all are like another one, or like the first of them."""
         if len(parts) != self._size:
             raise ValueError(f"{name}: the list has {len(parts)} tensors; it needs one for each of {self._size} ranks")
+        self._check_like(parts, parts[0] if like is None else like, name)
 
     def _check_like(self, tensors: Sequence[torch.Tensor], like: torch.Tensor, name: str) -> None:
         memory.check(like, name)
@@ -305,35 +304,35 @@ class Operations:
                                  f"{memory.NAMES[like.dtype]}")
 
 
-def _reduction(tensors: list[torch.Tensor], reduce: Reduce, name: str) -> Prepared:
+def _reduction(tensors: list[torch.Tensor], reduce: Reduce, name: str) -> PreparedCall:
     """Return an allreduce of tensors of one dtype, in place."""
     dtype = tensors[0].dtype
     op, copies = reduce.on(dtype, name), Copies()
     arrays = [memory.values(copies.room_with_values(tensor)) for tensor in tensors]
     count = arrays[0].size if len(arrays) == 1 else f"{len(arrays)} tensors, {sum(array.size for array in arrays)}"
     operation = Operation(
-        collective=Collective.ALLREDUCE, agreed=_told(name, reduce.name, dtype, count), dtype=memory.NAMES[dtype],
+        collective=Collective.ALLREDUCE, agreed=_call_text(name, reduce.name, dtype, count), dtype=memory.NAMES[dtype],
         sources=arrays, outputs=arrays, op=op, prescale=reduce.prescale)
     return copies.prepared(operation, tensors)
 
 
 def _gathering(copies: Copies, whole: torch.Tensor, own: torch.Tensor, rows: tuple[int, ...], name: str,
-               outputs: list[torch.Tensor]) -> Prepared:
+               outputs: list[torch.Tensor]) -> PreparedCall:
     """Return an allgather, which writes to `whole`."""
     unit = own.element_size()
     operation = Operation(
-        collective=Collective.ALLGATHER, agreed=_told(name, "", own.dtype, _counted(rows)), dtype="uint8",
+        collective=Collective.ALLGATHER, agreed=_call_text(name, "", own.dtype, _counted(rows)), dtype="uint8",
         sources=[memory.memory(copies.source(own))], outputs=[memory.memory(whole)],
         rows=tuple(row * unit for row in rows))
     return copies.prepared(operation, outputs)
 
 
 def _scattering(copies: Copies, output: torch.Tensor, source: torch.Tensor, rows: tuple[int, ...],
-                reduce: Reduce) -> Prepared:
+                reduce: Reduce) -> PreparedCall:
     """Return a reducescatter of what `source` has when its turn comes."""
     op = reduce.on(output.dtype, "reduce_scatter")
     operation = Operation(
-        collective=Collective.REDUCESCATTER, agreed=_told("reduce_scatter", reduce.name, output.dtype, _counted(rows)),
+        collective=Collective.REDUCESCATTER, agreed=_call_text("reduce_scatter", reduce.name, output.dtype, _counted(rows)),
         dtype=memory.NAMES[output.dtype], sources=[memory.values(source)], outputs=[memory.values(copies.room(output))],
         op=op, rows=rows, prescale=reduce.prescale)
     return copies.prepared(operation, [output])
@@ -350,14 +349,14 @@ MONITORED_BARRIER: Final = Operation(collective=Collective.BARRIER, agreed="moni
 
 def _exchange(output: torch.Tensor, source: torch.Tensor, received: Sequence[int], sent: Sequence[int],
               is_even: bool = False) -> Operation:
-    """Return an alltoall; without `is_even` the ranks tell each other how much they send."""
+    """Return an alltoall; without `is_even` the ranks exchange how much they send."""
     unit, arrays = source.element_size(), (memory.memory(source), memory.memory(output))
     if is_even:
         return Operation(
-            collective=Collective.ALLTOALL, agreed=_exchange_told(source.dtype, sent[0]),
+            collective=Collective.ALLTOALL, agreed=_exchange_text(source.dtype, sent[0]),
             dtype="uint8", sources=arrays[:1], outputs=arrays[1:], rows=(sent[0] * unit,) * len(sent))
     return Operation(
-        collective=Collective.ALLTOALL, agreed=_exchange_told(source.dtype), dtype="uint8",
+        collective=Collective.ALLTOALL, agreed=_exchange_text(source.dtype), dtype="uint8",
         sources=arrays[:1], outputs=arrays[1:], sent=tuple(count * unit for count in sent),
         received=tuple(count * unit for count in received))
 

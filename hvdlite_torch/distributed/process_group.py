@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch._C import _distributed_c10d as c10d
 from torch._C import _len_torch_dispatch_stack
+from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdlite.groups.group import Group
-from hvdlite_torch.distributed import backend, other_devices
-from hvdlite_torch.distributed.backend import NAME
-from hvdlite_torch.distributed.collectives import Collectives
+from hvdlite_torch.distributed import observers
+from hvdlite_torch.distributed.collectives import CAN_BE_BACKEND, C10dMethods, HvdliteBackend
 from hvdlite_torch.distributed.errors import UnsupportedArgumentError
-from hvdlite_torch.distributed.tools import calls
-from hvdlite_torch.distributed.tools.fr_trace import GroupRecord
+from hvdlite_torch.distributed.fr_trace import GroupRecord
+from hvdlite_torch.distributed.registration import NAME
 from hvdlite_torch.distributed.work import GroupWork
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _Arguments = tuple[Any, ...]
 _Timeout = datetime.timedelta | None
 
 
-class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
+class HvdliteProcessGroup(C10dMethods, _ProcessGroup):  # type: ignore[misc]
     """Implements `torch.distributed.ProcessGroup`, and answers for the backend that torch looks for in one.
 
     Tensors on another device go to the backend that the script has named for it ("cpu:hvdlite,cuda:nccl"), which is made
@@ -58,15 +58,11 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
         self._group_name, self._group_desc = name, ""
         self._set_default_backend(c10d.ProcessGroup.BackendType.CUSTOM)
         self._backend: Any = self
-        if backend.IS_POSSIBLE:
-            self._backend = backend.HvdliteBackend(group, timeout)
+        if CAN_BE_BACKEND:
+            self._backend = HvdliteBackend(group, timeout)
             self._register_backend(_CPU, c10d.ProcessGroup.BackendType.CUSTOM, self._backend)
 
     # --- names, which C++ asks for --------------------------------------------------------------------------------
-
-    def getBackendName(self) -> str:
-        """Return the backend's name."""
-        return NAME
 
     def getRank(self) -> int:
         """Return this process's rank in the group."""
@@ -103,18 +99,12 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
     # --- what torch asks the backend of a group, which is the group itself before torch 2.14 -----------------------
 
     supports_splitting = False
-    supports_coalescing = False
     supports_time_estimate = False
-    supports_shrinking = False
 
     @property
     def options(self) -> Any:
         """The options of a backend: its name and timeout."""
         return c10d.Backend.Options(NAME, self._timeout)
-
-    def get_error(self) -> Any:
-        """Return that there is no error: those of operations are raised by their work."""
-        return c10d.ErrorType.SUCCESS
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return the backend for a device."""
@@ -123,7 +113,7 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [_CPU, *map(torch.device, other_devices.named(self, NAME))]
+        return [_CPU, *map(torch.device, _named_backends(self))]
 
     def _has_hooks(self) -> bool:
         return False
@@ -163,7 +153,7 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
             other.set_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Leave the group; see `Collectives.shutdown`."""
+        """Leave the group; see `C10dMethods.shutdown`."""
         super().shutdown()
         for other in self._other_backends.values():
             other.shutdown()
@@ -200,17 +190,59 @@ class HvdliteProcessGroup(Collectives, _ProcessGroup):  # type: ignore[misc]
 
     def _backend_for(self, device: str) -> Any:
         """Return the backend that the script has named for another device; None without one."""
-        name = other_devices.named(self, NAME).get(device)
+        name = _named_backends(self).get(device)
         if name is not None and device not in self._other_backends:
-            made, kind = other_devices.make(name, device, self, self._timeout)
+            made, kind = _made_backend(name, device, self, self._timeout)
             self._register_backend(torch.device(device), kind, made)
             self._other_backends[device] = made
         return self._other_backends.get(device)
 
 
+# --- backends of other devices: "cpu:hvdlite,cuda:nccl" ----------------------------------------------------------------
+# Before 2.14, torch makes no other backend for a group that Python implements, so they are made here.
+
+
+def _named_backends(group: Any) -> dict[str, str]:
+    """Return the backends that the script has named for a group, by type of device, without this one."""
+    config = distributed_c10d._world.pg_backend_config.get(group, "")
+    pairs = [each.split(":") for each in config.split(",") if ":" in each]
+    return {device: backend for device, backend in pairs if backend != NAME}
+
+
+def _made_backend(name: str, device: str, group: Any, timeout: datetime.timedelta) -> tuple[Any, Any]:
+    """Make a backend as torch does; return it and its type.
+
+    Raises:
+        UnsupportedArgumentError: for a backend that cannot be made here.
+    """
+    prefix = distributed_c10d._world.pg_map[group][1]
+    store, rank, size = c10d.PrefixStore(f"{device}/", prefix), group.rank(), group.size()
+    ranks = list(distributed_c10d._world.pg_group_ranks.get(group, range(size)))
+    if name in ("nccl", "xccl"):
+        kind: Any = getattr(c10d, f"ProcessGroup{name.upper()}", None)
+        if kind is None:
+            raise UnsupportedArgumentError(f'backend "{name}" for {device}: this torch ({torch.__version__}) was built '
+                                           "without it; install one for this device, or name another backend")
+        options = kind.Options()
+        options._timeout, options.global_ranks_in_group, options.group_name = timeout, ranks, group.group_name
+        return kind(store, rank, size, options), getattr(c10d.ProcessGroup.BackendType, name.upper())
+    if name == "gloo":
+        return c10d.ProcessGroupGloo(store, rank, size, timeout=timeout), c10d.ProcessGroup.BackendType.GLOO
+    plugin = torch.distributed.Backend._plugins.get(name.upper())
+    if plugin is None:
+        raise UnsupportedArgumentError(f'backend "{name}" for {device} cannot be used beside hvdlite on torch '
+                                       f"{torch.__version__}: only nccl, xccl, gloo and backends that are registered")
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout), c10d.ProcessGroup.BackendType.CUSTOM
+    options = c10d._DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size, options.timeout = store, rank, size, timeout
+    options.group_id, options.global_ranks_in_group = group.group_name, ranks
+    return plugin.creator_fn(options, None), c10d.ProcessGroup.BackendType.CUSTOM
+
+
 def records() -> list[GroupRecord]:
     """Return what this rank remembers of its process groups of hvdlite."""
-    groups = list(torch.distributed.distributed_c10d._world.pg_map)
+    groups = list(distributed_c10d._world.pg_map)
     return [group.record() for group in groups if isinstance(group, HvdliteProcessGroup)]
 
 
@@ -301,18 +333,14 @@ _SHORT_FORMS: Final[dict[str, Callable[..., _Arguments]]] = {
 # --- the methods ------------------------------------------------------------------------------------------------------
 
 
-def _has_options(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    return (bool(args) and type(args[-1]) in _OPTIONS) or "opts" in kwargs
-
-
 def _method(own_name: str, name: str) -> Callable[..., Any]:
     """Return a method that accepts all forms of c10d's, and passes tensors on another device to its backend.
 
     Args:
-        own_name: of the method of `Collectives`.
+        own_name: of the method of `C10dMethods`.
         name: of the method of torch.
     """
-    own, elsewhere, with_options = getattr(Collectives, own_name), getattr(_ProcessGroup, name), _SHORT_FORMS.get(own_name)
+    own, elsewhere, with_options = getattr(C10dMethods, own_name), getattr(_ProcessGroup, name), _SHORT_FORMS.get(own_name)
     operator = _OLD_NAMES.get(own_name, own_name)
 
     def method(self: HvdliteProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -323,8 +351,9 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
                     return elsewhere(self, *args, **kwargs)
                 break
         if _len_torch_dispatch_stack():
-            calls.count(operator)
-        if with_options is not None and not _has_options(args, kwargs):
+            observers.count(operator)
+        has_options = (args and type(args[-1]) in _OPTIONS) or "opts" in kwargs
+        if with_options is not None and not has_options:
             args, kwargs = with_options(*args, **kwargs), {}
         try:
             return own(self, *args, **kwargs)
@@ -335,7 +364,7 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
         return own(self, *waited, **kwargs)
 
     functools.update_wrapper(method, own)
-    calls.leave_to_python(method)
+    observers.leave_to_python(method)
     return method
 
 

@@ -20,13 +20,13 @@ NAME: Final = "hvdlite"
 OLDEST_TORCH: Final = (2, 13)
 """The oldest version of torch with which the tests of this backend pass; the rest of hvdlite_torch runs with older ones."""
 TRACE: Final = "TORCH_FR_DUMP_TEMP_FILE"
-"""The variable that tells where torch's Flight Recorder writes: the path but for the rank."""
+"""The variable that names where torch's Flight Recorder writes: the path but for the rank."""
 
 
 def register() -> None:
     """Register the backend, once; torch's entry point for backends calls this at the end of `import torch`.
 
-    Where torch cannot take it, a warning says why as soon as a script asks for it.
+    Where torch cannot take it, a warning gives the reason as soon as a script asks for it.
     """
     try:
         if torch.distributed.is_available() and NAME not in torch.distributed.Backend.backend_list:
@@ -79,29 +79,29 @@ def _join(store: Any, name: str, rank: int, size: int, members: Sequence[int] | 
     from hvdlite_torch.distributed.errors import as_backend_error
     from hvdlite_torch.distributed.process_group import HvdliteProcessGroup
     from hvdlite_torch.distributed.store import TorchStore
-    from hvdlite_torch.distributed.tools.step_count import count
+    from hvdlite_torch.step_parts import count_steps
 
     def join_part(store: Any, name: str, rank: int, ranks: Sequence[int], timeout: datetime.timedelta) -> Any:
         of_world = [members[each] for each in ranks] if members else list(ranks)
         return _join(store, name, rank, len(ranks), of_world, timeout)
 
-    told = "default process group" if members is None else f"process group {name}"
+    description = "default process group" if members is None else f"process group {name}"
     try:
-        group = api.join_group(TorchStore(store), told, rank, size, timeout.total_seconds(), members)
+        group = api.join_group(TorchStore(store), description, rank, size, timeout.total_seconds(), members)
     except HvdliteError as error:
         raise as_backend_error(error) from error.__cause__
     trace = os.environ.get(TRACE, "")
     if trace:
         group.watch(_writer(f"{trace}{members[rank] if members else rank}"))
     if members is None:
-        count()
+        count_steps()
     return HvdliteProcessGroup(group, store, name, timeout, join_part)
 
 
 @functools.cache
 def _writer(path: str) -> Callable[[], None]:
     """Return what writes the trace of this rank's groups to a file: one function for all groups, which is called once."""
+    from hvdlite_torch.distributed import fr_trace
     from hvdlite_torch.distributed.process_group import records
-    from hvdlite_torch.distributed.tools import fr_trace
 
     return lambda: fr_trace.write(path, records)

@@ -26,7 +26,7 @@ REDUCED = frozenset(_CODES)
 """Dtypes that can be reduced."""
 
 
-class _Memory:
+class _ArrayInterface:
     """A tensor's memory for NumPy; the array keeps this, and so the tensor.
 
     Not `Tensor.numpy`, after which torch refuses to free or resize the memory, as FSDP does.
@@ -58,13 +58,13 @@ def check(tensor: torch.Tensor, what: str) -> None:
 
 def values(tensor: torch.Tensor) -> Array:
     """Return the memory of a contiguous tensor of one of the dtypes `REDUCED` as a flat array."""
-    array: Array = np.asarray(_Memory(tensor, tensor.numel(), _CODES[tensor.dtype]))
+    array: Array = np.asarray(_ArrayInterface(tensor, tensor.numel(), _CODES[tensor.dtype]))
     return array.view(BFLOAT16) if tensor.dtype is torch.bfloat16 else array
 
 
 def memory(tensor: torch.Tensor) -> Array:
     """Return the memory of a contiguous tensor of any dtype as bytes."""
-    array: Array = np.asarray(_Memory(tensor, tensor.numel() * tensor.element_size(), "|u1"))
+    array: Array = np.asarray(_ArrayInterface(tensor, tensor.numel() * tensor.element_size(), "|u1"))
     return array
 
 
@@ -112,7 +112,7 @@ def adjoining(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedCall:
     """What one rank does for a call of `torch.distributed`.
 
     Attributes:
@@ -126,7 +126,7 @@ class Prepared:
     finish: Callable[[], None] | None = None
 
 
-def joined(calls: Sequence[Prepared], tensors: list[torch.Tensor]) -> Prepared:
+def joined(calls: Sequence[PreparedCall], tensors: list[torch.Tensor]) -> PreparedCall:
     """Return several calls as one.
 
     Args:
@@ -138,7 +138,8 @@ def joined(calls: Sequence[Prepared], tensors: list[torch.Tensor]) -> Prepared:
         for each in finishes:
             each()
 
-    return Prepared([operation for each in calls for operation in each.operations], tensors, finish if finishes else None)
+    operations = [operation for each in calls for operation in each.operations]
+    return PreparedCall(operations, tensors, finish if finishes else None)
 
 
 class Copies:
@@ -150,7 +151,7 @@ class Copies:
         self._inputs: list[tuple[torch.Tensor, torch.Tensor]] = []  # and the memory to which each is copied
         self._outputs: list[tuple[torch.Tensor, torch.Tensor]] = []  # and the memory from which each is copied
 
-    def prepared(self, operation: Operation, tensors: list[torch.Tensor]) -> Prepared:
+    def prepared(self, operation: Operation, tensors: list[torch.Tensor]) -> PreparedCall:
         """Return a call of the operation, with the copies that it needs.
 
         Args:
@@ -158,7 +159,7 @@ class Copies:
         """
         if self._inputs:
             operation = dataclasses.replace(operation, prepare=self._fill)
-        return Prepared([operation], tensors, self._empty if self._outputs else None)
+        return PreparedCall([operation], tensors, self._empty if self._outputs else None)
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory that has the values of an input when the operation's turn comes."""

@@ -69,9 +69,7 @@ class GroupWork(_Work):  # type: ignore[misc]
         """Wait; there is no stream to wait for."""
         self.wait()
 
-    def block_current_stream(self) -> None:
-        """Wait; there is no stream to wait for."""
-        self.wait()
+    block_current_stream = synchronize
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensors that hold the result."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from hvdlite import api
-from hvdlite_torch.collectives.broadcasts import Placeholder, broadcast_structure, load_exactly
+from hvdlite_torch.collectives.broadcasts import broadcast_structure, load_exactly, with_rooms
 from hvdlite_torch.elastic.elastic_sampler import ElasticSampler
-from hvdlite_torch.rows import leaves, mapped
+from hvdlite_torch.rows import mapped, tensors_in
 
 
 class StateHandler:
@@ -77,8 +77,8 @@ class StateDictHandler(StateHandler):
         runtime = api.runtime()
         if runtime.world.rank == 0:
             self.stage()
-        received = broadcast_structure(runtime, self.staged, 0, runtime.unnamed("torch", "elastic.handler"))
-        self.receive(received)
+        self.staged = broadcast_structure(runtime, self.staged, 0, runtime.unnamed("torch", "elastic.handler"))
+        self.receive_staged(load=runtime.world.rank != 0)
 
     def stage(self) -> Any:
         """Copy the object's state over the older copy, and return it; `promote` makes it the saved one."""
@@ -89,11 +89,6 @@ class StateDictHandler(StateHandler):
         """Put memory in place of a received structure's placeholders, and return it, for its tensors to be received."""
         self.staged = with_rooms(structure, self.staged)
         return self.staged
-
-    def receive(self, structure: Any) -> None:
-        """Save a complete state of rank 0, and load it on the other ranks."""
-        self.staged = structure
-        self.receive_staged(load=api.rank() != 0)
 
     def receive_staged(self, *, load: bool) -> None:
         """Save the staged copy, which is complete, as the state of rank 0.
@@ -140,13 +135,13 @@ def copied_over(structure: Any, room: Any) -> Any:
     """Return a deep copy of a structure, in the memory of another structure's tensors where that fits."""
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
-    rooms = _Rooms(room)
+    rooms = tensors_in(room)  # in the order in which they come, which seldom changes
 
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf if type(leaf) in _SHARED else copy.deepcopy(leaf)
-        own = rooms.take(lambda room: _is_alike(room, leaf))
-        if own is None:
+        own = next(rooms, None)
+        if own is None or not _is_alike(own, leaf):
             return leaf.detach().clone()
         targets.append(own)
         sources.append(leaf.detach())
@@ -157,40 +152,6 @@ def copied_over(structure: Any, room: Any) -> Any:
         with torch.no_grad():
             torch._foreach_copy_(targets, sources)
     return result
-
-
-def taken_out(structure: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a structure with placeholders for its tensors, which are appended to a list."""
-    def placeholder(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        tensors.append(leaf.detach())
-        return Placeholder(leaf)
-    return mapped(structure, placeholder)
-
-
-def with_rooms(structure: Any, room: Any) -> Any:
-    """Return a structure with memory in place of its placeholders: another structure's tensors, where they fit."""
-    rooms = _Rooms(room)
-
-    def received(leaf: Any) -> Any:
-        if not isinstance(leaf, Placeholder):
-            return leaf
-        own = rooms.take(leaf.fits)
-        return leaf.room() if own is None else own
-    return mapped(structure, received)
-
-
-class _Rooms:
-    """Tensors whose memory may be used again; in the order in which they come, which seldom changes."""
-
-    def __init__(self, structure: Any) -> None:
-        self._tensors = iter([leaf for leaf in leaves(structure) if isinstance(leaf, torch.Tensor)])
-
-    def take(self, fits: Callable[[torch.Tensor], bool]) -> torch.Tensor | None:
-        """Return the next tensor, if it fits."""
-        own = next(self._tensors, None)
-        return own if own is not None and fits(own) else None
 
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,18 @@ from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.training import objects
-from hvdlite.training.elastic.state import ObjectState, advice, pickled
-from hvdlite.training.replicas import named_parts
-from hvdlite_torch.collectives.broadcasts import broadcast_tensors
+from hvdlite.training.elastic.state import ObjectState, explained, pickled
+from hvdlite.training.replicas import digest, named_parts
+from hvdlite_torch.arrays.tensors import on_host
+from hvdlite_torch.collectives.broadcasts import Placeholder, broadcast_tensors, taken_out, with_rooms
 from hvdlite_torch.elastic.elastic_sampler import ElasticSampler
-from hvdlite_torch.elastic.handlers import StateDictHandler, StateHandler, handler_for, taken_out, with_rooms
-from hvdlite_torch.elastic.parts import Digests, Part
+from hvdlite_torch.elastic.handlers import StateDictHandler, StateHandler, handler_for
 
 _ALIKE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, ElasticSampler)
 """Types whose state dicts are equal on all ranks after `sync`, if scripts do not change how they are loaded."""
+
+_PLAIN = frozenset((bool, float, complex, str, bytes, type(None), torch.dtype, torch.device))
+"""Types whose values are equal bit by bit if they have the same `repr`."""
 
 
 class TorchState(ObjectState):
@@ -88,12 +91,13 @@ class TorchState(ObjectState):
         runtime = api.runtime()
         is_root = runtime.world.rank == 0
         handlers, digests = self._built_in(), Digests()
-        states, attributes = self._own_parts(digests)
+        states = {name: Part(name, self._checked(name, handler.value.state_dict), digests)
+                  for name, handler in handlers.items()}
+        attributes = {name: Part(name, value, digests) for name, value in self._attributes().items()}
         commits, theirs = self._broadcast_parts(states, attributes)
         own = {**states, **attributes}
         differs = [not is_root and (name not in own or not own[name].equals(part)) for name, part in theirs.items()]
         everywhere = runtime.allgather("elastic.differs", np.array([differs], np.uint8)).wait()
-        assert everywhere is not None
         is_sent = dict(zip(theirs, everywhere.any(axis=0).tolist(), strict=True))  # what differs on any rank
         tensors: list[torch.Tensor] = []
         values: dict[str, Any] = {}
@@ -111,23 +115,17 @@ class TorchState(ObjectState):
             if name in handlers:
                 handlers[name].receive_staged(load=is_other)
         if any(differs) or self._others():
-            digests.forget()
+            digests = Digests()
         self._assign(values)
         self._commits = commits
         ObjectState.save(self)
-        self._compare_replicas(self._replicated(theirs.keys() - handlers, digests))
+        self._check_replicas(self._replicated(theirs.keys() - handlers, digests))
 
     def reset(self) -> None:
         """Divide what samplers have left among the ranks of the new world."""
         for handler in self._handlers.values():
             if isinstance(handler.value, ElasticSampler):
                 handler.value.reset()
-
-    def _own_parts(self, digests: Digests) -> tuple[dict[str, Part], dict[str, Part]]:
-        """Return what this rank has: states of its own handlers, and attributes."""
-        states = {name: Part(name, self._checked(name, handler.value.state_dict), digests)
-                  for name, handler in self._built_in().items()}
-        return states, {name: Part(name, value, digests) for name, value in self._attributes().items()}
 
     def _broadcast_parts(self, states: dict[str, Part], attributes: dict[str, Part]) -> tuple[int, dict[str, Part]]:
         """Return rank 0's number of commits, and its parts; on the other ranks these have no tensors.
@@ -148,7 +146,7 @@ class TorchState(ObjectState):
             runtime, (self._parts(), self._commits, sent, refusal), 0, "elastic.state")
         if refusal:
             raise UnsupportedError(refusal)
-        self._compare_parts(names)
+        self._check_parts(names)
         if sorted(sent[0]) != sorted(states):
             raise ValueError(f"rank 0's elastic state has {', '.join(sorted(sent[0])) or 'nothing'} with a state of its "
                              f"own, and rank {runtime.world.rank}'s has {', '.join(sorted(states)) or 'nothing'}: make the "
@@ -203,13 +201,9 @@ class TorchState(ObjectState):
 
     def _checked(self, name: str, copy: Any, value: Any = None) -> Any:
         """Call a function that copies an attribute; an object that cannot be copied is an error with its name."""
-        try:
+        value = self._handlers[name].value if name in self._handlers else value
+        with explained(name, value, "copied", RuntimeError):  # torch's own errors explain themselves
             return copy()
-        except (MemoryError, RuntimeError):  # torch has no memory; its own errors explain themselves
-            raise
-        except Exception as error:
-            value = self._handlers[name].value if name in self._handlers else value
-            raise UnsupportedError(advice(name, value, "copied", error)) from error
 
     def _parts(self) -> list[str]:
         left_out = {name for name in ("model", "optimizer") if getattr(self, name, None) is None}
@@ -230,10 +224,78 @@ def _keep_freed_memory() -> None:
 
 
 def _equal_part(value: Any) -> Any:
-    """Return what is equal on all ranks after `sync` in an object's state dict; the rest may tell the rank, say."""
+    """Return what is equal on all ranks after `sync` in an object's state dict; the rest may depend on the rank."""
     state = value.state_dict() if isinstance(value, (torch.nn.Module, *_ALIKE)) else None
     if isinstance(value, torch.nn.Module):  # a script defines its own extra state, and may add what is no tensor
         return {name: each for name, each in state.items()
                 if isinstance(each, torch.Tensor) and not name.endswith("_extra_state")}
     loads = getattr(type(value), "load_state_dict", None)
     return state if getattr(loads, "__module__", "").partition(".")[0] in ("torch", "hvdlite_torch") else None
+
+
+# --- what `sync` compares, and sends only where it differs ---------------------------------------------------------------
+
+
+class Digests:
+    """Digests of tensors, each of which is computed once; for tensors that do not change meanwhile."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[torch.Tensor, int | None]] = {}  # the tensors keep their addresses
+
+    def of(self, name: str, value: Any) -> int | None:
+        """Return the digest of a tensor; None for other objects, and for tensors that collectives do not carry."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        if value.layout is not torch.strided:
+            return _digest(name, value)
+        key = value.data_ptr(), value.device, value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()
+        if key not in self._known:
+            self._known[key] = value, _digest(name, value)
+        return self._known[key][1]
+
+
+class Part:
+    """What an attribute consists of.
+
+    Attributes:
+        structure: with placeholders for tensors.
+        tensors: this rank's; they are not pickled.
+        digests: of the tensors; None for one that cannot be compared.
+    """
+
+    def __init__(self, name: str, value: Any, digests: Digests) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.structure = taken_out(value, self.tensors)
+        self.digests = [digests.of(name, tensor) for tensor in self.tensors]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "tensors": []}
+
+    def equals(self, other: Part) -> bool:
+        """Return whether another rank's part is the same, bit by bit; False also where they cannot be compared."""
+        return (None not in self.digests and self.digests == other.digests
+                and _is_same(self.structure, other.structure))
+
+
+def _digest(name: str, tensor: torch.Tensor) -> int | None:
+    try:
+        array: Array = on_host(tensor, name)
+    except UnsupportedError:
+        return None
+    return digest(array)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Compare structures of plain data, of the same types and in the same order."""
+    kind = type(one)
+    if kind is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        more = (getattr(each, "__dict__", None) for each in (one, other))  # a subclass may have more than its items
+        return (_is_same(*more) and _is_same(list(one), list(other))
+                and _is_same(list(one.values()), list(other.values())))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if kind is Placeholder:
+        return bool(vars(one) == vars(other))
+    return bool(one == other) if kind is int else kind in _PLAIN and repr(one) == repr(other)

@@ -26,6 +26,8 @@ _dtype = operator.attrgetter("dtype")
 class GpuPlaces(TorchPlaces):
     """Like `TorchPlaces`, in the memory of one GPU."""
 
+    _is_on_gpu = True
+
     def __init__(self, gradients: Any, bucket: LearnedBucket, parameters: Sequence[torch.Tensor]) -> None:
         assert isinstance(bucket.memory, DeviceArray)
         self._index = bucket.memory.device
@@ -62,9 +64,6 @@ class GpuPlaces(TorchPlaces):
         else:
             super().from_row_major(place, values)
 
-    def _small(self) -> Sequence[int]:
-        return range(len(self.places))  # a GPU copies many gradients as fast as one
-
     def _tensor(self, place: AnyArray) -> torch.Tensor:
         assert isinstance(place, DeviceArray)
         return cuda.as_tensor(place)
@@ -88,9 +87,6 @@ class GpuPlaces(TorchPlaces):
         for other in others:
             self.gradients.plane.wait_stream(stream, other)
         return bool(others)
-
-    def _is_here(self, tensor: torch.Tensor) -> bool:
-        return cuda.is_on_gpu(tensor)
 
     @property
     def _changes(self) -> bool:

@@ -17,7 +17,7 @@ from hvdlite.training.gradients.round import Round
 from hvdlite_torch.arrays import cuda
 from hvdlite_torch.gradients.owners import Owner
 from hvdlite_torch.gradients.recorder import Recorder
-from hvdlite_torch.gradients.runs import Run, graph_task, outermost
+from hvdlite_torch.gradients.runs import AutogradRun, graph_task, outermost
 from hvdlite_torch.gradients.torch_gradients import TorchGradients
 from hvdlite_torch.gradients.unfinal import Guard, get_grad, set_grad
 
@@ -45,7 +45,7 @@ class Hooks(Owner):
 
     def __init__(self, reducer: Reducer[torch.Tensor], before_step: BeforeStep[torch.Tensor]) -> None:
         super().__init__(reducer, before_step, _hook(weakref.ref(self)))
-        self.run: Run | None = None
+        self.run: AutogradRun | None = None
         self._task = -1  # autograd's number for the last run that was entered, the outermost one or one nested in it
         self._later: dict[int, torch.Tensor] = {}  # to be handed over at the end, by identity
         self._several: set[int] = set()  # those of them that were accumulated into more than once in this pass
@@ -53,10 +53,10 @@ class Hooks(Owner):
         self._due: set[int] = set()  # those of them that are still to come in this pass; none until it is open
         self._is_open = False  # whether the end of the run is awaited, so that gradients are handed over at once
         self._guard: Guard | None = None  # of gradients that are not final
-        # Is told on which stream each gradient was made, once a parameter has been on a GPU.
+        # Notes on which stream each gradient was computed, once a parameter has been on a GPU.
         self._note: Callable[[torch.Tensor], None] | None = None
         self._recorder = Recorder(self._hook)
-        self._recorded_layout: object = None  # which tells what is recorded
+        self._recorded_layout: object = None  # for which parameters are recorded
         self.weight = self.own_weight = 1.0
         self.on_begin: Callable[[], bool] | None = None
 
@@ -277,7 +277,7 @@ class Hooks(Owner):
             if hooks is not None:  # else the optimizer is gone
                 hooks._hand_over_recorded(all_of_them=True)
                 if graph_task() != -1:  # a hook of the user's reads it, in a backward pass that goes on
-                    reducer.notice_late(current)
+                    reducer.notice_trailing(current)
                 hooks.finish(current)
             guard.lift()
         guard = self._guard = Guard(itertools.filterfalse(members.is_elsewhere, members.parameters()), finish)

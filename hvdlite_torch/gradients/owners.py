@@ -28,7 +28,7 @@ _having = WeakTensorKeyDictionary()
 
 
 class Owner:
-    """Base of what hands an optimizer's gradients over: has hooks on parameters, and knows whose gradients count here.
+    """Base of what hands an optimizer's gradients over: has hooks on parameters, and tracks whose gradients count here.
 
     Args:
         hook: is called with a parameter whose gradient has been accumulated; does not keep the owner alive, because torch
@@ -58,7 +58,7 @@ class Owner:
         reducer.members.elsewhere = self.elsewhere
 
     def watch(self, parameter: torch.Tensor, *, claims: bool = True) -> None:
-        """Hand this parameter's gradients over from now on, whenever it is trainable; the reducer knows it already.
+        """Hand this parameter's gradients over from now on, whenever it is trainable; the reducer has it already.
 
         Args:
             claims: whether they are reduced here from now on if another optimizer has the parameter too.

@@ -49,7 +49,7 @@ _storage_of: Callable[[torch.Tensor], int] = getattr(
     torch._C, "_storage_id", lambda tensor: tensor.untyped_storage()._cdata)
 """Return torch's handle of a tensor's storage."""
 COUNTS = hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.Tensor, "_use_count")
-"""Whether torch can tell who uses a tensor; else gradients are never views of buckets."""
+"""Whether torch can count who uses a tensor; else gradients are never views of buckets."""
 _version = operator.attrgetter("_version")
 _view_of = operator.attrgetter("view")
 _home_of = operator.attrgetter("home")
@@ -135,6 +135,8 @@ _set_target: Callable[[Place, torch.Tensor | None], None] = vars(Place)["target"
 class TorchPlaces:
     """The places of one bucket in host memory; see `training.gradients.framework.Places`."""
 
+    _is_on_gpu = False  # where the places are
+
     def __init__(self, gradients: TorchGradients, bucket: LearnedBucket, parameters: Sequence[torch.Tensor]) -> None:
         self.gradients = gradients
         self.parameters = parameters
@@ -143,23 +145,24 @@ class TorchPlaces:
             context = gradients.wire(parameter)[1]
             shows_view = gradients.shows_view(parameter, context)
             self.places.append(Place(self._tensor(bucket.logical(index)), context, shows_view))
-        self.small = self._small()
+        self.small: Sequence[int] = [  # a GPU copies many gradients as fast as one
+            index for index, place in enumerate(self.places) if self._is_on_gpu or place.home.nbytes <= SMALL]
         self._has_targets = False  # there have been some
         self._has_kept_views = False  # gradients were views of their places already, which the script may move until the end
         # Results are views of all places, or copies of all; small gradients may be handled in a few calls.
         self._is_plain = (gradients.casts and not gradients.sparse_as_dense
                           and len({(place.context is None, place.shows_view) for place in self.places}) == 1
-                          and all(map(self._is_here, parameters)))
+                          and all(cuda.is_on_gpu(parameter) is self._is_on_gpu for parameter in parameters))
         small = [self.places[place] for place in self.small]
-        self._batch = _Batch(small, self._changes) if self._is_plain and len(small) > 1 else None
+        self._together = _SmallPlaces(small, self._changes) if self._is_plain and len(small) > 1 else None
 
     def fill(self, places: Sequence[int], gradients: Sequence[torch.Tensor], is_own: bool) -> bool:
-        if (places is self.small and self._batch is not None and gradients[0] is not None
-                and self._belongs(self._batch.places[0], gradients[0])):
-            targets = self._batch.fill(gradients, is_own, self._copy_in)
+        if (places is self.small and self._together is not None and gradients[0] is not None
+                and self._belongs(self._together.places[0], gradients[0])):
+            targets = self._together.fill(gradients, is_own, self._copy_in)
             if targets is not None:
-                self._has_kept_views = self._has_kept_views or gradients[0] is self._batch.places[0].view
-                self._aim(self._batch.places, targets)
+                self._has_kept_views = self._has_kept_views or gradients[0] is self._together.places[0].view
+                self._aim(self._together.places, targets)
                 return True
         chosen, kept, homes, values, all_fit = [], [], [], [], True
         for position, index in enumerate(places):
@@ -243,9 +246,6 @@ class TorchPlaces:
         assert isinstance(values, np.ndarray)
         self.places[place].home.copy_(host_tensor(values))
 
-    def _small(self) -> Sequence[int]:
-        return [index for index, place in enumerate(self.places) if place.home.nbytes <= SMALL]
-
     def _tensor(self, place: AnyArray) -> torch.Tensor:
         assert isinstance(place, np.ndarray)
         return host_tensor(place)
@@ -255,10 +255,6 @@ class TorchPlaces:
         if self._has_targets or any(map(operator.is_not, targets, itertools.repeat(None))):
             self._has_targets = True
             deque(map(_set_target, places, targets), maxlen=0)
-
-    def _is_here(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is in the same memory as the places."""
-        return not cuda.is_on_gpu(tensor)
 
     @property
     def _changes(self) -> bool:
@@ -322,7 +318,7 @@ class TorchPlaces:
         return not self.gradients.has_plane_for(place.dtype) or not cuda.is_on_gpu(tensor)
 
 
-class _Batch:
+class _SmallPlaces:
     """The small places of a bucket, of which `fill` and `results` handle all at once.
 
     What is constant is listed once; what has to be looked at in every round is compared as a list.
@@ -342,7 +338,7 @@ class _Batch:
         self._kinds = [(dtype, place.shape, torch.strided, False) for dtype, place in zip(dtypes, places, strict=True)]
         self._are_cpu = list(map(_is_cpu, self._homes))
         self._idle = _users(self._views(), self._storages)
-        fresh = [torch.empty(1)]  # autograd writes to copies that it makes for parameters, so versions tell too little
+        fresh = [torch.empty(1)]  # autograd writes to copies that it makes for parameters, so versions are not enough
         self._fresh = tuple(users * len(places) for users in _users(fresh, map(_storage_of, fresh)))
         self._no_targets: list[torch.Tensor | None] = [None] * len(places)
 

@@ -1,4 +1,4 @@
-"""Autograd's runs: one object for each outermost run of the process, by which optimizers hear of its end or failure."""
+"""Autograd's runs: one object for each outermost run of the process, which notifies optimizers of its end or failure."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _NODES = {getattr(torch.autograd.function.BackwardCFunction, name).__code__ for 
 """Of the functions that carry out nodes which are defined in Python, such as reentrant checkpoints."""
 
 
-class Run:
+class AutogradRun:
     """An outermost autograd run, on whichever threads autograd carries it out, and the runs that are nested in it.
 
-    `torch.utils.checkpoint(..., use_reentrant=True)` nests an autograd run in the outer one, and nothing tells the nested
-    run when the outer one ends, nor which one it is. So when the first gradient comes from a nested run, the nodes that
-    follow the checkpoint in the outer run get a hook, which asks to be told of its end.
+    `torch.utils.checkpoint(..., use_reentrant=True)` nests an autograd run in the outer one. The nested run is not notified
+    when the outer one ends, nor can it find out which one that is. So when the first gradient comes from a nested run, the
+    nodes that follow the checkpoint in the outer run get a hook, which asks for a callback at its end.
 
     Waiting is apart from the end, because one run can serve several optimizers: all of them must have closed their rounds
     before anybody waits, or two ranks could wait for each other's other round.
 
     Attributes:
-        is_awaited: whether autograd was asked to tell of its end.
+        is_awaited: whether autograd was asked to report its end.
         newest: the largest of autograd's numbers for it and for the runs nested in it; a run has a larger one than those
             that began before.
     """
@@ -78,7 +78,7 @@ class Run:
         for hooks in waiting:
             hooks.guard()
 
-    def await_end(self, task: int) -> Run:
+    def await_end(self, task: int) -> AutogradRun:
         """Wait for the end of run `task`, which goes on on this thread and is the outermost one; return its object.
 
         That is another one where somebody takes part in it already, by another run that is nested in it.
@@ -112,13 +112,13 @@ class Run:
         handles += [following.register_prehook(reached) for following, _ in node.next_functions if following is not None]
 
 
-_runs: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
+_runs: weakref.WeakValueDictionary[int, AutogradRun] = weakref.WeakValueDictionary()
 """The outermost runs that go on, by autograd's number for each run that they consist of; it gives no number twice."""
 _changing = threading.Lock()
 """Held while somebody looks for a run or joins it: gradients of several optimizers may come from several threads."""
 
 
-def outermost(task: int, known: Run | None) -> Run:
+def outermost(task: int, known: AutogradRun | None) -> AutogradRun:
     """Return the outermost run to which the run that goes on on this thread belongs.
 
     Args:
@@ -133,7 +133,7 @@ def outermost(task: int, known: Run | None) -> Run:
     with _changing:
         run = known
         if run is None or not (is_nested or task < run.newest):
-            run = _runs.get(task) or Run()
+            run = _runs.get(task) or AutogradRun()
         run.newest = max(run.newest, task)
         _runs.setdefault(task, run)
     if is_nested and node is not None and not run.is_awaited:
@@ -142,14 +142,14 @@ def outermost(task: int, known: Run | None) -> Run:
     return run.await_end(task)  # of a nested run that a hook has begun, the end is as good as that of the outer one
 
 
-def _at_end(run: Run) -> None:
-    """Let autograd tell of the end of the run that goes on on this thread, after what was queued before.
+def _at_end(run: AutogradRun) -> None:
+    """Let autograd report the end of the run under way on this thread, after what was queued before.
 
     Autograd may call `ended` on a thread of its own, and deletes it on the thread that called `backward()`; when the run
     fails, without having called it. If it has, deletion must run no Python code, or a pending KeyboardInterrupt is raised in
     that, where it is ignored. So `ended` lets go of all that it has when it is called.
     """
-    owned: list[Run] = [run]
+    owned: list[AutogradRun] = [run]
 
     def ended() -> None:
         failed.detach()

@@ -26,7 +26,7 @@ from hvdlite_torch.gradients.places import COUNTS, TorchPlaces
 from hvdlite_torch.gradients.unfinal import get_grad, set_grad
 
 FEW = 64
-"""Elements; so many of a gradient tell most of the time that it is not all zeros."""
+"""Elements; so many of a gradient are mostly enough to see that it is not all zeros."""
 MANY_KEPT = 4
 """Number of parameters with gradients kept over a round, from which no gradient is a view of its bucket."""
 
@@ -41,15 +41,12 @@ class TorchGradients:
             none of its own.
     """
 
-    plane: DeviceAccess
-    """For tensors on GPUs, once `uses_plane`."""
-
     def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool = True,
                  devices: DeviceAccess | None = None, unseen_sparse_dims: int = 0) -> None:
         self.compression = compression
         self.casts = wire_dtype(compression, torch.float32) is not None  # it does nothing that a copy does not do
         self.sparse_as_dense = sparse_as_dense
-        self.uses_plane = False  # a parameter has been on a GPU
+        self.plane: DeviceAccess | None = None  # for tensors on GPUs, once a parameter has been on one
         self.streams: set[int] = set()  # streams that computed gradients since the last wait for buckets
         self._as_view = as_view and COUNTS
         self._devices = devices
@@ -103,8 +100,8 @@ class TorchGradients:
     def places(self, bucket: LearnedBucket, parameters: Sequence[torch.Tensor]) -> TorchPlaces:
         return (GpuPlaces if isinstance(bucket.memory, DeviceArray) else TorchPlaces)(self, bucket, parameters)
 
-    def alone(self, parameter: torch.Tensor, gradient: torch.Tensor | None, is_given: bool) -> Alone:
-        if gradient is not None and is_given:
+    def alone(self, parameter: torch.Tensor, gradient: torch.Tensor | None, counts: bool) -> Alone:
+        if gradient is not None and counts:
             densified = self.densified(parameter, gradient)
             gradient = gradient if densified is None else densified
             values = gradient.detach()
@@ -132,14 +129,13 @@ class TorchGradients:
 
     def use_plane(self) -> bool:
         """A parameter is on a GPU: let gradients be reduced there, if there is a plane; return whether there is one."""
-        if not self.uses_plane and self._devices is not None and not self._devices.unavailable_reason():
+        if self.plane is None and self._devices is not None and not self._devices.unavailable_reason():
             self.plane = self._devices
-            self.uses_plane = True
-        return self.uses_plane
+        return self.plane is not None
 
     def has_plane_for(self, dtype: torch.dtype) -> bool:
         """Return whether gradients on GPUs that travel in this dtype are reduced there."""
-        return self.uses_plane and self.plane.supports(Collective.ALLREDUCE, None, cuda.dtype_name(dtype))
+        return self.plane is not None and self.plane.supports(Collective.ALLREDUCE, None, cuda.dtype_name(dtype))
 
     def note(self, parameter: torch.Tensor) -> None:
         """A gradient on a GPU was computed on this thread's current stream."""

@@ -26,9 +26,10 @@ has no weights; the pass that later differentiates the penalty is weighted.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -39,8 +40,22 @@ from hvdlite.runtime.runtime import Runtime
 
 transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
-_uneven: dict[int, GradientWeight | _LaterWeight] = {}
-"""The weights that are not 1, by identity. Backward passes look here first: autograd does not tell them their scope."""
+
+
+class _UnevenWeight(NamedTuple):
+    """A weight that is not 1.
+
+    Attributes:
+        nodes: returns the nodes that accumulate the gradients of the weighted parameters.
+    """
+
+    runtime: Runtime
+    value: float
+    nodes: Callable[[], Iterable[Any]]
+
+
+_uneven: dict[int, _UnevenWeight] = {}
+"""By identity of their owners. Backward passes look here first: autograd does not pass them their scope."""
 
 
 class GradientWeight:
@@ -58,11 +73,6 @@ class GradientWeight:
         self.runtime = runtime
         self._hooks: dict[Any, Any] = {}  # by the node that accumulates a parameter's gradient; nodes live while held
 
-    @property
-    def is_applied(self) -> bool:
-        """Whether gradients are multiplied now."""
-        return bool(self._hooks)
-
     def apply_to(self, parameters: Iterable[torch.Tensor]) -> None:
         """Weigh the gradients of these parameters and no others; lazy ones have no gradients yet."""
         for hook in self._hooks.values():
@@ -75,38 +85,20 @@ class GradientWeight:
                 if trainable and not is_lazy(parameter) and not parameter.is_inference():
                     node = _accumulator(parameter)
                     self._hooks[node] = node.register_prehook(_multiply_by(self.value))
-            _uneven[id(self)] = self
-
-    def is_in_this_pass(self) -> bool:
-        """Return whether the running backward pass computes the gradient of a weighted parameter."""
-        return _computes_any(self._hooks)
-
-
-class _LaterWeight:
-    """A weight by which another part of hvdlite multiplies gradients when they have been accumulated.
-
-    Args:
-        runtime: of this rank.
-        value: the weight.
-        parameters: returns the parameters of these gradients; called in the first backward pass that needs them.
-    """
-
-    def __init__(self, runtime: Runtime, value: float, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
-        self.runtime, self.value = runtime, value
-        self._parameters = parameters
-        self._nodes: list[Any] | None = None
-
-    def is_in_this_pass(self) -> bool:
-        """Return whether the running backward pass computes the gradient of a weighted parameter."""
-        if self._nodes is None:
-            self._nodes = [_accumulator(parameter) for parameter in self._parameters() if parameter.requires_grad]
-        return _computes_any(self._nodes)
+            _uneven[id(self)] = _UnevenWeight(self.runtime, self.value, lambda: self._hooks)
 
 
 @contextmanager
 def weighted_later(runtime: Runtime, value: float, parameters: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
-    """Return a context whose backward passes compute gradients that are weighted later; see `_LaterWeight`."""
-    weight = _LaterWeight(runtime, value, parameters)
+    """Return a context in whose backward passes another part of hvdlite multiplies gradients once they are accumulated.
+
+    Args:
+        runtime: of this rank.
+        value: by what they are multiplied.
+        parameters: returns the parameters of these gradients; called in the first backward pass that needs them.
+    """
+    nodes = functools.cache(lambda: [_accumulator(parameter) for parameter in parameters() if parameter.requires_grad])
+    weight = _UnevenWeight(runtime, value, nodes)
     _uneven[id(weight)] = weight
     try:
         yield
@@ -121,8 +113,8 @@ def weight_of_this_pass(name: str) -> float:
         name: of the collective that asks, for messages.
 
     Raises:
-        UnsupportedError: in an uneven batch, inside a transform of torch.func, where parameters cannot be told from other
-            tensors; and where scopes with different weights cannot be told apart.
+        UnsupportedError: in an uneven batch, inside a transform of torch.func, where parameters cannot be distinguished from
+            other tensors; and where it is ambiguous which of several weights applies.
     """
     if not _uneven:
         return 1.0
@@ -134,18 +126,13 @@ def weight_of_this_pass(name: str) -> float:
         raise UnsupportedError(f"{where} with torch.func in a batch whose shards may differ between ranks, and hvdlite "
                                "cannot know whether the gradients will be weighted; use torch.autograd.grad or "
                                "backward(), or batches that divide evenly (drop_last=True)")
-    values = {each.value for each in uneven if each.is_in_this_pass()}
+    values = {each.value for each in uneven if any(_fate(node) is not _Fate.IGNORED for node in each.nodes())}
     if not values and _accumulates_activations():
         values = {each.value for each in uneven}
     if len(values) > 1:
         raise UnsupportedError(f"{where} while {len(uneven)} strategies have uneven batches with the weights "
                                f"{sorted(values)}, and hvdlite cannot know which one applies; leave one of the loops first")
     return values.pop() if values else 1.0
-
-
-def _computes_any(nodes: Iterable[Any]) -> bool:
-    """Return whether the running backward pass reaches one of these nodes, which accumulate gradients."""
-    return any(_fate(node) is not _Fate.IGNORED for node in nodes)
 
 
 def _accumulates_activations() -> bool:

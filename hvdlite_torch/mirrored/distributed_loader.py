@@ -226,18 +226,6 @@ class _OwnIteration(_Source):
         return (self._shard(batch)[:2] for batch in self._loader)
 
 
-class SamplesShard:
-    """Collates this rank's samples of a batch; returns the batch's rows, the shard and the first signature."""
-
-    def __init__(self, replicas: ReplicaGroup, collate: Callable[[Any], Any]) -> None:
-        self._replica_id, self._size, self._collate = replicas.replica_id, replicas.size, collate
-        self._is_first = True
-
-    def __call__(self, samples: list[Any]) -> tuple[int, Any, list[str] | None]:
-        seen, self._is_first = same_data.signature(samples) if self._is_first else None, False
-        return len(samples), self._collate(samples[shard(len(samples), self._replica_id, self._size)]), seen
-
-
 class RowsShard:
     """Converts this rank's shard of a batch; returns the batch's rows, the shard and the first signature."""
 
@@ -248,7 +236,18 @@ class RowsShard:
     def __call__(self, batch: Any) -> tuple[int, Any, list[str] | None]:
         seen, self._is_first = same_data.signature([batch]) if self._is_first else None, False
         rows = rows_of(batch)
-        return rows, self._convert(rows_taken(batch, rows, shard(rows, self._replica_id, self._size))), seen
+        return rows, self._convert(rows_taken(batch, rows, self._own(rows))), seen
+
+    def _own(self, rows: int) -> slice:
+        return shard(rows, self._replica_id, self._size)
+
+
+class SamplesShard(RowsShard):
+    """Like `RowsShard`, of a batch that is a list of samples, which are collated."""
+
+    def __call__(self, batch: list[Any]) -> tuple[int, Any, list[str] | None]:
+        seen, self._is_first = same_data.signature(batch) if self._is_first else None, False
+        return len(batch), self._convert(batch[self._own(len(batch))]), seen
 
 
 def source_of(loader: Iterable[Any], replicas: ReplicaGroup) -> _Source:

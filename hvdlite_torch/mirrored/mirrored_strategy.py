@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,7 +60,9 @@ class MirroredStrategy(LaunchableStrategy):
         if _runtime is None and not api.is_initialized():
             api.init()
         super().__init__(devices)
-        self._settings = (scale_learning_rate, sync_batch_norm, backward_passes_per_step, compression)
+        self._settings: dict[str, Any] = {
+            "scale_learning_rate": scale_learning_rate, "sync_batch_norm": sync_batch_norm,
+            "backward_passes_per_step": backward_passes_per_step, "compression": compression}
         self._replicas = TorchReplicaGroup(_runtime or api.runtime(), api.set_id(process_set))
         self._registry = ScopeRegistry(
             self._replicas, process_set, learning_rate_factor=self._replicas.size if scale_learning_rate else 1,
@@ -68,7 +71,7 @@ class MirroredStrategy(LaunchableStrategy):
 
     def __reduce__(self) -> Any:
         """A copy in another process, where `launch` brings it, is a strategy of that process's job."""
-        return _of_settings, (self.devices, *self._settings)
+        return functools.partial(MirroredStrategy, self.devices, **self._settings), ()
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -206,9 +209,3 @@ class MirroredStrategy(LaunchableStrategy):
         else:
             return self._replicas.allreduce(sums, ReduceOp.SUM)
         return (total / count).to(tensor.dtype) if averages else total
-
-
-def _of_settings(devices: int | None, scale_learning_rate: bool, sync_batch_norm: bool, backward_passes_per_step: int,
-                 compression: type[Compressor]) -> MirroredStrategy:
-    return MirroredStrategy(devices, scale_learning_rate=scale_learning_rate, sync_batch_norm=sync_batch_norm,
-                            backward_passes_per_step=backward_passes_per_step, compression=compression)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
@@ -12,17 +11,19 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.training.mirrored.mirroring import MirrorSchedule, TensorKind, agreed_names, matching_tensors
 from hvdlite.training.mirrored.scopes import LivingObjects
+from hvdlite_torch.collectives.broadcasts import load_exactly
+from hvdlite_torch.collectives.buffers import ModuleHook
 from hvdlite_torch.compression import Compressor
-from hvdlite_torch.copying import ModuleHook
+from hvdlite_torch.gradients.owners import owners
 from hvdlite_torch.gradients.weights import GradientWeight
-from hvdlite_torch.mirrored.foreign_optimizers import refuse_foreign_optimizers
-from hvdlite_torch.mirrored.scoped_optimizer import ScopedOptimizer, load_from_replica_0
+from hvdlite_torch.mirrored.scoped_optimizer import ScopedOptimizer
 from hvdlite_torch.mirrored.torch_replica_group import TorchReplicaGroup
-from hvdlite_torch.optimizer import DistributedOptimizer, is_distributed
+from hvdlite_torch.optimizer import Distributed, DistributedOptimizer, is_distributed
 from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 
 
@@ -40,14 +41,18 @@ class ScopeRegistry:
 
     def __init__(self, replicas: TorchReplicaGroup, process_set: ProcessSet, *, learning_rate_factor: float,
                  sync_batch_norm: bool, backward_passes_per_step: int, compression: type[Compressor]) -> None:
-        self._lazy: list[weakref.ref[torch.Tensor]] = []  # without a shape when everything was mirrored last
-        self.schedule = MirrorSchedule(replicas, functools.partial(_any_has_its_shape, self._lazy))
+        lazy: list[weakref.ref[torch.Tensor]] = []
+        self._lazy = lazy  # without a shape when everything was mirrored last
+        self.schedule = MirrorSchedule(replicas, lambda: any(
+            tensor is not None and not is_lazy(tensor) for tensor in (reference() for reference in lazy)))
         self.learning_rate_factor = learning_rate_factor
-        self._replicas, self._process_set = replicas, process_set
+        self._replicas = replicas
+        self._process_set = process_set
         self._sync_batch_norm = sync_batch_norm
-        self._passes, self._compression = backward_passes_per_step, compression
+        self._passes = backward_passes_per_step
+        self._compression = compression
         self._modules: LivingObjects[torch.nn.Module] = LivingObjects()
-        self._counts: collections.Counter[str] = collections.Counter()
+        self._counts: collections.Counter[str] = collections.Counter()  # of modules, by the names of their classes
         self._optimizers: LivingObjects[Any] = LivingObjects()
         self.weight = GradientWeight(replicas.runtime)
         self._awaiting: list[Any] = []  # hooks on modules with lazy parameters, while there is a weight
@@ -62,7 +67,11 @@ class ScopeRegistry:
         self._modules.add(f"{kind}{self._counts[kind]}", module)
         self._counts[kind] += 1
         if not isinstance(module, torch.jit.ScriptModule):
-            module.register_load_state_dict_post_hook(_Reloaded(self))
+            module.register_load_state_dict_post_hook(ModuleHook(self._note_loaded))
+
+    def _note_loaded(self) -> None:
+        """A module has loaded a checkpoint; its hook keeps the registry alive, also without the strategy."""
+        self.schedule.has_loaded = True
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Distribute an optimizer and mirror its parameters; only `torch.optim.Optimizer.__init__` has run.
@@ -151,7 +160,8 @@ class ScopeRegistry:
             optimizer = known.get(name)
             state = self._replicas.broadcast_structure(None if optimizer is None else optimizer.state_dict(), "state")
             if optimizer is not None and self._replicas.replica_id > 0:
-                load_from_replica_0(optimizer, state)
+                # Not the optimizer's own `load_state_dict`, which is a reason to mirror again.
+                load_exactly(optimizer, state, super(Distributed, optimizer).load_state_dict)  # type: ignore[misc]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors to mirror by name; a tensor has a name for each path to it."""
@@ -208,32 +218,57 @@ class ScopeRegistry:
         lazy = {key for key, parameter in parameters.items() if self.weight.value != 1 and is_lazy(parameter)}
         if lazy:
             modules = {module for _, root in self._living_modules() for module in root.modules()}
-            self._awaiting = [module.register_forward_pre_hook(_Materialized(self)) for module in modules
+            # torch's own hook, which gives the parameters their shapes, comes first.
+            self._awaiting = [module.register_forward_pre_hook(ModuleHook(self.apply_weight)) for module in modules
                               if any(id(parameter) in lazy for parameter in module._parameters.values())]
 
 
-class _Reloaded(ModuleHook):
-    """A hook that reports that a module has loaded a checkpoint; copies of the module do not report."""
+def refuse_foreign_optimizers(registry: ScopeRegistry) -> None:
+    """Make steps of optimizers raise `RuntimeError` that were made outside of the scope for a module that was made in it.
+
+    That ends with the registry.
+
+    Parameters that a distributed optimizer also has, of the scope or not, are allowed: their gradients are reduced.
+    """
+    handle = register_optimizer_step_pre_hook(torch.compiler.disable(_ForeignOptimizers(registry)))
+    weakref.finalize(registry, handle.remove).atexit = False
+
+
+class _ForeignOptimizers:
+    """A hook on the steps of all optimizers of the process, also those of other threads.
+
+    It examines each optimizer once, and again when the optimizer gets new parameters or when hooks that reduced gradients
+    of its parameters are removed.
+    """
 
     def __init__(self, registry: ScopeRegistry) -> None:
-        self._registry = registry  # modules keep the registry alive, also without the strategy
+        self._registry = weakref.ref(registry)
+        # By optimizer that was examined: the number of its parameters, and the hooks that reduce gradients of some.
+        self._examined: weakref.WeakKeyDictionary[Any, tuple[int, set[weakref.ref[Any]]]] = weakref.WeakKeyDictionary()
 
-    def __call__(self, module: torch.nn.Module, keys: Any) -> None:
-        self._registry.schedule.has_loaded = True
-
-
-class _Materialized(ModuleHook):
-    """Applies the weight before a lazy module's forward pass, after torch has given its parameters shapes."""
-
-    def __init__(self, registry: ScopeRegistry) -> None:
-        self._registry = registry
-
-    def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
-        self._registry.apply_weight()
-
-
-def _any_has_its_shape(tensors: Sequence[weakref.ref[torch.Tensor]]) -> bool:
-    return any(tensor is not None and not is_lazy(tensor) for tensor in (reference() for reference in tensors))
+    def __call__(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        registry = self._registry()
+        if is_distributed(optimizer) or registry is None:
+            return
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        examined, owners_then = self._examined.get(optimizer, (-1, set()))
+        if examined == count and all(owner() is not None for owner in owners_then):
+            return
+        paths = registry.paths()
+        reducing: set[weakref.ref[Any]] = set()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in paths or not (parameter.is_floating_point() or parameter.is_complex()):
+                    continue  # one of integers has no gradient
+                reduced_by = owners(parameter)
+                if not reduced_by:
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__}, which was made outside of the strategy's scope, trains "
+                        f"'{paths[id(parameter)]}', which was made inside it: its gradients are not averaged, so the "
+                        "replicas would differ. Make the optimizer inside `with strategy.scope():` too, or wrap it with "
+                        "hvd.DistributedOptimizer")
+                reducing.add(weakref.ref(reduced_by[0]))
+        self._examined[optimizer] = count, reducing
 
 
 def _kind(tensor: torch.Tensor) -> TensorKind:
@@ -242,5 +277,4 @@ def _kind(tensor: torch.Tensor) -> TensorKind:
 
 
 def _make(kind: TensorKind) -> torch.Tensor:
-    assert kind.shape is not None
     return torch.empty(kind.shape, dtype=getattr(torch, kind.dtype), device=kind.device)

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvdlite_torch.collectives.broadcasts import load_exactly
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.gradients.owners import owner_in
 from hvdlite_torch.optimizer import Distributed
-from hvdlite_torch.optimizer.uneven_inputs import Joined
+from hvdlite_torch.optimizer.base import Joined
 
 if TYPE_CHECKING:
     from hvdlite_torch.mirrored.scope_registry import ScopeRegistry
@@ -104,8 +103,3 @@ def _ask_in_backward(optimizer: ScopedOptimizer, hooks: Hooks) -> None:
     if not isinstance(hooks.on_begin, _Asking):
         hooks.on_begin = _Asking(weakref.WeakSet())
     hooks.on_begin.optimizers.add(optimizer)
-
-
-def load_from_replica_0(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load replica 0's state dict; unlike `load_state_dict`, this is no reason to mirror again."""
-    load_exactly(optimizer, state, super(Distributed, optimizer).load_state_dict)  # type: ignore[misc]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from hvdlite.core.errors import MismatchError
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.mirrored.replica_group import ReplicaGroup
 from hvdlite_torch.arrays.tensors import as_array, contiguous
-from hvdlite_torch.collectives.broadcasts import broadcast_structure, broadcast_tensors
+from hvdlite_torch.collectives.broadcasts import broadcast_structure, broadcast_tensors, gather_tensors
 
 
 class TorchReplicaGroup(ReplicaGroup):
@@ -46,15 +45,10 @@ class TorchReplicaGroup(ReplicaGroup):
         """
         if self.size == 1:
             return [tensor.detach().clone()]
-        dense = contiguous(tensor.detach().cpu(), "gather")
-        kinds = self.allgather_object((tuple(dense.shape), str(dense.dtype).removeprefix("torch.")), "gather.shape")
+        parts = gather_tensors(self.runtime, tensor, self.name("gather"), self.process_set)
+        kinds = [(tuple(part.shape), str(part.dtype).removeprefix("torch.")) for part in parts]
         for replica_id, (shape, dtype) in enumerate(kinds):
             if (shape[1:], len(shape), dtype) != (kinds[0][0][1:], len(kinds[0][0]), kinds[0][1]):
                 raise MismatchError(f"gather: shapes must be equal but for the axis: replica 0 has {kinds[0][1]} "
                                     f"{kinds[0][0]}, replica {replica_id} {dtype} {shape}")
-        name = self.name("gather")
-        flat = dense.reshape(-1).view(torch.uint8)  # as bytes, so that every dtype travels alike
-        everything = self.runtime.allgather(name, as_array(flat, name), process_set=self.process_set).wait()
-        assert everything is not None
-        parts = torch.from_numpy(everything).view(dense.dtype).split([math.prod(shape) for shape, _ in kinds])
-        return [part.reshape(shape).to(tensor.device) for part, (shape, _) in zip(parts, kinds, strict=True)]
+        return parts

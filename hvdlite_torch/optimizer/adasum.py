@@ -8,7 +8,7 @@ Rules
 - Every rank takes part in every step. A rank without gradients contributes no change.
 - Gradients stay local, and so does loss scaling: a rank whose gradients overflowed skips the update and contributes no
   change, and its GradScaler lowers its own scale. For that, GradScaler has to call `step()` on all ranks; it does so for
-  optimizers that say that they unscale gradients themselves.
+  optimizers that declare that they unscale gradients themselves.
 - Changes travel as float16 only after they have been multiplied by a power of two, the same on all ranks, so that small
   ones do not become zero and the sum does not overflow.
 """
@@ -30,31 +30,25 @@ from hvdlite.training.arguments import check_passes
 from hvdlite_torch.arrays import cuda
 from hvdlite_torch.arrays.tensors import as_array, as_runtime_array, contiguous
 from hvdlite_torch.compression import Compressor
-from hvdlite_torch.optimizer.stages import StagedSteps
+from hvdlite_torch.optimizer.base import DistributedBase
+from hvdlite_torch.optimizer.reduction import ReductionSettings
 
 
-class DistributedAdasum(StagedSteps):
+class DistributedAdasum(DistributedBase):
     """Mixed into the user's optimizer class."""
 
     _process_set = GLOBAL_PROCESS_SET_ID
+    _is_first = True
 
-    def _prepare(self, names: dict[torch.Tensor, str], process_set: ProcessSet, compression: type[Compressor]) -> None:
-        """Become a distributed optimizer, which takes part in no world yet."""
-        self._process_set_given, self._compression = process_set, compression
-        self._parameter_names = names
+    def _prepare(self, settings: ReductionSettings) -> None:
+        super()._prepare(settings)
         self._changes: _Changes | None = None
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients that the step is not to see
         self._base_unscales = getattr(self, "_step_supports_amp_scaling", False)  # fused optimizers
-        self._stage_steps(first=True)
 
     def _attach(self, runtime: Runtime, label: str | None = None) -> None:
-        """Take part in a runtime's world; ranks attach their optimizers in the same order.
-
-        Args:
-            label: makes names unique, equal on all ranks; by default the next one.
-        """
         if runtime.world.size > 1:
-            check_whole_job(self._process_set_given)
+            check_whole_job(self._settings.process_set)
         self._name = f"adasum.{runtime.label('torch') if label is None else label}"
         self._runtime, self._active = runtime, runtime.world.size > 1
         self._step_supports_amp_scaling = self._active or self._base_unscales
@@ -90,7 +84,7 @@ class DistributedAdasum(StagedSteps):
             self._unscale()
         trained = [parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad]
         if self._changes is None or not self._changes.fits(trained):
-            self._changes = _Changes(trained, self._compression)
+            self._changes = _Changes(trained, self._settings.compression)
         with torch.no_grad():
             torch._foreach_copy_(self._changes.starts, trained)
 
@@ -104,7 +98,6 @@ class DistributedAdasum(StagedSteps):
             return
         self._show_gradients()
         changes = self._changes
-        assert changes is not None
         with torch.no_grad():
             if changes.parameters:
                 torch._foreach_copy_(changes.deltas, changes.parameters)
@@ -116,8 +109,8 @@ class DistributedAdasum(StagedSteps):
                     torch._foreach_copy_(changes.parameters, changes.starts)
         self._runtime.progress.round()
 
-    _stages_before = (StagedSteps._join_world, _begin)
-    _stages_after = (_combine, StagedSteps._check_replicas)
+    _stages_before = (DistributedBase._take_part, _begin)
+    _stages_after = (_combine, DistributedBase._check_replicas)
 
     def _reduce(self, changes: _Changes) -> None:
         """Make deltas their adaptive sum over all ranks."""
@@ -127,7 +120,7 @@ class DistributedAdasum(StagedSteps):
         devices = self._runtime.devices
         sent, tensors, contexts = [], [], []
         for delta in changes.real:
-            tensor, context = self._compression.compress(delta)
+            tensor, context = self._settings.compression.compress(delta)
             tensor = cuda.to_transportable(contiguous(tensor, self._name), devices, Collective.ALLREDUCE, ReduceOp.ADASUM)
             sent.append(as_runtime_array(tensor, self._name, devices))
             tensors.append(tensor)
@@ -135,7 +128,7 @@ class DistributedAdasum(StagedSteps):
         cuda.wait(self._runtime.grouped_allreduce(self._name, sent, sent, ReduceOp.ADASUM))
         for delta, tensor, context in zip(changes.real, tensors, contexts, strict=True):
             if tensor.data_ptr() != delta.data_ptr():
-                delta.copy_(self._compression.decompress(tensor, context))
+                delta.copy_(self._settings.compression.decompress(tensor, context))
         if scales:
             torch._foreach_mul_(changes.narrowed, [1 / scale for scale in scales])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from hvdlite_torch.comm_hooks.exchange import CommHook, check_hook
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.optimizer.adasum import DistributedAdasum, check_whole_job
+from hvdlite_torch.optimizer.base import DistributedBase, Stage, is_distributed
 from hvdlite_torch.optimizer.reduction import ReductionSettings, chosen_wait
-from hvdlite_torch.optimizer.stages import Stage, StagedSteps
 
 Closure = Callable[[], Any]
 OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
@@ -101,7 +101,6 @@ def DistributedOptimizer(
     prescale, postscale = factors(op, gradient_predivide_factor)
     names = _names(optimizer, named_parameters)
     ids = group_ids(groups, list(names))
-    base = type(optimizer)
     if comm_hook is not None and (op is not ReduceOp.AVERAGE or compression is not Compression.none or groups is not None
                                   or gradient_predivide_factor != 1.0):
         raise ValueError("comm_hook decides itself how gradients are averaged: leave op, compression, groups and "
@@ -111,32 +110,25 @@ def DistributedOptimizer(
     waiting = chosen_wait(wait_in)
     if runtime is not None:
         api.set_id(process_set)  # raises before anything is changed
+    kind: type[DistributedBase] = _kind or Distributed
     if op is ReduceOp.ADASUM:
+        kind = DistributedAdasum
         if runtime is not None and runtime.world.size > 1:
             check_whole_job(process_set)
-        optimizer.__class__ = type(base.__name__, (DistributedAdasum, base), {"__module__": base.__module__})
-        assert isinstance(optimizer, DistributedAdasum)
-        optimizer._prepare(names, process_set, compression)
-    else:
-        optimizer.__class__ = type(base.__name__, (_kind or Distributed, base), {"__module__": base.__module__})
-        assert isinstance(optimizer, Distributed)
-        optimizer._prepare(ReductionSettings(
-            names, ids, op, prescale, postscale, compression, backward_passes_per_step, sparse_as_dense, process_set,
-            waiting, comm_hook,
-            unseen_sparse_dims=int(isinstance(optimizer, torch.optim.SparseAdam))))  # it takes no dense gradients
+    base, made = type(optimizer), cast(DistributedBase, optimizer)
+    unseen_sparse_dims = int(isinstance(optimizer, torch.optim.SparseAdam))  # it takes no dense gradients
+    made.__class__ = type(base.__name__, (kind, base), {"__module__": base.__module__})
+    made._prepare(ReductionSettings(
+        names, ids, op, prescale, postscale, compression, backward_passes_per_step, sparse_as_dense, process_set,
+        waiting, comm_hook, unseen_sparse_dims))
     if runtime is not None:
-        optimizer._attach(runtime, _label)
+        made._attach(runtime, _label)
     if _runtime is None:
-        api.follow(optimizer)
+        api.follow(made)
     return optimizer
 
 
-def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `DistributedOptimizer` has been called with an optimizer."""
-    return isinstance(optimizer, StagedSteps)
-
-
-class Distributed(StagedSteps):
+class Distributed(DistributedBase):
     """Mixed into the user's optimizer class. Only translates between torch's events and the reducer."""
 
     _hooks: Hooks  # of this world
@@ -144,19 +136,11 @@ class Distributed(StagedSteps):
     _loss_reduction: tuple[str, ReduceOp] | None = None  # name and op, where losses steer the optimizer
 
     def _prepare(self, settings: ReductionSettings) -> None:
-        """Become a distributed optimizer, which takes part in no world yet."""
-        self._settings, self._process_set_given = settings, settings.process_set
-        self._parameter_names = settings.names
+        super()._prepare(settings)
         self._synchronizes = True
         self._sources = []
-        self._stage_steps(first=False)
 
     def _attach(self, runtime: Runtime, label: str | None = None) -> None:
-        """Take part in a runtime's world; ranks attach their optimizers in the same order.
-
-        Args:
-            label: of the gradient set, equal on all ranks; by default the next one.
-        """
         settings = self._settings
         self._process_set = api.set_id(settings.process_set)
         label = runtime.label("torch", self._process_set) if label is None else label
@@ -178,7 +162,7 @@ class Distributed(StagedSteps):
 
     def _watch(self, parameter: torch.Tensor) -> None:
         if self._active:
-            self._hooks.reducer.add(parameter, self._parameter_names[parameter],
+            self._hooks.reducer.add(parameter, self._settings.names[parameter],
                                     self._settings.group_ids.get(id(parameter), 0))
             self._hooks.watch(parameter)
 
@@ -187,7 +171,7 @@ class Distributed(StagedSteps):
         super().add_param_group(param_group)  # type: ignore[misc]
         group = len(self.param_groups) - 1
         for index, parameter in enumerate(self.param_groups[-1]["params"]):
-            self._parameter_names.setdefault(parameter, _number(group, index))
+            self._settings.names.setdefault(parameter, _number(group, index))
             self._watch(parameter)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -264,17 +248,19 @@ class Distributed(StagedSteps):
     def _finish_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._synchronizes:
             return None
-        changed = _with_final_closure(args, kwargs, self)
-        if changed is None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
             self._make_final(in_step=True)
-        return changed
+            return None
+        final = _final_closure(closure, self)
+        return ((args[0], final, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": final})
 
     def _end_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for hooks in self._sources:
             hooks.stepped()
 
-    _stages_before: tuple[Stage, ...] = (StagedSteps._join_world, _finish_gradients)
-    _stages_after = (_end_step, StagedSteps._check_replicas)
+    _stages_before: tuple[Stage, ...] = (DistributedBase._take_part, _finish_gradients)
+    _stages_after = (_end_step, DistributedBase._check_replicas)
 
 
 def _final_closure(closure: Closure, optimizer: Distributed) -> Closure:
@@ -294,16 +280,6 @@ def _final_closure(closure: Closure, optimizer: Distributed) -> Closure:
             optimizer._make_final(in_step=True)
         return optimizer._reduce_loss(loss)
     return final
-
-
-def _with_final_closure(args: tuple[Any, ...], kwargs: dict[str, Any],
-                        optimizer: Distributed) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of `step`, the optimizer first, with the final closure; None when there is no closure."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if not callable(closure):
-        return None
-    final = _final_closure(closure, optimizer)
-    return ((args[0], final, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": final})
 
 
 def _number(group: int, index: int) -> str:

@@ -13,11 +13,11 @@ from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradients.before_step import BeforeStep
-from hvdlite.training.gradients.hook_bucket import HookBucket
 from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.gradients.round import WaitIn
 from hvdlite_torch.arrays import cuda
-from hvdlite_torch.comm_hooks.exchange import CommHook, Exchange, reduce_round
+from hvdlite_torch.comm_hooks.exchange import CommHook, Exchange
+from hvdlite_torch.comm_hooks.hook_bucket import HookBucket
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.gradients.torch_gradients import TorchGradients
@@ -35,7 +35,7 @@ class ReductionSettings:
         process_set: the ranks that take part.
         wait_in: None for the knob's value.
         comm_hook: reduces the gradients instead of an allreduce.
-        exchange: the hook's collectives; a hook knows its optimizer by it, so it outlives worlds.
+        exchange: the hook's collectives; a hook identifies its optimizer by it, so it outlives worlds.
         unseen_sparse_dims: see `TorchGradients`.
     """
 
@@ -67,7 +67,7 @@ class ReductionSettings:
         make_bucket = None
         if self.comm_hook is not None:
             self.exchange.attach(runtime, f"{label}.hook", process_set_id)
-            make_bucket = functools.partial(HookBucket, functools.partial(reduce_round, self.comm_hook, self.exchange))
+            make_bucket = functools.partial(HookBucket, self.comm_hook, self.exchange)
         framework = gradients_of(runtime, self.compression, self.sparse_as_dense, list(self.names), self.unseen_sparse_dims)
         reducer: Reducer[torch.Tensor] = Reducer(
             runtime, framework, label, op=self.op, prescale=self.prescale, postscale=self.postscale,

@@ -12,7 +12,7 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes import arithmetic
 from hvdlite.planes.arithmetic import Casts, Reduction
-from hvdlite_torch.arrays import casts
+from hvdlite_torch.arrays import tensors as casts
 
 DTYPES = [np.dtype(np.float16), BFLOAT16]
 ALL = np.arange(1 << 16, dtype=np.uint16)

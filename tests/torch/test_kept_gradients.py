@@ -333,7 +333,7 @@ def test_places_are_in_no_cycle() -> None:
     gc.disable()
     try:
         places = TorchPlaces(TorchGradients(Compression.none, False), bucket, parameters)
-        assert places._batch is not None
+        assert places._together is not None
         is_there = weakref.ref(places)
         del places
         assert is_there() is None

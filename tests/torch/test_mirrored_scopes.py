@@ -135,7 +135,7 @@ def test_two_models_several_optimizers_and_schedulers_in_one_scope() -> None:
             halving = torch.optim.lr_scheduler.StepLR(halves[0], 2, 0.5)
         if strategy is not None:
             assert all(is_distributed(optimizer) for optimizer in (made.optimizer, *halves))
-            assert made.optimizer._parameter_names[first.layers[0].weight] == "layers.0.weight"
+            assert made.optimizer._settings.names[first.layers[0].weight] == "layers.0.weight"
         loader: Any = DataLoader(dataset(37), 8)
         for x, y in loader if strategy is None else strategy.distribute(loader):
             for optimizer in (made.optimizer, *halves):

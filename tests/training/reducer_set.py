@@ -9,7 +9,7 @@ import numpy as np
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.gradients.arrays import Slot
 from hvdlite.training.gradients.before_step import BeforeStep
-from hvdlite.training.gradients.members import Origin, State
+from hvdlite.training.gradients.members import GradientState, Origin
 from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.gradients.round import WaitIn
 from tests.training.fake_runtime import LABEL, FakeRuntime, Written
@@ -62,7 +62,7 @@ class Set:
         for slot in self.slots:
             slot.gradient = None
 
-    def state(self, number: int) -> State:
+    def state(self, number: int) -> GradientState:
         return list(self.reducer.members)[number].state
 
     def origin(self, number: int) -> Origin:

@@ -28,7 +28,7 @@ def reduced_by(reducer: ArrayReducer, gradients: dict[int, Gradient]) -> dict[in
     """Make a whole round."""
     reducer.expect(gradients)
     for slot, gradient in reversed(gradients.items()):
-        reducer.give(slot, gradient)
+        reducer.hand_over(slot, gradient)
     return reducer.finish()
 
 
@@ -148,7 +148,7 @@ def test_a_missing_gradient_of_unknown_shape_is_refused() -> None:
         reducer = reducer_of(runtime, None)
         reducer.expect([0])
         if runtime.world.rank == 0:
-            reducer.give(0, full(0, 1))
+            reducer.hand_over(0, full(0, 1))
         reducer.finish()
     with pytest.raises(UnsupportedError, match="whose shape is not known"):
         threads(2, step)

@@ -9,7 +9,7 @@ from hvdlite.core.errors import MismatchError
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.gradients.arrays import Slot
 from hvdlite.training.gradients.errors import GradientOrderError
-from hvdlite.training.gradients.members import AGAIN, IDLE, LATE, LOCAL, READY, REDUCED, UNUSED, Origin
+from hvdlite.training.gradients.members import AGAIN, IDLE, LOCAL, READY, REDUCED, TRAILING, UNUSED, Origin
 from hvdlite.training.gradients.round import WaitIn
 from tests.training.reducer_set import SIZES, Set
 
@@ -101,7 +101,7 @@ def test_what_comes_late_is_set_aside_and_added(by_bucket: bool) -> None:
     assert own.state(0) is READY and own.state(2) is UNUSED and not own.reducer.waits_in_backward
     own.accumulate(0, 10.0)
     own.accumulate(2, 10.0)
-    assert own.state(0) is LATE and own.state(2) is LATE and own.value(0) == 10.0
+    assert own.state(0) is TRAILING and own.state(2) is TRAILING and own.value(0) == 10.0
     assert not own.reducer.end_pass()
     own.accumulate(0, 100.0)
     own.runtime.defers = False
@@ -119,7 +119,7 @@ def test_what_comes_late_where_reducing_again_is_not_exact() -> None:
     own.backward(0)
     own.accumulate(1)
     own.accumulate(2, 5.0)
-    assert own.state(1) is LATE
+    assert own.state(1) is TRAILING
     own.runtime.defers = False
     with pytest.raises(GradientOrderError, match="only after the round of an earlier"):
         own.reducer.wait()
@@ -134,8 +134,8 @@ def test_what_is_computed_in_a_pass_that_goes_on_while_a_gradient_is_read(by_buc
     current = own.reducer.round
     assert current is not None and not current.is_closed
     own.slots[0].gradient = np.full(2, 10.0, np.float32)  # accumulated, and its hook is not called yet
-    own.reducer.notice_late(current)
-    assert own.state(0) is LATE and own.state(1) is READY
+    own.reducer.notice_trailing(current)
+    assert own.state(0) is TRAILING and own.state(1) is READY
     own.reducer.finish(current)
     assert own.state(0) is AGAIN and own.value(0) == 11.0
     own.reducer.finish(current)

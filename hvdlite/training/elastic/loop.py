@@ -2,8 +2,9 @@
 
 Theory of operation (docs/protocol.md#members, #boundaries)
 - A world ends with an error of a collective, with the launcher's order to stop, or at a boundary on which all members agree.
-  Then this member closes its runtime, says so, and waits for the next order.
-- In the next world it goes back to its last commit if the order says so, takes rank 0's state, and calls the function again.
+  Then this member closes its runtime, reports that, and waits for the next order.
+- In the next world it goes back to its last commit if the order requires that, takes rank 0's state, and calls the function
+  again.
 - The function may return on some members before others. They wait for these, and call it again if there is another world.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from hvdlite import api
 from hvdlite.bootstrap.admission import MissingRanks
@@ -28,23 +29,9 @@ from hvdlite.core.errors import (
     ReplicaMismatchError,
 )
 from hvdlite.membership.messages import StateReport, WorldOrder
+from hvdlite.training.elastic.state import State
 
 _log = logging.getLogger("hvdlite")
-
-
-class ElasticState(Protocol):
-    """What `run` needs of a state; see `training.elastic.state.State`."""
-
-    _commits: int
-
-    def restore(self) -> None:
-        """Go back to the last commit."""
-
-    def on_reset(self) -> None:
-        """Adapt to a new world."""
-
-    def sync(self) -> None:
-        """Take rank 0's state."""
 
 
 class _MeetingFailed(Exception):
@@ -67,7 +54,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
         ReplicaMismatchError: on all ranks, when they have synchronised their states and these are not equal.
     """
     @functools.wraps(func)
-    def wrapper(state: ElasticState, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(state, "sync"):
             raise TypeError(f"the first argument of {getattr(func, '__name__', 'the function')}() must be an elastic state, "
                             f"such as hvd.elastic.ObjectState(epoch=0); it is a {type(state).__name__}")
@@ -86,7 +73,7 @@ class _Training:
         call: calls the function.
     """
 
-    def __init__(self, member: MemberClient, state: ElasticState, call: Callable[[], Any]) -> None:
+    def __init__(self, member: MemberClient, state: State, call: Callable[[], Any]) -> None:
         self._member, self._state, self._call = member, state, call
         self._worlds = api.worlds()
         self._has_state = not api.is_provisional()
@@ -152,7 +139,7 @@ class _Training:
         failure = None if current is None else current.failure
         if isinstance(error, (PeerLostError, HostsUpdatedInterrupt)) or (
                 isinstance(failure, PeerLostError) and str(failure) in str(error)):  # TensorFlow wraps it in its own error
-            return  # the launcher says so
+            return  # the launcher reports it
         _log.warning("world %d has ended on this rank: %s: %s", self._epoch, type(error).__name__, error,
                      exc_info=None if isinstance(error, _MeetingFailed) else error)
 

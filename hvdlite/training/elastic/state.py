@@ -165,11 +165,11 @@ class ObjectState(State):
             ValueError: when rank 0's state was made of other parts than this rank's.
             ReplicaMismatchError: on all ranks, when the states are not equal afterwards.
         """
-        self._check_parts()
+        self._check_parts(self._bcast_object(self._parts()))
         sent = self._bcast_object((self._commits, *self._pickled_attributes()))
         self._receive_attributes(sent)
         ObjectState.save(self)
-        self._check_replicas(sent[1])
+        self._check_replicas(self._replicated(sent[1]))
 
     def _pickled_attributes(self) -> tuple[dict[str, bytes], str]:
         """Return the attributes as bytes, and "" or the reason why they cannot be sent."""
@@ -189,15 +189,12 @@ class ObjectState(State):
         """Return what the state was made of, for people and to compare it between ranks."""
         return sorted(name for name in self._tracked if name[:1] != "_")
 
-    def _check_parts(self) -> None:
-        """Compare what this state was made of with rank 0's; before anything changes.
+    def _check_parts(self, root: list[str]) -> None:
+        """Compare what this state was made of with rank 0's `_parts`; before anything changes.
 
         Raises:
             ValueError: when they differ.
         """
-        self._compare_parts(self._bcast_object(self._parts()))
-
-    def _compare_parts(self, root: list[str]) -> None:
         own = self._parts()
         if own != root:
             rank = api.rank() if api.is_initialized() else "?"
@@ -210,15 +207,8 @@ class ObjectState(State):
                 if name in self._tracked
                 or (name[:1] != "_" and name not in self._not_state and self._is_plain(value))}
 
-    def _check_replicas(self, sent: Collection[str]) -> None:
-        """Compare what `sync` has made equal over all ranks (docs/protocol.md#equal-replicas).
-
-        Args:
-            sent: the attributes that rank 0 has sent; other ranks may have more.
-        """
-        self._compare_replicas(self._replicated(sent))
-
-    def _compare_replicas(self, replicated: Iterable[tuple[str, Array | int]]) -> None:
+    def _check_replicas(self, replicated: Iterable[tuple[str, Array | int]]) -> None:
+        """Compare what `sync` has made equal, from `_replicated`, over all ranks (docs/protocol.md#equal-replicas)."""
         runtime = api.runtime() if api.is_initialized() and not api.is_provisional() else None
         if runtime is None or runtime.world.size == 1:
             return
@@ -227,11 +217,15 @@ class ObjectState(State):
             check_replicas(runtime, named, "elastic.replicas", advice=_UNEQUAL)
         except ReplicaMismatchError:
             with contextlib.suppress(HorovodInternalError):
-                runtime.barrier("elastic.replicas.known").wait()  # this rank may end: the others must know why before that
+                runtime.barrier("elastic.replicas.known").wait()  # this rank may end: the others need the reason before that
             raise
 
     def _replicated(self, sent: Collection[str]) -> Iterator[tuple[str, Array | int]]:
-        """Yield what `sync` makes equal on all ranks, as arrays (or their digests) with names."""
+        """Yield what `sync` makes equal on all ranks, as arrays (or their digests) with names.
+
+        Args:
+            sent: the attributes that rank 0 has sent; other ranks may have more.
+        """
         return named_parts("state", {name: getattr(self, name) for name in sent}, lambda name, value: None)
 
     def _is_plain(self, value: Any) -> bool:
@@ -254,12 +248,8 @@ def copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
     memo: dict[int, Any] = {}
     copies = {}
     for name, value in attributes.items():
-        try:
+        with explained(name, value, "copied"):
             copies[name] = value if type(value) in _SHARED else copy.deepcopy(value, memo)
-        except MemoryError:
-            raise
-        except Exception as error:  # of any kind: the object's own methods are called
-            raise UnsupportedError(advice(name, value, "copied", error)) from error
     return copies
 
 
@@ -269,16 +259,26 @@ def pickled(name: str, value: Any) -> bytes:
     Raises:
         UnsupportedError: when it cannot be pickled, naming it.
     """
-    try:
+    with explained(name, value, "pickled"):
         return objects.dumps(value)
-    except MemoryError:
-        raise
-    except Exception as error:  # likewise
-        raise UnsupportedError(advice(name, value, "pickled", error)) from error
 
 
-def advice(name: str, value: Any, verb: str, error: Exception) -> str:
-    """Return the text of an error about an attribute that cannot be copied or pickled."""
-    return (f"attribute '{name}' of the elastic state cannot be {verb}: it is a {type(value).__name__} "
+@contextlib.contextmanager
+def explained(name: str, value: Any, verb: str, *others: type[Exception]) -> Iterator[None]:
+    """Return a context in which an attribute is copied or pickled; an error of any kind names it, but for lack of memory.
+
+    Args:
+        others: errors that are raised as they are, too.
+
+    Raises:
+        UnsupportedError: when that cannot be done.
+    """
+    try:
+        yield
+    except Exception as error:  # of any kind: the object's own methods are called
+        if isinstance(error, (MemoryError, *others)):
+            raise
+        raise UnsupportedError(
+            f"attribute '{name}' of the elastic state cannot be {verb}: it is a {type(value).__name__} "
             f"({type(error).__name__}: {error}). Keep plain data in the state, and such an object outside of it or in an "
-            "attribute whose name begins with an underscore")
+            "attribute whose name begins with an underscore") from error

@@ -183,9 +183,9 @@ class ArrayGradients:
         assert all(isinstance(array, np.ndarray) for array in arrays)
         return ArrayPlaces(arrays, slots)  # type: ignore[arg-type]
 
-    def alone(self, slot: Slot, gradient: Gradient | None, is_given: bool) -> Alone:
+    def alone(self, slot: Slot, gradient: Gradient | None, counts: bool) -> Alone:
         array = aligned_empty(_shape(slot), slot.dtype)
-        if is_given:
+        if counts:
             assert isinstance(gradient, np.ndarray)
             np.copyto(array, gradient)
         return array, lambda: array
@@ -197,8 +197,8 @@ class ArrayGradients:
 class ArrayReducer:
     """Reduces the gradients of the same variables again and again, as one round of a gradient set each time.
 
-    Each variable has a slot, whose index `add` returns. A round is `expect`, any number of `give` in any order, `finish`;
-    `give` may come from any thread.
+    Each variable has a slot, whose index `add` returns. A round is `expect`, any number of `hand_over` in any order and from
+    any thread, and `finish`.
 
     Args:
         label: equal on all ranks. Names of gradients are made of it and a number in order of first expectation: ranks may
@@ -228,7 +228,7 @@ class ArrayReducer:
             return len(self._slots) - 1
 
     def expect(self, slots: Collection[int]) -> None:
-        """Add slots to the round, before the first `give`. Once expected, a slot is part of every round."""
+        """Add slots to the round, before the first `hand_over`. Once expected, a slot is part of every round."""
         if all(self._slots[slot].is_expected for slot in slots):
             return
         with self._lock:
@@ -239,7 +239,7 @@ class ArrayReducer:
                 slot.is_expected = True
             self._reducer.admit()
 
-    def give(self, slot: int, gradient: Gradient) -> None:
+    def hand_over(self, slot: int, gradient: Gradient) -> None:
         """Enqueue one gradient.
 
         Args:

@@ -128,7 +128,7 @@ class Bucket(Generic[Parameter]):
             is_own: whether the script has made it.
         """
         if self.state is BROKEN:
-            self._send_alone(member, is_given=True)
+            self._send_alone(member, counts=True)
             return
         if member.is_small:
             self._later.append(member)
@@ -140,7 +140,7 @@ class Bucket(Generic[Parameter]):
             if not self.plan.places.fill((member.place,), gradients, is_own):
                 member.held = gradients[0]
                 self._break()
-                self._send_alone(member, is_given=True)
+                self._send_alone(member, counts=True)
                 return
             self._placed.append(member.place)
         if next(self._count) == self._size:
@@ -173,7 +173,7 @@ class Bucket(Generic[Parameter]):
     def leave_out(self, member: Member[Parameter]) -> None:
         """This rank has no gradient of a member that counts; it holds what it has."""
         if self.state is BROKEN:
-            self._send_alone(member, is_given=False)
+            self._send_alone(member, counts=False)
             return
         self._has_small = self._has_small or member.is_small
         if member.held is not None:
@@ -258,12 +258,12 @@ class Bucket(Generic[Parameter]):
         set_held(placed, self.plan.places.take_back(self._placed))
         self._placed, self._later, self.holding = [], [], []
         for member in (*placed, *later):
-            self._send_alone(member, is_given=True)
+            self._send_alone(member, counts=True)
         for member in unused:
-            self._send_alone(member, is_given=False)
+            self._send_alone(member, counts=False)
 
-    def _send_alone(self, member: Member[Parameter], *, is_given: bool) -> None:
-        self._alone.append(BucketOfOne(self.set, member, is_given=is_given))
+    def _send_alone(self, member: Member[Parameter], *, counts: bool) -> None:
+        self._alone.append(BucketOfOne(self.set, member, counts=counts))
 
     def _take_whole(self, handle: BucketHandle) -> None:
         members, unused = self.plan.members, handle.globally_unused
@@ -306,25 +306,25 @@ class BucketOfOne(Bucket[Parameter]):
     """A member by itself, which is sent at once.
 
     Args:
-        is_given: whether what it holds counts.
+        counts: whether what it holds counts.
     """
 
-    def __init__(self, gradient_set: GradientSet[Parameter], member: Member[Parameter], *, is_given: bool) -> None:
+    def __init__(self, gradient_set: GradientSet[Parameter], member: Member[Parameter], *, counts: bool) -> None:
         self.set = gradient_set
         self.holding = [member]
-        self._is_given = is_given
+        self._counts = counts
         self._memory: Alone | None = None  # None: it is sent as rows of a sparse gradient
         self._one = self._enqueue(member)
         self.state = SENT
 
     def _enqueue(self, member: Member[Parameter]) -> Handle:
         framework, runtime, owner = self.set.framework, self.set.runtime, self.set
-        rows = framework.rows(member.parameter, member.held) if self._is_given else None
+        rows = framework.rows(member.parameter, member.held) if self._counts else None
         if rows is not None:
             return runtime.enqueue_rows(member.name, rows, owner.moment, process_set=owner.process_set_id)
-        self._memory = array, _ = framework.alone(member.parameter, member.held, self._is_given)
+        self._memory = array, _ = framework.alone(member.parameter, member.held, self._counts)
         return runtime.enqueue_gradient(
-            member.name, array if self._is_given else None, array, owner.op, owner.moment,
+            member.name, array if self._counts else None, array, owner.op, owner.moment,
             prescale=owner.prescale, postscale=owner.postscale, strides=framework.shape(member.parameter).strides,
             group_id=member.group_id, process_set=owner.process_set_id)
 
@@ -334,7 +334,7 @@ class BucketOfOne(Bucket[Parameter]):
         [member], handle = self.holding, self._one
         try:
             result = self._waited(handle, deferrable)
-            if self._is_given:
+            if self._counts:
                 self.partial = [(member, handle.contributors)]
             if self._memory is None or result is not self._memory[0]:
                 self.gradients = [gradient_of_rows(self.set, member, result)]

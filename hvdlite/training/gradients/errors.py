@@ -16,11 +16,11 @@ class GradientOrderError(HvdliteError, AssertionError):
     """Raised when a gradient is computed again although its round is over or under way (Horovod: AssertionError).
 
     Also raised by a step whose gradients were changed on this rank, but could not be on others, and for gradients that
-    replaced reduced ones where it cannot be told whether they are reduced.
+    replaced reduced ones, of which it is unknown whether they are reduced.
     """
 
 
-def reduction_told(op: ReduceOp) -> str:
+def reduction_name(op: ReduceOp) -> str:
     """Return how a reduction is named in messages; an average that is not exact is a communication hook's."""
     return f"op={op.name.capitalize()}" if op is not ReduceOp.AVERAGE else "this communication hook"
 
@@ -37,7 +37,7 @@ def computed_twice(name: str, rank: int, passes: int, reduction: str) -> Gradien
         f"twice. To have it computed once, {_FEWER_PASSES}. With op=Average, passes add up")
 
 
-def computed_late(name: str, rank: int, reduction: str) -> GradientOrderError:
+def computed_after_round(name: str, rank: int, reduction: str) -> GradientOrderError:
     """Return the error for a gradient that came after its round, in which other ranks had one, had been closed without it.
 
     Args:
@@ -69,9 +69,9 @@ def computed_again_without(name: str, others: Collection[int]) -> GradientOrderE
     Args:
         others: those ranks; empty when they are not known.
     """
-    told = named_ranks(sorted(others)) if others else "another rank"
+    who = named_ranks(sorted(others)) if others else "another rank"
     return GradientOrderError(
-        f"'{name}' was computed again after its reduction in this step, but {told} took part without "
+        f"'{name}' was computed again after its reduction in this step, but {who} took part without "
         f"the reduced gradient (joined, or cleared it): their shares would be missing. Instead, {_FEWER_PASSES}")
 
 

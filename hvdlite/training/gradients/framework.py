@@ -102,7 +102,7 @@ class Framework(Protocol[ParameterIn]):
         """Return what gives the gradient, as long as it lives, and does not keep it alive."""
 
     def is_zero(self, gradient: Gradient, /) -> bool:
-        """Return whether all values are zero; False where only waiting for a GPU could tell."""
+        """Return whether all values are zero; False where only waiting for a GPU would show it."""
 
     def rows(self, parameter: ParameterIn, gradient: Gradient, /) -> Array | None:
         """Return a sparse gradient as bytes, (n, bytes of a row): each row's indices and values. None for any other."""
@@ -113,13 +113,13 @@ class Framework(Protocol[ParameterIn]):
     def places(self, bucket: LearnedBucket, parameters: Sequence[ParameterIn], /) -> Places:
         """Return the places of a bucket, in which gradients fit that travel as the parameters' do now."""
 
-    def alone(self, parameter: ParameterIn, gradient: Gradient | None, is_given: bool, /) -> Alone:
+    def alone(self, parameter: ParameterIn, gradient: Gradient | None, counts: bool, /) -> Alone:
         """Return C-contiguous memory to reduce one gradient in, its own where that is possible, and what gives the result.
 
         That is the gradient that came in, where there was one.
 
         Args:
-            is_given: whether the gradient's values count; otherwise those in memory are never read.
+            counts: whether the gradient's values count; otherwise those in memory are never read.
         """
 
     def follow(self, completion: Completion, /) -> None:

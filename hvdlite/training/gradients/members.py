@@ -1,7 +1,7 @@
 """The members of a gradient set and what is known of their gradients: the table of states, and the one of origins.
 
-A member's *state* says what has happened to its gradient since the last step. It changes by these events only; where a row
-says "I", reducing a reduced gradient again has to be exact (`is_idempotent`), as it is for averages: the average of
+A member's *state* is what has happened to its gradient since the last step. It changes by these events only; where a row
+has "I", reducing a reduced gradient again has to be exact (`is_idempotent`), as it is for averages: the average of
 (reduced + local) is reduced + the average of the local parts.
 
 | state | event | new state | what else |
@@ -9,13 +9,13 @@ says "I", reducing a reduced gradient again has to be exact (`is_idempotent`), a
 | IDLE; REDUCED, but it is another tensor | accumulated | LOCAL | then as LOCAL; see below |
 | REDUCED | accumulated | AGAIN if I, else an error | then as AGAIN |
 | LOCAL, AGAIN | accumulated | the same; READY when that was the last pass of a round | it leaves the parameter |
-| READY, LATE | accumulated | LATE if I, else an error | the backward pass counts as a late one |
-| UNUSED | accumulated | LATE | not I, and another rank had one: an error at the round's end |
+| READY, TRAILING | accumulated | TRAILING if I, else an error | the backward pass counts as a trailing one |
+| UNUSED | accumulated | TRAILING | not I, and another rank had one: an error at the round's end |
 | IDLE, LOCAL, AGAIN, REDUCED | the round is closed | READY or UNUSED | by its origin; it leaves the parameter |
-| LATE | the wait begins | READY or UNUSED again | what came since goes from the parameter to `aside` |
+| TRAILING | the wait begins | READY or UNUSED again | what came since goes from the parameter to `trailing` |
 | READY, UNUSED | a result, to which some rank contributed | REDUCED | it is the parameter's gradient |
 | READY, UNUSED | a result, to which none did; an error | `before` | what was held is the parameter's gradient again |
-| REDUCED, IDLE | then, with something aside | AGAIN, LOCAL | that is added; a round is due |
+| REDUCED, IDLE | then, with something trailing | AGAIN, LOCAL | that is added; a round is due |
 | any | step, zero_grad, load_state_dict | IDLE | the round under way is finished before |
 | REDUCED, AGAIN | another optimizer has used the gradient | IDLE, LOCAL | a round is due |
 | any | the world ends | - | the reducer is thrown away; memory lives as long as gradients that lie in it |
@@ -49,7 +49,7 @@ from typing import Any, Generic
 from hvdlite.training.gradients.framework import Framework, Gradient, Parameter, set_gradients
 
 
-class State(enum.Enum):
+class GradientState(enum.Enum):
     """What has happened to a member's gradient; see the table."""
 
     IDLE = enum.auto()
@@ -58,10 +58,10 @@ class State(enum.Enum):
     REDUCED = enum.auto()
     READY = enum.auto()
     UNUSED = enum.auto()
-    LATE = enum.auto()
+    TRAILING = enum.auto()
 
 
-IDLE, LOCAL, AGAIN, REDUCED, READY, UNUSED, LATE = State
+IDLE, LOCAL, AGAIN, REDUCED, READY, UNUSED, TRAILING = GradientState
 
 
 class Origin(enum.Enum):
@@ -84,15 +84,15 @@ class Member(Generic[Parameter]):
     parameter: Parameter
     name: str  # equal on all ranks
     group_id: int  # members with the same one, from 1, share a bucket
-    state: State = IDLE
-    before: State = IDLE  # while it is READY or UNUSED: REDUCED when its gradient, or a part of it, was reduced before
+    state: GradientState = IDLE
+    before: GradientState = IDLE  # while READY or UNUSED: REDUCED when its gradient, or a part of it, was reduced before
     passes: int = 0  # how often accumulated since it was IDLE or REDUCED; those in no_sync do not count
     bucket: int = -1  # the index of its bucket in the layout; -1: it goes by itself
     place: int = -1  # its index in the bucket
     is_small: bool = False  # it is copied together with others of its bucket
     is_sparse: bool = False  # some rank had a sparse gradient for it once: it always goes by itself
     held: Gradient | None = None  # what left the parameter, while that is READY or UNUSED, and not copied
-    aside: Gradient | None = None  # what came after that
+    trailing: Gradient | None = None  # what was accumulated after that
     reduced: Callable[[], Gradient | None] = lambda: None  # gives the gradient that the last round left
     version: int = -1  # how often that had been written to
 
@@ -159,7 +159,7 @@ class Members(Generic[Parameter]):
 
     # --- the table of states ---------------------------------------------------------------------------------------------
 
-    def accumulated(self, member: Member[Parameter]) -> State:
+    def accumulated(self, member: Member[Parameter]) -> GradientState:
         """A backward pass has accumulated into a member that is not given; return its state.
 
         Nothing is changed where that is an error: then it is REDUCED.
@@ -173,7 +173,7 @@ class Members(Generic[Parameter]):
             member.passes = 0
         return member.state
 
-    def give(self, member: Member[Parameter], *, is_again: bool) -> None:
+    def hand_over(self, member: Member[Parameter], *, is_again: bool) -> None:
         """What a member holds is reduced in the round under way.
 
         Args:
@@ -196,31 +196,31 @@ class Members(Generic[Parameter]):
             self.framework.set(member.parameter, member.held)
         member.held, member.state = None, member.before
 
-    def set_aside(self, late: Mapping[Member[Parameter], State]) -> None:
+    def hold_trailing(self, trailing: Mapping[Member[Parameter], GradientState]) -> None:
         """Before results become gradients: keep what was accumulated since their members were given.
 
         Args:
-            late: such members, and their states before that.
+            trailing: such members, and their states before that.
         """
-        for member, state in late.items():
-            if member.state is LATE:
+        for member, state in trailing.items():
+            if member.state is TRAILING:
                 member.state = state
                 gradient = self.gradient(member)
                 if gradient is not None:
                     self.framework.set(member.parameter, None)
-                    member.aside = gradient if member.aside is None else self.framework.add(member.aside, gradient)
+                    member.trailing = gradient if member.trailing is None else self.framework.add(member.trailing, gradient)
 
-    def come_late(self, member: Member[Parameter], late: dict[Member[Parameter], State]) -> bool:
+    def note_trailing(self, member: Member[Parameter], trailing: dict[Member[Parameter], GradientState]) -> bool:
         """A backward pass has accumulated into a member that is given. Where that is an error, return False, change nothing.
 
         Args:
-            late: gets the member and its state before that.
+            trailing: gets the member and its state before that.
         """
         if member.state is READY and not self.is_idempotent:
             return False
-        if member.state is not LATE:
-            late[member] = member.state
-            member.state = LATE
+        if member.state is not TRAILING:
+            trailing[member] = member.state
+            member.state = TRAILING
         return True
 
     def finish(self, members: Sequence[Member[Parameter]], gradients: Sequence[Gradient]) -> None:
@@ -230,15 +230,15 @@ class Members(Generic[Parameter]):
         set_version(members, map(self.framework.version, gradients))
         set_state(members, itertools.repeat(REDUCED))
 
-    def add_aside(self, late: Iterable[Member[Parameter]]) -> tuple[list[Member[Parameter]], list[Member[Parameter]]]:
-        """After results became gradients: add what was set aside to them.
+    def add_trailing(self, trailing: Iterable[Member[Parameter]]) -> tuple[list[Member[Parameter]], list[Member[Parameter]]]:
+        """After results became gradients: add what came after their members were given.
 
         Return the members that have got something, and those for which it is dropped: other ranks have had a gradient
         of theirs, and reducing again is not exact.
         """
         added, dropped = [], []
-        for member in late:
-            more, member.aside = member.aside, None
+        for member in trailing:
+            more, member.trailing = member.trailing, None
             if more is None:
                 continue
             if member.state is REDUCED and not self.is_idempotent:
@@ -266,9 +266,10 @@ class Members(Generic[Parameter]):
     def check(self, *, is_under_way: bool, is_closed: bool, has_local: bool, has_reduced: bool) -> None:
         """Check what always holds between two calls; for tests."""
         for member in (*self, *self.waiting.values()):
-            is_given = member.state in (READY, UNUSED, LATE)
-            assert is_given <= is_under_way and (is_given or not is_closed or id(member.parameter) in self.waiting), member
-            assert is_given or (member.held is None and member.aside is None), member
+            is_in_round = member.state in (READY, UNUSED, TRAILING)
+            assert is_in_round <= is_under_way, member
+            assert is_in_round or not is_closed or id(member.parameter) in self.waiting, member
+            assert is_in_round or (member.held is None and member.trailing is None), member
             assert has_reduced or member.state not in (REDUCED, AGAIN), member
             assert has_local or member.state not in (LOCAL, AGAIN), member
             if member.state in (READY, UNUSED):  # else somebody could write to what others read
@@ -291,7 +292,7 @@ class Members(Generic[Parameter]):
             return Origin.OWN
         return Origin.OLD if self.framework.version(gradient) == member.version else Origin.REWRITTEN
 
-    def is_given(self, origin: Origin, written_too: bool) -> bool:
+    def counts(self, origin: Origin, written_too: bool) -> bool:
         """Return whether a gradient of this origin counts in a round that is closed.
 
         Args:

@@ -35,11 +35,11 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.handoff.handle import WaitDeferred, WaitLeftToCaller
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradients.bucket import FILLING, Bucket, BucketOfOne
-from hvdlite.training.gradients.errors import GradientOrderError, computed_late, computed_twice, reduction_told
+from hvdlite.training.gradients.errors import GradientOrderError, computed_after_round, computed_twice, reduction_name
 from hvdlite.training.gradients.framework import Framework, Parameter
 from hvdlite.training.gradients.gradient_set import GradientSet
-from hvdlite.training.gradients.members import AGAIN, LATE, READY, REDUCED, UNUSED, Member, Members, Origin, set_held
-from hvdlite.training.gradients.round import LaterCall, Layout, PassCounter, Round, WaitIn
+from hvdlite.training.gradients.members import AGAIN, READY, REDUCED, TRAILING, UNUSED, Member, Members, Origin, set_held
+from hvdlite.training.gradients.round import BucketPlans, LaterCall, PassCounter, Round, WaitIn
 
 _log = logging.getLogger("hvdlite")
 JOB_CONTINUES = (GradientOrderError, MismatchError, UnsupportedError)
@@ -78,7 +78,7 @@ class Reducer(Generic[Parameter]):
         self.closes_in_backward = wait_in is WaitIn.BACKWARD  # the end of a backward pass closes the round
         self.waits_in_backward = self.closes_in_backward  # and waits for the results; not after a wait was deferred
         self.round: Round[Parameter] | None = None  # the one under way
-        self.layout: Layout[Parameter] = Layout()
+        self.layout: BucketPlans[Parameter] = BucketPlans()
         self.is_due = True  # a round is due before gradients are used
         self.has_local = False  # some member was accumulated into since the last round
         self.has_reduced = False  # some members may be REDUCED or AGAIN
@@ -124,14 +124,14 @@ class Reducer(Generic[Parameter]):
         member = self.members.by_key.get(id(parameter)) or self.member(parameter)
         passes = self.passes
         if member is None:
-            passes.note_late()  # its gradient counts in the next round
+            passes.note_trailing()  # its gradient counts in the next round
             return
         current, state = self.round, member.state
-        if state is READY or state is UNUSED or state is LATE:
+        if state is READY or state is UNUSED or state is TRAILING:
             assert current is not None
-            if not self.members.come_late(member, current.late):
+            if not self.members.note_trailing(member, current.trailing):
                 raise self._computed_twice(member)
-            passes.note_late()
+            passes.note_trailing()
             return
         if current is None and self.has_reduced and self.members.were_cleared(member):
             self.forget()
@@ -149,7 +149,7 @@ class Reducer(Generic[Parameter]):
             if member.held is None:
                 self._leave_out(current, member, Origin.NONE)
             else:
-                self._give(current, member, is_again=state is AGAIN)
+                self._hand_over(current, member, is_again=state is AGAIN)
 
     def ready_small(self, keys: Set[int]) -> Set[int]:
         """Like `ready`, for all small members of buckets at once; return the parameters that are given.
@@ -219,8 +219,8 @@ class Reducer(Generic[Parameter]):
             if self.later_call is not None:
                 self.later_call.decide(self.members, accumulates=current.has_again)
             for member in [member for member in self.members if member.state is not READY]:
-                if member.state is not UNUSED and member.state is not LATE:
-                    self._give_rest(current, member)
+                if member.state is not UNUSED and member.state is not TRAILING:
+                    self._hand_over_rest(current, member)
             if self._make_bucket is not None:
                 current.buckets[0].send()
             current.is_closed = True
@@ -242,7 +242,7 @@ class Reducer(Generic[Parameter]):
             current = self.round
             if current is None:
                 return True
-            self.members.set_aside(current.late)
+            self.members.hold_trailing(current.trailing)
             buckets = [*current.buckets, *current.alone]
             try:
                 for bucket in buckets:
@@ -302,13 +302,13 @@ class Reducer(Generic[Parameter]):
         if errors:
             raise errors[0]
 
-    def notice_late(self, current: Round[Parameter]) -> None:
-        """In the middle of a backward pass: what it has computed so far comes too late for a round that is under way."""
+    def notice_trailing(self, current: Round[Parameter]) -> None:
+        """In the middle of a backward pass: what it has computed so far does not count in the round that is under way."""
         with self.lock:
             if self.round is current and self.is_idempotent:
                 for member in self.members:
                     if (member.state is READY or member.state is UNUSED) and self.members.gradient(member) is not None:
-                        self.members.come_late(member, current.late)
+                        self.members.note_trailing(member, current.trailing)
 
     def abandon(self) -> None:
         """The runtime has ended: the round under way is over without results, and learned buckets are let go of."""
@@ -333,26 +333,26 @@ class Reducer(Generic[Parameter]):
             assert not any(bucket.state is FILLING for bucket in (*current.buckets, *current.alone))
 
     def _computed_twice(self, member: Member[Parameter]) -> GradientOrderError:
-        return computed_twice(member.name, self.rank, self.passes.per_round, reduction_told(self.set.op))
+        return computed_twice(member.name, self.rank, self.passes.per_round, reduction_name(self.set.op))
 
-    def _give_rest(self, current: Round[Parameter], member: Member[Parameter]) -> None:
+    def _hand_over_rest(self, current: Round[Parameter], member: Member[Parameter]) -> None:
         """Give a member that no backward pass has given, or leave it out, by its gradient's origin."""
         member.held = self.members.gradient(member)
         origin = self.members.origin(member, member.held)
-        if self.members.is_given(origin, self.written_too):
+        if self.members.counts(origin, self.written_too):
             is_again = origin is Origin.AGAIN or origin is Origin.REDUCED
-            self._give(current, member, is_again=is_again, is_own=origin is not Origin.NEW and not is_again)
+            self._hand_over(current, member, is_again=is_again, is_own=origin is not Origin.NEW and not is_again)
         else:
             self._leave_out(current, member, origin)
 
-    def _give(self, current: Round[Parameter], member: Member[Parameter], *, is_again: bool, is_own: bool = False) -> None:
+    def _hand_over(self, current: Round[Parameter], member: Member[Parameter], is_again: bool, is_own: bool = False) -> None:
         """Let a member's gradient, which it holds, be reduced."""
         current.has_again = current.has_again or is_again
-        self.members.give(member, is_again=is_again)
+        self.members.hand_over(member, is_again=is_again)
         if member.bucket >= 0 and current.buckets:
             current.buckets[member.bucket].fill(member, is_own)
         else:
-            self._send_alone(current, member, is_given=True)
+            self._send_alone(current, member, counts=True)
 
     def _leave_out(self, current: Round[Parameter], member: Member[Parameter], origin: Origin) -> None:
         """Report a member as unused; the gradient that it holds, if any, does not count."""
@@ -361,19 +361,19 @@ class Reducer(Generic[Parameter]):
         if member.bucket >= 0 and current.buckets:
             current.buckets[member.bucket].leave_out(member)
         else:
-            self._send_alone(current, member, is_given=False)
+            self._send_alone(current, member, counts=False)
         if id(member.held) != old:  # a copy, which is no new gradient either
             self.members.note_last(member, member.held, is_written=origin is Origin.REWRITTEN)
 
-    def _send_alone(self, current: Round[Parameter], member: Member[Parameter], *, is_given: bool) -> None:
+    def _send_alone(self, current: Round[Parameter], member: Member[Parameter], *, counts: bool) -> None:
         try:
-            current.alone.append(BucketOfOne(self.set, member, is_given=is_given))
+            current.alone.append(BucketOfOne(self.set, member, counts=counts))
         except BaseException:  # it is not sent, and so not given
             self.members.take_back(member)
             raise
 
     def _end(self, current: Round[Parameter], buckets: Sequence[Bucket[Parameter]]) -> list[HvdliteError]:
-        """The round is over: give parameters their gradients. Return the errors."""
+        """The round is over: set the gradients of parameters. Return the errors."""
         members, errors = self.members, list[HvdliteError]()
         for bucket in buckets:
             errors += bucket.errors
@@ -388,9 +388,9 @@ class Reducer(Generic[Parameter]):
         if not self.set.in_step:  # else nothing can be changed before this rank steps either
             self.behind |= current.behind
         self.round = None
-        added, dropped = members.add_aside(current.late)
+        added, dropped = members.add_trailing(current.trailing)
         self.has_local = self.has_local or bool(added)
-        errors += [computed_late(member.name, self.rank, reduction_told(self.set.op)) for member in dropped]
+        errors += [computed_after_round(member.name, self.rank, reduction_name(self.set.op)) for member in dropped]
         if self.later_call is not None:
             self.later_call.incomplete = self.later_call.incomplete or current.incomplete
         elif current.incomplete is not None:

@@ -5,7 +5,7 @@
 | none | the first gradient; a pass ends with `wait_in="step"`; the step | open | what is trainable now comes in |
 | open | a backward pass fails | open | the next pass belongs to it |
 | open | a pass ends after which a round is due; the step; a gradient is read | closed | the rest is given, by its origin |
-| closed | all buckets are done | none | results, what came late; further rounds while passes are due |
+| closed | all buckets are done | none | results, what is trailing; further rounds while passes are due |
 | closed | the wait is deferred, or left to the caller | closed | gradients are guarded; later waits are in the step |
 | closed | an interrupt | closed | it is taken up again; in the middle of a communication hook: none |
 """
@@ -23,7 +23,7 @@ from hvdlite.training.gradients.bucket import Bucket, BucketPlan, planned
 from hvdlite.training.gradients.errors import computed_again_without
 from hvdlite.training.gradients.framework import Parameter
 from hvdlite.training.gradients.gradient_set import GradientSet
-from hvdlite.training.gradients.members import REDUCED, Member, Members, State
+from hvdlite.training.gradients.members import REDUCED, GradientState, Member, Members
 
 
 class WaitIn(enum.Enum):
@@ -47,7 +47,7 @@ class Round(Generic[Parameter]):
         self.is_closed = False  # this rank has given every member
         self.of_failed_pass = False  # the backward pass that began it did not come to its end: another pass ends it
         self.has_again = False  # a gradient was given of which a part is reduced already
-        self.late: dict[Member[Parameter], State] = {}  # accumulated into after they were given, and the state before that
+        self.trailing: dict[Member[Parameter], GradientState] = {}  # accumulated into after given; their states before
         self.behind: set[int] = set()  # ranks that took part from within their step, while others had not
         self.incomplete: HvdliteError | None = None  # for a member whose reduced part some ranks did not contribute
 
@@ -60,7 +60,7 @@ class Round(Generic[Parameter]):
                     self.incomplete = computed_again_without(member.name, others)
 
 
-class Layout(Generic[Parameter]):
+class BucketPlans(Generic[Parameter]):
     """The buckets that are learned for a set; none until that is so."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Layout(Generic[Parameter]):
 class LaterCall:
     """A call of a step's closure after the first one, where reduced gradients can be reduced again.
 
-    A rank that computes nothing in it cannot know whether the others clear their gradients first. It leaves its own out, as
+    A rank that computes nothing in it is not aware whether others clear their gradients first. It leaves its own out, as
     if it had cleared them. That is wrong where another rank accumulates, so ranks compare what they did.
     """
 
@@ -133,11 +133,11 @@ class PassCounter:
         pending: passes that ended and that no round was closed for.
     """
 
-    __slots__ = ("_is_late", "_were_late", "is_suspended", "pending", "per_round")
+    __slots__ = ("_had_trailing", "_has_trailing", "is_suspended", "pending", "per_round")
 
     def __init__(self, per_round: int) -> None:
         self.per_round = per_round
-        self.is_suspended = self._is_late = self._were_late = False
+        self.is_suspended = self._has_trailing = self._had_trailing = False
         self.pending = 0
 
     @property
@@ -145,20 +145,20 @@ class PassCounter:
         """Whether a round is due for the pending passes."""
         return self.pending >= self.per_round
 
-    def note_late(self) -> None:
+    def note_trailing(self) -> None:
         """The pass that goes on has computed a gradient that cannot count in the round under way."""
-        self._is_late = self._is_late or not self.is_suspended
+        self._has_trailing = self._has_trailing or not self.is_suspended
 
     def end(self, *, joins_round: bool) -> None:
         """A backward pass is over.
 
         Args:
-            joins_round: whether a pass that was not late counts as a part of the open round.
+            joins_round: whether a pass that computed nothing trailing counts as a part of the open round.
         """
-        if self._is_late or not joins_round or not self.are_due:
+        if self._has_trailing or not joins_round or not self.are_due:
             self.pending += 1
-        self._were_late = self._were_late or self._is_late
-        self._is_late = False
+        self._had_trailing = self._had_trailing or self._has_trailing
+        self._has_trailing = False
 
     def reduce(self, *, of_failed_pass: bool) -> None:
         """A round is closed.
@@ -167,11 +167,11 @@ class PassCounter:
             of_failed_pass: whether a pass that failed began it. When a pass has computed a gradient of it again since, what
                 that pass has computed is still to be reduced.
         """
-        if not (of_failed_pass and self._were_late):
+        if not (of_failed_pass and self._had_trailing):
             self.pending = max(0, self.pending - self.per_round)
-        self._were_late = False
+        self._had_trailing = False
 
     def clear(self) -> None:
         """What was computed so far does not count."""
-        self._is_late = self._were_late = False
+        self._has_trailing = self._had_trailing = False
         self.pending = 0

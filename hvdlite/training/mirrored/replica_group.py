@@ -30,8 +30,11 @@ class ReplicaGroup:
         members = runtime.members(process_set)
         if runtime.world.rank not in members:
             members = (runtime.world.rank,)
-        self.runtime, self.process_set = runtime, process_set
-        self.replica_id, self.size, self.root = members.index(runtime.world.rank), len(members), members[0]
+        self.runtime = runtime
+        self.process_set = process_set
+        self.replica_id = members.index(runtime.world.rank)
+        self.size = len(members)
+        self.root = members[0]
         self.label = runtime.label("mirrored", process_set)
 
     def name(self, kind: str) -> str:

@@ -101,7 +101,7 @@ class SamplerEpoch:
         if self._replicas.replica_id == 0:
             try:
                 self._is_over = self._draw(chunk)
-            except Exception as raised:  # all ranks are told
+            except Exception as raised:  # reported to all ranks
                 error, self._is_over = raised, True
         text = f"{type(error).__name__}: {error}" if error is not None else ""
         chunk, self._is_over, text = self._replicas.broadcast_object((chunk, self._is_over, text), "indices")

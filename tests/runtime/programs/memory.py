@@ -39,7 +39,7 @@ def reducer_of_one(label: str) -> Any:
 def train(reducer: Any, rounds: int) -> int:
     for _ in range(rounds):
         reducer.expect([0])
-        reducer.give(0, np.full(1 << 21, 1 + hvd.rank(), np.float32))
+        reducer.hand_over(0, np.full(1 << 21, 1 + hvd.rank(), np.float32))
         assert (reducer.finish()[0] == 3).all()
     return shared()
 

@@ -118,7 +118,7 @@ def forked_workers_that_shut_down_and_end_normally_leave_the_job_alone() -> None
 
     def step() -> Any:
         reducer.expect([0])
-        reducer.give(0, np.full(100_000, 1.0 + rank))
+        reducer.hand_over(0, np.full(100_000, 1.0 + rank))
         return reducer.finish()[0]
 
     for _ in range(5):

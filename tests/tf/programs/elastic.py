@@ -98,7 +98,8 @@ def states_and_their_errors() -> None:
         assert equal(values(model), trained) and not equal(trained, begin) and (state.batch, state._commits) == (1, 1)
         model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
     state.model.layers[0].kernel.assign_add(np.full((4, 8), hvd.rank(), np.float32))
-    raises(ReplicaMismatchError, "replicas differ in 'variables.0 sequential", lambda: state._check_replicas([]))
+    raises(ReplicaMismatchError, "replicas differ in 'variables.0 sequential",
+           lambda: state._check_replicas(state._replicated([])))
     raises(ValueError, "has no variables yet", lambda: hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)])))
 
     variables = [tf.Variable([float(hvd.rank())]), keras.Variable([2.0 * hvd.rank()])]
@@ -112,12 +113,12 @@ def states_and_their_errors() -> None:
     own.restore()
     assert [float(each[0]) for each in variables] == [1.0, 0.0] and own.step == 3
     if hvd.rank() == 0:
-        own._check_parts()
+        own._check_parts(own._bcast_object(own._parts()))
     else:
         other = frontend.elastic.TensorFlowState(variables=variables[:1])
         raises(ValueError, "rank 0's elastic state has step, 2 variables, and rank 1's has 1 variables", other.sync)
     variables[1].assign([float(hvd.rank())])
-    raises(ReplicaMismatchError, "replicas differ in 'variables.1 ", lambda: own._check_replicas([]))
+    raises(ReplicaMismatchError, "replicas differ in 'variables.1 ", lambda: own._check_replicas(own._replicated([])))
     raises(ValueError, "TensorFlow 2 has no list of all variables", frontend.elastic.TensorFlowState)
     raises(NotImplementedError, "sessions", lambda: frontend.elastic.TensorFlowState(variables, session=1))
     assert frontend.elastic.run is hvd.elastic.run

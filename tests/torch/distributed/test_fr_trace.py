@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hvdlite.core.errors import MismatchError, OperationTimeoutError
-from hvdlite_torch.distributed.tools.fr_trace import GroupRecord, dump, write
+from hvdlite_torch.distributed.fr_trace import GroupRecord, dump, write
 from tests.torch.distributed.programs import groups as programs
 from tests.torch.distributed.threads import run
 from tests.worlds import HANGS_SECONDS, TORCH, Processes

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HvdliteError, MismatchError
@@ -13,48 +13,45 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.handoff.handle import Handle
 from hvdlite.runtime.gradient_sets import Moment
 from hvdlite.training.gradients.bucket import DONE, FILLING, SENT, Bucket
-from hvdlite.training.gradients.framework import Gradient, Parameter
 from hvdlite.training.gradients.gradient_set import GradientSet
 from hvdlite.training.gradients.members import Member, Members
+from hvdlite_torch.comm_hooks.exchange import CommHook, Exchange
 
 _DIGEST = 4
 """Bytes of a digest."""
-ReduceRound = Callable[[Sequence[tuple[str, Parameter, Gradient | None]], int], Sequence[Gradient]]
-"""Reduce the gradients of (name, parameter, gradient; None: none here), which some rank has; return the reduced ones.
-
-Names are those that `add` was given. The second argument says how many ranks take part: those that have not joined.
-"""
 
 
-class HookBucket(Bucket[Parameter]):
-    """All members of one round, which `reduce_round` reduces when the round is closed.
+class HookBucket(Bucket[torch.Tensor]):
+    """All members of one round, which a hook reduces when the round is closed.
 
-    Ranks tell each other first which gradients they have. That is also where they find out that they have other members or
-    have made different numbers of rounds, and where a wait is deferred when ranks wait for each other in a circle. Once a
-    rank has deferred a wait, it may have told what it has long before it comes to the reduction, which blocks. Then all
-    ranks say in addition when they come to it, and that wait can be deferred too.
+    Ranks first exchange which gradients they have. That is also where they find out that they have other members or have
+    made different numbers of rounds, and where a wait is deferred when ranks wait for each other in a circle. Once a rank
+    has deferred a wait, it may have reported its gradients long before it comes to the reduction, which blocks. Then all
+    ranks report in addition when they come to it, and that wait can be deferred too.
 
     Args:
-        reduce_round: the function.
+        hook: averages the gradients.
+        exchange: its collectives.
     """
 
-    def __init__(self, reduce_round: ReduceRound[Parameter], gradient_set: GradientSet[Parameter],
-                 members: Members[Parameter]) -> None:
+    def __init__(self, hook: CommHook, exchange: Exchange, gradient_set: GradientSet[torch.Tensor],
+                 members: Members[torch.Tensor]) -> None:
         self.set = gradient_set
         self.state = FILLING
         self.holding = list(members)
         self._members = members
         for member in members:
             member.bucket = 0
-        self._reduce_round = reduce_round
-        self._given = set[Member[Parameter]]()
+        self._hook = hook
+        self._exchange = exchange
+        self._given = set[Member[torch.Tensor]]()
         self._asked: Handle | None = None  # flags and digests of all ranks, see `send`
         self._entered: Handle | None = None  # done when all ranks come to the reduction
 
-    def fill(self, member: Member[Parameter], is_own: bool) -> None:
+    def fill(self, member: Member[torch.Tensor], is_own: bool) -> None:
         self._given.add(member)
 
-    def leave_out(self, member: Member[Parameter]) -> None:
+    def leave_out(self, member: Member[torch.Tensor]) -> None:
         """It holds what it has."""
 
     def send(self) -> None:
@@ -102,7 +99,6 @@ class HookBucket(Bucket[Parameter]):
             MismatchError: when ranks have different members.
             WaitDeferred: when that is allowed; may be called again then.
         """
-        assert self._asked is not None
         owner, count = self.set, len(self.holding)
         answer: Array = self._asked.wait(deferrable=deferrable)
         if (answer[-2 * _DIGEST:-_DIGEST] != 255 - answer[-_DIGEST:]).any():  # some rank has other bytes
@@ -115,13 +111,17 @@ class HookBucket(Bucket[Parameter]):
             self._entered.wait(deferrable=deferrable)
         return answer[:count]
 
+    @torch.no_grad()
     def _reduce(self, wanted: Array) -> None:
-        """Let the function reduce the gradients of some members."""
-        assert self._asked is not None
-        prefix, given = len(self._members.prefix), self._given
+        """Let the hook average the gradients of some members, where zeros stand for what this rank does not have."""
+        prefix, exchange = len(self._members.prefix), self._exchange
         members = [member for member, flag in zip(self.holding, wanted.tolist(), strict=True) if flag]
-        self.gradients = self._reduce_round(
-            [(member.name[prefix:], member.parameter, member.held if member in given else None) for member in members],
-            len(self._asked.contributors))
-        self.reduced = members
-        self.partial = [(member, self._asked.contributors) for member in self.holding if member in given]
+        gradients = [torch.zeros_like(member.parameter) if member not in self._given or member.held is None else
+                     member.held if member.held.layout is torch.strided else member.held.to_dense() for member in members]
+        exchange.parameters = [member.parameter for member in members]
+        exchange.active = len(self._asked.contributors)
+        self._hook.reduce([(member.name[prefix:], gradient) for member, gradient in zip(members, gradients, strict=True)],
+                          exchange)
+        exchange.parameters = ()
+        self.reduced, self.gradients = members, gradients
+        self.partial = [(member, self._asked.contributors) for member in self.holding if member in self._given]

@@ -40,7 +40,7 @@ def leave_to_python(function: Any) -> None:
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skipped, skipped))
 
 
-class _Seen:
+class _CountedOperator:
     """Stands for an operator that has been called already."""
 
     def __init__(self, operator: Any) -> None:
@@ -64,4 +64,4 @@ def count(name: str) -> None:
     operator = getattr(operators, f"{name}_", None) or getattr(operators, name, None)
     for mode in _get_current_dispatch_mode_stack() if module is not None and operator is not None else ():
         if isinstance(mode, module.CommDebugMode):
-            mode.__torch_dispatch__(_Seen(operator), ())
+            mode.__torch_dispatch__(_CountedOperator(operator), ())
