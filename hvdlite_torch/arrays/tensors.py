@@ -129,3 +129,13 @@ def _sixteen_bits(array: Array) -> torch.Tensor:
 
 
 api.offer_casts(widen, narrow, reduce_pair)  # NumPy's own are slower
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradients: torch's `grad_dtype` where that is set, which is new in torch 2.10."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def empty_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like a parameter's gradients, with any values."""
+    return torch.empty_like(parameter.detach(), dtype=gradient_dtype(parameter))

@@ -36,7 +36,7 @@ from hvdlite.core.device import AnyArray, Event
 from hvdlite.handoff.buckets import LearnedBucket
 from hvdlite.training.gradients.framework import SMALL
 from hvdlite_torch.arrays import cuda
-from hvdlite_torch.arrays.tensors import contiguous, host_tensor
+from hvdlite_torch.arrays.tensors import contiguous, empty_gradient, gradient_dtype, host_tensor
 
 if TYPE_CHECKING:
     from hvdlite_torch.gradients.torch_gradients import TorchGradients
@@ -198,8 +198,8 @@ class TorchPlaces:
         with torch.no_grad():
             at.home.fill_(value)
         if parameter.is_cuda != at.home.is_cuda:
-            old = torch.empty_like(parameter.detach())
-        wanted = parameter.dtype, parameter.shape, torch.strided
+            old = empty_gradient(parameter)
+        wanted = gradient_dtype(parameter), parameter.shape, torch.strided
         self._aim([at], [None if old is None or (old.dtype, old.shape, old.layout) != wanted else old])
         return True
 
@@ -234,7 +234,7 @@ class TorchPlaces:
             elif target is None and place.shows_view:
                 results.append(place.current_view())
             else:
-                results.append(torch.empty_like(parameter.detach()) if target is None else target)
+                results.append(empty_gradient(parameter) if target is None else target)
                 targets.append(results[-1])
                 homes.append(place.home if self.gradients.casts else decompress(place.home, place.context))
         if homes:
@@ -284,7 +284,7 @@ class TorchPlaces:
 
     def _suits(self, place: Place, parameter: torch.Tensor) -> bool:
         """Return whether a place is right for the parameter as it is now, which has no gradient."""
-        dtype = parameter.dtype
+        dtype = gradient_dtype(parameter)
         if not self.gradients.casts:
             dtype, place.context = self.gradients.wire(parameter)
         return (dtype is self._fitting_dtype(place) and parameter.shape == place.shape

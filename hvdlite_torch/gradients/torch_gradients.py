@@ -19,7 +19,7 @@ from hvdlite.core.types import Collective
 from hvdlite.handoff.buckets import LearnedBucket
 from hvdlite.training.gradients.framework import Alone, Shape
 from hvdlite_torch.arrays import cuda
-from hvdlite_torch.arrays.tensors import as_runtime_array, contiguous, dense_strides, on_host
+from hvdlite_torch.arrays.tensors import as_runtime_array, contiguous, dense_strides, empty_gradient, gradient_dtype, on_host
 from hvdlite_torch.compression import Compressor, wire_dtype
 from hvdlite_torch.gradients.gpu_places import GpuPlaces
 from hvdlite_torch.gradients.places import COUNTS, TorchPlaces
@@ -106,7 +106,7 @@ class TorchGradients:
             gradient = gradient if densified is None else densified
             values = gradient.detach()
         else:
-            values = torch.empty_like(parameter.detach())
+            values = empty_gradient(parameter)
         compressed, context = self.compression.compress(values)
         dense = cuda.to_transportable(contiguous(compressed, "gradient"), self._devices, Collective.ALLREDUCE)
 
@@ -114,8 +114,8 @@ class TorchGradients:
             reduced = self.compression.decompress(dense, context)
             if sparse_dims := self.restored_dims(parameter):
                 return reduced.to_sparse(sparse_dims)
-            if gradient is None or gradient.dtype is not parameter.dtype or gradient.layout is not torch.strided:
-                return torch.empty_like(parameter.detach()).copy_(reduced)
+            if gradient is None or gradient.dtype is not gradient_dtype(parameter) or gradient.layout is not torch.strided:
+                return empty_gradient(parameter).copy_(reduced)
             if gradient.data_ptr() != reduced.data_ptr():
                 gradient.detach().copy_(reduced)
             return gradient
@@ -143,11 +143,12 @@ class TorchGradients:
 
     def wire(self, parameter: torch.Tensor) -> tuple[torch.dtype, Any]:
         """Return the dtype in which the parameter's gradients travel, and what the compressor needs to undo its work."""
-        dtype = wire_dtype(self.compression, parameter.dtype)
+        own = gradient_dtype(parameter)
+        dtype = wire_dtype(self.compression, own)
         if dtype is None:
-            sample, context = self.compression.compress(parameter.detach().new_empty(0))
+            sample, context = self.compression.compress(parameter.detach().new_empty(0, dtype=own))
             return sample.dtype, context
-        return dtype, None if dtype is parameter.dtype else parameter.dtype
+        return dtype, None if dtype is own else own
 
     def shows_view(self, parameter: torch.Tensor, context: Any) -> bool:
         """Return whether a gradient that nobody else uses comes back as a view of its bucket."""

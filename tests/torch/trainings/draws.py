@@ -15,13 +15,14 @@ FEATURES: dict[str, tuple[object, ...]] = {
     "model": ("mlp", "sync batch norm", "channels last", "embedding", "sparse embedding", "lstm", "gru", "transformer",
               "tied", "unused", "frozen", "weight norm", "spectral norm", "complex", "parameter list", "checkpoint",
               "reentrant checkpoint", "reentrant twice", "all reentrant", "layer twice", "bfloat16 part", "float64 part",
+              "float32 gradients",
               "experts",
               "functional call", "custom function", "lazy"),
     "optimizer": ("SGD", "momentum", "nesterov", "Adam", "amsgrad", "AdamW foreach", "AdamW fused", "Adagrad", "RMSprop",
                   "NAdam", "RAdam", "Adamax", "Adadelta", "LBFGS", "LBFGS strong_wolfe", "SparseAdam"),
     "structure": ("one", "groups", "two", "in turns"),
     "loss": ("mse", "huber", "cross entropy", "penalty", "disjoint"),
-    "gradients": ("backward", "closure", "autograd.grad", "func.grad"),
+    "gradients": ("backward", "create graph", "closure", "autograd.grad", "func.grad"),
     "returns": ("mean", "local"),
     "accumulation": ("none", "passes", "no_sync", "naive"),
     "groups": ("none", "number", "lists"),
@@ -35,7 +36,7 @@ FEATURES: dict[str, tuple[object, ...]] = {
     "named": (False, True),
     "scaled_rate": (False, True),
     "loader": ("list", "DataLoader", "shuffled", "batch sampler", "iterable"),
-    "clears": ("zero_grad", "zeros", "model", "model zeros", "hand", "hand zeros"),
+    "clears": ("zero_grad", "zeros", "model", "model zeros", "hand", "hand zeros", "kept list", "flat buffer"),
     "clips": ("none", "norm", "value", "step hook"),
     "scheduler": ("none", "StepLR first", "StepLR", "OneCycleLR", "SequentialLR", "ReduceLROnPlateau"),
     "amp": ("none", "autocast", "scaler", "infinity", "autocast and scaler"),
@@ -43,7 +44,8 @@ FEATURES: dict[str, tuple[object, ...]] = {
     "averaged": (False, True),
     "begins": ("same seed", "broadcast before", "broadcast after"),
     "event": ("none", "reload", "reload on rank 0", "add_param_group", "freeze", "thaw", "double", "deepcopy", "copy both",
-              "evaluate", "skip"),
+              "evaluate", "skip",
+              "regroup"),
     "uneven": (False, True),
 }
 """By name of a feature, its values; the first one is the plain one."""
@@ -63,7 +65,8 @@ class Training:
         scoped: whether in the scope of a strategy, with global batches; else each rank has its part.
         structure: what the parameters belong to: one optimizer, two groups of one, two optimizers, or a generator's and a
             discriminator's.
-        gradients: who computes them: `backward()`, a closure, or the script, which sets them by hand.
+        gradients: who computes them: `backward()`, with a graph or without, a closure, or the script, which sets them by
+            hand.
         returns: what a closure returns: the loss of all ranks' rows, or that of this rank's.
         accumulation: how the gradients of `batches` batches add up before a step.
         predivide: the gradient_predivide_factor.
@@ -71,7 +74,7 @@ class Training:
         named: whether the optimizer gets named_parameters.
         scaled_rate: whether the strategy scales learning rates.
         loader: what the strategy distributes.
-        clears: how gradients are cleared.
+        clears: how gradients are cleared; "kept list" and "flat buffer" write zeros to tensors that the script has kept.
         amp: with "infinity" a scaler, and one rank's loss is infinite in one step.
         hooks: the user's hooks on a gradient: of the tensor, or post-accumulate ones. They scale it.
         averaged: whether there is an exponential moving average of the model.
@@ -122,7 +125,7 @@ class Training:
     @property
     def dtype(self) -> str:
         """Of the model and the data."""
-        is_single = self.amp != "none" or self.event == "double" or self.model in ("bfloat16 part", "float64 part")
+        is_single = self.amp != "none" or self.event == "double" or self.model in MIXED
         return "float32" if is_single else "float64"
 
     @property
@@ -133,7 +136,7 @@ class Training:
     @property
     def rounds(self) -> bool:
         """Whether something has 16 bits."""
-        return self.compression != "none" or "autocast" in self.amp or self.model == "bfloat16 part"
+        return self.compression != "none" or "autocast" in self.amp or self.model in ("bfloat16 part", "float32 gradients")
 
     @property
     def scales(self) -> bool:
@@ -158,6 +161,11 @@ class Training:
         return f"Training({', '.join(told)})"
 
 
+MIXED = ("bfloat16 part", "float64 part", "float32 gradients")
+"""Models with parameters of several dtypes."""
+KEPT = ("kept list", "flat buffer")
+"""Ways to clear gradients that write to tensors which the script has kept."""
+ZEROS = ("model zeros", "hand zeros", *KEPT)
 REENTRANT = ("reentrant checkpoint", "reentrant twice", "all reentrant")
 RECURRENT = ("lstm", "gru")
 OUTSIDE = ("groups", "predivide", "op", "process_set", "sparse_as_dense", "wait_in", "hook", "named", "begins")
@@ -200,8 +208,15 @@ RULES: dict[str, Callable[[Training], bool]] = {
     "torch.autograd.grad does not work inside torch.func.grad": lambda it: (
         it.loss == "penalty" and it.gradients == "func.grad"),
     "state of the old dtype is not for parameters of the new one": lambda it: it.event == "double" and (
-        it.optimizer != "SGD" or it.averaged or it.amp != "none" or it.model in ("bfloat16 part", "float64 part")),
+        it.optimizer != "SGD" or it.averaged or it.amp != "none" or it.model in MIXED),
     "a scaler unscales once between two steps": lambda it: it.event == "skip" and it.scales,
+    "gradients that are kept are those of one model, and dense": lambda it: it.clears in KEPT and (
+        it.is_sparse or it.event in ("double", "copy both") or it.gradients in ("autograd.grad", "func.grad")),
+    "zeros are not written to gradients that have a graph": lambda it: it.gradients == "create graph" and it.clears in (
+        "zeros", *ZEROS),
+    "these have no second derivatives": lambda it: it.gradients == "create graph" and (
+        it.model in (*REENTRANT, "transformer", "custom function", "sparse embedding", "sync batch norm", *RECURRENT)
+        or it.hooks.endswith("wrapping") or it.accumulation in ("naive", "no_sync", "passes") or it.loss == "penalty"),
     "there is a frozen part to thaw in one model": lambda it: it.event == "thaw" and it.model != "frozen",
     "a scheduler keeps its optimizer": lambda it: it.event == "copy both" and it.scheduler != "none",
     "a generator has one kind of loss, and a discriminator one": lambda it: it.structure == "in turns" and (
@@ -210,7 +225,7 @@ RULES: dict[str, Callable[[Training], bool]] = {
         it.accumulation != "none" or it.loss == "disjoint" or it.hooks not in ("none", "tensor")),
     "hooks are not called for functions": lambda it: it.gradients == "func.grad" and it.hooks != "none",
     "LBFGS' vectors have one dtype": lambda it: (
-        it.optimizer.startswith("LBFGS") and it.model in ("bfloat16 part", "float64 part")),
+        it.optimizer.startswith("LBFGS") and it.model in MIXED),
     "a scaler refuses to step an optimizer without any gradient": lambda it: it.scales and it.structure == "two" and (
         it.event == "freeze" or it.model in ("frozen", "unused")),
     # What is not promised.
@@ -227,7 +242,7 @@ RULES: dict[str, Callable[[Training], bool]] = {
     "a rank that has no gradient for any parameter of an optimizer comes too late to clip": lambda it: (
         it.model == "experts" and it.structure == "two" and it.clips != "none"),
     "only the optimizer's zero_grad tells that sums begin anew, where no step has used them": lambda it: (
-        it.op == "Sum" and it.clears in ("model zeros", "hand zeros")
+        it.op == "Sum" and it.clears in ZEROS
         and (it.event == "skip" or it.amp == "infinity" or it.structure == "in turns")),
     "ranks that wait in different places make different numbers of reductions": lambda it: it.wait_in == "mixed" and (
         it.loss == "disjoint" or (it.hooks.endswith("wrapping") and it.accumulation == "naive")),
@@ -261,7 +276,7 @@ COMING: dict[str, Callable[[Training], bool]] = {
     "copies of optimizers": lambda it: it.event == "copy both",
     "a layer in two reentrant checkpoints": lambda it: it.model == "reentrant twice",
     "zeros that a script writes over gradients that no step has used": lambda it: (
-        it.clears in ("model zeros", "hand zeros")
+        it.clears in ZEROS
         and (it.event == "skip" or it.amp == "infinity" or it.structure == "in turns")),
     "disjoint losses with backward_passes_per_step": lambda it: it.accumulation == "passes" and it.loss == "disjoint",
     "gradients that a script sets": lambda it: it.gradients in ("autograd.grad", "func.grad"),

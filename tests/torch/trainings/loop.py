@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from torch.optim import lr_scheduler, swa_utils
 
-from tests.torch.trainings.draws import Training
+from tests.torch.trainings.draws import KEPT, Training
 from tests.torch.trainings.models import Discriminator, Model, losses, samples
 from tests.torch.trainings.sides import Alone, Batch
 
@@ -49,6 +49,7 @@ class Script:
         self.number = 0
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2,
                                            enabled=training.scales)
+        self.kept: dict[int, torch.Tensor] = {}  # gradients that the script clears, by parameter; or flat buffers
         self.build(side.seed)
         self.average: Any = None
         if training.averaged:
@@ -74,11 +75,23 @@ class Script:
             self.optimizers = self.plain()
             if training.scheduler == "StepLR first":
                 self.schedule()
+        self.keep_gradients()
         self.wrap()
         if training.hooks == "after wrapping":
             self.hook()
         if training.scheduler not in ("none", "StepLR first"):
             self.schedule()
+
+    def keep_gradients(self) -> None:
+        """Let gradients be views of a flat buffer for each dtype, if that is how they are cleared."""
+        self.kept = {}
+        if self.training.clears != "flat buffer":
+            return
+        for parameter in (parameter for module in self.modules() for parameter in module.parameters()):
+            if parameter.requires_grad:
+                flat = torch.zeros(parameter.numel(), dtype=parameter.grad_dtype)
+                parameter.grad = flat.view(parameter.shape)
+                self.kept[id(parameter)] = flat
 
     def wrap(self) -> None:
         """Wrap the optimizers."""
@@ -219,7 +232,7 @@ class Script:
         suspends = training.accumulation == "no_sync" and not is_last
         with self.side.accumulating(self.optimizers) if suspends else contextlib.nullcontext():
             for loss in scaled:
-                loss.backward()
+                loss.backward(create_graph=training.gradients == "create graph")
         return metric
 
     def closed(self, x: torch.Tensor, y: torch.Tensor, factor: float) -> float:
@@ -304,6 +317,12 @@ class Script:
         elif how in ("model", "model zeros"):
             for module in modules:
                 module.zero_grad(set_to_none=how == "model")
+        elif how in KEPT:
+            for parameter in (parameter for module in modules for parameter in module.parameters()):
+                if parameter.grad is not None:
+                    self.kept.setdefault(id(parameter), parameter.grad)
+            if self.kept:
+                torch._foreach_zero_(list(self.kept.values()))
         for parameter in (parameter for module in modules for parameter in module.parameters() if how.startswith("hand")):
             if how == "hand":
                 parameter.grad = None
@@ -335,6 +354,12 @@ class Script:
             case "copy both":
                 self.model, self.critic, self.optimizers = copy.deepcopy((self.model, self.critic, self.optimizers))
                 self.wrap()
+            case "regroup":
+                for optimizer in self.optimizers:
+                    groups = list(optimizer.param_groups)
+                    optimizer.param_groups.clear()
+                    for group in groups:
+                        optimizer.add_param_group({**group, "params": list(group["params"])})
             case "evaluate":
                 self.model.eval()
                 with torch.no_grad():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests.torch.trainings.draws import Training
+from tests.torch.trainings.draws import MIXED, Training
 
 FEATURES, WORDS, OUTPUTS = 4, 7, 2
 
@@ -85,9 +85,7 @@ class Model(nn.Module):
                 del self.first
             case "checkpoint" | "reentrant checkpoint" | "reentrant twice" | "all reentrant" | "layer twice":
                 self.middle = nn.Linear(5, 5)
-            case "bfloat16 part":
-                self.middle = nn.Linear(5, 5)
-            case "float64 part":
+            case "bfloat16 part" | "float64 part" | "float32 gradients":
                 self.middle = nn.Linear(5, 5)
             case "experts":
                 self.first = nn.ModuleList([nn.Linear(FEATURES, 5), nn.Linear(FEATURES, 5), nn.Linear(FEATURES, 5)])
@@ -102,8 +100,11 @@ class Model(nn.Module):
         for parameter in (*self.parameters(), *self.buffers()):
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
-        if self.kind in ("bfloat16 part", "float64 part"):
-            self.middle.to(torch.bfloat16 if self.kind == "bfloat16 part" else torch.float64)
+        if self.kind in MIXED:
+            self.middle.to(torch.float64 if self.kind == "float64 part" else torch.bfloat16)
+        if self.kind == "float32 gradients":
+            for parameter in self.middle.parameters():
+                parameter.grad_dtype = torch.float32
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -137,7 +138,7 @@ class Model(nn.Module):
                 return checkpoint(self.middle, torch.tanh(hidden), use_reentrant=True)
             case "layer twice":
                 return self.middle(torch.tanh(self.middle(self.first(x))))
-            case "bfloat16 part" | "float64 part":
+            case "bfloat16 part" | "float64 part" | "float32 gradients":
                 hidden = torch.tanh(self.first(x))
                 return self.middle(hidden.to(self.middle.weight.dtype)).to(x.dtype)
             case "experts":  # a rank's rows may leave out some of them, and all ranks' may
