@@ -5,35 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
 
+from hvdlite.diagnostics.progress import Progress
 from hvdlite.groups.operation import Operation
 from hvdlite.handoff.group_state import GroupState
 
 _log = logging.getLogger("hvdlite")
-
-
-class Waits(Protocol):
-    """The part of `diagnostics.progress.Progress` that counts waits."""
-
-    def block(self) -> float:
-        """A thread of the script begins to wait; return what `unblock` wants."""
-
-    def unblock(self, begun: float) -> None:
-        """It goes on."""
-
-
-class Uncounted:
-    """Counts nothing."""
-
-    def block(self) -> float:
-        return 0.0
-
-    def unblock(self, begun: float) -> None:
-        pass
-
-
-UNCOUNTED: Final = Uncounted()
 
 
 class Call:
@@ -53,8 +30,8 @@ class Call:
         finish: called when the operations are done, before the call is: it copies results to where they belong, say.
     """
 
-    def __init__(self, operations: Sequence[Operation], finish: Callable[[], None] | None = None,
-                 timeout: float | None = None, progress: Waits = UNCOUNTED) -> None:
+    def __init__(self, operations: Sequence[Operation], progress: Progress, finish: Callable[[], None] | None = None,
+                 timeout: float | None = None) -> None:
         self.progress = progress
         self.help: Callable[[Call], None] | None = None
         self.state: GroupState | None = None

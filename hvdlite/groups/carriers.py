@@ -22,11 +22,13 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
 from hvdlite.core.array import Array
+from hvdlite.groups.link import Done, GroupLink
+from hvdlite.groups.matching import Message
 from hvdlite.memory.area import UNUSED, Area
 from hvdlite.memory.rings import Piece, RingReader, Rings
 
@@ -43,29 +45,6 @@ _TAKE: Final = struct.Struct("!q")
 """Lets the receiver take the message with this number, if no receive has got it."""
 
 Subject = TypeVar("Subject")
-
-Done = Callable[[Exception | None], None]
-"""Called by the background thread when a transfer is over, with its error."""
-
-
-class Message:
-    """A message from the rank `source`.
-
-    Attributes:
-        number: counts what the source sends to this rank, if its carrier counts.
-        is_kept: whether it was kept, because no receive wanted it when it came.
-        filled: how many of its `total` bytes have come, if they come in pieces.
-        has_come: whether all of them have.
-        target: where its bytes are put; None if there is no place for them yet, or if nobody wants them any more.
-        receive: the call that gets it; None before there is one, and if that has failed.
-    """
-
-    def __init__(self, source: int, tag: int, total: int, number: int = 0) -> None:
-        self.source, self.tag, self.total, self.number = source, tag, total, number
-        self.filled = 0
-        self.is_kept = self.has_come = False
-        self.target: Array | None = None
-        self.receive: Transfer | None = None
 
 
 class Carrier:
@@ -217,25 +196,6 @@ class RingCarrier(Carrier):
             self._rings.heap.lend(rings, area.all_let_go(UNUSED), area.end_looking())
 
 
-class Link(Protocol):
-    """What carries messages between hosts. Callable from any thread; its ranks are those of the group."""
-
-    def announce(self, to: Sequence[int], text: bytes) -> None:
-        """Send a few bytes to other ranks; those of one rank arrive in order."""
-
-    def hear(self, hear: Callable[[int, bytes], None]) -> None:
-        """Let a function be called with the sender and text of each announcement, those included that have come before."""
-
-    def send(self, name: str, values: Array, to: int, done: Done) -> None:
-        """Begin to send values to a rank, which receives as many under the same name."""
-
-    def receive(self, name: str, values: Array, source: int, done: Done) -> None:
-        """Begin to receive them."""
-
-    def close(self) -> None:
-        """Hear nothing any more."""
-
-
 class RemoteCarrier(Carrier):
     """Between ranks of several hosts.
 
@@ -244,7 +204,7 @@ class RemoteCarrier(Carrier):
         peers: the ranks that are served.
     """
 
-    def __init__(self, link: Link, peers: Sequence[int]) -> None:
+    def __init__(self, link: GroupLink, peers: Sequence[int]) -> None:
         self._link, self._peers = link, tuple(peers)
         self._numbers: Counter[int] = Counter()  # of messages to each rank
         self._left: dict[int, float] = {}  # when that was heard

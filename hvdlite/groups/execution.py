@@ -21,6 +21,7 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError, OperationTimeoutError, PeerLeftError, PeerLostError
 from hvdlite.core.types import Collective
 from hvdlite.groups.call import Call
+from hvdlite.groups.link import GroupLink
 from hvdlite.groups.members import Members
 from hvdlite.groups.messages import Messages
 from hvdlite.groups.operation import Operation, Preparations, Prepared, even_splits, shown, splits_of
@@ -60,7 +61,7 @@ class Execution:
 
     Args:
         plane: has the group's ranks as process set 0; owned by this object.
-        announce: by which ranks on several hosts tell each other how far they are; None if all share the state's area.
+        link: by which ranks on several hosts announce how far they are; None if all share the state's area.
         messages: those of this rank; None if it is the only one.
         patience: seconds that a rank waits for others before it tells rank 0 of the runtime.
 
@@ -70,7 +71,7 @@ class Execution:
     """
 
     def __init__(self, members: Members, plane: Plane, state: GroupState, reports: Reports, messages: Messages | None, *,
-                 announce: Callable[[Sequence[int], bytes], None] | None = None, patience: float = PATIENCE_SECONDS) -> None:
+                 link: GroupLink | None = None, patience: float = PATIENCE_SECONDS) -> None:
         self.is_busy = False
         self._members, self._rank, self._size = members, members.rank, members.size
         self._plane, self._state, self._reports, self._messages = plane, state, reports, messages
@@ -86,11 +87,11 @@ class Execution:
         self._refused: deque[int] = deque(maxlen=REMEMBERED)  # about which ranks did not agree
         self._area = state.area
         self._local: LocalPeers | None = None
-        if announce is None:
+        if link is None:
             self.peers: Peers = LocalPeers(state.area)
             self._local = self.peers
         else:
-            self.peers = RemotePeers(announce, members.others, self._standing, lambda: state.area.wake((state.area.index,)))
+            self.peers = RemotePeers(link, members.others, self)
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -297,7 +298,12 @@ class Execution:
 
     # --- how far this rank is ---------------------------------------------------------------------------------------------
 
-    def _standing(self) -> Standing:
+    def wake(self) -> None:
+        """Let the thread that carries out an operation look again; callable from any thread."""
+        self._area.wake((self._area.index,))
+
+    def standing(self) -> Standing:
+        """Return how far this rank is; callable from any thread."""
         return Standing(self._state.begun, self._completed, shown(self._text))
 
     def past_calls(self, queue: Sequence[Call]) -> list[PastCall]:

@@ -110,7 +110,7 @@ class Group:
             timeout: seconds from when its turn comes; by default the group's.
         """
         state = self.state
-        call = Call(operations, finish, timeout, self._progress)
+        call = Call(operations, self._progress, finish, timeout)
         call.help, call.state = self._help, state
         if self._pid != os.getpid():
             call.end(ForkedProcessError(f"{self.name}: this process (pid {os.getpid()}) was forked from rank {self.rank} "

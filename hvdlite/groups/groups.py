@@ -35,7 +35,6 @@ from hvdlite.groups.meeting import GroupMeeting
 from hvdlite.groups.members import Members
 from hvdlite.groups.memory import GroupMemory
 from hvdlite.groups.messages import Messages
-from hvdlite.groups.peers import RemotePeers
 from hvdlite.groups.reports import Reports, RuntimeReports, notice_of
 from hvdlite.handoff.group_state import GroupState
 from hvdlite.memory.area import DONE, Area, area_bytes
@@ -293,10 +292,7 @@ class Groups:
             raise
         rings = Rings(memory.pairs, area.index, heaps)
         messages = Messages(members, state, _carriers(members, area, rings, link.part("messages")), reports.progress)
-        execution = Execution(members, plane, state, reports, messages,
-                              announce=None if plane.name == "shm" else standings.announce)
-        if isinstance(execution.peers, RemotePeers):
-            standings.hear(execution.peers.hear)
+        execution = Execution(members, plane, state, reports, messages, link=None if plane.name == "shm" else standings)
         group = Group(members, timeout, state, execution, messages, reports, tell=tell, released=closed)
         self._groups.append(group)
         runtime.add_group(state)

@@ -9,9 +9,8 @@ from hvdlite.engine.oob import OobChannel
 from hvdlite.planes.base import WaitUntil
 from hvdlite.runtime.runtime import Runtime
 
-
-def _never() -> bool:
-    return False
+Done = Callable[[Exception | None], None]
+"""Called by the background thread when a transfer is over, with its error."""
 
 
 class GroupLink:
@@ -42,7 +41,8 @@ class GroupLink:
     def withdraw(self, label: str) -> None:
         self._channel.withdraw_from(self._prefix + label)
 
-    def fetch(self, label: str, sender: int, wait_until: WaitUntil, is_cancelled: Callable[[], bool] = _never) -> bytes:
+    def fetch(self, label: str, sender: int, wait_until: WaitUntil,
+              is_cancelled: Callable[[], bool] = lambda: False) -> bytes:
         return self._channel.fetch(self._prefix + label, self._ranks[sender], wait_until, is_cancelled)
 
     def look(self) -> None:
@@ -67,14 +67,10 @@ class GroupLink:
 
     # --- negotiated transfers -------------------------------------------------------------------------------------------
 
-    def send(self, name: str, values: Array, to: int, done: Callable[[Exception | None], None]) -> None:
-        """Begin to send values to a rank, which receives as many under the same name.
-
-        Args:
-            done: called by the background thread when the transfer is over, with its error.
-        """
+    def send(self, name: str, values: Array, to: int, done: Done) -> None:
+        """Begin to send values to a rank, which receives as many under the same name."""
         self._runtime.send(self._prefix + name, values, self._ranks[to], done)
 
-    def receive(self, name: str, values: Array, source: int, done: Callable[[Exception | None], None]) -> None:
+    def receive(self, name: str, values: Array, source: int, done: Done) -> None:
         """Begin to receive them."""
         self._runtime.receive(self._prefix + name, values, self._ranks[source], done)

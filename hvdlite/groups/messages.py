@@ -26,9 +26,9 @@ from typing import Final, TypeVar
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HorovodInternalError
-from hvdlite.groups.call import UNCOUNTED, Waits
-from hvdlite.groups.carriers import Carrier, Message
-from hvdlite.groups.matching import ANY, Matching
+from hvdlite.diagnostics.progress import Progress
+from hvdlite.groups.carriers import Carrier
+from hvdlite.groups.matching import ANY, Matching, Message
 from hvdlite.groups.members import Members
 from hvdlite.groups.transfer import Texts, Transfer
 from hvdlite.handoff.group_state import PATIENCE_SECONDS, GroupState
@@ -56,7 +56,7 @@ class Messages:
     """
 
     def __init__(self, members: Members, state: GroupState, carriers: Mapping[int, Carrier],
-                 progress: Waits = UNCOUNTED, patience: float = PATIENCE_SECONDS) -> None:
+                 progress: Progress, patience: float = PATIENCE_SECONDS) -> None:
         self.rank, self.state, self.progress, self.patience = members.rank, state, progress, patience
         self.let_work: Callable[[], object] = lambda: None
         self.texts = Texts(members)
@@ -72,7 +72,7 @@ class Messages:
         self._calls: dict[Transfer, None] = {}  # under way, oldest first
         self._first_deadline = math.inf  # no call under way has an earlier one
         self._sends: dict[int, deque[Transfer]] = {}  # by receiver: those not on their way completely; not empty
-        self.matching: Matching[Transfer, Message] = Matching()
+        self.matching = Matching()
         self._over: deque[tuple[Transfer, Exception | None]] = deque()  # to be ended without the lock
         for carrier in self._each_carrier:
             carrier.open(self)

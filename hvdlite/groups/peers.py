@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
 from hvdlite.core.errors import MismatchError
 from hvdlite.groups.members import Members
 from hvdlite.memory.area import DIGEST, LEFT, LENGTH, NUMBER, TEXT, Area
+
+if TYPE_CHECKING:
+    from hvdlite.groups.execution import Execution
+    from hvdlite.groups.link import GroupLink
 
 SPLITS: Final = b"; splits "
 """In the text of an alltoall: what follows may differ between ranks. They then exchange their splits."""
@@ -111,25 +115,26 @@ class RemotePeers:
     """Implements `Peers` for ranks on several hosts.
 
     Args:
+        link: carries announcements; those of one rank arrive in order.
         others: the other ranks.
-        announce: sends a few bytes to other ranks; those of one rank arrive in order.
-        own: returns how far this rank is; called by any thread.
-        changed: called when something has been heard; by any thread.
+        execution: its own progress is announced; it is woken when something has been received. Any thread may do so.
     """
 
-    def __init__(self, announce: Callable[[Sequence[int], bytes], None], others: list[int], own: Callable[[], Standing],
-                 changed: Callable[[], object]) -> None:
-        self._announce, self._own, self._changed = announce, own, changed
+    def __init__(self, link: GroupLink, others: list[int], execution: Execution) -> None:
+        self._link = link
         self._others = others
-        self._known = dict.fromkeys(self._others, Standing())
-        self._asked, self._unanswered = -math.inf, set[int]()
+        self._execution = execution
+        self._known = dict.fromkeys(others, Standing())
+        self._asked = -math.inf
+        self._unanswered: set[int] = set()
         self._has_left = False
+        link.hear(self._receive)
 
     def ask(self, since: float) -> bool:
         if self._asked < since:
             self._asked = time.monotonic()
             self._unanswered = {rank for rank in self._others if not self._known[rank].has_left}
-            self._announce(sorted(self._unanswered), _QUESTION)
+            self._link.announce(sorted(self._unanswered), _QUESTION)
         return not self._unanswered
 
     def missing(self, number: int) -> tuple[int, ...]:
@@ -146,18 +151,18 @@ class RemotePeers:
         """See `Area.leave`."""
         if not self._has_left and self._others:
             self._has_left = True
-            standing = msgspec.structs.replace(self._own(), completed=completed, has_left=True)
-            self._announce(self._others, msgspec.msgpack.encode(standing))
+            standing = msgspec.structs.replace(self._execution.standing(), completed=completed, has_left=True)
+            self._link.announce(self._others, msgspec.msgpack.encode(standing))
 
-    def hear(self, source: int, text: bytes) -> None:
+    def _receive(self, source: int, text: bytes) -> None:
         """Take in an announcement of another rank; callable from any thread."""
         if text == _QUESTION:
             if not self._has_left:
-                self._announce((source,), msgspec.msgpack.encode(self._own()))
+                self._link.announce((source,), msgspec.msgpack.encode(self._execution.standing()))
             return
         self._known[source] = msgspec.msgpack.decode(text, type=Standing)
         self._unanswered.discard(source)
-        self._changed()
+        self._execution.wake()
 
 
 class OnlySplitsDiffer(MismatchError):

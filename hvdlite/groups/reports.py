@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from hvdlite.core.texts import LONGEST_MESSAGE, LONGEST_TRACEBACK, shortened, text_of
-from hvdlite.groups.call import UNCOUNTED, Waits
+from hvdlite.diagnostics.progress import Progress
 from hvdlite.handoff.inbox import Task
 from hvdlite.negotiation.messages import FailureNotice, Response
 from hvdlite.runtime import tracebacks
@@ -19,7 +19,8 @@ class Reports:
         progress: counts the time that the script's threads wait.
     """
 
-    progress: Waits = UNCOUNTED
+    def __init__(self) -> None:
+        self.progress = Progress()
 
     def clock(self) -> float:
         """Return the time in seconds, the same for all ranks of the group."""
@@ -33,9 +34,6 @@ class Reports:
 
     def ended(self, name: str, response: Response, begun: float, met: float) -> None:
         """A call is done, which began, and had all ranks, at these times."""
-
-    def waits_changed(self) -> None:
-        """Calls in which this rank has waited for long are others than before, or it waits for other ranks."""
 
     def suspect(self) -> None:
         """This rank has waited for long in the middle of a call that all ranks have made."""
@@ -68,6 +66,7 @@ class RuntimeReports(Reports):
             self._inbox.post(Task(lambda: recorder.ordered(name, response, begun, met, done)))
 
     def waits_changed(self) -> None:
+        """Calls in which this rank has waited for long are others than before, or it waits for other ranks."""
         self._inbox.post(self._waiters)
 
     def suspect(self) -> None:

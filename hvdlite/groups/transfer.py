@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 from hvdlite.core.array import Array
 from hvdlite.core.errors import ForkedProcessError, MismatchError, OperationTimeoutError, PeerLeftError
 from hvdlite.groups.call import Call
-from hvdlite.groups.matching import ANY
+from hvdlite.groups.matching import ANY, Message
 from hvdlite.groups.members import Members
 from hvdlite.handoff.group_state import LongWait
 
 if TYPE_CHECKING:
-    from hvdlite.groups.carriers import Message
     from hvdlite.groups.messages import Messages
 
 
@@ -34,7 +33,7 @@ class Transfer(Call):
     """
 
     def __init__(self, messages: Messages, values: Array, peer: int, tag: int, timeout: float, *, is_send: bool) -> None:
-        super().__init__((), timeout=timeout, progress=messages.progress)
+        super().__init__((), messages.progress, timeout=timeout)
         self.values, self.peer, self.tag, self.is_send = values, peer, tag, is_send
         self.deadline = time.monotonic() + timeout
         self.begun = False

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.world import Hosts
-from hvdlite.groups.carriers import Carrier, Done, RemoteCarrier, RingCarrier
+from hvdlite.diagnostics.progress import Progress
+from hvdlite.groups.carriers import Carrier, RemoteCarrier, RingCarrier
+from hvdlite.groups.link import Done, GroupLink
 from hvdlite.groups.members import Members
 from hvdlite.groups.messages import Messages
 from hvdlite.handoff.group_state import GroupState
@@ -93,8 +95,8 @@ class Network:
         return act
 
 
-class LocalLink:
-    """Implements `Link`."""
+class LocalLink(GroupLink):
+    """A link through a network of tests."""
 
     def __init__(self, network: Network, rank: int) -> None:
         self._network, self._rank = network, rank
@@ -164,7 +166,7 @@ class Rank:
         self._is_over = False
         self._asked = threading.Event()
         members = Members.of("group dp", range(size), rank, Hosts((tuple(range(size)),)))
-        self.messages = Messages(members, GroupState("id", members.of_runtime, self.area), carriers)
+        self.messages = Messages(members, GroupState("id", members.of_runtime, self.area), carriers, Progress())
         self.messages.let_work = self._asked.set
         self._asked.set()  # for what has come before
         self._worker = threading.Thread(target=self._work, name="hvdlite-worker", daemon=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from hvdlite.groups.peers import RemotePeers, Standing
 
@@ -17,6 +18,9 @@ class Wire:
         self.listener: Callable[[int, bytes], None] = lambda source, text: None
         wires[rank] = self
 
+    def hear(self, listener: Callable[[int, bytes], None]) -> None:
+        self.listener = listener
+
     def announce(self, to: Sequence[int], text: bytes) -> None:
         self.sent += [(rank, text) for rank in to]
 
@@ -26,21 +30,30 @@ class Wire:
             self.wires[rank].listener(self.rank, text)
 
 
+class Execution:
+    """What a rank announces, and how often it is woken."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._world, self._rank = world, rank
+
+    def standing(self) -> Standing:
+        return self._world.own[self._rank]
+
+    def wake(self) -> None:
+        self._world.rings[self._rank] += 1
+
+
 class World:
     def __init__(self, *own: Standing) -> None:
         self.own, self.rings = list(own), [0] * len(own)
         wires: dict[int, Wire] = {}
         self.wires = [Wire(rank, wires) for rank in range(len(own))]
         self.ends = [self._peers(wire) for wire in self.wires]
-        for wire, end in zip(self.wires, self.ends, strict=True):
-            wire.listener = end.hear
 
-    def _peers(self, wire: Wire) -> RemotePeers:
+    def _peers(self, wire: Any) -> RemotePeers:
         others = [rank for rank in range(len(self.own)) if rank != wire.rank]
-        return RemotePeers(wire.announce, others, lambda: self.own[wire.rank], lambda: self._ring(wire.rank))
-
-    def _ring(self, rank: int) -> None:
-        self.rings[rank] += 1
+        execution: Any = Execution(self, wire.rank)
+        return RemotePeers(wire, others, execution)
 
     def deliver(self) -> None:
         for wire in self.wires:

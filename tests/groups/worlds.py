@@ -24,7 +24,6 @@ from hvdlite.groups.group import Group
 from hvdlite.groups.members import Members
 from hvdlite.groups.messages import Messages
 from hvdlite.groups.operation import Operation
-from hvdlite.groups.peers import RemotePeers
 from hvdlite.handoff.group_state import PATIENCE_SECONDS, GroupState
 from hvdlite.memory.area import next_area
 from hvdlite.memory.fence import Fence, fence_file
@@ -136,12 +135,8 @@ def groups(size: int, *, one_host: bool = True, timeout: float = HANGS_SECONDS,
         if messages:
             carrier = RingCarrier(Rings(pairs.bytes.data, rank, heaps, 1 << 16), area, others)
             mail = Messages(members, state, dict.fromkeys(others, carrier), told.progress, patience)
-        near = None if one_host else Neighbours(rank, neighbours)
-        execution = Execution(members, plane, state, told, mail,
-                              announce=None if near is None else near.announce, patience=patience)
-        if near is not None:
-            assert isinstance(execution.peers, RemotePeers)
-            near.hear(execution.peers.hear)
+        near: Any = None if one_host else Neighbours(rank, neighbours)
+        execution = Execution(members, plane, state, told, mail, link=near, patience=patience)
         ends.append(Group(members, timeout, state, execution, mail, told, tell=told.failures.append))
     os.close(file)
     os.close(order)
