@@ -29,7 +29,6 @@ class TensorFlowKerasState(KerasState):
     """
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
-        del backend
         super().__init__(model, optimizer, **kwargs)
 
 

@@ -170,8 +170,7 @@ def _with_gradient(compute: Callable[[Any], Any], gradient: Callable[[Any, Any, 
         def function(own: Any) -> Any:
             whole = compute(own)
             return whole, lambda *upstream, **_: gradient(own, whole, upstream[0])
-        differentiable: Callable[[Any], Any] = keras.ops.custom_gradient(function)
-        return differentiable
+        return keras.ops.custom_gradient(function)
     import torch
 
     class Combined(torch.autograd.Function):  # Keras' custom_gradient on torch calls a failing function again
@@ -185,5 +184,4 @@ def _with_gradient(compute: Callable[[Any], Any], gradient: Callable[[Any, Any, 
         def backward(ctx: Any, upstream: Any) -> Any:
             own, whole = ctx.saved_tensors
             return gradient(own, whole, upstream)
-    result: Callable[[Any], Any] = Combined.apply
-    return result
+    return Combined.apply

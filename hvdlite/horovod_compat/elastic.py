@@ -24,5 +24,4 @@ class HostUpdateResult(enum.IntFlag):
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], object]) -> Callable[..., Any]:
     """Return `hvd.elastic.run(func)`; the runtime needs no function that resets it."""
-    del reset
     return run(func)

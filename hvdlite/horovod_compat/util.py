@@ -21,14 +21,12 @@ T = TypeVar("T")
 
 def extension_available(name: str, verbose: bool = False) -> bool:
     """Return whether the frontend of a framework ("torch", "tensorflow") can be used."""
-    del verbose
     from importlib.util import find_spec
     return find_spec(name) is not None
 
 
 def gpu_available(name: str, verbose: bool = False) -> bool:
     """Return whether there is NCCL to use GPUs with."""
-    del verbose
     return extension_available(name) and nccl_built() > 0
 
 

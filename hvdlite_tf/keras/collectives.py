@@ -39,8 +39,7 @@ def allreduce(value: Any, name: str | None = None, average: bool | None = None, 
 
     def reduce(array: Array) -> Array:
         sent = array if target is None else array.astype(SUPPORTED_DTYPES[target])
-        reduced: Array = ops.allreduce(sent, average, name, **factors)
-        return reduced
+        return ops.allreduce(sent, average, name, **factors)
     return _called(reduce, tensor, name)
 
 

@@ -21,6 +21,7 @@ from hvdlite.training.mirrored.shards import shard
 from hvdlite.training.objects import broadcast_object
 from hvdlite.training.step_reducer import current_samples
 from hvdlite_tf.keras import shards, step
+from hvdlite_tf.keras.broadcast import read_back
 from hvdlite_tf.keras.evaluation_data import EvaluationData, without_warnings
 from hvdlite_tf.keras.order import order_seed, sync_random_state
 from hvdlite_tf.keras.scope import BaseStrategy, distribute_optimizer
@@ -362,8 +363,7 @@ class _Beginning(keras.callbacks.Callback):
         """Copy rank 0's values to the model, which Keras has built, and its optimizers."""
         if not self._done:
             self._done = True
-            if hasattr(self.model, "jax_state_sync"):  # callbacks have restored their state already
-                self.model.jax_state_sync()
+            read_back(self.model)  # callbacks have restored their state already
             self._mirrored.mirror_training()
 
 

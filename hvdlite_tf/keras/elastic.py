@@ -11,7 +11,7 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.training.elastic import run
 from hvdlite.training.elastic.state import ObjectState, State
-from hvdlite_tf.keras.broadcast import array_of, broadcast_variables
+from hvdlite_tf.keras.broadcast import array_of, broadcast_variables, read_back
 from hvdlite_tf.keras.elastic_callbacks import (
     CommitStateCallback,
     UpdateBatchStateCallback,
@@ -111,17 +111,12 @@ class KerasState(VariablesState):
         return [*self.model.variables, *(own() if callable(own) else own)]
 
     def _broadcast(self) -> None:
-        self._read_back()
+        read_back(self.model)
         broadcast_variables(self._variables(), 0, "elastic.variables")
 
     def _copied_values(self) -> list[Any]:
-        self._read_back()
+        read_back(self.model)
         return super()._copied_values()
-
-    def _read_back(self) -> None:
-        """On the JAX backend, write what `fit` computes to the variables."""
-        if hasattr(self.model, "jax_state_sync"):
-            self.model.jax_state_sync()
 
 
 def values_of(variables: Sequence[Any]) -> list[Any]:

@@ -104,7 +104,7 @@ class _Distributed:
 
     @property
     def _hvdlite_state(self) -> _State:
-        state: _State | None = vars(self).get("_hvdlite_own_state")
+        state = vars(self).get("_hvdlite_own_state")
         if state is None:
             state = _State()
             object.__setattr__(self, "_hvdlite_own_state", state)
@@ -221,7 +221,6 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
             have to begin to accumulate.
         NotInitializedError: before `init()`.
     """
-    del name, device_dense, device_sparse, use_locking
     _check_optimizer(optimizer)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if is_distributed(optimizer) or is_distributed(inner):
@@ -329,7 +328,6 @@ def load_model(filepath: Any, custom_optimizers: Any = None, custom_objects: dic
     Raises:
         ValueError: without `backward_passes_per_step`, when the saved optimizer accumulates gradients.
     """
-    del legacy_opts
     objects = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=objects or None)
     optimizer = getattr(model, "optimizer", None)

@@ -48,7 +48,6 @@ class BaseStrategy(LaunchableStrategy):
 
     def __init__(self, devices: int | Sequence[str] | None = None, cross_device_ops: Any = None, *,
                  scale_learning_rate: bool = False) -> None:
-        del cross_device_ops
         if not api.is_initialized():
             api.init()
         super().__init__(devices)
@@ -67,7 +66,6 @@ class BaseStrategy(LaunchableStrategy):
 
     def is_summed_on_read(self, variable: Any) -> bool:
         """Return whether a variable of a metric has each rank's part, and reading it gives the sum over all ranks."""
-        del variable
         return False
 
     @property

@@ -156,7 +156,7 @@ def may_stop(callback: Any) -> bool:
                for hook in _BATCH_HOOKS)
 
 
-def averaged(logs: dict[str, Any], counts: bool) -> dict[str, Any]:
+def averaged(logs: dict[str, Any], counts: bool = True) -> dict[str, Any]:
     """Return logs with the means of their numbers over ranks.
 
     Args:

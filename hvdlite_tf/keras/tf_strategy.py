@@ -125,8 +125,7 @@ class _ReplicaContext(tf.distribute.ReplicaContext):  # type: ignore[misc]
 
     @property
     def devices(self) -> tuple[str, ...]:
-        devices: tuple[str, ...] = self.strategy.extended.worker_devices
-        return devices
+        return self.strategy.extended.worker_devices
 
 
 class _Extended(OneDeviceExtended):  # type: ignore[misc]
@@ -186,7 +185,6 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
             return fn(*args, **kwargs)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        del destinations, options
         if isinstance(value, values.SyncOnReadVariable):
             value = value.values[0]
         return ops.allreduce(_ready(reduce_op, value), op=parse_reduce_op(reduce_op))
@@ -195,7 +193,6 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
         return self._replica_ctx_all_reduce(reduce_op, [value for value, _ in value_destination_pairs], options)
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        del options
         flat = tf.nest.flatten(value)
         if not flat:
             return value
@@ -206,7 +203,6 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
         return self._update(var, fn, args, kwargs or {}, group)
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
-        del destinations, options
         value = tf.convert_to_tensor(value)
         if axis == 0:
             return ops.allgather(value)
@@ -218,13 +214,11 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
         return False
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        del options
         if self._mirrored.has_local_input or self._num_replicas_in_sync == 1:
             return dataset
         return distributed_dataset(dataset, self._mirrored)
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
-        del options
         size = self._num_replicas_in_sync
         return local_dataset(dataset_fn(tf.distribute.InputContext(
             num_input_pipelines=size, input_pipeline_id=self._mirrored.rank, num_replicas_in_sync=size)))

@@ -170,9 +170,7 @@ class TorchStepReducer(StepReducer):
                 "already: use op=Average, change .grad in place, or clear .grad before you compute others")
 
 
-def create_step_reducer(**arguments: Any) -> TorchStepReducer:
-    """See the package."""
-    return TorchStepReducer(**arguments)
+create_step_reducer = TorchStepReducer
 
 
 def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:
