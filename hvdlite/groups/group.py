@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import ForkedProcessError, HorovodInternalError, MismatchError, PeerLostError, UnsupportedError
+from hvdlite.core.errors import HorovodInternalError, MismatchError, PeerLostError, UnsupportedError
 from hvdlite.groups.call import Call, when_all_done
 from hvdlite.groups.execution import Execution, PastCall
 from hvdlite.groups.members import Members
@@ -72,6 +72,7 @@ class Group:
                  released: Callable[[], object] = lambda: None) -> None:
         self.name, self.rank, self.size, self.timeout = members.name, members.rank, members.size, timeout
         self.members = members.names
+        self._ranks = members
         self.state = state
         self._execution, self._messages, self._reports = execution, messages, reports
         self._tell, self._released = tell, released
@@ -113,9 +114,7 @@ class Group:
         call = Call(operations, self._progress, finish, timeout)
         call.help, call.state = self._help, state
         if self._pid != os.getpid():
-            call.end(ForkedProcessError(f"{self.name}: this process (pid {os.getpid()}) was forked from rank {self.rank} "
-                                        f"(pid {self._pid}), to which the group belongs; start workers with the spawn "
-                                        "method"))
+            call.end(self._ranks.forked_error(self._pid))
             return call
         self._reports.called()
         with self._lock:

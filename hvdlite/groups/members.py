@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 
+from hvdlite.core.errors import ForkedProcessError
 from hvdlite.core.world import Hosts
 
 
@@ -54,6 +56,11 @@ class Members:
     def others(self) -> list[int]:
         """All ranks but this one."""
         return [rank for rank in range(self.size) if rank != self.rank]
+
+    def forked_error(self, process: int) -> ForkedProcessError:
+        """Return the error of a call in a forked child of a process."""
+        return ForkedProcessError(f"{self.name}: this process (pid {os.getpid()}) was forked from rank {self.rank} (pid "
+                                  f"{process}), to which the group belongs; start workers with the spawn method")
 
     def named(self, ranks: Sequence[int]) -> str:
         """Return a text that names ranks: "rank 3", "ranks 1, 2"."""

@@ -60,6 +60,7 @@ class Messages:
         self.rank, self.state, self.progress, self.patience = members.rank, state, progress, patience
         self.let_work: Callable[[], object] = lambda: None
         self.texts = Texts(members)
+        self._members = members
         self._area, self._carriers = state.area, carriers
         self._each_carrier = list(dict.fromkeys(carriers.values()))
         self._process = os.getpid()
@@ -98,7 +99,7 @@ class Messages:
 
     def _start(self, call: Transfer) -> Transfer:
         if os.getpid() != self._process:  # the lock may be held for ever
-            call.end(self.texts.forked(self._process))
+            call.end(self._members.forked_error(self._process))
             return call
         self._guarded(self._begin, call)
         while call in self._calls and call.is_send and self._guarded(self._put, call.peer):
@@ -147,7 +148,7 @@ class Messages:
         """See `Call.wait`."""
         limit, key = math.inf if timeout is None else time.monotonic() + timeout, object()
         if os.getpid() != self._process:
-            call.end(self.texts.forked(self._process))
+            call.end(self._members.forked_error(self._process))
             return True
         try:
             self._waiting.add(key)

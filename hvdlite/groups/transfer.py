@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import ForkedProcessError, MismatchError, OperationTimeoutError, PeerLeftError
+from hvdlite.core.errors import MismatchError, OperationTimeoutError, PeerLeftError
 from hvdlite.groups.call import Call
 from hvdlite.groups.matching import ANY, Message
 from hvdlite.groups.members import Members
@@ -105,11 +104,6 @@ class Texts:
         if call.is_send:
             return f"send from {here} to {self._named([call.peer])} ({tag})"
         return f"receive on {here} from {'any rank' if call.peer == ANY else self._named([call.peer])} ({tag})"
-
-    def forked(self, process: int) -> ForkedProcessError:
-        """Return the error of a call in a forked child of a process."""
-        return ForkedProcessError(f"{self.group}: this process (pid {os.getpid()}) was forked from rank {self._rank} (pid "
-                                  f"{process}), to which the group belongs; start workers with the spawn method")
 
     def other_size(self, call: Transfer, message: Message) -> MismatchError:
         """Return the error of a receive that gets a message of another length."""
