@@ -24,10 +24,10 @@ class Call:
         source: the rank that has sent what this call receives; -1 for other calls, and before it is known.
         progress: counts the time that threads wait for it.
         help: called by a thread that begins to wait: it carries the call out if no other thread can.
-        state: hears of threads that wait for it, however long that takes.
+        state: is aware of threads that wait for it, however long that takes.
 
     Args:
-        finish: called when the operations are done, before the call is: it copies results to where they belong, say.
+        finish: called when the operations are done, before the call is: for example, it copies results to where they belong.
     """
 
     def __init__(self, operations: Sequence[Operation], progress: Progress, finish: Callable[[], None] | None = None,
@@ -90,7 +90,7 @@ class Call:
             if not self._is_over:
                 self._callbacks.append(callback)
                 return
-        self._tell(callback)
+        self._run(callback)
 
     def end(self, error: Exception | None = None) -> None:
         """It is over; called once, by the thread that has carried it out."""
@@ -102,9 +102,9 @@ class Call:
                 self._event.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            self._tell(callback)
+            self._run(callback)
 
-    def _tell(self, callback: Callable[[Call], None]) -> None:
+    def _run(self, callback: Callable[[Call], None]) -> None:
         try:
             callback(self)
         except Exception:

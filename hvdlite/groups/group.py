@@ -12,8 +12,8 @@ Theory of operation
   operations at the end of the queue (`when_over`). If a callback waits for a queued call, its thread carries out the queue.
 - Whoever waits in a group advances all its sends and receives; if nobody does, the worker.
 - An operation is carried out by `execution.py`. If the ranks differ, all raise `MismatchError`, and the group goes on. Any
-  other error ends the group on this rank: the others may be in the middle of a plan. They are told of what they cannot know,
-  such as a lack of memory.
+  other error ends the group on this rank: the others may be in the middle of a plan. They are notified of what they cannot
+  see, such as a lack of memory.
 
 The lock is held for moments, and never while a call is carried out. Rules: docs/protocol.md#groups.
 """
@@ -31,8 +31,8 @@ from typing import Final
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HorovodInternalError, MismatchError, PeerLostError, UnsupportedError
 from hvdlite.groups.call import Call, when_all_done
-from hvdlite.groups.execution import Execution, PastCall
-from hvdlite.groups.members import Members
+from hvdlite.groups.execution import GroupExecutor, PastCall
+from hvdlite.groups.members import GroupMembers
 from hvdlite.groups.messages import Messages
 from hvdlite.groups.operation import Operation
 from hvdlite.groups.reports import Reports
@@ -62,20 +62,21 @@ class Group:
     Args:
         execution: owned by this object, like `messages`.
         messages: sends and receives; None if this rank is the only one.
-        tell: tells the other ranks of an error that only this one knows.
+        report_error: sends the other ranks an error that they cannot see.
         released: called once, when the group is closed.
     """
 
-    def __init__(self, members: Members, timeout: float, state: GroupState, execution: Execution, messages: Messages | None,
-                 reports: Reports, *,
-                 tell: Callable[[Exception], object] = lambda error: None,
+    def __init__(self, members: GroupMembers, timeout: float, state: GroupState, execution: GroupExecutor,
+                 messages: Messages | None, reports: Reports, *,
+                 report_error: Callable[[Exception], object] = lambda error: None,
                  released: Callable[[], object] = lambda: None) -> None:
         self.name, self.rank, self.size, self.timeout = members.name, members.rank, members.size, timeout
         self.members = members.names
         self._ranks = members
         self.state = state
         self._execution, self._messages, self._reports = execution, messages, reports
-        self._tell, self._released = tell, released
+        self._report_error = report_error
+        self._released = released
         self._progress = reports.progress
         self._pid = os.getpid()
         self._lock = threading.RLock()  # guards the following; a signal handler may make a call while its thread holds it
@@ -101,7 +102,7 @@ class Group:
 
         - `MismatchError`, on all ranks: they do not call the same. The rest of the call is not done; the group goes on.
         - `OperationTimeoutError`; `PeerLeftError` or another `PeerLostError`; `HorovodInternalError` for what was aborted or
-          destroyed; and `MemoryError`, of which the other ranks hear. The group cannot be used any more on this rank.
+          destroyed; and `MemoryError`, which is reported to the other ranks. The group cannot be used any more on this rank.
         - what `finish` raises; the group goes on.
         - `ForkedProcessError`, in a forked child.
 
@@ -191,21 +192,21 @@ class Group:
             queue = list(self._queue)
         return self._execution.past_calls(queue)
 
-    def watch(self, troubled: Callable[[], object]) -> None:
+    def watch(self, on_failure: Callable[[], object]) -> None:
         """Call a function when collectives fail, and whenever rank 0 gathers a report.
 
         It runs on the thread that finds out, which may be the runtime's background thread: it must not wait for other ranks,
         nor raise.
         """
-        self.state.troubled = troubled
+        self.state.troubled = on_failure
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _fail(self, error: Exception) -> None:
-        """Fail all calls under way and all later ones. The other ranks see it, but for what they are told in another way."""
+        """Fail all calls under way and all later ones. The other ranks see it, unless it is reported to them otherwise."""
         state = self.state
         first = state.error or error
-        # Of other errors they are told; and what another rank has done they hear as this one has, and need to know.
+        # Other errors are reported to them; and what another rank has done they learn as this one has.
         if isinstance(first, HorovodInternalError) and not isinstance(first, PeerLostError) and state.has_runtime:
             self._execution.leave()
         state.fail(error)
@@ -255,9 +256,9 @@ class Group:
                     break
         if worker is not None and worker is not threading.current_thread():
             worker.join(JOIN_SECONDS)
-        is_late = self.state.runner not in (0, threading.get_ident()) or (  # a thread, which may still use the memory
+        may_be_used = self.state.runner not in (0, threading.get_ident()) or (  # a thread, which may still use the memory
             worker is not None and worker is not threading.current_thread() and worker.is_alive())
-        let_go = 0 if is_late else DONE
+        let_go = 0 if may_be_used else DONE
         if self.state.has_runtime:
             self._execution.leave(is_reason=False)  # unless it has, with the reason
         if self._messages is not None:
@@ -395,8 +396,8 @@ class Group:
             error = self._execution.reason(failed)
             self.state.troubled()  # before what is queued is given up
             self._fail(error)
-            if not isinstance(error, HorovodInternalError):  # no memory, say: the others do not know of it
-                self._tell(error)
+            if not isinstance(error, HorovodInternalError):  # such as a lack of memory, which the others cannot see
+                self._report_error(error)
         except BaseException as interruption:  # in the middle of a plan: what the others wait for does not come
             self.abort(f"a thread was interrupted in a call ({type(interruption).__name__})")
             call.end(self.state.error)

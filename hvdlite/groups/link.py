@@ -30,7 +30,7 @@ class GroupLink:
         self._index = {rank: index for index, rank in enumerate(ranks)}
 
     def part(self, name: str) -> GroupLink:
-        """Return the link of a part of the group's code, whose announcements only that part hears."""
+        """Return the link of a part of the group's code, whose announcements only that part receives."""
         return GroupLink(self._runtime, f"{self._prefix}{name}.", self._ranks)
 
     # --- what one rank publishes and another one fetches ----------------------------------------------------------------
@@ -54,7 +54,7 @@ class GroupLink:
         """Send a few bytes to other ranks; those of one rank arrive in order."""
         self._channel.announce(self._prefix, [self._ranks[rank] for rank in to], text)
 
-    def hear(self, listener: Callable[[int, bytes], None]) -> None:
+    def listen(self, listener: Callable[[int, bytes], None]) -> None:
         """Let a function be called with the sender and text of each announcement, those included that have come before.
 
         The background thread calls it, or this one; it returns at once.
@@ -62,7 +62,7 @@ class GroupLink:
         self._channel.hear(self._prefix, lambda rank, text: listener(self._index[rank], text))
 
     def close(self) -> None:
-        """Hear nothing any more."""
+        """Stop listening."""
         self._channel.ignore(self._prefix)
 
     # --- negotiated transfers -------------------------------------------------------------------------------------------

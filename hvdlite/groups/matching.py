@@ -21,7 +21,7 @@ ANY: Final = -1
 """Any source."""
 
 
-class Message:
+class P2PMessage:
     """A message from the rank `source`.
 
     Attributes:
@@ -47,9 +47,9 @@ class Matching:
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._receives: dict[tuple[int, int], deque[tuple[int, Transfer]]] = {}
-        self._messages: dict[tuple[int, int], deque[tuple[int, Message]]] = {}
+        self._messages: dict[tuple[int, int], deque[tuple[int, P2PMessage]]] = {}
 
-    def receive(self, receive: Transfer) -> Message | None:
+    def receive(self, receive: Transfer) -> P2PMessage | None:
         """Return the message that a new receive gets; None if it has to wait for one."""
         if receive.peer == ANY:
             fitting = [(queue[0][0], key) for key, queue in self._messages.items() if key[1] == receive.tag]
@@ -68,7 +68,7 @@ class Matching:
             return None
         return _first(self._receives, min(keys, key=lambda key: self._receives[key][0][0]))
 
-    def keep(self, message: Message) -> None:
+    def keep(self, message: P2PMessage) -> None:
         """Keep a message that no receive fits."""
         self._messages.setdefault((message.source, message.tag), deque()).append((next(self._numbers), message))
 
@@ -83,7 +83,7 @@ class Matching:
         """Return whether a receive waits for a message of a source, whatever its tag."""
         return any(wanted in (source, ANY) for wanted, _ in self._receives)
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[P2PMessage]:
         """Iterate over the messages without a receive."""
         return (message for queue in self._messages.values() for _, message in queue)
 

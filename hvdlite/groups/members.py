@@ -11,7 +11,7 @@ from hvdlite.core.world import Hosts
 
 
 @dataclasses.dataclass(frozen=True)
-class Members:
+class GroupMembers:
     """Ranks are indices in the group, but for those of the runtime on which it lives.
 
     Attributes:
@@ -29,7 +29,7 @@ class Members:
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, name: str, ranks: Sequence[int], own: int, hosts: Hosts, names: Sequence[str] = ()) -> Members:
+    def of(cls, name: str, ranks: Sequence[int], own: int, hosts: Hosts, names: Sequence[str] = ()) -> GroupMembers:
         """Return the members of a group.
 
         Args:

@@ -5,7 +5,7 @@ A send waits in a queue to its receiver until the carrier has taken all of it. A
 
 There is no thread of messages: *whoever waits in the group advances all of them*. A thread that waits for a send or receive
 sleeps on the rank's word (`memory/area.py`) and calls `advance` whenever it wakes up; one that waits in a collective does
-the same. If no thread waits, the group is told (`let_work`), and its worker calls `drive`.
+the same. If no thread waits, the group is notified (`let_work`), and its worker calls `drive`.
 
 Rules (docs/protocol.md#message-rings)
 - One lock guards everything. It is held while at most one piece per pair is copied, and never while a thread sleeps. Calls
@@ -28,8 +28,8 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.diagnostics.progress import Progress
 from hvdlite.groups.carriers import Carrier
-from hvdlite.groups.matching import ANY, Matching, Message
-from hvdlite.groups.members import Members
+from hvdlite.groups.matching import ANY, Matching, P2PMessage
+from hvdlite.groups.members import GroupMembers
 from hvdlite.groups.transfer import Texts, Transfer
 from hvdlite.handoff.group_state import PATIENCE_SECONDS, GroupState
 
@@ -55,7 +55,7 @@ class Messages:
             often, so it must be cheap; and by any thread, the background thread too.
     """
 
-    def __init__(self, members: Members, state: GroupState, carriers: Mapping[int, Carrier],
+    def __init__(self, members: GroupMembers, state: GroupState, carriers: Mapping[int, Carrier],
                  progress: Progress, patience: float = PATIENCE_SECONDS) -> None:
         self.rank, self.state, self.progress, self.patience = members.rank, state, progress, patience
         self.let_work: Callable[[], object] = lambda: None
@@ -324,7 +324,7 @@ class Messages:
             if not queue:
                 del self._sends[call.peer]
 
-    def _assign(self, message: Message, call: Transfer) -> None:
+    def _assign(self, message: P2PMessage, call: Transfer) -> None:
         """Give a message to a receive: what has come of it, and the rest."""
         call.source = message.source
         carrier = self._carriers[message.source]
@@ -385,7 +385,7 @@ class Messages:
         if (self._calls or is_urgent) and not self._waiting:
             self.let_work()
 
-    def arrives(self, message: Message, *, is_kept: bool) -> bool:
+    def arrives(self, message: P2PMessage, *, is_kept: bool) -> bool:
         """Give a new message to a receive that fits, or keep it for one; return False if it is to stay where it is.
 
         Args:
@@ -401,7 +401,7 @@ class Messages:
             return False
         return True
 
-    def came(self, message: Message, error: Exception | None = None) -> None:
+    def came(self, message: P2PMessage, error: Exception | None = None) -> None:
         """All bytes of a message are where it wants them, or will never be. Again is fine: the first time counts."""
         message.has_come = message.has_come or error is None
         call, message.receive = message.receive, None

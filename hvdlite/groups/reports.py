@@ -1,4 +1,4 @@
-"""What a group tells the runtime on which it lives, for reports, the timeline and the search for stalled ranks."""
+"""What a group reports to the runtime on which it lives, for reports, the timeline and the search for stalled ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdlite.runtime.runtime import Runtime
 
 
 class Reports:
-    """Tells nothing: for a group of one rank. Callable from any thread.
+    """Reports nothing: for a group of one rank. Callable from any thread.
 
     Attributes:
         progress: counts the time that the script's threads wait.
@@ -40,7 +40,7 @@ class Reports:
 
 
 class RuntimeReports(Reports):
-    """Tells the runtime of the job, or of the group if that is a world of its own.
+    """Reports to the runtime of the job, or of the group if that is a world of its own.
 
     Args:
         ranks: of the runtime: those of the group.
@@ -74,6 +74,6 @@ class RuntimeReports(Reports):
 
 
 def notice_of(error: BaseException, rank: int) -> FailureNotice:
-    """Return what `rank` tells the other ranks of an error that only it knows."""
+    """Return the notice by which `rank` reports an error that the other ranks cannot see."""
     return FailureNotice(rank, type(error).__name__, shortened(text_of(error), LONGEST_MESSAGE),
                          shortened(tracebacks.text_of(error), LONGEST_TRACEBACK))

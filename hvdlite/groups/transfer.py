@@ -1,4 +1,4 @@
-"""A send or a receive of one rank of a group, and what errors say of it."""
+"""A send or a receive of one rank of a group, and its description in errors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError, OperationTimeoutError, PeerLeftError
 from hvdlite.groups.call import Call
-from hvdlite.groups.matching import ANY, Message
-from hvdlite.groups.members import Members
+from hvdlite.groups.matching import ANY, P2PMessage
+from hvdlite.groups.members import GroupMembers
 from hvdlite.handoff.group_state import LongWait
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Transfer(Call):
         self.deadline = time.monotonic() + timeout
         self.begun = False
         self.sent = self.number = 0
-        self.message: Message | None = None
+        self.message: P2PMessage | None = None
         self._messages = messages
 
     @property
@@ -73,9 +73,9 @@ class Transfer(Call):
 
 
 class Texts:
-    """What errors and reports say of the transfers of one rank."""
+    """Describes the transfers of one rank in errors and reports."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: GroupMembers) -> None:
         self.group, self.others = members.name, members.others
         self._rank, self._size, self._members = members.rank, members.size, members
 
@@ -105,7 +105,7 @@ class Texts:
             return f"send from {here} to {self._named([call.peer])} ({tag})"
         return f"receive on {here} from {'any rank' if call.peer == ANY else self._named([call.peer])} ({tag})"
 
-    def other_size(self, call: Transfer, message: Message) -> MismatchError:
+    def other_size(self, call: Transfer, message: P2PMessage) -> MismatchError:
         """Return the error of a receive that gets a message of another length."""
         return MismatchError(f"{self.group}: the {self.shown(call)} gets a message of {message.total} bytes from "
                              f"{self._named([message.source])}: the tensors sent and received must have the same number of "
@@ -116,7 +116,7 @@ class Texts:
         return PeerLeftError(f"{self.group}: the {self.shown(call)} needs {self._named(peers)}, which left the group (its "
                              "process ended, or destroyed the group)", min(peers))
 
-    def overdue(self, call: Transfer, kept: Iterable[Message]) -> OperationTimeoutError:
+    def overdue(self, call: Transfer, kept: Iterable[P2PMessage]) -> OperationTimeoutError:
         """Return the error of a call that takes too long.
 
         Args:

@@ -15,7 +15,7 @@ from hvdlite.core.world import Hosts
 from hvdlite.diagnostics.progress import Progress
 from hvdlite.groups.carriers import Carrier, RemoteCarrier, RingCarrier
 from hvdlite.groups.link import Done, GroupLink
-from hvdlite.groups.members import Members
+from hvdlite.groups.members import GroupMembers
 from hvdlite.groups.messages import Messages
 from hvdlite.handoff.group_state import GroupState
 from hvdlite.memory.area import LEFT, Area, next_area
@@ -104,7 +104,7 @@ class LocalLink(GroupLink):
     def announce(self, to: Sequence[int], text: bytes) -> None:
         self._network.announce(self._rank, to, text)
 
-    def hear(self, hear: Callable[[int, bytes], None]) -> None:
+    def listen(self, hear: Callable[[int, bytes], None]) -> None:
         self._network.listeners[self._rank] = hear
 
     def send(self, name: str, values: Array, to: int, done: Done) -> None:
@@ -165,7 +165,7 @@ class Rank:
         self.is_stopped = False  # as if the process were
         self._is_over = False
         self._asked = threading.Event()
-        members = Members.of("group dp", range(size), rank, Hosts((tuple(range(size)),)))
+        members = GroupMembers.of("group dp", range(size), rank, Hosts((tuple(range(size)),)))
         self.messages = Messages(members, GroupState("id", members.of_runtime, self.area), carriers, Progress())
         self.messages.let_work = self._asked.set
         self._asked.set()  # for what has come before
