@@ -116,16 +116,12 @@ def moments(inputs: Any, mask: Any, axes: Sequence[int], name: str, process_set:
         weighted = inputs * weights
     at_least_one = ops.maximum(count, 1)
     mean = ops.sum(weighted, axes) / at_least_one
-    squares = ops.square(inputs - _spread(ops.stop_gradient(mean), inputs, axes))  # its derivative by the mean is zero
+    per_channel = [1 if axis in axes else -1 for axis in range(len(inputs.shape))]
+    squares = ops.square(inputs - ops.reshape(ops.stop_gradient(mean), per_channel))  # its derivative by the mean is zero
     variance = ops.sum(squares if mask is None else squares * weights, axes) / at_least_one
     count = ops.broadcast_to(count, ops.shape(mean))
     combined = _combine(ops.stack([count, mean, variance]), name, api.set_id(process_set))
     return combined[1], combined[2]
-
-
-def _spread(values: Any, like: Any, axes: Sequence[int]) -> Any:
-    """Return a value for each channel in a shape that broadcasts against an input."""
-    return keras.ops.reshape(values, [1 if axis in axes else -1 for axis in range(len(like.shape))])
 
 
 def _combine(own: Any, name: str, process_set: int) -> Any:

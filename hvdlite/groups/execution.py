@@ -183,16 +183,12 @@ class GroupExecutor:
         self._gather(digests[self._rank].copy(), digests.reshape(-1), "digests")
         self._all_have_come()
         if (digests != digests[self._rank]).any():
-            texts = self._gather_texts(prepared)
-            raise disagreement(list(zip(digests[:, 0].tolist(), texts, strict=True)), self._members)
-
-    def _gather_texts(self, prepared: PreparedOperation) -> list[bytes]:
-        """Return what each rank calls."""
-        texts = np.zeros((self._size, TEXT), np.uint8)
-        own = prepared.text[:TEXT]
-        texts[self._rank, :len(own)] = np.frombuffer(own, np.uint8)
-        self._gather(texts[self._rank].copy(), texts.reshape(-1), "texts")
-        return [text.tobytes().rstrip(b"\0") for text in texts]
+            texts = np.zeros((self._size, TEXT), np.uint8)  # what each rank calls
+            own = prepared.text[:TEXT]
+            texts[self._rank, :len(own)] = np.frombuffer(own, np.uint8)
+            self._gather(texts[self._rank].copy(), texts.reshape(-1), "texts")
+            called = [text.tobytes().rstrip(b"\0") for text in texts]
+            raise disagreement(list(zip(digests[:, 0].tolist(), called, strict=True)), self._members)
 
     def _gather(self, own: Array, whole: Array, what: str) -> None:
         """Gather the same number of elements of each rank."""

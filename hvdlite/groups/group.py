@@ -165,13 +165,9 @@ class Group:
             callback = self.state.counted(callback)
         last = max(under_way, key=lambda call: call.place, default=None)
         if last is not None and last.place not in (0, self._places):
-            last = self._marker()
+            last = self.start(())  # a marker: it is over when what this rank has called before is
         # First the one that ends last: so callbacks for which the same call is the last one come in the order of asking.
         when_all_done(under_way if last is None else [last, *under_way], callback)
-
-    def _marker(self) -> Call:
-        """Return a call without operations: it is over when what this rank has called before is."""
-        return self.start(())
 
     def send(self, values: Array, to: int, tag: int) -> Call:
         """Send bytes (uint8, flat) to a rank; never waits for it. Messages of the same pair and tag arrive in order."""
@@ -235,7 +231,7 @@ class Group:
                 return
             is_idle = not self.state.runner and not self._queue
         if not is_idle:
-            self._marker().wait(seconds)
+            self.start(()).wait(seconds)
         if self._messages is not None:
             self._messages.flush(until)
 
@@ -305,8 +301,7 @@ class Group:
         """Likewise without the lock; the background thread never waits for it: a signal handler may wait for that thread."""
         if self._lock.acquire(blocking=False):
             try:
-                if not self._is_closed:
-                    self._let_work()
+                self._let_work_later()
             finally:
                 self._lock.release()
         else:
@@ -327,7 +322,8 @@ class Group:
                     return
             if call is None:
                 try:
-                    self._drive()
+                    assert self._messages is not None
+                    self._messages.drive(lambda: bool(self._queue or self.state.runner or self._is_closed))
                 finally:
                     self._is_driving = False
                 continue
@@ -356,10 +352,6 @@ class Group:
             state.runner = threading.get_ident()
             return self._queue.popleft()
         return None
-
-    def _drive(self) -> None:
-        assert self._messages is not None
-        self._messages.drive(lambda: bool(self._queue or self.state.runner or self._is_closed))
 
     def _help(self, call: Call) -> None:
         """Carry out what is queued until a call is over, if a callback waits for it: no other thread can do so meanwhile."""

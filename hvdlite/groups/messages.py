@@ -108,11 +108,6 @@ class Messages:
             self.let_work()
         return call
 
-    def pending(self) -> list[str]:
-        """Return descriptions of the calls under way, the oldest first."""
-        with self._lock:
-            return [self.texts.shown(call) for call in self._calls]
-
     @property
     def is_active(self) -> bool:
         """Whether a thread that waits is to call `advance`."""

@@ -90,7 +90,7 @@ class PreparedOperation:
     Attributes:
         text: what has to be equal on all ranks.
         lane: the name of such calls in reports.
-        digest: stands for the text, and for what the plane needs to be equal.
+        digest: a number of 63 bits that stands for the text, and for what the plane needs to be equal.
         response: for the plane.
     """
 
@@ -122,8 +122,9 @@ class Preparations:
                 self._kept.clear()
             text = operation.agreed + (f" rows={list(operation.rows)}" if len(set(operation.rows)) > 1 else "")
             encoded = text.encode()
+            digest = hashlib.blake2b(repr(key[:-1]).encode(), digest_size=8).digest()
             found = self._kept[key] = PreparedOperation(encoded, f"{self._group}: {shown(encoded)}",
-                                               digest_of(repr(key[:-1]).encode()), self._response(operation))
+                                                        int.from_bytes(digest, "little") >> 1, self._response(operation))
         return found
 
     def _response(self, operation: Operation) -> Response:
@@ -171,11 +172,6 @@ def splits_of(counts: Array, index: int, what: str, unit: str) -> tuple[Alltoall
     starts = np.cumsum(sent, axis=1) - sent
     return (AlltoallSplits(tuple(sent[index].tolist()), tuple(sent[:, index].tolist()), tuple(starts[:, index].tolist())),
             int(sent.sum(axis=1).max()), int(sent.sum(axis=0).max()))
-
-
-def digest_of(text: bytes) -> int:
-    """Return a number of 63 bits that stands for a text."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def shown(text: bytes) -> str:

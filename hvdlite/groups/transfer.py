@@ -46,20 +46,13 @@ class Transfer(Call):
             self._messages.advance()
         return self._is_over
 
-    def described(self) -> tuple[str, int, Sequence[int]]:
-        """Return a description of the message, this rank, and the ranks of which one or all take part.
-
-        Both ends of a message between two ranks describe it alike.
-        """
-        return self._messages.texts.described(self)
-
     def _wait(self, timeout: float | None) -> bool:
         state, wait, patience = self._messages.state, self._messages.wait, self._messages.patience
         if timeout is not None and timeout <= patience:
             return wait(self, timeout)
         if wait(self, patience):
             return True
-        what, rank, peers = self.described()
+        what, rank, peers = self._messages.texts.described(self)
         state.wait_long(self, LongWait(f"{self._messages.texts.group}: {what}", 0, (rank, *peers), tuple(peers),
                                        time.monotonic() - patience))
         try:
@@ -80,7 +73,10 @@ class Texts:
         self._rank, self._size, self._members = members.rank, members.size, members
 
     def described(self, call: Transfer) -> tuple[str, int, Sequence[int]]:
-        """See `Transfer`."""
+        """Return a description of the message, this rank, and the ranks of which one or all take part.
+
+        Both ends of a message between two ranks describe it alike.
+        """
         peers = self.peers(call)
         if len(peers) > 1:
             return self.shown(call), self._rank, peers

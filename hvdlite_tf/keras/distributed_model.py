@@ -200,14 +200,6 @@ class DistributedModel:
         """
         object.__setattr__(self._model, name, _standing_in(self.original[name], getattr(self, name)))
 
-    def train_on_batch(self, *arguments: Any, **named: Any) -> Any:
-        """Like the model's, of a global batch."""
-        return self._on_batch("train_on_batch", arguments, named)
-
-    def test_on_batch(self, *arguments: Any, **named: Any) -> Any:
-        """Like the model's, of a global batch."""
-        return self._on_batch("test_on_batch", arguments, named)
-
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
         """Return the results of all ranks' metrics; the logs of a custom step are averaged over ranks."""
         counts = self._applied is None or not self._applied.is_spare
@@ -217,7 +209,8 @@ class DistributedModel:
             result = self.original["_get_metrics_result_or_logs"](logs)
         return averaged(result, counts) if result is logs and isinstance(logs, dict) else result
 
-    def _on_batch(self, name: str, arguments: Any, named: Any) -> Any:
+    def _on_batch(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """Like the model's `train_on_batch` or `test_on_batch`, of a global batch."""
         given = self._bound(name, arguments, named)
         x, arrays = self._data(given, "x", "y", "sample_weight")
         if arrays is None:
@@ -231,11 +224,15 @@ class DistributedModel:
             with self._prepared() if name == "test_on_batch" or not self._continues else nullcontext():
                 logs = self.original[name](**{**given, "x": x, "y": y, "sample_weight": weights, "return_dict": True})
             self._continues = self._continues or name == "train_on_batch"
-            logs = _as_numbers(self._get_metrics_result_or_logs(logs))
+            logs = {metric: float(keras.ops.convert_to_numpy(value))
+                    for metric, value in self._get_metrics_result_or_logs(logs).items()}
         finally:
             self._fitting = self._applying_shares = False
             self._is_bare = is_bare_before
         return logs if given["return_dict"] else self._model._flatten_metrics_in_order(logs)
+
+    train_on_batch = functools.partialmethod(_on_batch, "train_on_batch")
+    test_on_batch = functools.partialmethod(_on_batch, "test_on_batch")
 
     def _forget_metrics(self) -> None:
         """Reset this rank's part of the metrics."""
@@ -392,7 +389,3 @@ def _local_input(strategy: Any) -> Iterator[None]:
         yield
     finally:
         strategy.has_local_input = before
-
-
-def _as_numbers(logs: Any) -> Any:
-    return {name: float(keras.ops.convert_to_numpy(value)) for name, value in logs.items()}

@@ -52,7 +52,9 @@ def _compiling(original: Any) -> Any:
 
     def compile(self: Any, *arguments: Any, **named: Any) -> Any:
         bound = signature.bind(self, *arguments, **named)
-        strategy = scope.current() or _strategy_of(self)
+        strategy = scope.scopes.current()
+        if strategy is None and isinstance(getattr(self, "_distribute_strategy", None), scope.BaseStrategy):
+            strategy = self._distribute_strategy  # of the scope in which a TensorFlow model was created
         if strategy is not None and bound.arguments.get("optimizer", "rmsprop") is not None:
             with strategy.scope():
                 bound.arguments["optimizer"] = keras.optimizers.get(bound.arguments.get("optimizer", "rmsprop"))
@@ -118,14 +120,11 @@ def _applying_statelessly(original: Any) -> Any:
 def _checking(original: Any) -> Any:
     def check_finite(self: Any, grads: Any) -> Any:
         finite = original(self, grads)
-        if not is_distributed(self.inner_optimizer) or self.inner_optimizer._hvdlite_are_equal:
+        if not is_distributed(self.inner_optimizer):
+            return finite
+        state = self.inner_optimizer._hvdlite_state
+        if state.are_reduced and not state.local:  # these gradients are the same on all ranks that share them
             return finite
         reducer = self.inner_optimizer._hvdlite_step_reducer()
         return all_ranks_true(finite, reducer) if reducer.is_used else finite
     return check_finite
-
-
-def _strategy_of(model: Any) -> scope.BaseStrategy | None:
-    """Return the strategy of the scope in which a TensorFlow model was created."""
-    strategy = getattr(model, "_distribute_strategy", None)
-    return strategy if isinstance(strategy, scope.BaseStrategy) else None

@@ -144,11 +144,6 @@ class _Distributed:
         finally:
             self._hvdlite_state.are_reduced = False
 
-    @property
-    def _hvdlite_are_equal(self) -> bool:
-        """Whether the gradients that come in at the moment are the same on all ranks that share them."""
-        return self._hvdlite_state.are_reduced and not self._hvdlite_state.local
-
     def _hvdlite_watch(self, variables: Sequence[Any]) -> None:
         if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             state = self._hvdlite_state

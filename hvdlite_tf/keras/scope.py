@@ -94,11 +94,6 @@ class BaseStrategy(LaunchableStrategy):
         """Raise an error where gradients cannot be applied."""
 
 
-def current() -> BaseStrategy | None:
-    """Return the strategy whose scope this thread is in."""
-    return _scopes.current()
-
-
 @contextmanager
 def entered(strategy: BaseStrategy) -> Iterator[None]:
     """Return the context of a strategy's scope; nested ones are allowed. At its end, new variables are mirrored.
@@ -106,8 +101,8 @@ def entered(strategy: BaseStrategy) -> Iterator[None]:
     Raises:
         RuntimeError: inside another strategy's scope, or while another thread is in this one's.
     """
-    is_outermost = _scopes.current() is None
-    with _scopes.entered(strategy):
+    is_outermost = scopes.current() is None
+    with scopes.entered(strategy):
         yield
     if is_outermost:
         strategy.variable_mirror.mirror_pending()
@@ -116,7 +111,7 @@ def entered(strategy: BaseStrategy) -> Iterator[None]:
 @contextmanager
 def making(strategy: BaseStrategy) -> Iterator[None]:
     """Return a strategy's scope for ranks that are in step: new variables get rank 0's values immediately."""
-    with _scopes.entered(strategy), strategy.variable_mirror.immediately(), strategy.making():
+    with scopes.entered(strategy), strategy.variable_mirror.immediately(), strategy.making():
         yield
 
 
@@ -190,7 +185,7 @@ def _builds_in_step(strategy: BaseStrategy, layer: Any) -> None:
 
     @functools.wraps(original)
     def build(*arguments: Any, **named: Any) -> Any:
-        if _scopes.current() is not None or strategy.variable_mirror.is_deferred:
+        if scopes.current() is not None or strategy.variable_mirror.is_deferred:
             return original(*arguments, **named)
         with making(strategy):
             return original(*arguments, **named)
@@ -207,4 +202,4 @@ _made: dict[type, Callable[[BaseStrategy, Any], None]] = {keras.optimizers.Optim
                                                           keras.layers.Layer: _builds_in_step}
 if keras.backend.backend() != "tensorflow":  # which reports variables to its strategies
     _made[keras.Variable] = _takes_note
-_scopes: Scopes[BaseStrategy] = Scopes(_made, "MirroredStrategy")
+scopes: Scopes[BaseStrategy] = Scopes(_made, "MirroredStrategy")

@@ -55,14 +55,11 @@ class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ign
             tf.random.set_seed(self._seed if seeds[0] is None else seeds[0])
 
     @contextmanager
-    def _entered(self) -> Iterator[MirroredStrategy]:
+    def scope(self) -> Iterator[MirroredStrategy]:
+        """Return the context in which to create and compile models, optimizers and datasets."""
         is_inside = tf.distribute.get_strategy() is self and tf.distribute.in_cross_replica_context()
         with scope.entered(self), nullcontext() if is_inside else super().scope():
             yield self
-
-    def scope(self) -> Any:
-        """Return the context in which to create and compile models, optimizers and datasets."""
-        return self._entered()
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Call `fn` on this rank and return its result. Variables have rank 0's values, also those that it creates."""
@@ -239,9 +236,7 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
     def should_checkpoint(self) -> bool:
         return self._mirrored.rank == 0
 
-    @property
-    def should_save_summary(self) -> bool:
-        return self._mirrored.rank == 0
+    should_save_summary = should_checkpoint
 
 
 def own_device(local_rank: int) -> str:

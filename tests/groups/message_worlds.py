@@ -117,6 +117,11 @@ class LocalLink(GroupLink):
         self._network.listeners[self._rank] = lambda source, text: None
 
 
+def pending(end: Messages) -> list[str]:
+    """Return descriptions of the calls under way, the oldest first."""
+    return [end.texts.shown(call) for call in list(end._calls)]
+
+
 class Host:
     """The shared memory of some ranks.
 
@@ -240,7 +245,7 @@ class World:
             thread.join(HANGS_SECONDS)
         if errors:
             raise errors[0]
-        assert not any(thread.is_alive() for thread in threads), [end.pending() for end in self.ends]
+        assert not any(thread.is_alive() for thread in threads), list(map(pending, self.ends))
 
     def close(self) -> None:
         for rank in self.ranks:
