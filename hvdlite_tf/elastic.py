@@ -41,7 +41,7 @@ class TensorFlowState(VariablesState):
         kwargs: plain attributes.
 
     Raises:
-        ValueError: without variables, because TensorFlow 2 does not know them all.
+        ValueError: without variables, because TensorFlow 2 has no list of all variables.
         NotImplementedError: for a session.
         UnsupportedError: when an attribute cannot be copied or pickled, naming it.
     """

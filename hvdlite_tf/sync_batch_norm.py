@@ -126,7 +126,7 @@ def moments(inputs: Any, mask: Any, axes: Sequence[int], name: str, process_set:
 
 def _combine(own: Any, name: str, process_set: int) -> Any:
     """Return (count, mean, variance) of each channel over all ranks, from this rank's. Differentiable."""
-    from hvdlite_tf.keras.backends import call  # late: that package imports this module
+    from hvdlite_tf.keras.backends import call  # here, because that package imports this module
     counted = samples_of_step()
 
     def combined(own: Any) -> Any:

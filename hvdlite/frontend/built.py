@@ -1,4 +1,4 @@
-"""Horovod's `*_built()` and `*_enabled()` functions, which tell what is installed.
+"""Horovod's `*_built()` and `*_enabled()` functions, which report what is installed.
 
 hvdlite has nothing to build: an engine is available when its Python package is installed. Scripts call these functions to
 choose learning rates (`nccl_built() and ...`) or to skip tests.

@@ -73,8 +73,13 @@ class GroupExecutor:
     def __init__(self, members: GroupMembers, plane: Plane, state: GroupState, reports: Reports,
                  messages: Messages | None, *, link: GroupLink | None = None, patience: float = PATIENCE_SECONDS) -> None:
         self.is_busy = False
-        self._members, self._rank, self._size = members, members.rank, members.size
-        self._plane, self._state, self._reports, self._messages = plane, state, reports, messages
+        self._members = members
+        self._rank = members.rank
+        self._size = members.size
+        self._plane = plane
+        self._state = state
+        self._reports = reports
+        self._messages = messages
         self._patience = patience
         self._ranks = tuple(range(members.size))
         self._preparations = Preparations(members.name, self._ranks)

@@ -70,11 +70,16 @@ class Group:
                  messages: Messages | None, reports: Reports, *,
                  report_error: Callable[[Exception], object] = lambda error: None,
                  released: Callable[[], object] = lambda: None) -> None:
-        self.name, self.rank, self.size, self.timeout = members.name, members.rank, members.size, timeout
+        self.name = members.name
+        self.rank = members.rank
+        self.size = members.size
+        self.timeout = timeout
         self.members = members.names
         self._ranks = members
         self.state = state
-        self._execution, self._messages, self._reports = execution, messages, reports
+        self._execution = execution
+        self._messages = messages
+        self._reports = reports
         self._report_error = report_error
         self._released = released
         self._progress = reports.progress

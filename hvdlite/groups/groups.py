@@ -2,7 +2,7 @@
 
 A group lives on the job's runtime when its ranks are known to be ranks of the job: those of the default group are if they
 are all of the job, in its order of ranks, and so are those of its parts. The first group of a process that has not called
-`init()` begins the job, unless the launcher says that the job is another one. So a script that only uses groups has reports,
+`init()` begins the job, unless the launcher has started another job. So a script that only uses groups has reports,
 a timeline and failure records like any other; `init()` later shares the runtime.
 
 The ranks of a world of its own meet in a store; all groups then meet on their runtime (`meeting.py`).
@@ -68,7 +68,9 @@ class Groups:
     """
 
     def __init__(self, worlds: Worlds, begin: Callable[[LaunchInfo | None], None], end: Callable[[], None]) -> None:
-        self._worlds, self._begin, self._end = worlds, begin, end
+        self._worlds = worlds
+        self._begin = begin
+        self._end = end
         self._groups: list[Group] = []
         self._of_world: list[Group] = []  # those of `open`, which end with the world
         self._own: list[Runtime] = []  # of groups that are not closed

@@ -34,7 +34,10 @@ class P2PMessage:
     """
 
     def __init__(self, source: int, tag: int, total: int, number: int = 0) -> None:
-        self.source, self.tag, self.total, self.number = source, tag, total, number
+        self.source = source
+        self.tag = tag
+        self.total = total
+        self.number = number
         self.filled = 0
         self.is_kept = self.has_come = False
         self.target: Array | None = None

@@ -74,14 +74,20 @@ class GroupMeeting:
     """
 
     def __init__(self, runtime: Runtime, members: GroupMembers, nbytes: int, patience: float = math.inf) -> None:
-        self._runtime, self._channel, self._members, self._nbytes = runtime, runtime.connections.oob, members, nbytes
-        self._name, self._rank, self._ranks = members.name, members.rank, members.of_runtime
+        self._runtime = runtime
+        self._channel = runtime.connections.oob
+        self._members = members
+        self._nbytes = nbytes
+        self._name = members.name
+        self._rank = members.rank
+        self._ranks = members.of_runtime
         self._first = self._ranks.index(min(self._ranks))  # the same for all, in whatever order they have the members
         self._label = f"meet.{min(self._ranks)}.{self._name}"
         self._arrivals: dict[int, _Arrival] = {}  # by rank of the runtime
         self._others: list[tuple[int, bytes]] = []  # what ranks have announced that are no members
         self._answer: _MeetingResult | None = None
-        self._start, self._patience = time.monotonic(), patience
+        self._start = time.monotonic()
+        self._patience = patience
 
     def meet(self, deadline: float) -> MeetingPlace:
         """Meet the others; all ranks of the group call this.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 
@@ -52,10 +53,16 @@ class GroupMembers:
         """The ranks of this rank's host."""
         return self.hosts.local_ranks(self.rank)
 
-    @property
+    @functools.cached_property
     def others(self) -> list[int]:
         """All ranks but this one."""
         return [rank for rank in range(self.size) if rank != self.rank]
+
+    def check_other(self, verb: str, rank: int) -> None:
+        """Raise ValueError unless `rank` is another rank of the group."""
+        if rank == self.rank or not 0 <= rank < self.size:
+            raise ValueError(f"rank {self.rank} of {self.name} cannot {verb} rank {rank}: the group has ranks 0 to "
+                             f"{self.size - 1}, and a rank exchanges messages with other ranks only")
 
     def forked_error(self, process: int) -> ForkedProcessError:
         """Return the error of a call in a forked child of a process."""

@@ -30,7 +30,7 @@ from hvdlite.diagnostics.progress import Progress
 from hvdlite.groups.carriers import Carrier
 from hvdlite.groups.matching import ANY, Matching, P2PMessage
 from hvdlite.groups.members import GroupMembers
-from hvdlite.groups.transfer import Texts, Transfer
+from hvdlite.groups.transfer import Transfer
 from hvdlite.handoff.group_state import PATIENCE_SECONDS, GroupState
 
 SLEEP_SECONDS: Final = 1.0
@@ -57,10 +57,12 @@ class Messages:
 
     def __init__(self, members: GroupMembers, state: GroupState, carriers: Mapping[int, Carrier],
                  progress: Progress, patience: float = PATIENCE_SECONDS) -> None:
-        self.rank, self.state, self.progress, self.patience = members.rank, state, progress, patience
+        self.rank = members.rank
+        self.state = state
+        self.progress = progress
+        self.patience = patience
         self.let_work: Callable[[], object] = lambda: None
-        self.texts = Texts(members)
-        self._members = members
+        self.members = members
         self._area, self._carriers = state.area, carriers
         self._each_carrier = list(dict.fromkeys(carriers.values()))
         self._process = os.getpid()
@@ -84,7 +86,7 @@ class Messages:
         Raises:
             ValueError: if `to` is this rank, or none of the group's.
         """
-        self.texts.check_peer("send to", to)
+        self.members.check_other("send to", to)
         return self._start(Transfer(self, values, to, tag, timeout, is_send=True))
 
     def receive(self, values: Array, source: int | None, tag: int, timeout: float = math.inf) -> Transfer:
@@ -94,12 +96,12 @@ class Messages:
             ValueError: if `source` is this rank, or none of the group's.
         """
         if source is not None:
-            self.texts.check_peer("receive from", source)
+            self.members.check_other("receive from", source)
         return self._start(Transfer(self, values, ANY if source is None else source, tag, timeout, is_send=False))
 
     def _start(self, call: Transfer) -> Transfer:
         if os.getpid() != self._process:  # the lock may be held for ever
-            call.end(self._members.forked_error(self._process))
+            call.end(self.members.forked_error(self._process))
             return call
         self._guarded(self._begin, call)
         while call in self._calls and call.is_send and self._guarded(self._put, call.peer):
@@ -143,7 +145,7 @@ class Messages:
         """See `Call.wait`."""
         limit, key = math.inf if timeout is None else time.monotonic() + timeout, object()
         if os.getpid() != self._process:
-            call.end(self._members.forked_error(self._process))
+            call.end(self.members.forked_error(self._process))
             return True
         try:
             self._waiting.add(key)
@@ -217,7 +219,7 @@ class Messages:
             return
         self._is_closed = True
         self.leave()
-        self.fail(HorovodInternalError(f"{self.texts.group} was destroyed on this rank before the call was complete"))
+        self.fail(HorovodInternalError(f"{self.members.name} was destroyed on this rank before the call was complete"))
         with self._lock:
             for carrier in self._each_carrier:
                 carrier.close()
@@ -237,7 +239,7 @@ class Messages:
             self.fail(error)
         except BaseException:  # between any two lines
             self.fail(HorovodInternalError(
-                f"{self.texts.group} cannot be used any more: a thread was interrupted in a send or receive"))
+                f"{self.members.name} cannot be used any more: a thread was interrupted in a send or receive"))
             raise
         finally:
             self._end_finished()
@@ -266,7 +268,7 @@ class Messages:
                 self._wake()
         if call.is_send:
             if self._carriers[call.peer].has_left(call.peer):
-                self._finish(call, self.texts.departed(call, {call.peer}))
+                self._finish(call, call.departed_error({call.peer}))
             else:
                 self._sends.setdefault(call.peer, deque()).append(call)
                 self._put(call.peer)
@@ -324,7 +326,7 @@ class Messages:
         call.source = message.source
         carrier = self._carriers[message.source]
         if message.total != call.values.size:
-            self._finish(call, self.texts.other_size(call, message))
+            self._finish(call, call.other_size_error(message))
             carrier.discard(message)
             return
         message.receive, call.message = call, message
@@ -339,16 +341,16 @@ class Messages:
         if now >= self._first_deadline:
             for call in tuple(self._calls):
                 if call.deadline <= now and call in self._calls:
-                    error = self.texts.overdue(call, self.matching.messages())
+                    error = call.overdue_error(self.matching.messages())
                     self._fail(error) if call.begun else self._finish(call, error)
             self._first_deadline = min((call.deadline for call in self._calls), default=math.inf)
-        left = {rank for rank in self.texts.others if self._carriers[rank].has_left(rank)}
+        left = {rank for rank in self.members.others if self._carriers[rank].has_left(rank)}
         for call in tuple(self._calls) if left else ():
-            peers = self.texts.peers(call)
+            peers = call.peers()
             if left.issuperset(peers) and not (
                     self._carriers[call.peer].may_arrive(call) if call.is_send
                     else call.begun or any(self._carriers[peer].has_more(peer) for peer in peers)):
-                self._finish(call, self.texts.departed(call, peers))
+                self._finish(call, call.departed_error(peers))
         return len(self._calls) < before
 
     def _fail(self, error: Exception) -> None:

@@ -50,7 +50,7 @@ def distribute_model(strategy: BaseStrategy, model: Any) -> None:
         return
     mirrored = DistributedModel(strategy, model)
     for name in METHODS:
-        object.__setattr__(model, name, _standing_in(mirrored.original[name], getattr(mirrored, name)))
+        object.__setattr__(model, name, _replacing(mirrored.original[name], getattr(mirrored, name)))
     object.__setattr__(model, "_hvdlite_strategy", strategy)
     object.__setattr__(model, "_hvdlite_mirrored", mirrored)
 
@@ -69,7 +69,7 @@ class DistributedModel:
         self._fitting = False
         self._preparing: ExitStack | None = None  # closed when the model is built and has rank 0's values
         self._deferring = ExitStack()  # closed when the current `fit` no longer leaves variables to `mirror_training`
-        self._is_built_late = False  # by the first step
+        self._is_built_by_step = False
         self.is_trained = False
         self._continues = False  # whether `train_on_batch` continues its own training
         self._applying_shares = False
@@ -171,7 +171,7 @@ class DistributedModel:
         except Exception:
             if keras.backend.backend() != "tensorflow":
                 raise
-            self._is_built_late = True
+            self._is_built_by_step = True
             self._deferring.close()
 
     def make_train_function(self, *arguments: Any, **named: Any) -> Any:
@@ -198,13 +198,15 @@ class DistributedModel:
 
         `compile` changes these constants: a schedule, a loss, options of the optimizer.
         """
-        object.__setattr__(self._model, name, _standing_in(self.original[name], getattr(self, name)))
+        object.__setattr__(self._model, name, _replacing(self.original[name], getattr(self, name)))
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
         """Return the results of all ranks' metrics; the logs of a custom step are averaged over ranks."""
         counts = self._applied is None or not self._applied.is_spare
-        if not counts:
-            self._forget_metrics()
+        if not counts and keras.backend.backend() == "tensorflow":  # outside of a replica an assignment is collective
+            self._strategy.extended.call_for_each_replica(self._model.reset_metrics)  # type: ignore[attr-defined]
+        elif not counts:
+            self._model.reset_metrics()
         with self._summed_metrics():
             result = self.original["_get_metrics_result_or_logs"](logs)
         return averaged(result, counts) if result is logs and isinstance(logs, dict) else result
@@ -234,13 +236,6 @@ class DistributedModel:
     train_on_batch = functools.partialmethod(_on_batch, "train_on_batch")
     test_on_batch = functools.partialmethod(_on_batch, "test_on_batch")
 
-    def _forget_metrics(self) -> None:
-        """Reset this rank's part of the metrics."""
-        if keras.backend.backend() == "tensorflow":  # outside of a replica an assignment also reads, which is collective
-            self._strategy.extended.call_for_each_replica(self._model.reset_metrics)  # type: ignore[attr-defined]
-        else:
-            self._model.reset_metrics()
-
     @contextmanager
     def _prepared(self) -> Iterator[None]:
         """Build the model without mirroring, until Keras creates the function that uses the variables."""
@@ -259,7 +254,7 @@ class DistributedModel:
     def mirror_training(self) -> None:
         """Copy rank 0's values to the model and its optimizers."""
         model, own = self._model, self._model.optimizer
-        if own is not None and not own.built and not self._is_built_late:
+        if own is not None and not own.built and not self._is_built_by_step:
             with self._strategy.scope():
                 own.build(model.trainable_variables)
         state = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
@@ -364,7 +359,7 @@ class _Beginning(keras.callbacks.Callback):
             self._mirrored.mirror_training()
 
 
-def _standing_in(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+def _replacing(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapped(*arguments: Any, **named: Any) -> Any:
         return method(*arguments, **named)

@@ -24,7 +24,7 @@ __all__ = ["CommitStateCallback", "HorovodInternalError", "HostsUpdatedInterrupt
 
 
 class VariablesState(ObjectState):
-    """A state with variables, beside plain attributes; what has the variables tells which they are."""
+    """A state with variables, beside plain attributes; subclasses define which ones."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._values = self._copied_values()

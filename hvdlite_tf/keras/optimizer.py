@@ -161,7 +161,7 @@ class _Distributed:
 
     def _hvdlite_reduced(self, grads: list[Any], variables: list[Any]) -> list[Any]:
         state = self._hvdlite_state
-        if state.are_reduced or len(variables) != len(grads):  # which Keras says better
+        if state.are_reduced or len(variables) != len(grads):  # for which Keras has a better error
             return grads
         if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             self._hvdlite_watch(variables)
@@ -313,12 +313,12 @@ def load_model(filepath: Any, custom_optimizers: Any = None, custom_objects: dic
     """Load a Keras model and wrap its optimizer, whose state is kept.
 
     Args:
-        custom_optimizers: classes of optimizers that Keras does not know.
+        custom_optimizers: classes of optimizers that are not registered with Keras.
         custom_objects: as in `keras.models.load_model`.
         compression: as in `DistributedOptimizer`.
         legacy_opts: accepted for Horovod's sake.
         backward_passes_per_step, average_aggregated_gradients: as they were given to `DistributedOptimizer`; needed when the
-            saved optimizer accumulates gradients, because a saved model does not say whether they were summed or averaged.
+            saved optimizer accumulates gradients, because a saved model does not show whether they were summed or averaged.
 
     Raises:
         ValueError: without `backward_passes_per_step`, when the saved optimizer accumulates gradients.

@@ -192,7 +192,7 @@ def _builds_in_step(strategy: BaseStrategy, layer: Any) -> None:
     object.__setattr__(layer, "build", build)
 
 
-def _takes_note(strategy: BaseStrategy, variable: Any) -> None:
+def _record_variable(strategy: BaseStrategy, variable: Any) -> None:
     is_metrics = variable.aggregation == "sum" if METRICS_ASK_FOR_SUMS else variable.synchronization == "on_read"
     if not is_metrics:
         strategy.variable_mirror.created(variable)
@@ -201,5 +201,5 @@ def _takes_note(strategy: BaseStrategy, variable: Any) -> None:
 _made: dict[type, Callable[[BaseStrategy, Any], None]] = {keras.optimizers.Optimizer: _constructed,
                                                           keras.layers.Layer: _builds_in_step}
 if keras.backend.backend() != "tensorflow":  # which reports variables to its strategies
-    _made[keras.Variable] = _takes_note
+    _made[keras.Variable] = _record_variable
 scopes: Scopes[BaseStrategy] = Scopes(_made, "MirroredStrategy")

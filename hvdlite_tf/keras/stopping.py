@@ -83,7 +83,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
         self._agree()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Determine whether all ranks have another batch, if Keras does not know it."""
+        """Determine whether all ranks have another batch, if Keras has not determined it."""
         if not self._are_steps_known:
             self._check_data(has_ended=False)
 

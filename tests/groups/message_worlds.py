@@ -119,7 +119,7 @@ class LocalLink(GroupLink):
 
 def pending(end: Messages) -> list[str]:
     """Return descriptions of the calls under way, the oldest first."""
-    return [end.texts.shown(call) for call in list(end._calls)]
+    return [call.shown() for call in list(end._calls)]
 
 
 class Host:
