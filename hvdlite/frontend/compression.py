@@ -20,7 +20,7 @@ class Compressor:
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
         """Return the tensor to send, which may be `tensor` itself, and the context for `decompress`."""
-        target = cls.target_for(str(getattr(tensor.dtype, "name", tensor.dtype)).removeprefix("torch."))
+        target = cls.target and cls.target_for(str(getattr(tensor.dtype, "name", tensor.dtype)).removeprefix("torch."))
         return (tensor, None) if target is None else (_cast(tensor, target), tensor.dtype)
 
     @classmethod

@@ -11,6 +11,7 @@ The ranks of a world of its own meet in a store; all groups then meet on their r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -176,7 +177,7 @@ class Groups:
             else:
                 runtime = self._started(dataclasses.replace(info, rank_names=tuple(map(str, members or ()))), config)
                 self._default = None if members is None else self._default
-                release = self._leave_own(runtime)
+                release = functools.partial(self._leave_own, runtime)
         finally:
             if info.held_port is not None:
                 info.held_port.close()
@@ -216,14 +217,12 @@ class Groups:
         self._own.append(runtime)
         return runtime
 
-    def _leave_own(self, runtime: Runtime) -> Callable[[], None]:
-        """Return what leaves a group's own runtime, which ends when all ranks have left it."""
-        def leave() -> None:
-            runtime.leave()
-            if runtime in self._own:
-                self._own.remove(runtime)
-                self._leaving.append(runtime)
-        return leave
+    def _leave_own(self, runtime: Runtime) -> None:
+        """Leave a group's own runtime, which ends when all ranks have left it."""
+        runtime.leave()
+        if runtime in self._own:
+            self._own.remove(runtime)
+            self._leaving.append(runtime)
 
     # --- what a group has -------------------------------------------------------------------------------------------------
 

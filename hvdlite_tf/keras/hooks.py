@@ -11,11 +11,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -26,25 +24,16 @@ from hvdlite_tf.keras.distributed_model import distribute_model
 from hvdlite_tf.keras.optimizer import distributed_in, is_distributed
 
 _log = logging.getLogger("hvdlite")
-_MARK = "_hvdlite_original"
 
 
 def install() -> None:
     """Install all hooks; may be called again."""
     for name, hook in (("compile", _compiling), ("make_train_function", _making)):
-        _replace(next(owner for owner in keras.Model.__mro__ if name in vars(owner)), name, hook)
+        step.replace(next(owner for owner in keras.Model.__mro__ if name in vars(owner)), name, hook)
     scaler = keras.optimizers.LossScaleOptimizer
     for name, hook in (("apply", _applying), ("stateless_apply", _applying_statelessly), ("check_finite", _checking)):
-        _replace(scaler, name, hook)
+        step.replace(scaler, name, hook)
     step.install()
-
-
-def _replace(owner: Any, name: str, hook: Callable[[Any], Any]) -> None:
-    original = getattr(owner, name)
-    if not hasattr(original, _MARK):
-        replacement = functools.wraps(original)(hook(original))
-        setattr(replacement, _MARK, original)
-        setattr(owner, name, replacement)
 
 
 def _compiling(original: Any) -> Any:
