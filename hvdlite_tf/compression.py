@@ -1,55 +1,5 @@
-"""Gradient compression: a 16-bit copy of a gradient travels. Other backends use `target` only, without TensorFlow."""
+"""Gradient compression: a 16-bit copy of a gradient travels."""
 
-from __future__ import annotations
+from hvdlite.frontend.compression import BF16Compressor, Compression, Compressor, FP16Compressor
 
-from typing import Any
-
-from hvdlite.training.arguments import compresses
-
-
-class Compressor:
-    """No compression; base class of the compressors. `decompress` is the inverse of `compress` up to rounding."""
-
-    target: str | None = None
-
-    @classmethod
-    def target_for(cls, dtype: str) -> str | None:
-        """Return the dtype on the wire of a tensor of `dtype`; None when it is sent unchanged."""
-        return cls.target if compresses(cls.target, dtype) else None
-
-    @classmethod
-    def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """Return the TensorFlow tensor to send, which may be `tensor` itself, and the context for `decompress`."""
-        target = cls.target_for(tensor.dtype.name)
-        if target is None:
-            return tensor, None
-        import tensorflow as tf
-        return tf.cast(tensor, target), tensor.dtype
-
-    @classmethod
-    def decompress(cls, tensor: Any, context: Any) -> Any:
-        """Return `tensor` in its original dtype."""
-        if context is None:
-            return tensor
-        import tensorflow as tf
-        return tf.cast(tensor, context)
-
-
-class FP16Compressor(Compressor):
-    """Sends floats wider than 16 bits as float16 (summed in float32)."""
-
-    target = "float16"
-
-
-class BF16Compressor(Compressor):
-    """Sends floats wider than 16 bits as bfloat16 (summed in float32)."""
-
-    target = "bfloat16"
-
-
-class Compression:
-    """The choices for `compression=` arguments."""
-
-    none = Compressor
-    fp16 = FP16Compressor
-    bf16 = BF16Compressor
+__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor"]

@@ -29,7 +29,6 @@ class TensorFlowKerasState(KerasState):
     """
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
-        del backend
         super().__init__(model, optimizer, **kwargs)
 
 
@@ -42,7 +41,7 @@ class TensorFlowState(VariablesState):
         kwargs: plain attributes.
 
     Raises:
-        ValueError: without variables, because TensorFlow 2 does not know them all.
+        ValueError: without variables, because TensorFlow 2 has no list of all variables.
         NotImplementedError: for a session.
         UnsupportedError: when an attribute cannot be copied or pickled, naming it.
     """

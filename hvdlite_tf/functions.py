@@ -28,7 +28,6 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
         MismatchError: on all ranks, when a shape or dtype differs between them.
         ValueError: for a value that is not a variable.
     """
-    del inplace
     if api.is_provisional():  # this process joins an elastic job: hvd.elastic.run synchronises the state
         return
     given = list(variables) if isinstance(variables, Iterable) else [variables]
@@ -85,7 +84,6 @@ def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> b
     Args:
         ext_base_name, verbose: accepted for compatibility with Horovod.
     """
-    del ext_base_name, verbose
     return bool(tf.config.list_physical_devices("GPU"))
 
 

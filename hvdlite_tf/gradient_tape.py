@@ -49,7 +49,6 @@ class _Tape:
             sources: the same in every call, in any structure that `tf.nest` supports.
             use_generic_names: accepted for Horovod's sake: names are always generic.
         """
-        del use_generic_names
         gradients = self._tape.gradient(target, sources, output_gradients, **options)
         flat, flat_sources = tf.nest.flatten(gradients, expand_composites=False), tf.nest.flatten(sources)
         first: dict[int, int] = {}  # the first position of each source
@@ -126,7 +125,6 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
         ValueError: for a tape that is already distributed, and for any other object. Other invalid arguments raise it when
             gradients are computed.
     """
-    del device_dense, device_sparse
     if isinstance(gradtape, _Tape):
         raise ValueError("this tape is distributed already: its gradients are reduced once")
     if not hasattr(gradtape, "gradient"):

@@ -40,7 +40,7 @@ from hvdlite_tf.errors import as_tensorflow, remembering
 from hvdlite_tf.ops import reduce_together
 
 
-class Kind(enum.IntEnum):
+class GradientKind(enum.IntEnum):
     """The kind of a variable's gradient."""
 
     NONE = 0
@@ -63,8 +63,8 @@ class _Sent:
     context: Any
 
     @property
-    def kind(self) -> Kind:
-        return Kind.DENSE if len(self.parts) == 1 else Kind.SPARSE
+    def kind(self) -> GradientKind:
+        return GradientKind.DENSE if len(self.parts) == 1 else GradientKind.SPARSE
 
 
 class TensorFlowStepReducer(ArrayStepReducer):
@@ -74,7 +74,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
     """
 
     def __init__(self, **arguments: Any) -> None:
-        self._agreements: dict[tuple[tuple[int, ...], tuple[Kind, ...]], list[Kind]] = {}  # of this world
+        self._agreements: dict[tuple[tuple[int, ...], tuple[GradientKind, ...]], list[GradientKind]] = {}  # of this world
         super().__init__("tf", **arguments)
 
     def _attach(self, runtime: Runtime) -> None:
@@ -120,7 +120,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
             shape = tf.constant(tuple(variable.shape), tf.int64)
             return values if len(parts) == 1 else tf.IndexedSlices(values, parts[1], shape)
         values = tf.cast(self._compression.decompress(parts[0], sent.context), sent.gradient.dtype)
-        if sent.kind is Kind.DENSE:
+        if sent.kind is GradientKind.DENSE:
             return values
         return tf.IndexedSlices(values, tf.cast(parts[1], sent.gradient.indices.dtype), sent.gradient.dense_shape)
 
@@ -134,21 +134,26 @@ class TensorFlowStepReducer(ArrayStepReducer):
 
     def _reduce_in_graph(self, sent: dict[int, _Sent], variables: dict[int, Any]) -> dict[int, list[tf.Tensor]]:
         """Like `_reduce_eagerly`; slots for which no rank has a gradient at the time of tracing are missing."""
-        own_kinds = {slot: sent[slot].kind if slot in sent else Kind.NONE for slot in variables}
+        own_kinds = {slot: sent[slot].kind if slot in sent else GradientKind.NONE for slot in variables}
         kinds = self._agreed(own_kinds)
         if not kinds:
             return {}
-        is_partial, last_world = Kind.NONE in own_kinds.values(), [self.world]
+        is_partial, last_world = GradientKind.NONE in own_kinds.values(), [self.world]
 
         def begin() -> None:
             self.take_part()
             if is_partial and last_world[0] != self.world:
-                self._check_agreed(own_kinds, kinds)
+                # A graph of an earlier world, before its first round in this one: take part in the exchange of new ranks.
+                if self._agreed(own_kinds) != kinds:
+                    raise MismatchError(
+                        f"rank {api.rank()}: the ranks have gradients for other variables than when the tf.function was "
+                        f"traced, in an earlier world of this elastic job ('{self.label}'); make it inside of the function "
+                        "that hvd.elastic.run calls, so that each world traces it")
                 last_world[0] = self.world
         specs = {slot: sent[slot].parts[0] if slot in sent else self._spec(slot, variables[slot]) for slot in kinds}
         lacking = {slot: (tuple(specs[slot].shape), specs[slot].dtype.as_numpy_dtype) for slot in kinds if slot not in sent}
         counted = [] if current_samples() is None else [tf.cast(current_samples(), tf.float64)]
-        if Kind.SPARSE not in kinds.values() and gpu.may_be_there(list(specs.values()), self._op):
+        if GradientKind.SPARSE not in kinds.values() and gpu.may_be_there(list(specs.values()), self._op):
             def reduce_there(*tensors: tf.Tensor) -> list[tf.Tensor]:
                 begin()
                 return self._reduce_together(tensors[:len(specs)], float(tensors[-1]) if counted_here else None)
@@ -167,7 +172,9 @@ class TensorFlowStepReducer(ArrayStepReducer):
         def reduce_rest(*arrays: Array) -> list[Array]:
             own_samples = float(arrays[sum(part_counts.values())]) if counted_here else None
             begin()
-            given = _by_slot(arrays, part_counts) | {slot: _zeros(kinds[slot], *spec) for slot, spec in lacking.items()}
+            each = iter(arrays)
+            given = {slot: _gradient([next(each) for _ in range(count)]) for slot, count in part_counts.items()}
+            given |= {slot: _zeros(kinds[slot], *spec) for slot, spec in lacking.items()}
             weight = self._enqueue(given, slots, own_samples)
             reduced = self._finish(kinds, None if own_samples is None else weight)
             return [part for slot in kinds for part in _parts(reduced[slot])]
@@ -175,11 +182,11 @@ class TensorFlowStepReducer(ArrayStepReducer):
         dtypes, shapes = [], []
         for slot, kind in kinds.items():
             rows = tf.TensorShape([None])
-            dtypes += [specs[slot].dtype] if kind is Kind.DENSE else [specs[slot].dtype, tf.int64]
-            shapes += [specs[slot].shape] if kind is Kind.DENSE else [rows.concatenate(specs[slot].shape[1:]), rows]
+            dtypes += [specs[slot].dtype] if kind is GradientKind.DENSE else [specs[slot].dtype, tf.int64]
+            shapes += [specs[slot].shape] if kind is GradientKind.DENSE else [rows.concatenate(specs[slot].shape[1:]), rows]
         inputs = [part for parts in rest.values() for part in parts]
         outputs = iter(run(reduce_rest, [*inputs, *counted, *tokens], dtypes, shapes))
-        return {slot: [next(outputs)] if kind is Kind.DENSE else [next(outputs), next(outputs)]
+        return {slot: [next(outputs)] if kind is GradientKind.DENSE else [next(outputs), next(outputs)]
                 for slot, kind in kinds.items()}
 
     def _reduce_together(self, gradients: Sequence[tf.Tensor], samples: float | None) -> list[tf.Tensor]:
@@ -212,7 +219,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
                                    "the shape of what it is the gradient of is not known; give that a static shape")
         return tf.TensorSpec(shape, tf.as_dtype(dtype))
 
-    def _agreed(self, own: dict[int, Kind]) -> dict[int, Kind]:
+    def _agreed(self, own: dict[int, GradientKind]) -> dict[int, GradientKind]:
         """Return the kinds of the gradients of some slots on the ranks that have them, without slots that have none.
 
         The ranks exchange kinds when some gradients are missing and the subset is a new one. So a rank may trace more often
@@ -221,8 +228,8 @@ class TensorFlowStepReducer(ArrayStepReducer):
         Raises:
             MismatchError: when ranks trace different variables, or a gradient is sparse on only some ranks.
         """
-        if Kind.NONE not in own.values() or not self.is_shared:
-            return {slot: kind for slot, kind in own.items() if kind is not Kind.NONE}
+        if GradientKind.NONE not in own.values() or not self.is_shared:
+            return {slot: kind for slot, kind in own.items() if kind is not GradientKind.NONE}
         key = tuple(own), tuple(own.values())
         if key not in self._agreements:
             name = f"{self.label}.gradients_of_a_new_trace.{len(self._agreements)}"
@@ -236,23 +243,12 @@ class TensorFlowStepReducer(ArrayStepReducer):
                                         "variables; all ranks must train the same ones")
             columns = list(zip(*(kinds for _, _, kinds in answers), strict=True))
             for index, column in enumerate(columns):
-                if {Kind.DENSE, Kind.SPARSE} <= set(column):
+                if {GradientKind.DENSE, GradientKind.SPARSE} <= set(column):
                     raise MismatchError(f"'{name}': gradient {index} of {len(own)} is sparse (tf.IndexedSlices) on rank "
-                                        f"{answers[column.index(Kind.SPARSE)][0]}, and dense on rank "
-                                        f"{answers[column.index(Kind.DENSE)][0]}; pass sparse_as_dense=True")
+                                        f"{answers[column.index(GradientKind.SPARSE)][0]}, and dense on rank "
+                                        f"{answers[column.index(GradientKind.DENSE)][0]}; pass sparse_as_dense=True")
             self._agreements[key] = [max(column) for column in columns]
-        return {slot: kind for slot, kind in zip(own, self._agreements[key], strict=True) if kind is not Kind.NONE}
-
-    def _check_agreed(self, own: dict[int, Kind], traced: dict[int, Kind]) -> None:
-        """In a graph of an earlier world, before its first round in this one: take part in the exchange of new ranks.
-
-        Raises:
-            MismatchError: when the ranks of this world have other gradients than the graph expects.
-        """
-        if self._agreed(own) != traced:
-            raise MismatchError(f"rank {api.rank()}: the ranks have gradients for other variables than when the tf.function "
-                                f"was traced, in an earlier world of this elastic job ('{self.label}'); make it inside of "
-                                "the function that hvd.elastic.run calls, so that each world traces it")
+        return {slot: kind for slot, kind in zip(own, self._agreements[key], strict=True) if kind is not GradientKind.NONE}
 
     def _submitted(self, batch: dict[int, tf.Tensor], slots: list[int], counted: Sequence[tf.Tensor]) -> tf.Tensor:
         """Enqueue some of the dense gradients when they are computed; return a tensor that depends on it."""
@@ -275,9 +271,11 @@ def _times(tensors: Sequence[tf.Tensor], factor: float) -> list[tf.Tensor]:
             each * tf.cast(factor, each.dtype) for each in tensors]
 
 
-def _zeros(kind: Kind, shape: tuple[int, ...], dtype: Any) -> Gradient:
+def _zeros(kind: GradientKind, shape: tuple[int, ...], dtype: Any) -> Gradient:
     """Return the contribution of a rank without a gradient that other ranks have: zeros, or no rows."""
-    return np.zeros(shape, dtype) if kind is Kind.DENSE else Rows(np.zeros(0, np.int64), np.zeros((0, *shape[1:]), dtype))
+    if kind is GradientKind.DENSE:
+        return np.zeros(shape, dtype)
+    return Rows(np.zeros(0, np.int64), np.zeros((0, *shape[1:]), dtype))
 
 
 def _gradient(parts: Sequence[Array]) -> Gradient:
@@ -286,12 +284,6 @@ def _gradient(parts: Sequence[Array]) -> Gradient:
 
 def _parts(gradient: Gradient) -> list[Array]:
     return [gradient.values, gradient.indices] if isinstance(gradient, Rows) else [gradient]
-
-
-def _by_slot(arrays: Sequence[Array], counts: dict[int, int]) -> dict[int, Gradient]:
-    """Return gradients by slot, from a flat list of all parts and the number of parts of each."""
-    each = iter(arrays)
-    return {slot: _gradient([next(each) for _ in range(count)]) for slot, count in counts.items()}
 
 
 def _batches(tensors: dict[int, tf.Tensor], enough: int) -> list[list[int]]:

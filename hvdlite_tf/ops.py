@@ -60,7 +60,6 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
         MismatchError: on all ranks, when they disagree; it is a `tf.errors.FailedPreconditionError`, too (errors.py).
         NotImplementedError: for IndexedSlices with another op or factors.
     """
-    del device_dense, device_sparse, ignore_name_scope
     operation = api.reduce_op(op, average)
     if isinstance(tensor, tf.IndexedSlices):
         if operation not in (Average, Sum) or prescale_factor != 1.0 or postscale_factor != 1.0:
@@ -84,7 +83,6 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
                       process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False,
                       name: str | None = None) -> list[Any]:
     """Like `allreduce`, of several tensors that are negotiated as one; IndexedSlices among them are gathered."""
-    del device_dense, device_sparse, ignore_name_scope
     operation = api.reduce_op(op, average)
     results: list[Any] = list(tensors)
     dense = [index for index, each in enumerate(results) if not isinstance(each, tf.IndexedSlices)]
@@ -116,7 +114,6 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
     Args:
         horovod_gradient: average the gradients of all ranks' results, as Horovod does; False: sum them, which is exact.
     """
-    del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
     where = _name("allgather", name, process_set)
 
@@ -126,7 +123,7 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
                             [_any_rows(x), tf.TensorShape([])], on_gpu=True)
 
         def adjoint(upstream: tf.Tensor) -> list[tf.Tensor]:
-            whole = _allreduce(upstream, f"{where}.gradient", _gradient_op(horovod_gradient), 1.0, 1.0, process_set)
+            whole = _allreduce(upstream, f"{where}.gradient", Average if horovod_gradient else Sum, 1.0, 1.0, process_set)
             own = tf.slice(whole, tf.concat([[begin], tf.zeros([tf.rank(whole) - 1], tf.int64)], 0),
                            tf.shape(x, out_type=tf.int64))
             own.set_shape(x.shape)
@@ -152,7 +149,6 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_
     Args:
         horovod_gradient: like `allgather`'s.
     """
-    del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
     where = _name("broadcast", name, process_set)
     check_dtypes(where, [tensor])
@@ -160,9 +156,9 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_
     @tf.custom_gradient
     def send(x: tf.Tensor) -> Any:
         def adjoint(upstream: tf.Tensor) -> list[tf.Tensor]:
-            whole = _allreduce(upstream, f"{where}.gradient", _gradient_op(horovod_gradient), 1.0, 1.0, process_set)
+            whole = _allreduce(upstream, f"{where}.gradient", Average if horovod_gradient else Sum, 1.0, 1.0, process_set)
             return [whole if api.rank() == root_rank else tf.zeros_like(whole)]
-        (result,) = run(lambda array: [_broadcast(array, root_rank, where, process_set)], [x], [x.dtype], [x.shape],
+        (result,) = run(lambda array: _broadcast_all([array], root_rank, where, process_set), [x], [x.dtype], [x.shape],
                         on_gpu=True)
         return result, _pull_back(where, adjoint)
     return send(tensor)
@@ -177,11 +173,9 @@ def broadcast_(variables: Sequence[tf.Variable], root_rank: int, name: str | Non
         return []
     where = _name("broadcast_", name, process_set)
     check_dtypes(where, variables)
-
-    def send(*arrays: Array) -> list[Array]:
-        return _broadcast_all(arrays, root_rank, where, process_set)
-    values = run(send, [tf.convert_to_tensor(variable) for variable in variables],
-                 [variable.dtype for variable in variables], [variable.shape for variable in variables], on_gpu=True)
+    values = run(lambda *arrays: _broadcast_all(arrays, root_rank, where, process_set),
+                 [tf.convert_to_tensor(variable) for variable in variables], [variable.dtype for variable in variables],
+                 [variable.shape for variable in variables], on_gpu=True)
     if api.rank() != root_rank:
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
@@ -196,7 +190,6 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_na
     Args:
         splits: the number of rows for each rank; default: equal parts. Differentiable.
     """
-    del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
     where = _name("alltoall", name, process_set)
     given = [] if splits is None else [tf.cast(splits, tf.int64)]
@@ -227,7 +220,6 @@ def reducescatter(tensor: Any, device_dense: str = "", compression: type[Compres
     Args:
         horovod_gradient: multiply the gradient by the number of ranks, as Horovod does; False: the exact gradient.
     """
-    del device_dense, ignore_name_scope
     compressed, context = compression.compress(tf.convert_to_tensor(tensor))
     where = _name("reducescatter", name, process_set)
 
@@ -260,9 +252,7 @@ def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = "", compre
 @_collective
 def join() -> tf.Tensor:
     """Wait until all ranks have called this, contributing zeros to their collectives; return the last rank (int32)."""
-    def wait() -> list[Array]:
-        return [np.array(api.runtime().join().wait(), np.int32)]
-    return run(wait, [], [tf.int32], [tf.TensorShape([])])[0]
+    return _int32_tensor(lambda: api.runtime().join().wait())
 
 
 @_collective
@@ -329,10 +319,6 @@ def _pull_back(name: str, adjoint: Callable[..., list[tf.Tensor]]) -> Callable[.
     return pull_back
 
 
-def _gradient_op(horovod_gradient: bool) -> ReduceOp:
-    return Average if horovod_gradient else Sum
-
-
 def _any_rows(tensor: tf.Tensor) -> tf.TensorShape:
     return tf.TensorShape([None, *tensor.shape[1:]]) if tensor.shape.rank else tf.TensorShape(None)
 
@@ -369,10 +355,6 @@ def _gathered(array: Array, name: str, process_set: ProcessSet) -> list[Array]:
     return [result, np.array(before, np.int64)]
 
 
-def _broadcast(array: Array, root_rank: int, name: str, process_set: ProcessSet) -> Array:
-    return _broadcast_all([array], root_rank, name, process_set)[0]
-
-
 def _broadcast_all(arrays: Sequence[Any], root_rank: int, name: str, process_set: ProcessSet) -> list[Any]:
     runtime, process_set_id = api.runtime(), api.set_id(process_set)
     outputs = [gpu.copied(array) for array in arrays]
@@ -385,9 +367,8 @@ def _broadcast_all(arrays: Sequence[Any], root_rank: int, name: str, process_set
 
 def _alltoall(tensor: tf.Tensor, splits: Sequence[tf.Tensor], name: str, process_set: ProcessSet) -> list[tf.Tensor]:
     def exchange(array: Array, *counts: Array) -> Sequence[Array]:
-        result: Sequence[Array] = gpu.finished(api.runtime().alltoall(name, array, counts[0].tolist() if counts else None,
-                                                                      process_set=api.set_id(process_set)))
-        return result
+        return gpu.finished(api.runtime().alltoall(name, array, counts[0].tolist() if counts else None,
+                                                   process_set=api.set_id(process_set)))
     shapes = [_any_rows(tensor), tf.TensorShape([None])]
     if tf.executing_eagerly():  # counts are used by the host, wherever the tensor is
         counts = [each.numpy() for each in splits]

@@ -116,21 +116,17 @@ def moments(inputs: Any, mask: Any, axes: Sequence[int], name: str, process_set:
         weighted = inputs * weights
     at_least_one = ops.maximum(count, 1)
     mean = ops.sum(weighted, axes) / at_least_one
-    squares = ops.square(inputs - _spread(ops.stop_gradient(mean), inputs, axes))  # its derivative by the mean is zero
+    per_channel = [1 if axis in axes else -1 for axis in range(len(inputs.shape))]
+    squares = ops.square(inputs - ops.reshape(ops.stop_gradient(mean), per_channel))  # its derivative by the mean is zero
     variance = ops.sum(squares if mask is None else squares * weights, axes) / at_least_one
     count = ops.broadcast_to(count, ops.shape(mean))
     combined = _combine(ops.stack([count, mean, variance]), name, api.set_id(process_set))
     return combined[1], combined[2]
 
 
-def _spread(values: Any, like: Any, axes: Sequence[int]) -> Any:
-    """Return a value for each channel in a shape that broadcasts against an input."""
-    return keras.ops.reshape(values, [1 if axis in axes else -1 for axis in range(len(like.shape))])
-
-
 def _combine(own: Any, name: str, process_set: int) -> Any:
     """Return (count, mean, variance) of each channel over all ranks, from this rank's. Differentiable."""
-    from hvdlite_tf.keras.backends import call  # late: that package imports this module
+    from hvdlite_tf.keras.backends import call  # here, because that package imports this module
     counted = samples_of_step()
 
     def combined(own: Any) -> Any:
@@ -170,8 +166,7 @@ def _with_gradient(compute: Callable[[Any], Any], gradient: Callable[[Any, Any, 
         def function(own: Any) -> Any:
             whole = compute(own)
             return whole, lambda *upstream, **_: gradient(own, whole, upstream[0])
-        differentiable: Callable[[Any], Any] = keras.ops.custom_gradient(function)
-        return differentiable
+        return keras.ops.custom_gradient(function)
     import torch
 
     class Combined(torch.autograd.Function):  # Keras' custom_gradient on torch calls a failing function again
@@ -185,5 +180,4 @@ def _with_gradient(compute: Callable[[Any], Any], gradient: Callable[[Any, Any, 
         def backward(ctx: Any, upstream: Any) -> Any:
             own, whole = ctx.saved_tensors
             return gradient(own, whole, upstream)
-    result: Callable[[Any], Any] = Combined.apply
-    return result
+    return Combined.apply

@@ -1,4 +1,4 @@
-"""Horovod's `*_built()` and `*_enabled()` functions, which tell what is installed.
+"""Horovod's `*_built()` and `*_enabled()` functions, which report what is installed.
 
 hvdlite has nothing to build: an engine is available when its Python package is installed. Scripts call these functions to
 choose learning rates (`nccl_built() and ...`) or to skip tests.
@@ -18,19 +18,16 @@ def check_extension(*names: str) -> None:
 
 def mpi_built(verbose: bool = False) -> bool:
     """Return whether mpi4py is installed."""
-    del verbose
     return _installed("mpi4py")
 
 
 def gloo_built(verbose: bool = False) -> bool:
     """Return whether torch, which brings Gloo, is installed."""
-    del verbose
     return _installed("torch")
 
 
 def nccl_built(verbose: bool = False) -> int:
     """Return NCCL's version code (22803 for 2.28.3) as CuPy sees it, or 0 when it cannot be used."""
-    del verbose
     try:
         nccl = importlib.import_module("cupy.cuda.nccl")  # not at the top: nothing needs a GPU to be imported
         return int(nccl.get_version()) if nccl.available else 0
@@ -40,31 +37,26 @@ def nccl_built(verbose: bool = False) -> int:
 
 def cuda_built(verbose: bool = False) -> bool:
     """Return whether CuPy, through which GPUs are used, is installed."""
-    del verbose
     return _installed("cupy")
 
 
 def rocm_built(verbose: bool = False) -> bool:
     """Return False: there is no plane for AMD's GPUs."""
-    del verbose
     return False
 
 
 def sycl_built(verbose: bool = False) -> bool:
     """Return False: there is no plane for Intel's GPUs."""
-    del verbose
     return False
 
 
 def ddl_built(verbose: bool = False) -> bool:
     """Return False: IBM's DDL is not used."""
-    del verbose
     return False
 
 
 def ccl_built(verbose: bool = False) -> bool:
     """Return False: oneCCL is not used."""
-    del verbose
     return False
 
 

@@ -5,35 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
 
+from hvdlite.diagnostics.progress import Progress
 from hvdlite.groups.operation import Operation
 from hvdlite.handoff.group_state import GroupState
 
 _log = logging.getLogger("hvdlite")
-
-
-class Waits(Protocol):
-    """The part of `diagnostics.progress.Progress` that counts waits."""
-
-    def block(self) -> float:
-        """A thread of the script begins to wait; return what `unblock` wants."""
-
-    def unblock(self, begun: float) -> None:
-        """It goes on."""
-
-
-class Uncounted:
-    """Counts nothing."""
-
-    def block(self) -> float:
-        return 0.0
-
-    def unblock(self, begun: float) -> None:
-        pass
-
-
-UNCOUNTED: Final = Uncounted()
 
 
 class Call:
@@ -47,14 +24,14 @@ class Call:
         source: the rank that has sent what this call receives; -1 for other calls, and before it is known.
         progress: counts the time that threads wait for it.
         help: called by a thread that begins to wait: it carries the call out if no other thread can.
-        state: hears of threads that wait for it, however long that takes.
+        state: is aware of threads that wait for it, however long that takes.
 
     Args:
-        finish: called when the operations are done, before the call is: it copies results to where they belong, say.
+        finish: called when the operations are done, before the call is: for example, it copies results to where they belong.
     """
 
-    def __init__(self, operations: Sequence[Operation], finish: Callable[[], None] | None = None,
-                 timeout: float | None = None, progress: Waits = UNCOUNTED) -> None:
+    def __init__(self, operations: Sequence[Operation], progress: Progress, finish: Callable[[], None] | None = None,
+                 timeout: float | None = None) -> None:
         self.progress = progress
         self.help: Callable[[Call], None] | None = None
         self.state: GroupState | None = None
@@ -113,7 +90,7 @@ class Call:
             if not self._is_over:
                 self._callbacks.append(callback)
                 return
-        self._tell(callback)
+        self._run(callback)
 
     def end(self, error: Exception | None = None) -> None:
         """It is over; called once, by the thread that has carried it out."""
@@ -125,9 +102,9 @@ class Call:
                 self._event.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            self._tell(callback)
+            self._run(callback)
 
-    def _tell(self, callback: Callable[[Call], None]) -> None:
+    def _run(self, callback: Callable[[Call], None]) -> None:
         try:
             callback(self)
         except Exception:

@@ -22,11 +22,13 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
 from hvdlite.core.array import Array
+from hvdlite.groups.link import Done, GroupLink
+from hvdlite.groups.matching import P2PMessage
 from hvdlite.memory.area import UNUSED, Area
 from hvdlite.memory.rings import Piece, RingReader, Rings
 
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from hvdlite.groups.transfer import Transfer
 
 ARRIVE_SECONDS: Final = 1.0
-"""How long after its receiver has left a send may be told that it was received: both are told at the same time."""
+"""How long after its receiver has left a send may be reported as received: both are announced at the same time."""
 _ANNOUNCEMENT: Final = struct.Struct("!qqq")
 _LEFT: Final = b""
 """Announces that the rank has left the group."""
@@ -44,36 +46,13 @@ _TAKE: Final = struct.Struct("!q")
 
 Subject = TypeVar("Subject")
 
-Done = Callable[[Exception | None], None]
-"""Called by the background thread when a transfer is over, with its error."""
-
-
-class Message:
-    """A message from the rank `source`.
-
-    Attributes:
-        number: counts what the source sends to this rank, if its carrier counts.
-        is_kept: whether it was kept, because no receive wanted it when it came.
-        filled: how many of its `total` bytes have come, if they come in pieces.
-        has_come: whether all of them have.
-        target: where its bytes are put; None if there is no place for them yet, or if nobody wants them any more.
-        receive: the call that gets it; None before there is one, and if that has failed.
-    """
-
-    def __init__(self, source: int, tag: int, total: int, number: int = 0) -> None:
-        self.source, self.tag, self.total, self.number = source, tag, total, number
-        self.filled = 0
-        self.is_kept = self.has_come = False
-        self.target: Array | None = None
-        self.receive: Transfer | None = None
-
 
 class Carrier:
     """Carries messages between this rank and some others.
 
     Attributes:
-        is_over_when_put: whether a send is over when all of it is put; otherwise `Messages.sent` tells.
-        is_short: whether there may be room for a send without anybody telling.
+        is_over_when_put: whether a send is over when all of it is put; otherwise `Messages.sent` is called.
+        is_short: whether there may be room for a send without a notification.
         keeps_looking: see `Messages`.
     """
 
@@ -100,11 +79,11 @@ class Carrier:
         """
         return False
 
-    def fetch(self, message: Message, call: Transfer) -> None:
+    def fetch(self, message: P2PMessage, call: Transfer) -> None:
         """A receive gets a message that has not come completely."""
         raise NotImplementedError
 
-    def discard(self, message: Message) -> None:
+    def discard(self, message: P2PMessage) -> None:
         """Nobody gets a message that has not come completely. Its sender does not wait for that."""
         raise NotImplementedError
 
@@ -120,7 +99,7 @@ class Carrier:
         return False
 
     def may_arrive(self, call: Transfer) -> bool:
-        """Return whether a send to a rank that has left may yet be over: it was received, but this rank has not heard it."""
+        """Return whether a send to a rank that has left may yet end: it was received, but that is not announced yet."""
         return False
 
     def leave(self) -> None:
@@ -135,7 +114,7 @@ class RingCarrier(Carrier):
     """Between ranks of a host.
 
     Args:
-        area: has this rank's line, and those of `peers`. When `close` is called, this rank's line says that it has left.
+        area: has this rank's line, and those of `peers`. When `close` is called, this rank's line has `LEFT`.
         peers: the index in the area (and of `rings`) of each rank that is served.
     """
 
@@ -144,7 +123,7 @@ class RingCarrier(Carrier):
     def __init__(self, rings: Rings, area: Area, peers: Mapping[int, int]) -> None:
         self._rings, self._area, self._peers = rings, area, dict(peers)
         self._readers: dict[int, RingReader] = {}
-        self._arriving: dict[int, Message] = {}  # by source
+        self._arriving: dict[int, P2PMessage] = {}  # by source
 
     def put(self, call: Transfer) -> bool:
         local = self._peers[call.peer]
@@ -179,7 +158,7 @@ class RingCarrier(Carrier):
         """Copy a piece to its place; return False if it is to stay in the ring."""
         message = self._arriving.pop(source, None)
         if message is None:
-            message = Message(source, piece.tag, piece.total)
+            message = P2PMessage(source, piece.tag, piece.total)
             if not self._messages.arrives(message, is_kept=empties and reader.is_half_full):
                 return False
             if message.is_kept:
@@ -194,12 +173,12 @@ class RingCarrier(Carrier):
             self._messages.came(message)
         return True
 
-    def fetch(self, message: Message, call: Transfer) -> None:
+    def fetch(self, message: P2PMessage, call: Transfer) -> None:
         if message.target is not None:
             call.values[:message.filled] = message.target[:message.filled]
         message.target = call.values
 
-    def discard(self, message: Message) -> None:
+    def discard(self, message: P2PMessage) -> None:
         message.target = None
 
     def has_left(self, rank: int) -> bool:
@@ -217,25 +196,6 @@ class RingCarrier(Carrier):
             self._rings.heap.lend(rings, area.all_let_go(UNUSED), area.end_looking())
 
 
-class Link(Protocol):
-    """What carries messages between hosts. Callable from any thread; its ranks are those of the group."""
-
-    def announce(self, to: Sequence[int], text: bytes) -> None:
-        """Send a few bytes to other ranks; those of one rank arrive in order."""
-
-    def hear(self, hear: Callable[[int, bytes], None]) -> None:
-        """Let a function be called with the sender and text of each announcement, those included that have come before."""
-
-    def send(self, name: str, values: Array, to: int, done: Done) -> None:
-        """Begin to send values to a rank, which receives as many under the same name."""
-
-    def receive(self, name: str, values: Array, source: int, done: Done) -> None:
-        """Begin to receive them."""
-
-    def close(self) -> None:
-        """Hear nothing any more."""
-
-
 class RemoteCarrier(Carrier):
     """Between ranks of several hosts.
 
@@ -244,14 +204,14 @@ class RemoteCarrier(Carrier):
         peers: the ranks that are served.
     """
 
-    def __init__(self, link: Link, peers: Sequence[int]) -> None:
+    def __init__(self, link: GroupLink, peers: Sequence[int]) -> None:
         self._link, self._peers = link, tuple(peers)
         self._numbers: Counter[int] = Counter()  # of messages to each rank
-        self._left: dict[int, float] = {}  # when that was heard
+        self._left: dict[int, float] = {}  # when that was announced
 
     def open(self, messages: Messages) -> None:
         super().open(messages)
-        self._link.hear(self._listen)
+        self._link.listen(self._listen)
 
     def put(self, call: Transfer) -> bool:
         """See `Carrier`. The runtime takes the whole message, and nobody can stop it."""
@@ -262,13 +222,13 @@ class RemoteCarrier(Carrier):
                         self._noted(self._messages.sent, call))
         return True
 
-    def fetch(self, message: Message, call: Transfer) -> None:
+    def fetch(self, message: P2PMessage, call: Transfer) -> None:
         call.begun = True
         if message.target is None:
             message.target = call.values
             self._receive(message, message.target)
 
-    def discard(self, message: Message) -> None:
+    def discard(self, message: P2PMessage) -> None:
         if message.target is None:
             self._receive(message, np.empty(message.total, np.uint8))
 
@@ -289,16 +249,16 @@ class RemoteCarrier(Carrier):
 
     def _listen(self, source: int, text: bytes) -> None:
         """Note an announcement; called by the background thread."""
-        self._messages.note(functools.partial(self._heard, source, text), is_urgent=len(text) == _TAKE.size)
+        self._messages.note(functools.partial(self._received, source, text), is_urgent=len(text) == _TAKE.size)
 
-    def _heard(self, source: int, text: bytes) -> None:
+    def _received(self, source: int, text: bytes) -> None:
         if text == _LEFT:
             self._left[source] = time.monotonic()
         elif len(text) == _TAKE.size:
             self._take(source, *_TAKE.unpack(text))
         else:
             number, tag, total = _ANNOUNCEMENT.unpack(text)
-            self._messages.arrives(Message(source, tag, total, number), is_kept=True)
+            self._messages.arrives(P2PMessage(source, tag, total, number), is_kept=True)
 
     def _take(self, source: int, number: int) -> None:
         """Receive a message of a rank that leaves, before a receive gets it."""
@@ -311,12 +271,12 @@ class RemoteCarrier(Carrier):
                 self._receive(message, message.target)
                 return
 
-    def _receive(self, message: Message, values: Array) -> None:
+    def _receive(self, message: P2PMessage, values: Array) -> None:
         self._link.receive(_name(message.source, message.number, self._messages.rank, message.tag), values, message.source,
                            self._noted(self._messages.came, message))
 
-    def _noted(self, tell: Callable[[Subject, Exception | None], None], subject: Subject) -> Done:
-        return lambda error: self._messages.note(functools.partial(tell, subject, error))
+    def _noted(self, notify: Callable[[Subject, Exception | None], None], subject: Subject) -> Done:
+        return lambda error: self._messages.note(functools.partial(notify, subject, error))
 
 
 def _name(source: int, number: int, to: int, tag: int) -> str:

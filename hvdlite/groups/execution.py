@@ -21,10 +21,11 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError, OperationTimeoutError, PeerLeftError, PeerLostError
 from hvdlite.core.types import Collective
 from hvdlite.groups.call import Call
-from hvdlite.groups.members import Members
+from hvdlite.groups.link import GroupLink
+from hvdlite.groups.members import GroupMembers
 from hvdlite.groups.messages import Messages
-from hvdlite.groups.operation import Operation, Preparations, Prepared, even_splits, shown, splits_of
-from hvdlite.groups.peers import LocalPeers, OnlySplitsDiffer, Peers, RemotePeers, Standing, disagreement
+from hvdlite.groups.operation import Operation, Preparations, PreparedOperation, even_splits, shown, splits_of
+from hvdlite.groups.peers import CallProgress, LocalPeers, OnlySplitsDiffer, Peers, RemotePeers, disagreement
 from hvdlite.groups.reports import Reports
 from hvdlite.handoff.group_state import PATIENCE_SECONDS, GroupState, LongWait
 from hvdlite.memory.area import TEXT
@@ -36,7 +37,7 @@ REMEMBERED: Final = 2000
 LOOK_SECONDS: Final = 1.0
 """How long a thread sleeps at most before it looks again whether others have left."""
 ANSWER_SECONDS: Final = 2.0
-"""How long the other ranks have to say how far they are."""
+"""How long the other ranks have to report their progress."""
 
 
 class PastCall(NamedTuple):
@@ -55,42 +56,47 @@ class PastCall(NamedTuple):
     state: str
 
 
-class Execution:
+class GroupExecutor:
     """Carries out operations, on the thread that calls it: one at a time. The rest may be called from any thread.
 
     Args:
         plane: has the group's ranks as process set 0; owned by this object.
-        announce: by which ranks on several hosts tell each other how far they are; None if all share the state's area.
+        link: by which ranks on several hosts announce how far they are; None if all share the state's area.
         messages: those of this rank; None if it is the only one.
-        patience: seconds that a rank waits for others before it tells rank 0 of the runtime.
+        patience: seconds that a rank waits for others before it reports that to rank 0 of the runtime.
 
     Attributes:
         peers: what is known of the other ranks.
         is_busy: whether the thread that carries out operations is in the middle of one.
     """
 
-    def __init__(self, members: Members, plane: Plane, state: GroupState, reports: Reports, messages: Messages | None, *,
-                 announce: Callable[[Sequence[int], bytes], None] | None = None, patience: float = PATIENCE_SECONDS) -> None:
+    def __init__(self, members: GroupMembers, plane: Plane, state: GroupState, reports: Reports,
+                 messages: Messages | None, *, link: GroupLink | None = None, patience: float = PATIENCE_SECONDS) -> None:
         self.is_busy = False
-        self._members, self._rank, self._size = members, members.rank, members.size
-        self._plane, self._state, self._reports, self._messages = plane, state, reports, messages
+        self._members = members
+        self._rank = members.rank
+        self._size = members.size
+        self._plane = plane
+        self._state = state
+        self._reports = reports
+        self._messages = messages
         self._patience = patience
         self._ranks = tuple(range(members.size))
         self._preparations = Preparations(members.name, self._ranks)
         self._completed = self._plans = 0
         self._text = b""  # of the operation under way
         self._timeout = self._deadline = 0.0  # of the operation under way; the deadline from its first wait on
-        self._unchecked: Prepared | None = None  # until it is known whether all ranks call it
+        self._unchecked: PreparedOperation | None = None  # until it is known whether all ranks call it
         self._met = 0.0  # when that was known, on the reports' clock
-        self._begun: deque[tuple[int, float, Prepared]] = deque(maxlen=REMEMBERED)  # when operations have begun
+        self._begun: deque[tuple[int, float, PreparedOperation]] = deque(maxlen=REMEMBERED)  # when operations have begun
         self._refused: deque[int] = deque(maxlen=REMEMBERED)  # about which ranks did not agree
         self._area = state.area
         self._local: LocalPeers | None = None
-        if announce is None:
+        if link is None:
             self.peers: Peers = LocalPeers(state.area)
             self._local = self.peers
         else:
-            self.peers = RemotePeers(announce, members.others, self._standing, lambda: state.area.wake((state.area.index,)))
+            self.peers = RemotePeers(link, members.others, self)
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -105,7 +111,7 @@ class Execution:
         self.is_busy = True
         try:
             self._perform(operation, timeout)
-        except MismatchError:  # of which all ranks know
+        except MismatchError:  # on all ranks
             self._refused.append(state.begun)
             self._completed = state.begun
             raise
@@ -164,34 +170,30 @@ class Execution:
             self._exchange(operation, response)
 
     def _exchange(self, operation: Operation, response: Response) -> None:
-        """Carry out an alltoall for which the ranks have to tell each other what they send."""
-        told = np.zeros((self._size, 2, self._size), np.int64)
-        told[self._rank] = operation.sent or operation.rows, operation.received or operation.rows
-        self._gather(told[self._rank].reshape(-1), told.reshape(-1), "splits")
+        """Carry out an alltoall for which the ranks have to exchange what they send."""
+        rows = np.zeros((self._size, 2, self._size), np.int64)
+        rows[self._rank] = operation.sent or operation.rows, operation.received or operation.rows
+        self._gather(rows[self._rank].reshape(-1), rows.reshape(-1), "splits")
         unit = "bytes" if operation.dtype == "uint8" else "elements"
         what = f"{self._members.name}, call {self._state.begun}: {operation.agreed}"
-        splits, sent, received = splits_of(told, self._rank, what, unit)
+        splits, sent, received = splits_of(rows, self._rank, what, unit)
         if sent:
             response = msgspec.structs.replace(response, collective=Collective.ALLTOALL, rows=(sent, received))
             self._execute(response, *operation.memory(), splits)
 
-    def _compare(self, prepared: Prepared) -> None:
+    def _compare(self, prepared: PreparedOperation) -> None:
         """Check that the ranks of several hosts agree."""
-        told = np.zeros((self._size, 2), np.int64)
-        told[self._rank] = self._state.begun, prepared.digest
-        self._gather(told[self._rank].copy(), told.reshape(-1), "digests")
+        digests = np.zeros((self._size, 2), np.int64)
+        digests[self._rank] = self._state.begun, prepared.digest
+        self._gather(digests[self._rank].copy(), digests.reshape(-1), "digests")
         self._all_have_come()
-        if (told != told[self._rank]).any():
-            texts = self._gather_texts(prepared)
-            raise disagreement(list(zip(told[:, 0].tolist(), texts, strict=True)), self._members)
-
-    def _gather_texts(self, prepared: Prepared) -> list[bytes]:
-        """Return what each rank calls."""
-        texts = np.zeros((self._size, TEXT), np.uint8)
-        own = prepared.text[:TEXT]
-        texts[self._rank, :len(own)] = np.frombuffer(own, np.uint8)
-        self._gather(texts[self._rank].copy(), texts.reshape(-1), "texts")
-        return [text.tobytes().rstrip(b"\0") for text in texts]
+        if (digests != digests[self._rank]).any():
+            texts = np.zeros((self._size, TEXT), np.uint8)  # what each rank calls
+            own = prepared.text[:TEXT]
+            texts[self._rank, :len(own)] = np.frombuffer(own, np.uint8)
+            self._gather(texts[self._rank].copy(), texts.reshape(-1), "texts")
+            called = [text.tobytes().rstrip(b"\0") for text in texts]
+            raise disagreement(list(zip(digests[:, 0].tolist(), called, strict=True)), self._members)
 
     def _gather(self, own: Array, whole: Array, what: str) -> None:
         """Gather the same number of elements of each rank."""
@@ -246,7 +248,7 @@ class Execution:
         self._state.wait_for_all(None)
 
     def _impatient(self) -> None:
-        """A wait takes long: tell rank 0 of the runtime who waits for whom; may raise an error that ends it."""
+        """A wait takes long: report to rank 0 of the runtime who waits for whom; may raise an error that ends it."""
         if self._unchecked is None:
             self._reports.suspect()
             return
@@ -297,8 +299,13 @@ class Execution:
 
     # --- how far this rank is ---------------------------------------------------------------------------------------------
 
-    def _standing(self) -> Standing:
-        return Standing(self._state.begun, self._completed, shown(self._text))
+    def wake(self) -> None:
+        """Let the thread that carries out an operation look again; callable from any thread."""
+        self._area.wake((self._area.index,))
+
+    def progress(self) -> CallProgress:
+        """Return how far this rank is; callable from any thread."""
+        return CallProgress(self._state.begun, self._completed, shown(self._text))
 
     def past_calls(self, queue: Sequence[Call]) -> list[PastCall]:
         """Return the last operations, oldest first, and then those of calls that are queued."""

@@ -12,8 +12,8 @@ Theory of operation
   operations at the end of the queue (`when_over`). If a callback waits for a queued call, its thread carries out the queue.
 - Whoever waits in a group advances all its sends and receives; if nobody does, the worker.
 - An operation is carried out by `execution.py`. If the ranks differ, all raise `MismatchError`, and the group goes on. Any
-  other error ends the group on this rank: the others may be in the middle of a plan. They are told of what they cannot know,
-  such as a lack of memory.
+  other error ends the group on this rank: the others may be in the middle of a plan. They are notified of what they cannot
+  see, such as a lack of memory.
 
 The lock is held for moments, and never while a call is carried out. Rules: docs/protocol.md#groups.
 """
@@ -29,10 +29,10 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import ForkedProcessError, HorovodInternalError, MismatchError, PeerLostError, UnsupportedError
+from hvdlite.core.errors import HorovodInternalError, MismatchError, PeerLostError, UnsupportedError
 from hvdlite.groups.call import Call, when_all_done
-from hvdlite.groups.execution import Execution, PastCall
-from hvdlite.groups.members import Members
+from hvdlite.groups.execution import GroupExecutor, PastCall
+from hvdlite.groups.members import GroupMembers
 from hvdlite.groups.messages import Messages
 from hvdlite.groups.operation import Operation
 from hvdlite.groups.reports import Reports
@@ -62,19 +62,26 @@ class Group:
     Args:
         execution: owned by this object, like `messages`.
         messages: sends and receives; None if this rank is the only one.
-        tell: tells the other ranks of an error that only this one knows.
+        report_error: sends the other ranks an error that they cannot see.
         released: called once, when the group is closed.
     """
 
-    def __init__(self, members: Members, timeout: float, state: GroupState, execution: Execution, messages: Messages | None,
-                 reports: Reports, *,
-                 tell: Callable[[Exception], object] = lambda error: None,
+    def __init__(self, members: GroupMembers, timeout: float, state: GroupState, execution: GroupExecutor,
+                 messages: Messages | None, reports: Reports, *,
+                 report_error: Callable[[Exception], object] = lambda error: None,
                  released: Callable[[], object] = lambda: None) -> None:
-        self.name, self.rank, self.size, self.timeout = members.name, members.rank, members.size, timeout
+        self.name = members.name
+        self.rank = members.rank
+        self.size = members.size
+        self.timeout = timeout
         self.members = members.names
+        self._ranks = members
         self.state = state
-        self._execution, self._messages, self._reports = execution, messages, reports
-        self._tell, self._released = tell, released
+        self._execution = execution
+        self._messages = messages
+        self._reports = reports
+        self._report_error = report_error
+        self._released = released
         self._progress = reports.progress
         self._pid = os.getpid()
         self._lock = threading.RLock()  # guards the following; a signal handler may make a call while its thread holds it
@@ -100,7 +107,7 @@ class Group:
 
         - `MismatchError`, on all ranks: they do not call the same. The rest of the call is not done; the group goes on.
         - `OperationTimeoutError`; `PeerLeftError` or another `PeerLostError`; `HorovodInternalError` for what was aborted or
-          destroyed; and `MemoryError`, of which the other ranks hear. The group cannot be used any more on this rank.
+          destroyed; and `MemoryError`, which is reported to the other ranks. The group cannot be used any more on this rank.
         - what `finish` raises; the group goes on.
         - `ForkedProcessError`, in a forked child.
 
@@ -110,12 +117,10 @@ class Group:
             timeout: seconds from when its turn comes; by default the group's.
         """
         state = self.state
-        call = Call(operations, finish, timeout, self._progress)
+        call = Call(operations, self._progress, finish, timeout)
         call.help, call.state = self._help, state
         if self._pid != os.getpid():
-            call.end(ForkedProcessError(f"{self.name}: this process (pid {os.getpid()}) was forked from rank {self.rank} "
-                                        f"(pid {self._pid}), to which the group belongs; start workers with the spawn "
-                                        "method"))
+            call.end(self._ranks.forked_error(self._pid))
             return call
         self._reports.called()
         with self._lock:
@@ -165,13 +170,9 @@ class Group:
             callback = self.state.counted(callback)
         last = max(under_way, key=lambda call: call.place, default=None)
         if last is not None and last.place not in (0, self._places):
-            last = self._marker()
+            last = self.start(())  # a marker: it is over when what this rank has called before is
         # First the one that ends last: so callbacks for which the same call is the last one come in the order of asking.
         when_all_done(under_way if last is None else [last, *under_way], callback)
-
-    def _marker(self) -> Call:
-        """Return a call without operations: it is over when what this rank has called before is."""
-        return self.start(())
 
     def send(self, values: Array, to: int, tag: int) -> Call:
         """Send bytes (uint8, flat) to a rank; never waits for it. Messages of the same pair and tag arrive in order."""
@@ -203,10 +204,10 @@ class Group:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _fail(self, error: Exception) -> None:
-        """Fail all calls under way and all later ones. The other ranks see it, but for what they are told in another way."""
+        """Fail all calls under way and all later ones. The other ranks see it, unless it is reported to them otherwise."""
         state = self.state
         first = state.error or error
-        # Of other errors they are told; and what another rank has done they hear as this one has, and need to know.
+        # Other errors are reported to them; and what another rank has done they learn as this one has.
         if isinstance(first, HorovodInternalError) and not isinstance(first, PeerLostError) and state.has_runtime:
             self._execution.leave()
         state.fail(error)
@@ -235,7 +236,7 @@ class Group:
                 return
             is_idle = not self.state.runner and not self._queue
         if not is_idle:
-            self._marker().wait(seconds)
+            self.start(()).wait(seconds)
         if self._messages is not None:
             self._messages.flush(until)
 
@@ -256,9 +257,9 @@ class Group:
                     break
         if worker is not None and worker is not threading.current_thread():
             worker.join(JOIN_SECONDS)
-        is_late = self.state.runner not in (0, threading.get_ident()) or (  # a thread, which may still use the memory
+        may_be_used = self.state.runner not in (0, threading.get_ident()) or (  # a thread, which may still use the memory
             worker is not None and worker is not threading.current_thread() and worker.is_alive())
-        let_go = 0 if is_late else DONE
+        let_go = 0 if may_be_used else DONE
         if self.state.has_runtime:
             self._execution.leave(is_reason=False)  # unless it has, with the reason
         if self._messages is not None:
@@ -305,8 +306,7 @@ class Group:
         """Likewise without the lock; the background thread never waits for it: a signal handler may wait for that thread."""
         if self._lock.acquire(blocking=False):
             try:
-                if not self._is_closed:
-                    self._let_work()
+                self._let_work_later()
             finally:
                 self._lock.release()
         else:
@@ -327,7 +327,8 @@ class Group:
                     return
             if call is None:
                 try:
-                    self._drive()
+                    assert self._messages is not None
+                    self._messages.drive(lambda: bool(self._queue or self.state.runner or self._is_closed))
                 finally:
                     self._is_driving = False
                 continue
@@ -356,10 +357,6 @@ class Group:
             state.runner = threading.get_ident()
             return self._queue.popleft()
         return None
-
-    def _drive(self) -> None:
-        assert self._messages is not None
-        self._messages.drive(lambda: bool(self._queue or self.state.runner or self._is_closed))
 
     def _help(self, call: Call) -> None:
         """Carry out what is queued until a call is over, if a callback waits for it: no other thread can do so meanwhile."""
@@ -396,8 +393,8 @@ class Group:
             error = self._execution.reason(failed)
             self.state.on_report()  # before what is queued is given up
             self._fail(error)
-            if not isinstance(error, HorovodInternalError):  # no memory, say: the others do not know of it
-                self._tell(error)
+            if not isinstance(error, HorovodInternalError):  # such as a lack of memory, which the others cannot see
+                self._report_error(error)
         except BaseException as interruption:  # in the middle of a plan: what the others wait for does not come
             self.abort(f"a thread was interrupted in a call ({type(interruption).__name__})")
             call.end(self.state.error)

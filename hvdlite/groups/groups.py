@@ -2,7 +2,7 @@
 
 A group lives on the job's runtime when its ranks are known to be ranks of the job: those of the default group are if they
 are all of the job, in its order of ranks, and so are those of its parts. The first group of a process that has not called
-`init()` begins the job, unless the launcher says that the job is another one. So a script that only uses groups has reports,
+`init()` begins the job, unless the launcher has started another job. So a script that only uses groups has reports,
 a timeline and failure records like any other; `init()` later shares the runtime.
 
 The ranks of a world of its own meet in a store; all groups then meet on their runtime (`meeting.py`).
@@ -11,6 +11,7 @@ The ranks of a world of its own meet in a store; all groups then meet on their r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -28,14 +29,12 @@ from hvdlite.core.errors import ConfigError, ForkedProcessError, LaunchError
 from hvdlite.core.world import Hosts
 from hvdlite.engine.failures import failure_error
 from hvdlite.groups.carriers import Carrier, RemoteCarrier, RingCarrier
-from hvdlite.groups.execution import Execution
+from hvdlite.groups.execution import GroupExecutor
 from hvdlite.groups.group import Group
 from hvdlite.groups.link import GroupLink
-from hvdlite.groups.meeting import GroupMeeting
-from hvdlite.groups.members import Members
-from hvdlite.groups.memory import GroupMemory
+from hvdlite.groups.meeting import GroupMeeting, GroupMemory
+from hvdlite.groups.members import GroupMembers
 from hvdlite.groups.messages import Messages
-from hvdlite.groups.peers import RemotePeers
 from hvdlite.groups.reports import Reports, RuntimeReports, notice_of
 from hvdlite.handoff.group_state import GroupState
 from hvdlite.memory.area import DONE, Area, area_bytes
@@ -70,7 +69,9 @@ class Groups:
     """
 
     def __init__(self, worlds: Worlds, begin: Callable[[LaunchInfo | None], None], end: Callable[[], None]) -> None:
-        self._worlds, self._begin, self._end = worlds, begin, end
+        self._worlds = worlds
+        self._begin = begin
+        self._end = end
         self._groups: list[Group] = []
         self._of_world: list[Group] = []  # those of `open`, which end with the world
         self._own: list[Runtime] = []  # of groups that are not closed
@@ -88,7 +89,7 @@ class Groups:
                              f"each must be there once, and the world has ranks 0 to {runtime.world.size - 1}")
         for group in [each for each in self._groups if not each.state.has_runtime]:
             group.close()  # of an earlier world
-        members = Members.of(name, ranks, rank, runtime.hosts)
+        members = GroupMembers.of(name, ranks, rank, runtime.hosts)
         if members.size == 1:
             return self._alone(members, timeout)
         group = self._opened(runtime, members, timeout, time.monotonic() + timeout, lambda: None)
@@ -104,7 +105,7 @@ class Groups:
         self._leaving = [runtime for runtime in self._leaving if not runtime.has_ended]
         names = tuple(map(str, range(size) if members is None else members))
         if size == 1:
-            return self._alone(Members(name, 0, (0,), Hosts(((0,),)), names), timeout)
+            return self._alone(GroupMembers(name, 0, (0,), Hosts(((0,),)), names), timeout)
         deadline = time.monotonic() + min(timeout, store.seconds)
         if members is not None and self._default is not None and self._default is self._worlds.runtime:
             runtime, ranks = self._default, tuple(members)
@@ -114,7 +115,7 @@ class Groups:
             runtime, release = self._meet(store, name, rank, size, members)
             ranks = tuple(range(size))
         try:
-            own = Members.of(name, ranks, runtime.world.rank, runtime.hosts, names)
+            own = GroupMembers.of(name, ranks, runtime.world.rank, runtime.hosts, names)
             return self._opened(runtime, own, timeout, deadline, release)
         except BaseException:
             release()
@@ -176,7 +177,7 @@ class Groups:
             else:
                 runtime = self._started(dataclasses.replace(info, rank_names=tuple(map(str, members or ()))), config)
                 self._default = None if members is None else self._default
-                release = self._leave_own(runtime)
+                release = functools.partial(self._leave_own, runtime)
         finally:
             if info.held_port is not None:
                 info.held_port.close()
@@ -216,24 +217,22 @@ class Groups:
         self._own.append(runtime)
         return runtime
 
-    def _leave_own(self, runtime: Runtime) -> Callable[[], None]:
-        """Return what leaves a group's own runtime, which ends when all ranks have left it."""
-        def leave() -> None:
-            runtime.leave()
-            if runtime in self._own:
-                self._own.remove(runtime)
-                self._leaving.append(runtime)
-        return leave
+    def _leave_own(self, runtime: Runtime) -> None:
+        """Leave a group's own runtime, which ends when all ranks have left it."""
+        runtime.leave()
+        if runtime in self._own:
+            self._own.remove(runtime)
+            self._leaving.append(runtime)
 
     # --- what a group has -------------------------------------------------------------------------------------------------
 
-    def _alone(self, members: Members, timeout: float) -> Group:
+    def _alone(self, members: GroupMembers, timeout: float) -> Group:
         """Return a group of this rank only."""
         state = GroupState(members.name, (0,), Area(bytearray(area_bytes(1)), 0, 1))
         plane, reports = LoopbackPlane(0, LoopbackHub(), lambda rank: None, self._worlds.casts), Reports()
-        return Group(members, timeout, state, Execution(members, plane, state, reports, None), None, reports)
+        return Group(members, timeout, state, GroupExecutor(members, plane, state, reports, None), None, reports)
 
-    def _opened(self, runtime: Runtime, members: Members, timeout: float, deadline: float,
+    def _opened(self, runtime: Runtime, members: GroupMembers, timeout: float, deadline: float,
                 release: Callable[[], object]) -> Group:
         """Like `_made`; of a job that fails, the reason is raised, and not that its memory has ended with it."""
         try:
@@ -243,7 +242,7 @@ class Groups:
                 raise
             raise runtime.failure.with_traceback(None) from error
 
-    def _made(self, runtime: Runtime, members: Members, timeout: float, deadline: float,
+    def _made(self, runtime: Runtime, members: GroupMembers, timeout: float, deadline: float,
               release: Callable[[], object]) -> Group:
         """Meet on a runtime, and return the group.
 
@@ -253,11 +252,11 @@ class Groups:
         """
         config, memory = runtime.config, GroupMemory(len(members.local), runtime.config.shm_slot)
         patience = timeout_or_inf(config.stall_check_time_seconds)
-        place = GroupMeeting(runtime, members, memory.nbytes, patience).place(deadline)
+        place = GroupMeeting(runtime, members, memory.nbytes, patience).meet(deadline)
         link = GroupLink(runtime, f"{place.identity}.", members.of_runtime)
-        failures, standings = link.part("failures"), link.part("standings")
+        failures, progress = link.part("failures"), link.part("progress")
 
-        def tell(error: BaseException) -> None:
+        def report_error(error: BaseException) -> None:
             failures.announce(members.others, msgspec.msgpack.encode(notice_of(error, runtime.world.rank)))
 
         def failed(source: int, text: bytes) -> None:
@@ -270,7 +269,7 @@ class Groups:
             if group in self._of_world:
                 self._of_world.remove(group)
             failures.close()
-            standings.close()
+            progress.close()
             heaps[area.index].take_back()
             release()
 
@@ -287,26 +286,23 @@ class Groups:
             assert make_plane is not None, "a job of one rank has groups of one rank only"
             plane = make_plane(members.rank, members.hosts, memory, area, link)
         except BaseException as error:
-            tell(error)
+            report_error(error)
             for each in made:
                 each.release()
             raise
         rings = Rings(memory.pairs, area.index, heaps)
         messages = Messages(members, state, _carriers(members, area, rings, link.part("messages")), reports.progress)
-        execution = Execution(members, plane, state, reports, messages,
-                              announce=None if plane.name == "shm" else standings.announce)
-        if isinstance(execution.peers, RemotePeers):
-            standings.hear(execution.peers.hear)
-        group = Group(members, timeout, state, execution, messages, reports, tell=tell, released=closed)
+        execution = GroupExecutor(members, plane, state, reports, messages, link=None if plane.name == "shm" else progress)
+        group = Group(members, timeout, state, execution, messages, reports, report_error=report_error, released=closed)
         self._groups.append(group)
         runtime.add_group(state)
-        failures.hear(failed)
+        failures.listen(failed)
         if runtime in self._own:
             _start_timeline(runtime, members.name)
         return group
 
 
-def _carriers(members: Members, area: Area, rings: Rings, link: GroupLink) -> dict[int, Carrier]:
+def _carriers(members: GroupMembers, area: Area, rings: Rings, link: GroupLink) -> dict[int, Carrier]:
     """Return what carries messages between this rank and each other one."""
     near = {rank: index for index, rank in enumerate(members.local) if rank != members.rank}
     far = [rank for rank in members.others if rank not in near]

@@ -9,9 +9,8 @@ from hvdlite.engine.oob import OobChannel
 from hvdlite.planes.base import WaitUntil
 from hvdlite.runtime.runtime import Runtime
 
-
-def _never() -> bool:
-    return False
+Done = Callable[[Exception | None], None]
+"""Called by the background thread when a transfer is over, with its error."""
 
 
 class GroupLink:
@@ -31,7 +30,7 @@ class GroupLink:
         self._index = {rank: index for index, rank in enumerate(ranks)}
 
     def part(self, name: str) -> GroupLink:
-        """Return the link of a part of the group's code, whose announcements only that part hears."""
+        """Return the link of a part of the group's code, whose announcements only that part receives."""
         return GroupLink(self._runtime, f"{self._prefix}{name}.", self._ranks)
 
     # --- what one rank publishes and another one fetches ----------------------------------------------------------------
@@ -42,7 +41,8 @@ class GroupLink:
     def withdraw(self, label: str) -> None:
         self._channel.withdraw_from(self._prefix + label)
 
-    def fetch(self, label: str, sender: int, wait_until: WaitUntil, is_cancelled: Callable[[], bool] = _never) -> bytes:
+    def fetch(self, label: str, sender: int, wait_until: WaitUntil,
+              is_cancelled: Callable[[], bool] = lambda: False) -> bytes:
         return self._channel.fetch(self._prefix + label, self._ranks[sender], wait_until, is_cancelled)
 
     def look(self) -> None:
@@ -54,7 +54,7 @@ class GroupLink:
         """Send a few bytes to other ranks; those of one rank arrive in order."""
         self._channel.announce(self._prefix, [self._ranks[rank] for rank in to], text)
 
-    def hear(self, listener: Callable[[int, bytes], None]) -> None:
+    def listen(self, listener: Callable[[int, bytes], None]) -> None:
         """Let a function be called with the sender and text of each announcement, those included that have come before.
 
         The background thread calls it, or this one; it returns at once.
@@ -62,19 +62,15 @@ class GroupLink:
         self._channel.subscribe(self._prefix, lambda rank, text: listener(self._index[rank], text))
 
     def close(self) -> None:
-        """Hear nothing any more."""
+        """Stop listening."""
         self._channel.ignore(self._prefix)
 
     # --- negotiated transfers -------------------------------------------------------------------------------------------
 
-    def send(self, name: str, values: Array, to: int, done: Callable[[Exception | None], None]) -> None:
-        """Begin to send values to a rank, which receives as many under the same name.
-
-        Args:
-            done: called by the background thread when the transfer is over, with its error.
-        """
+    def send(self, name: str, values: Array, to: int, done: Done) -> None:
+        """Begin to send values to a rank, which receives as many under the same name."""
         self._runtime.send(self._prefix + name, values, self._ranks[to], done)
 
-    def receive(self, name: str, values: Array, source: int, done: Callable[[Exception | None], None]) -> None:
+    def receive(self, name: str, values: Array, source: int, done: Done) -> None:
         """Begin to receive them."""
         self._runtime.receive(self._prefix + name, values, self._ranks[source], done)

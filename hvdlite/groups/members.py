@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 from collections.abc import Sequence
 
+from hvdlite.core.errors import ForkedProcessError
 from hvdlite.core.world import Hosts
 
 
 @dataclasses.dataclass(frozen=True)
-class Members:
+class GroupMembers:
     """Ranks are indices in the group, but for those of the runtime on which it lives.
 
     Attributes:
@@ -27,7 +30,7 @@ class Members:
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, name: str, ranks: Sequence[int], own: int, hosts: Hosts, names: Sequence[str] = ()) -> Members:
+    def of(cls, name: str, ranks: Sequence[int], own: int, hosts: Hosts, names: Sequence[str] = ()) -> GroupMembers:
         """Return the members of a group.
 
         Args:
@@ -50,10 +53,21 @@ class Members:
         """The ranks of this rank's host."""
         return self.hosts.local_ranks(self.rank)
 
-    @property
+    @functools.cached_property
     def others(self) -> list[int]:
         """All ranks but this one."""
         return [rank for rank in range(self.size) if rank != self.rank]
+
+    def check_other(self, verb: str, rank: int) -> None:
+        """Raise ValueError unless `rank` is another rank of the group."""
+        if rank == self.rank or not 0 <= rank < self.size:
+            raise ValueError(f"rank {self.rank} of {self.name} cannot {verb} rank {rank}: the group has ranks 0 to "
+                             f"{self.size - 1}, and a rank exchanges messages with other ranks only")
+
+    def forked_error(self, process: int) -> ForkedProcessError:
+        """Return the error of a call in a forked child of a process."""
+        return ForkedProcessError(f"{self.name}: this process (pid {os.getpid()}) was forked from rank {self.rank} (pid "
+                                  f"{process}), to which the group belongs; start workers with the spawn method")
 
     def named(self, ranks: Sequence[int]) -> str:
         """Return a text that names ranks: "rank 3", "ranks 1, 2"."""

@@ -5,7 +5,7 @@ A send waits in a queue to its receiver until the carrier has taken all of it. A
 
 There is no thread of messages: *whoever waits in the group advances all of them*. A thread that waits for a send or receive
 sleeps on the rank's word (`memory/area.py`) and calls `advance` whenever it wakes up; one that waits in a collective does
-the same. If no thread waits, the group is told (`let_work`), and its worker calls `drive`.
+the same. If no thread waits, the group is notified (`let_work`), and its worker calls `drive`.
 
 Rules (docs/protocol.md#message-rings)
 - One lock guards everything. It is held while at most one piece per pair is copied, and never while a thread sleeps. Calls
@@ -26,11 +26,11 @@ from typing import Final, TypeVar
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HorovodInternalError
-from hvdlite.groups.call import UNCOUNTED, Waits
-from hvdlite.groups.carriers import Carrier, Message
-from hvdlite.groups.matching import ANY, Matching
-from hvdlite.groups.members import Members
-from hvdlite.groups.transfer import Texts, Transfer
+from hvdlite.diagnostics.progress import Progress
+from hvdlite.groups.carriers import Carrier
+from hvdlite.groups.matching import ANY, Matching, P2PMessage
+from hvdlite.groups.members import GroupMembers
+from hvdlite.groups.transfer import Transfer
 from hvdlite.handoff.group_state import PATIENCE_SECONDS, GroupState
 
 SLEEP_SECONDS: Final = 1.0
@@ -55,11 +55,14 @@ class Messages:
             often, so it must be cheap; and by any thread, the background thread too.
     """
 
-    def __init__(self, members: Members, state: GroupState, carriers: Mapping[int, Carrier],
-                 progress: Waits = UNCOUNTED, patience: float = PATIENCE_SECONDS) -> None:
-        self.rank, self.state, self.progress, self.patience = members.rank, state, progress, patience
+    def __init__(self, members: GroupMembers, state: GroupState, carriers: Mapping[int, Carrier],
+                 progress: Progress, patience: float = PATIENCE_SECONDS) -> None:
+        self.rank = members.rank
+        self.state = state
+        self.progress = progress
+        self.patience = patience
         self.let_work: Callable[[], object] = lambda: None
-        self.texts = Texts(members)
+        self.members = members
         self._area, self._carriers = state.area, carriers
         self._each_carrier = list(dict.fromkeys(carriers.values()))
         self._process = os.getpid()
@@ -72,7 +75,7 @@ class Messages:
         self._calls: dict[Transfer, None] = {}  # under way, oldest first
         self._first_deadline = math.inf  # no call under way has an earlier one
         self._sends: dict[int, deque[Transfer]] = {}  # by receiver: those not on their way completely; not empty
-        self.matching: Matching[Transfer, Message] = Matching()
+        self.matching = Matching()
         self._over: deque[tuple[Transfer, Exception | None]] = deque()  # to be ended without the lock
         for carrier in self._each_carrier:
             carrier.open(self)
@@ -83,7 +86,7 @@ class Messages:
         Raises:
             ValueError: if `to` is this rank, or none of the group's.
         """
-        self.texts.check_peer("send to", to)
+        self.members.check_other("send to", to)
         return self._start(Transfer(self, values, to, tag, timeout, is_send=True))
 
     def receive(self, values: Array, source: int | None, tag: int, timeout: float = math.inf) -> Transfer:
@@ -93,12 +96,12 @@ class Messages:
             ValueError: if `source` is this rank, or none of the group's.
         """
         if source is not None:
-            self.texts.check_peer("receive from", source)
+            self.members.check_other("receive from", source)
         return self._start(Transfer(self, values, ANY if source is None else source, tag, timeout, is_send=False))
 
     def _start(self, call: Transfer) -> Transfer:
         if os.getpid() != self._process:  # the lock may be held for ever
-            call.end(self.texts.forked(self._process))
+            call.end(self.members.forked_error(self._process))
             return call
         self._guarded(self._begin, call)
         while call in self._calls and call.is_send and self._guarded(self._put, call.peer):
@@ -106,11 +109,6 @@ class Messages:
         if call in self._calls and not self._waiting:
             self.let_work()
         return call
-
-    def pending(self) -> list[str]:
-        """Return descriptions of the calls under way, the oldest first."""
-        with self._lock:
-            return [self.texts.shown(call) for call in self._calls]
 
     @property
     def is_active(self) -> bool:
@@ -147,7 +145,7 @@ class Messages:
         """See `Call.wait`."""
         limit, key = math.inf if timeout is None else time.monotonic() + timeout, object()
         if os.getpid() != self._process:
-            call.end(self.texts.forked(self._process))
+            call.end(self.members.forked_error(self._process))
             return True
         try:
             self._waiting.add(key)
@@ -221,7 +219,7 @@ class Messages:
             return
         self._is_closed = True
         self.leave()
-        self.fail(HorovodInternalError(f"{self.texts.group} was destroyed on this rank before the call was complete"))
+        self.fail(HorovodInternalError(f"{self.members.name} was destroyed on this rank before the call was complete"))
         with self._lock:
             for carrier in self._each_carrier:
                 carrier.close()
@@ -241,7 +239,7 @@ class Messages:
             self.fail(error)
         except BaseException:  # between any two lines
             self.fail(HorovodInternalError(
-                f"{self.texts.group} cannot be used any more: a thread was interrupted in a send or receive"))
+                f"{self.members.name} cannot be used any more: a thread was interrupted in a send or receive"))
             raise
         finally:
             self._end_finished()
@@ -270,7 +268,7 @@ class Messages:
                 self._wake()
         if call.is_send:
             if self._carriers[call.peer].has_left(call.peer):
-                self._finish(call, self.texts.departed(call, {call.peer}))
+                self._finish(call, call.departed_error({call.peer}))
             else:
                 self._sends.setdefault(call.peer, deque()).append(call)
                 self._put(call.peer)
@@ -323,12 +321,12 @@ class Messages:
             if not queue:
                 del self._sends[call.peer]
 
-    def _assign(self, message: Message, call: Transfer) -> None:
+    def _assign(self, message: P2PMessage, call: Transfer) -> None:
         """Give a message to a receive: what has come of it, and the rest."""
         call.source = message.source
         carrier = self._carriers[message.source]
         if message.total != call.values.size:
-            self._finish(call, self.texts.other_size(call, message))
+            self._finish(call, call.other_size_error(message))
             carrier.discard(message)
             return
         message.receive, call.message = call, message
@@ -343,16 +341,16 @@ class Messages:
         if now >= self._first_deadline:
             for call in tuple(self._calls):
                 if call.deadline <= now and call in self._calls:
-                    error = self.texts.overdue(call, self.matching.messages())
+                    error = call.overdue_error(self.matching.messages())
                     self._fail(error) if call.begun else self._finish(call, error)
             self._first_deadline = min((call.deadline for call in self._calls), default=math.inf)
-        left = {rank for rank in self.texts.others if self._carriers[rank].has_left(rank)}
+        left = {rank for rank in self.members.others if self._carriers[rank].has_left(rank)}
         for call in tuple(self._calls) if left else ():
-            peers = self.texts.peers(call)
+            peers = call.peers()
             if left.issuperset(peers) and not (
                     self._carriers[call.peer].may_arrive(call) if call.is_send
                     else call.begun or any(self._carriers[peer].has_more(peer) for peer in peers)):
-                self._finish(call, self.texts.departed(call, peers))
+                self._finish(call, call.departed_error(peers))
         return len(self._calls) < before
 
     def _fail(self, error: Exception) -> None:
@@ -384,7 +382,7 @@ class Messages:
         if (self._calls or is_urgent) and not self._waiting:
             self.let_work()
 
-    def arrives(self, message: Message, *, is_kept: bool) -> bool:
+    def arrives(self, message: P2PMessage, *, is_kept: bool) -> bool:
         """Give a new message to a receive that fits, or keep it for one; return False if it is to stay where it is.
 
         Args:
@@ -400,7 +398,7 @@ class Messages:
             return False
         return True
 
-    def came(self, message: Message, error: Exception | None = None) -> None:
+    def came(self, message: P2PMessage, error: Exception | None = None) -> None:
         """All bytes of a message are where it wants them, or will never be. Again is fine: the first time counts."""
         message.has_come = message.has_come or error is None
         call, message.receive = message.receive, None

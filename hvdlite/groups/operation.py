@@ -62,7 +62,7 @@ class Operation:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no element travels, as all ranks that agree know: then it is a barrier."""
+        """Whether no element travels, on all ranks that agree: then it is a barrier."""
         if self.collective is Collective.BARRIER:
             return True
         if self.rows:
@@ -84,13 +84,13 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Prepared:
+class PreparedOperation:
     """What all calls of an operation have in common.
 
     Attributes:
         text: what has to be equal on all ranks.
         lane: the name of such calls in reports.
-        digest: stands for the text, and for what the plane needs to be equal.
+        digest: a number of 63 bits that stands for the text, and for what the plane needs to be equal.
         response: for the plane.
     """
 
@@ -110,9 +110,9 @@ class Preparations:
 
     def __init__(self, group: str, ranks: tuple[int, ...]) -> None:
         self._group, self._ranks = group, ranks
-        self._kept: dict[tuple[object, ...], Prepared] = {}
+        self._kept: dict[tuple[object, ...], PreparedOperation] = {}
 
-    def of(self, operation: Operation) -> Prepared:
+    def of(self, operation: Operation) -> PreparedOperation:
         """Return what all calls of this operation have in common."""
         key = (operation.agreed, operation.collective, operation.dtype, operation.op, operation.root, operation.rows,
                operation.postscale, operation.prescale)
@@ -122,8 +122,9 @@ class Preparations:
                 self._kept.clear()
             text = operation.agreed + (f" rows={list(operation.rows)}" if len(set(operation.rows)) > 1 else "")
             encoded = text.encode()
-            found = self._kept[key] = Prepared(encoded, f"{self._group}: {shown(encoded)}",
-                                               digest_of(repr(key[:-1]).encode()), self._response(operation))
+            digest = hashlib.blake2b(repr(key[:-1]).encode(), digest_size=8).digest()
+            found = self._kept[key] = PreparedOperation(encoded, f"{self._group}: {shown(encoded)}",
+                                                        int.from_bytes(digest, "little") >> 1, self._response(operation))
         return found
 
     def _response(self, operation: Operation) -> Response:
@@ -152,17 +153,17 @@ def even_splits(rows: Sequence[int], index: int) -> AlltoallSplits:
     return AlltoallSplits(tuple(rows), (mine,) * len(rows), (starts[index],) * len(rows))
 
 
-def splits_of(told: Array, index: int, what: str, unit: str) -> tuple[AlltoallSplits, int, int]:
+def splits_of(counts: Array, index: int, what: str, unit: str) -> tuple[AlltoallSplits, int, int]:
     """Return a rank's splits of an alltoall, and the most that a rank sends and receives.
 
     Args:
-        told: int64, of shape (ranks, 2, ranks): what each rank sends to each rank, and receives from each.
+        counts: int64, of shape (ranks, 2, ranks): what each rank sends to each rank, and receives from each.
         what: for the error; of `unit`s.
 
     Raises:
         MismatchError: on all ranks, if what one rank sends to another is not what that one expects.
     """
-    sent, expected = told[:, 0], told[:, 1].T
+    sent, expected = counts[:, 0], counts[:, 1].T
     if not np.array_equal(sent, expected):
         sender, receiver = map(int, np.argwhere(sent != expected)[0])
         raise MismatchError(f"{what}: rank {sender} sends {sent[sender, receiver]} {unit} to rank {receiver}, which "
@@ -171,11 +172,6 @@ def splits_of(told: Array, index: int, what: str, unit: str) -> tuple[AlltoallSp
     starts = np.cumsum(sent, axis=1) - sent
     return (AlltoallSplits(tuple(sent[index].tolist()), tuple(sent[:, index].tolist()), tuple(starts[:, index].tolist())),
             int(sent.sum(axis=1).max()), int(sent.sum(axis=0).max()))
-
-
-def digest_of(text: bytes) -> int:
-    """Return a number of 63 bits that stands for a text."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def shown(text: bytes) -> str:

@@ -1,27 +1,31 @@
-"""What a rank of a group knows of the other ranks' calls: on one host by the group's area, between hosts by announcements.
+"""The progress of the other ranks of a group: on one host by the group's area, between hosts by announcements.
 
 On one host a rank writes the number of its call, a text that describes it and the text's digest to the area; then it arrives
 at the first barrier of the call. When that barrier is complete, all ranks have written, and each one compares. So ranks that
 differ all find it, at the same point, and after the same number of barriers. (On machines that reorder stores the barrier
 orders what is written here, like all that ranks write before it. What is read without it is for messages only.)
 
-Between hosts, ranks tell each other nothing in the ordinary case. A rank that leaves announces how far it is, its
-*standing*. A rank that waits for long, or must say why a call has failed, asks the others for theirs; their background
-threads answer, whatever their scripts do.
+Between hosts, ranks announce nothing in the ordinary case. A rank that leaves announces its *progress*: the calls that
+it has begun and completed last. A rank that waits for long, or must report why a call has failed, asks the others for
+theirs; their background threads answer, whatever their scripts do.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
 from hvdlite.core.errors import MismatchError
-from hvdlite.groups.members import Members
+from hvdlite.groups.members import GroupMembers
 from hvdlite.memory.area import DIGEST, LEFT, LENGTH, NUMBER, TEXT, Area
+
+if TYPE_CHECKING:
+    from hvdlite.groups.execution import GroupExecutor
+    from hvdlite.groups.link import GroupLink
 
 SPLITS: Final = b"; splits "
 """In the text of an alltoall: what follows may differ between ranks. They then exchange their splits."""
@@ -29,7 +33,7 @@ _QUESTION: Final = b""
 
 
 class Peers(Protocol):
-    """What a rank knows of the others, by their indices in the group."""
+    """The progress of the others as this rank is aware of it, by their indices in the group."""
 
     def ask(self, since: float) -> bool:
         """Return whether what is known is as new as the time `since`; if not, see to it that it becomes so."""
@@ -98,7 +102,7 @@ class LocalPeers:
         return found
 
 
-class Standing(msgspec.Struct, frozen=True, array_like=True):
+class CallProgress(msgspec.Struct, frozen=True, array_like=True):
     """How far a rank is."""
 
     begun: int = 0  # the number of the call that it has begun last; 0 for none
@@ -111,25 +115,26 @@ class RemotePeers:
     """Implements `Peers` for ranks on several hosts.
 
     Args:
+        link: carries announcements; those of one rank arrive in order.
         others: the other ranks.
-        announce: sends a few bytes to other ranks; those of one rank arrive in order.
-        own: returns how far this rank is; called by any thread.
-        changed: called when something has been heard; by any thread.
+        execution: its own progress is announced; it is woken when something has been received. Any thread may do so.
     """
 
-    def __init__(self, announce: Callable[[Sequence[int], bytes], None], others: list[int], own: Callable[[], Standing],
-                 changed: Callable[[], object]) -> None:
-        self._announce, self._own, self._changed = announce, own, changed
+    def __init__(self, link: GroupLink, others: list[int], execution: GroupExecutor) -> None:
+        self._link = link
         self._others = others
-        self._known = dict.fromkeys(self._others, Standing())
-        self._asked, self._unanswered = -math.inf, set[int]()
+        self._execution = execution
+        self._known = dict.fromkeys(others, CallProgress())
+        self._asked = -math.inf
+        self._unanswered: set[int] = set()
         self._has_left = False
+        link.listen(self._receive)
 
     def ask(self, since: float) -> bool:
         if self._asked < since:
             self._asked = time.monotonic()
             self._unanswered = {rank for rank in self._others if not self._known[rank].has_left}
-            self._announce(sorted(self._unanswered), _QUESTION)
+            self._link.announce(sorted(self._unanswered), _QUESTION)
         return not self._unanswered
 
     def missing(self, number: int) -> tuple[int, ...]:
@@ -146,25 +151,25 @@ class RemotePeers:
         """See `Area.leave`."""
         if not self._has_left and self._others:
             self._has_left = True
-            standing = msgspec.structs.replace(self._own(), completed=completed, has_left=True)
-            self._announce(self._others, msgspec.msgpack.encode(standing))
+            progress = msgspec.structs.replace(self._execution.progress(), completed=completed, has_left=True)
+            self._link.announce(self._others, msgspec.msgpack.encode(progress))
 
-    def hear(self, source: int, text: bytes) -> None:
+    def _receive(self, source: int, text: bytes) -> None:
         """Take in an announcement of another rank; callable from any thread."""
         if text == _QUESTION:
             if not self._has_left:
-                self._announce((source,), msgspec.msgpack.encode(self._own()))
+                self._link.announce((source,), msgspec.msgpack.encode(self._execution.progress()))
             return
-        self._known[source] = msgspec.msgpack.decode(text, type=Standing)
+        self._known[source] = msgspec.msgpack.decode(text, type=CallProgress)
         self._unanswered.discard(source)
-        self._changed()
+        self._execution.wake()
 
 
 class OnlySplitsDiffer(MismatchError):
-    """The ranks call the same alltoall, but some know without being told what they get from each rank, and others do not."""
+    """The ranks call the same alltoall, but some are given what they get from each rank, and others do not."""
 
 
-def disagreement(texts: Sequence[tuple[int, bytes]], members: Members) -> MismatchError:
+def disagreement(texts: Sequence[tuple[int, bytes]], members: GroupMembers) -> MismatchError:
     """Return the error of ranks that do not call the same; the same kind of error on all of them.
 
     Args:

@@ -1,11 +1,11 @@
-"""What a group tells the runtime on which it lives, for reports, the timeline and the search for stalled ranks."""
+"""What a group reports to the runtime on which it lives, for reports, the timeline and the search for stalled ranks."""
 
 from __future__ import annotations
 
 import threading
 
 from hvdlite.core.texts import LONGEST_MESSAGE, LONGEST_TRACEBACK, shortened, text_of
-from hvdlite.groups.call import UNCOUNTED, Waits
+from hvdlite.diagnostics.progress import Progress
 from hvdlite.handoff.inbox import Task
 from hvdlite.negotiation.messages import FailureNotice, Response
 from hvdlite.runtime import tracebacks
@@ -13,13 +13,14 @@ from hvdlite.runtime.runtime import Runtime
 
 
 class Reports:
-    """Tells nothing: for a group of one rank. Callable from any thread.
+    """Reports nothing: for a group of one rank. Callable from any thread.
 
     Attributes:
         progress: counts the time that the script's threads wait.
     """
 
-    progress: Waits = UNCOUNTED
+    def __init__(self) -> None:
+        self.progress = Progress()
 
     def clock(self) -> float:
         """Return the time in seconds, the same for all ranks of the group."""
@@ -34,15 +35,12 @@ class Reports:
     def ended(self, name: str, response: Response, begun: float, met: float) -> None:
         """A call is done, which began, and had all ranks, at these times."""
 
-    def waits_changed(self) -> None:
-        """Calls in which this rank has waited for long are others than before, or it waits for other ranks."""
-
     def suspect(self) -> None:
         """This rank has waited for long in the middle of a call that all ranks have made."""
 
 
 class RuntimeReports(Reports):
-    """Tells the runtime of the job, or of the group if that is a world of its own.
+    """Reports to the runtime of the job, or of the group if that is a world of its own.
 
     Args:
         ranks: of the runtime: those of the group.
@@ -68,6 +66,7 @@ class RuntimeReports(Reports):
             self._inbox.post(Task(lambda: recorder.ordered(name, response, begun, met, done)))
 
     def waits_changed(self) -> None:
+        """Calls in which this rank has waited for long are others than before, or it waits for other ranks."""
         self._inbox.post(self._waiters)
 
     def suspect(self) -> None:
@@ -75,6 +74,6 @@ class RuntimeReports(Reports):
 
 
 def notice_of(error: BaseException, rank: int) -> FailureNotice:
-    """Return what `rank` tells the other ranks of an error that only it knows."""
+    """Return the notice by which `rank` reports an error that the other ranks cannot see."""
     return FailureNotice(rank, type(error).__name__, shortened(text_of(error), LONGEST_MESSAGE),
                          shortened(tracebacks.text_of(error), LONGEST_TRACEBACK))

@@ -22,7 +22,7 @@ MODULES = {
     "horovod.common": "hvdlite.horovod_compat.package",
     "horovod.common.basics": "hvdlite",
     "horovod.common.elastic": "hvdlite.horovod_compat.elastic",
-    "horovod.common.exceptions": "hvdlite.horovod_compat.exceptions",
+    "horovod.common.exceptions": "hvdlite.horovod_compat.elastic",
     "horovod.common.process_sets": "hvdlite",
     "horovod.common.util": "hvdlite.horovod_compat.util",
     "horovod.data": "hvdlite.data",
@@ -59,8 +59,8 @@ MODULES = {
 """Horovod's modules, and what they are here."""
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds Horovod's modules.
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds and loads the modules that stand for Horovod's; they keep their own names and specifications.
 
     Args:
         modules: names, and what they are here.
@@ -68,29 +68,23 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def __init__(self, modules: dict[str, str]) -> None:
         self._modules = modules
+        self._own: dict[str, importlib.machinery.ModuleSpec | None] = {}  # of the modules that have been imported
 
     def find_spec(self, fullname: str, path: Sequence[str] | None,
                   target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self._modules:
             return None
         is_package = any(name.startswith(f"{fullname}.") for name in self._modules)
-        return importlib.util.spec_from_loader(fullname, _Loader(self._modules[fullname]), is_package=is_package)
-
-
-class _Loader(importlib.abc.Loader):
-    """Loads the module that stands for one of Horovod's; it keeps its own name and specification."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._own: importlib.machinery.ModuleSpec | None = None
+        return importlib.util.spec_from_loader(fullname, self, is_package=is_package)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self._name)
-        self._own = module.__spec__
+        module = importlib.import_module(self._modules[spec.name])
+        self._own[spec.name] = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._own
+        assert module.__spec__ is not None  # that of Horovod's module, which Python has just set
+        module.__spec__ = self._own[module.__spec__.name]
 
 
 def _aliases() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Read a script for Horovod without running it, and say line by line what is different: `hvdrun --horovod-check train.py`.
+"""Read a script for Horovod without running it, and report what is different by line: `hvdrun --horovod-check train.py`.
 
 The script is parsed, and what it imports of Horovod, TensorFlow and Keras is looked up in the modules that are installed
 here: names that do not exist, calls that a signature does not accept, and arguments that a docstring calls "accepted for
@@ -57,7 +57,7 @@ _NOTHING: Final = object()
 
 
 class _Missing(Exception):
-    """A name does not exist; the message says where."""
+    """A name does not exist; the message has where."""
 
 
 def check(source: str, path: str = "<script>") -> list[Finding]:
@@ -239,7 +239,7 @@ class _Checker(ast.NodeVisitor):
         self._visit_all([*node.args, *node.keywords])
 
     def _compare(self, node: ast.AST, name: str, what: str) -> None:
-        """Report what `differences.py` says of a full name, or of what the script has written."""
+        """Report the difference that `differences.py` has for a full name, or of what the script has written."""
         found = difference(name) or difference(what)
         if found is not None:
             self._add(node, what, *found)
@@ -259,11 +259,11 @@ class _Checker(ast.NodeVisitor):
 
 
 def _found(name: str) -> Any:
-    """Return the object of a full name; None if nobody can tell, because it belongs to an object.
+    """Return the object of a full name; None if that cannot be determined, because it belongs to an object.
 
     Raises:
         _Missing: when it does not exist.
-        ImportError: when a framework has to be installed to tell.
+        ImportError: when that takes a framework that is not installed.
     """
     where, *parts = name.split(".")
     found: Any = importlib.import_module(where)
@@ -295,7 +295,7 @@ def _submodule(name: str) -> Any:
 
 
 def _problem(name: str, function: Any, call: ast.Call) -> str:
-    """Return why a call fails; "" if it does not, or nobody can tell."""
+    """Return why a call fails; "" if it does not, or if that cannot be determined."""
     text = inspect.getdoc(function) or ""
     if isinstance(function, property):
         return "it is an attribute, not a method"
@@ -315,7 +315,7 @@ def _problem(name: str, function: Any, call: ast.Call) -> str:
 
 
 def _without_effect(function: Any) -> dict[str, str]:
-    """Return the arguments that a docstring calls accepted for Horovod's sake, and what it says of them."""
+    """Return the arguments that a docstring calls accepted for Horovod's sake, and what it adds about them."""
     return {name: rest.partition(";")[2].strip(" .") or "it is accepted for Horovod's sake"
             for names, rest in _WITHOUT_EFFECT.findall(inspect.getdoc(function) or "") for name in names.split(", ")}
 

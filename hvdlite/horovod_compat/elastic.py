@@ -1,4 +1,4 @@
-"""`horovod.common.elastic` and `horovod.runner.elastic.worker`: states, and what scripts import beside them."""
+"""`horovod.common.elastic`, `horovod.common.exceptions` and `horovod.runner.elastic.worker`: what scripts import of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.training.elastic import run
 from hvdlite.training.elastic.state import ObjectState, State
 
-__all__ = ["HorovodInternalError", "HostUpdateResult", "HostsUpdatedInterrupt", "ObjectState", "State", "run", "run_fn"]
+__all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostUpdateResult", "HostsUpdatedInterrupt", "ObjectState",
+           "State", "get_version_mismatch_message", "run", "run_fn"]
 
 
 class HostUpdateResult(enum.IntFlag):
@@ -24,5 +25,17 @@ class HostUpdateResult(enum.IntFlag):
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], object]) -> Callable[..., Any]:
     """Return `hvd.elastic.run(func)`; the runtime needs no function that resets it."""
-    del reset
     return run(func)
+
+
+class HorovodVersionMismatchError(ImportError):
+    """Never raised: hvdlite is not built against a framework. Here for scripts that catch it."""
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(get_version_mismatch_message(name, version, installed_version))
+        self.name, self.version, self.installed_version = name, version, installed_version
+
+
+def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
+    """Return Horovod's words for a framework that is not the one it was built with."""
+    return f"built with {name} {version}, but {installed_version} is installed"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from hvdlite.frontend.built import ccl_built, check_extension, ddl_built, gloo_built, mpi_built, nccl_built
@@ -21,14 +21,11 @@ T = TypeVar("T")
 
 def extension_available(name: str, verbose: bool = False) -> bool:
     """Return whether the frontend of a framework ("torch", "tensorflow") can be used."""
-    del verbose
-    from importlib.util import find_spec
-    return find_spec(name) is not None
+    return importlib.util.find_spec(name) is not None
 
 
 def gpu_available(name: str, verbose: bool = False) -> bool:
     """Return whether there is NCCL to use GPUs with."""
-    del verbose
     return extension_available(name) and nccl_built() > 0
 
 
@@ -90,8 +87,3 @@ def _numbers(version: str) -> list[int]:
     parts = version.split("+")[0].split(".")[:3]
     numbers = [int("".join(digit for digit in part if digit.isdigit()) or 0) for part in parts]
     return numbers + [0] * (3 - len(numbers))
-
-
-def _cache(function: Callable[..., T]) -> Callable[..., T]:
-    """Remember results, by arguments."""
-    return functools.cache(function)

@@ -41,7 +41,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.executable: Any = None
-        self._directory: workers.JobDirectory | None = None
+        self._directory: workers.TemporaryJobDirectory | None = None
         self._held_port: HeldPort | None = None  # at which this one listens if it becomes rank 0
 
     def node_info(self) -> tuple[str, str, int, list[str]]:
@@ -52,7 +52,7 @@ class _Worker:
             str(gpu) for gpu in context.get_accelerator_ids().get("GPU", [])]
 
     def create_job_directory(self) -> str:
-        self._directory = workers.JobDirectory()
+        self._directory = workers.TemporaryJobDirectory()
         return self._directory.path
 
     def set_environment(self, variables: Mapping[str, str]) -> None:

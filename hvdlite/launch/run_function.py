@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, TextIO
@@ -44,6 +45,20 @@ _MAC_BYTES: Final = 32
 
 class RankTraceback(Exception):
     """Raised as the cause of a rank's exception; the text is the traceback on that rank."""
+
+
+def pickled_failure(error: BaseException) -> bytes:
+    """Return what a rank sends whose function has raised an exception: `(True, (exception, traceback))`, pickled."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        return bytes(cloudpickle.dumps((True, (error, text))))
+    except Exception:  # of any kind: the exception's own methods are called
+        return bytes(cloudpickle.dumps((True, (RuntimeError(f"{type(error).__name__}: {error}"), text))))
+
+
+def pickled_result(value: object) -> bytes:
+    """Return what a rank sends whose function has returned a value: `(False, value)`, pickled."""
+    return bytes(cloudpickle.dumps((False, value)))
 
 
 def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import cloudpickle
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import JOB_DIRECTORY, MEMBER, RANK, RESULT_FILE, SECRET, TASK_FILE
-from hvdlite.launch.run_function import sign, verified, write_for_task
+from hvdlite.launch.run_function import pickled_failure, pickled_result, sign, verified, write_for_task
 
 
 def main(environ: Mapping[str, str]) -> None:
@@ -29,24 +29,18 @@ def main(environ: Mapping[str, str]) -> None:
     sys.path[:0] = [path for path in first if path not in sys.path]  # now: our own modules have been imported
     sys.path += [path for path in last if path not in sys.path]
 
-    def write_result(failed: bool, value: object) -> None:
-        content = sign(cloudpickle.dumps((failed, value)), key, f"result {sender}")
+    def send(outcome: bytes) -> None:
         part = directory / f"part.{sender}"
         part.unlink(missing_ok=True)  # of a result for which there was no room
-        write_for_task(part, content, f"the result of rank {environ[RANK]}")
+        write_for_task(part, sign(outcome, key, f"result {sender}"), f"the result of rank {environ[RANK]}")
         part.replace(directory / f"{RESULT_FILE}.{sender}")  # now, and not before, it is whole
 
     try:
         func, args, kwargs = cloudpickle.loads(call)
-        write_result(False, func(*args, **kwargs))
+        send(pickled_result(func(*args, **kwargs)))
     except BaseException as error:
-        text = "".join(traceback.format_exception(error))
-        try:
-            write_result(True, (error, text))
-        except LaunchError:
-            pass  # no room for that either: the launcher tells of it
-        except Exception:  # it cannot be pickled
-            write_result(True, (RuntimeError(f"{type(error).__name__}: {error}"), text))
+        with contextlib.suppress(LaunchError):  # no room for that either: the launcher reports it
+            send(pickled_failure(error))
         raise
 
 

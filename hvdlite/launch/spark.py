@@ -10,7 +10,6 @@ import json
 import secrets
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import cloudpickle
 from hvdlite.core.errors import LaunchError, PeerLostError
 from hvdlite.core.sockets import HeldPort
 from hvdlite.launch import workers
-from hvdlite.launch.run_function import RankTraceback
+from hvdlite.launch.run_function import RankTraceback, pickled_failure, pickled_result
 
 try:
     import pyspark
@@ -54,7 +53,7 @@ def run(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, A
     size, timeout = num_proc or context.defaultParallelism, 600.0 if start_timeout is None else start_timeout
     task = _task(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))), dict(env or {}), secrets.token_hex())
     group = f"hvdlite-{secrets.token_hex(4)}"
-    answers: list[tuple[int, bool, bytes]] = []
+    answers: list[tuple[int, bytes]] = []
     failures: list[BaseException] = []
 
     def job() -> None:
@@ -90,16 +89,16 @@ def _watch(context: SparkContext, group: str, job: threading.Thread, size: int, 
         raise
 
 
-def _task(call: bytes, env: Mapping[str, str], secret: str) -> Callable[[Iterable[int]], Iterator[tuple[int, bool, bytes]]]:
+def _task(call: bytes, env: Mapping[str, str], secret: str) -> Callable[[Iterable[int]], Iterator[tuple[int, bytes]]]:
     """Return the function that a barrier task runs: find its rank, and call the function as that rank."""
 
-    def task(_: Iterable[int]) -> Iterator[tuple[int, bool, bytes]]:
+    def task(_: Iterable[int]) -> Iterator[tuple[int, bytes]]:
         context = BarrierTaskContext.get()
         nodes = [info.address.rpartition(":")[0] or info.address for info in context.getTaskInfos()]
         worker_index = context.partitionId()
         assigned = workers.assign_ranks(nodes)
         world = next(world for worker, world in assigned if worker == worker_index)
-        directory = workers.JobDirectory() if world.local_rank == 0 else None
+        directory = workers.TemporaryJobDirectory() if world.local_rank == 0 else None
         held = HeldPort()
         own_endpoint = json.dumps([directory.path if directory else "", held.port])
         endpoints = [json.loads(text) for text in context.allGather(own_endpoint)]
@@ -110,7 +109,7 @@ def _task(call: bytes, env: Mapping[str, str], secret: str) -> Callable[[Iterabl
         variables = {**env, **workers.rank_variables(world, endpoints[leader][0], coordinator, secret)}
         try:
             with workers.as_rank(variables):
-                yield world.rank, *_called(call)
+                yield world.rank, _called(call)
         finally:
             held.close()
             if directory is not None:
@@ -119,24 +118,20 @@ def _task(call: bytes, env: Mapping[str, str], secret: str) -> Callable[[Iterabl
     return task
 
 
-def _called(call: bytes) -> tuple[bool, bytes]:
-    """Call the pickled function; return whether it raised, and the pickled result or exception."""
+def _called(call: bytes) -> bytes:
+    """Call the pickled function; return its pickled result or failure."""
     try:
         fn, args, kwargs = cloudpickle.loads(call)  # from the driver, by Spark's own closure
-        return False, cloudpickle.dumps(workers.call(fn, args, kwargs))
+        return pickled_result(workers.call(fn, args, kwargs))
     except Exception as error:
-        text = traceback.format_exc()
-        try:
-            return True, cloudpickle.dumps((error, text))
-        except Exception:  # it cannot be pickled
-            return True, cloudpickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), text))
+        return pickled_failure(error)
 
 
-def _results(answers: Sequence[tuple[int, bool, bytes]]) -> list[Any]:
-    values = {rank: (failed, cloudpickle.loads(value)) for rank, failed, value in sorted(answers)}
-    errors = {rank: value for rank, (failed, value) in values.items() if failed}
+def _results(answers: Sequence[tuple[int, bytes]]) -> list[Any]:
+    outcomes = {rank: cloudpickle.loads(outcome) for rank, outcome in sorted(answers)}
+    errors = {rank: value for rank, (failed, value) in outcomes.items() if failed}
     if errors:
         first = workers.root_error({rank: error for rank, (error, _) in errors.items()})
         rank = next(rank for rank, (error, _) in errors.items() if error is first)
         raise first from RankTraceback(f"on rank {rank}:\n{errors[rank][1]}")
-    return [value for _, value in values.values()]
+    return [value for _, value in outcomes.values()]

@@ -42,7 +42,7 @@ def rank_variables(world: World, directory: str, coordinator: str, secret: str) 
     return {**launch_contract.rank_environment(world, directory), launch_contract.SECRET: secret, **where}
 
 
-class JobDirectory:
+class TemporaryJobDirectory:
     """The rendezvous directory of this host's ranks; removed by `remove`, or when this process exits for any reason."""
 
     def __init__(self) -> None:

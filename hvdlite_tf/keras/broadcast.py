@@ -64,6 +64,12 @@ def array_of(variable: Any) -> Array:
     return np.array(keras.ops.convert_to_numpy(value), order="C")
 
 
+def read_back(model: Any) -> None:
+    """On the JAX backend, write values to the variables, and make assignments to them effective."""
+    if hasattr(model, "jax_state_sync"):
+        model.jax_state_sync()
+
+
 def _packed(arrays: Sequence[Array]) -> Array:
     """Return the bytes of all arrays, after a digest of their shapes and dtypes."""
     described = repr([(array.shape, array.dtype.name) for array in arrays])

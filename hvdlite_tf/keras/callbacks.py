@@ -6,24 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from hvdlite import api
-from hvdlite.core.types import ReduceOp
 from hvdlite.training.slowness import log_slowness
 from hvdlite_tf.keras.backends import with_errors_of_backend
-from hvdlite_tf.keras.broadcast import broadcast_variables
-from hvdlite_tf.keras.stopping import StopTogetherCallback, refuse_uneven_steps
+from hvdlite_tf.keras.broadcast import broadcast_variables, read_back
+from hvdlite_tf.keras.stopping import StopTogetherCallback, averaged, refuse_uneven_steps
 from hvdlite_tf.keras.variable_mirror import optimizers_of
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
            "LearningRateWarmupCallback", "MetricAverageCallback", "SlownessCallback", "StopTogetherCallback"]
-
-
-def _read_back(model: Any) -> None:
-    """On the JAX backend, write values to the variables, and make assignments to them effective."""
-    if hasattr(model, "jax_state_sync"):
-        model.jax_state_sync()
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -44,7 +36,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Sequence[Any] = ()) -> None:
         super().__init__()
-        del device
         self.root_rank = root_rank
         self._local = {id(variable) for variable in local_variables or ()}
         self._done = False
@@ -73,7 +64,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _broadcast(self) -> None:
         self._done = True
-        _read_back(self.model)
+        read_back(self.model)
         optimizers = [variable for optimizer in optimizers_of(self.model) for variable in optimizer.variables]
         variables = [*self.model.variables, *optimizers]
         broadcast_variables([variable for variable in variables if id(variable) not in self._local], self.root_rank,
@@ -85,18 +76,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
-        del device
 
     @with_errors_of_backend
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Average the logs in place."""
-        if not logs:
-            return
-        names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
-        values = np.array([float(logs[name]) for name in names])
-        means = np.empty_like(values)
-        api.runtime().allreduce(f"keras.metrics.{'.'.join(names)}", values, means, ReduceOp.AVERAGE).wait()
-        logs.update(zip(names, means.tolist(), strict=True))
+        if logs:
+            logs.update(averaged(logs))
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
@@ -174,7 +159,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         return self.start_epoch <= self.current_epoch and (self.end_epoch is None or self.current_epoch < self.end_epoch)
 
     def _adjust(self, epoch: float, corrects_momentum: bool = True) -> None:
-        _read_back(self.model)
+        read_back(self.model)
         optimizer = self._optimizer()
         before = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
         after = self.initial_lr * self.multiplier(epoch)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import keras
 
 from hvdlite import ops
-from hvdlite.core.array import SUPPORTED_DTYPES, Array
+from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite_tf.compression import Compression, Compressor
@@ -27,21 +27,11 @@ def allreduce(value: Any, name: str | None = None, average: bool | None = None, 
               compression: type[Compressor] = Compression.none) -> Any:
     """Return the reduction over all ranks of a tensor, or of a value that Keras can convert to one, with the same dtype."""
     tensor = keras.ops.convert_to_tensor(value)
-    factors: dict[str, Any] = {"op": op, "prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    if keras.backend.backend() == "tensorflow":
-        from hvdlite_tf import ops as tf_ops
-        return tf_ops.allreduce(tensor, average, compression=compression, name=name, **factors)
     dtype = keras.backend.standardize_dtype(tensor.dtype)
     target = compression.target_for(dtype)
-    if keras.backend.backend() == "torch":
-        from hvdlite_torch import ops as torch_ops
-        return keras.ops.cast(torch_ops.allreduce(keras.ops.cast(tensor, target or dtype), average, name, **factors), dtype)
-
-    def reduce(array: Array) -> Array:
-        sent = array if target is None else array.astype(SUPPORTED_DTYPES[target])
-        reduced: Array = ops.allreduce(sent, average, name, **factors)
-        return reduced
-    return _called(reduce, tensor, name)
+    reduced = _collective("allreduce", tensor if target is None else keras.ops.cast(tensor, target), name, average=average,
+                          op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor)
+    return reduced if target is None else keras.ops.cast(reduced, dtype)
 
 
 def allgather(value: Any, name: str | None = None, *, horovod_gradient: bool = True) -> Any:
@@ -72,13 +62,18 @@ def reducescatter(value: Any, name: str | None = None, op: ReduceOp = ReduceOp.A
     return _collective("reducescatter", value, name, horovod_gradient, op=op)
 
 
-def _collective(operation: str, value: Any, name: str | None, horovod_gradient: bool, **arguments: Any) -> Any:
-    """Call a collective of the backend's frontend, which is differentiable, or of NumPy's where the backend has none."""
+def _collective(operation: str, value: Any, name: str | None, horovod_gradient: bool | None = None, **arguments: Any) -> Any:
+    """Call a collective of the backend's frontend, which is differentiable, or of NumPy's where the backend has none.
+
+    Args:
+        horovod_gradient: of the frontends' collectives that have this argument; None for others.
+    """
     tensor, frontend = keras.ops.convert_to_tensor(value), _FRONTENDS.get(keras.backend.backend())
     if frontend is None:
         return _called(lambda array: getattr(ops, operation)(array, name=name, **arguments), tensor, name)
     differentiable = getattr(importlib.import_module(frontend), operation)
-    return differentiable(tensor, name=name, horovod_gradient=horovod_gradient, **arguments)
+    given = {} if horovod_gradient is None else {"horovod_gradient": horovod_gradient}
+    return differentiable(tensor, name=name, **arguments, **given)
 
 
 def _called(function: Callable[[Array], Array], tensor: Any, name: str | None) -> Any:

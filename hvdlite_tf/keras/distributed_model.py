@@ -21,6 +21,7 @@ from hvdlite.training.mirrored.shards import shard
 from hvdlite.training.objects import broadcast_object
 from hvdlite.training.step_reducer import current_samples
 from hvdlite_tf.keras import shards, step
+from hvdlite_tf.keras.broadcast import read_back
 from hvdlite_tf.keras.evaluation_data import EvaluationData, without_warnings
 from hvdlite_tf.keras.order import order_seed, sync_random_state
 from hvdlite_tf.keras.scope import BaseStrategy, distribute_optimizer
@@ -49,7 +50,7 @@ def distribute_model(strategy: BaseStrategy, model: Any) -> None:
         return
     mirrored = DistributedModel(strategy, model)
     for name in METHODS:
-        object.__setattr__(model, name, _standing_in(mirrored.original[name], getattr(mirrored, name)))
+        object.__setattr__(model, name, _replacing(mirrored.original[name], getattr(mirrored, name)))
     object.__setattr__(model, "_hvdlite_strategy", strategy)
     object.__setattr__(model, "_hvdlite_mirrored", mirrored)
 
@@ -68,7 +69,7 @@ class DistributedModel:
         self._fitting = False
         self._preparing: ExitStack | None = None  # closed when the model is built and has rank 0's values
         self._deferring = ExitStack()  # closed when the current `fit` no longer leaves variables to `mirror_training`
-        self._is_built_late = False  # by the first step
+        self._is_built_by_step = False
         self.is_trained = False
         self._continues = False  # whether `train_on_batch` continues its own training
         self._applying_shares = False
@@ -170,7 +171,7 @@ class DistributedModel:
         except Exception:
             if keras.backend.backend() != "tensorflow":
                 raise
-            self._is_built_late = True
+            self._is_built_by_step = True
             self._deferring.close()
 
     def make_train_function(self, *arguments: Any, **named: Any) -> Any:
@@ -197,26 +198,21 @@ class DistributedModel:
 
         `compile` changes these constants: a schedule, a loss, options of the optimizer.
         """
-        object.__setattr__(self._model, name, _standing_in(self.original[name], getattr(self, name)))
-
-    def train_on_batch(self, *arguments: Any, **named: Any) -> Any:
-        """Like the model's, of a global batch."""
-        return self._on_batch("train_on_batch", arguments, named)
-
-    def test_on_batch(self, *arguments: Any, **named: Any) -> Any:
-        """Like the model's, of a global batch."""
-        return self._on_batch("test_on_batch", arguments, named)
+        object.__setattr__(self._model, name, _replacing(self.original[name], getattr(self, name)))
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
         """Return the results of all ranks' metrics; the logs of a custom step are averaged over ranks."""
         counts = self._applied is None or not self._applied.is_spare
-        if not counts:
-            self._forget_metrics()
+        if not counts and keras.backend.backend() == "tensorflow":  # outside of a replica an assignment is collective
+            self._strategy.extended.call_for_each_replica(self._model.reset_metrics)  # type: ignore[attr-defined]
+        elif not counts:
+            self._model.reset_metrics()
         with self._summed_metrics():
             result = self.original["_get_metrics_result_or_logs"](logs)
         return averaged(result, counts) if result is logs and isinstance(logs, dict) else result
 
-    def _on_batch(self, name: str, arguments: Any, named: Any) -> Any:
+    def _on_batch(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """Like the model's `train_on_batch` or `test_on_batch`, of a global batch."""
         given = self._bound(name, arguments, named)
         x, arrays = self._data(given, "x", "y", "sample_weight")
         if arrays is None:
@@ -230,18 +226,15 @@ class DistributedModel:
             with self._prepared() if name == "test_on_batch" or not self._continues else nullcontext():
                 logs = self.original[name](**{**given, "x": x, "y": y, "sample_weight": weights, "return_dict": True})
             self._continues = self._continues or name == "train_on_batch"
-            logs = _as_numbers(self._get_metrics_result_or_logs(logs))
+            logs = {metric: float(keras.ops.convert_to_numpy(value))
+                    for metric, value in self._get_metrics_result_or_logs(logs).items()}
         finally:
             self._fitting = self._applying_shares = False
             self._is_bare = is_bare_before
         return logs if given["return_dict"] else self._model._flatten_metrics_in_order(logs)
 
-    def _forget_metrics(self) -> None:
-        """Reset this rank's part of the metrics."""
-        if keras.backend.backend() == "tensorflow":  # outside of a replica an assignment also reads, which is collective
-            self._strategy.extended.call_for_each_replica(self._model.reset_metrics)  # type: ignore[attr-defined]
-        else:
-            self._model.reset_metrics()
+    train_on_batch = functools.partialmethod(_on_batch, "train_on_batch")
+    test_on_batch = functools.partialmethod(_on_batch, "test_on_batch")
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
@@ -261,7 +254,7 @@ class DistributedModel:
     def mirror_training(self) -> None:
         """Copy rank 0's values to the model and its optimizers."""
         model, own = self._model, self._model.optimizer
-        if own is not None and not own.built and not self._is_built_late:
+        if own is not None and not own.built and not self._is_built_by_step:
             with self._strategy.scope():
                 own.build(model.trainable_variables)
         state = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
@@ -362,12 +355,11 @@ class _Beginning(keras.callbacks.Callback):
         """Copy rank 0's values to the model, which Keras has built, and its optimizers."""
         if not self._done:
             self._done = True
-            if hasattr(self.model, "jax_state_sync"):  # callbacks have restored their state already
-                self.model.jax_state_sync()
+            read_back(self.model)  # callbacks have restored their state already
             self._mirrored.mirror_training()
 
 
-def _standing_in(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+def _replacing(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapped(*arguments: Any, **named: Any) -> Any:
         return method(*arguments, **named)
@@ -392,7 +384,3 @@ def _local_input(strategy: Any) -> Iterator[None]:
         yield
     finally:
         strategy.has_local_input = before
-
-
-def _as_numbers(logs: Any) -> Any:
-    return {name: float(keras.ops.convert_to_numpy(value)) for name, value in logs.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import keras
@@ -11,7 +11,7 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.training.elastic import run
 from hvdlite.training.elastic.state import ObjectState, State
-from hvdlite_tf.keras.broadcast import array_of, broadcast_variables
+from hvdlite_tf.keras.broadcast import array_of, broadcast_variables, read_back
 from hvdlite_tf.keras.elastic_callbacks import (
     CommitStateCallback,
     UpdateBatchStateCallback,
@@ -24,7 +24,7 @@ __all__ = ["CommitStateCallback", "HorovodInternalError", "HostsUpdatedInterrupt
 
 
 class VariablesState(ObjectState):
-    """A state with variables, beside plain attributes; what has the variables tells which they are."""
+    """A state with variables, beside plain attributes; subclasses define which ones."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._values = self._copied_values()
@@ -38,7 +38,8 @@ class VariablesState(ObjectState):
 
     def restore(self) -> None:
         """Go back to the last `save` or `sync`."""
-        assign(self._variables(), self._values)
+        for variable, value in zip(self._variables(), self._values, strict=True):
+            variable.assign(keras.ops.copy(value))  # variables may change in place
         super().restore()
 
     def sync(self) -> None:
@@ -56,7 +57,9 @@ class VariablesState(ObjectState):
 
     def _replicated(self, sent: Collection[str]) -> Iterator[tuple[str, Array | int]]:
         yield from super()._replicated(sent)
-        yield from named_values(self._variables())
+        for index, variable in enumerate(self._variables()):
+            if not is_random_state(variable):  # these differ between ranks
+                yield f"variables.{index} {getattr(variable, 'path', variable.name)}", array_of(variable)
 
     def _variables(self) -> list[Any]:
         raise NotImplementedError
@@ -66,7 +69,9 @@ class VariablesState(ObjectState):
         raise NotImplementedError
 
     def _copied_values(self) -> list[Any]:
-        return values_of(self._variables())
+        """Return copies of the values, on their devices. TensorFlow copies them when the variable next changes."""
+        return [keras.ops.copy(keras.ops.stop_gradient(getattr(variable, "_value", variable)))
+                for variable in self._variables()]
 
 
 class KerasState(VariablesState):
@@ -111,32 +116,9 @@ class KerasState(VariablesState):
         return [*self.model.variables, *(own() if callable(own) else own)]
 
     def _broadcast(self) -> None:
-        self._read_back()
+        read_back(self.model)
         broadcast_variables(self._variables(), 0, "elastic.variables")
 
     def _copied_values(self) -> list[Any]:
-        self._read_back()
+        read_back(self.model)
         return super()._copied_values()
-
-    def _read_back(self) -> None:
-        """On the JAX backend, write what `fit` computes to the variables."""
-        if hasattr(self.model, "jax_state_sync"):
-            self.model.jax_state_sync()
-
-
-def values_of(variables: Sequence[Any]) -> list[Any]:
-    """Return copies of variables' values, on their devices. TensorFlow copies them when the variable next changes."""
-    return [keras.ops.copy(keras.ops.stop_gradient(getattr(variable, "_value", variable))) for variable in variables]
-
-
-def assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
-    """Assign copies of values to variables, which may change them in place."""
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(keras.ops.copy(value))
-
-
-def named_values(variables: Sequence[Any]) -> Iterator[tuple[str, Array]]:
-    """Yield the names and values of variables, but for random states, which differ between ranks."""
-    for index, variable in enumerate(variables):
-        if not is_random_state(variable):
-            yield f"variables.{index} {getattr(variable, 'path', variable.name)}", array_of(variable)

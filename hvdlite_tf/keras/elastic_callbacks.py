@@ -152,16 +152,9 @@ class UpdateEpochStateCallback(_Position):
         self.state.epoch = self._before + epoch - (self._first or 0) + 1
 
 
-class _EpochIsOver:
-    """What `model.stop_training` is while an epoch is cut short: true, and told apart from a callback's True."""
-
-    def __repr__(self) -> str:
-        return "epoch is over"
-
-
-EPOCH_IS_OVER = _EpochIsOver()
+EPOCH_IS_OVER = "epoch is over"
+"""What `model.stop_training` is while an epoch is cut short: true, and distinct from a callback's True."""
 
 
 def _positions(state: Any) -> list[_Position]:
-    positions: list[_Position] = vars(state).get("_positions", [])
-    return positions
+    return vars(state).get("_positions", [])

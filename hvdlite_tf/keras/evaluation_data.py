@@ -35,14 +35,17 @@ from hvdlite_tf.keras.scope import BaseStrategy
 
 
 class TakenBatch(NamedTuple):
-    """The part of one global batch that this rank computes."""
+    """The part of one global batch that this rank computes.
+
+    Attributes:
+        batch_index: index of the global batch.
+        rows: the number of samples that this rank computes.
+        counts: whether they count, because they are this rank's.
+    """
 
     batch_index: int
-    """Index of the global batch."""
     rows: int
-    """The number of samples that this rank computes."""
     counts: bool
-    """Whether they count, because they are this rank's."""
 
 
 class EvaluationData:
@@ -88,7 +91,7 @@ class EvaluationData:
             self._first = list(itertools.islice(x, first))  # every pass has them, as in Keras
 
     def begin(self) -> tuple[Any, int | None]:
-        """Return the data for one pass of Keras, and the number of steps if Keras cannot know it."""
+        """Return the data for one pass of Keras, and the number of steps if Keras cannot determine it."""
         self._taken.clear()
         if self._dataset is not None:
             return self._dataset, self._steps if self._rank == 0 else None
@@ -97,15 +100,15 @@ class EvaluationData:
             count = self._bounded(-(-shards.rows_of(arrays) // batch))
             batches = (shards.select_rows(arrays, slice(batch_index * batch,
                                                         (batch_index + 1) * batch)) for batch_index in range(count))
-            return self._noted(self._split(batches)), count if self._rank == 0 else None
+            return self._recorded(self._split(batches)), count if self._rank == 0 else None
         if isinstance(self._x, keras.utils.PyDataset):
             shards.call_hook(self._x, "on_epoch_begin")
             self._rounds = _Rounds(self._x, self._bounded(self._x.num_batches), self._rank, self._size, self.is_whole)
             return self._rounds, None
         if shards.is_loader(self._x):
-            return self._noted(self._loaded()), self._steps if self._rank == 0 else None
+            return self._recorded(self._loaded()), self._steps if self._rank == 0 else None
         generated = itertools.islice(itertools.chain(self._first, self._x), self._steps)
-        return self._noted(self._split(generated)), self._steps if self._rank == 0 else None
+        return self._recorded(self._split(generated)), self._steps if self._rank == 0 else None
 
     def end(self) -> None:
         """End one pass."""
@@ -155,7 +158,7 @@ class EvaluationData:
                 mine = disjoint_shard(rows, self._rank, self._size)
                 yield (shards.select_rows(batch, mine), 1) if mine.stop > mine.start else (batch, 0)
 
-    def _noted(self, batches: Iterator[tuple[Any, int]]) -> Iterator[Any]:
+    def _recorded(self, batches: Iterator[tuple[Any, int]]) -> Iterator[Any]:
         """Yield this rank's rows of the batches; without any rows, the first batch.
 
         Args:
@@ -188,7 +191,7 @@ class EvaluationData:
                 rows = shards.graph_rows(first, rank, size, is_exclusive=True)
             return batch_index, rows.stop - rows.start, shards.select_rows(batch, rows)
 
-        def noted(counts: bool) -> Any:
+        def recorded(counts: bool) -> Any:
             def note(batch_index: Any, rows: Any) -> Any:
                 self._taken[int(batch_index)] = TakenBatch(int(batch_index), int(rows), counts)
                 return np.int64(0)
@@ -201,12 +204,12 @@ class EvaluationData:
         numbered = dataset.enumerate() if self._steps is None else dataset.take(self._steps).enumerate()
         shared = numbered.map(mine)
         if is_local or (rank == 0 and not self.is_whole):
-            return shared.map(noted(True)).prefetch(tf.data.AUTOTUNE)
+            return shared.map(recorded(True)).prefetch(tf.data.AUTOTUNE)
         has_none = lambda *_: tf.numpy_function(lambda: np.bool_(self.is_spare), [], tf.bool)  # noqa: E731
         spare = numbered.take(1).map(lambda batch_index, batch: (
             batch_index, tf.cast(tf.shape(keras.tree.flatten(batch)[0])[0], tf.int32), batch))
-        return shared.filter(lambda batch_index, rows, batch: rows > 0).map(noted(True)).concatenate(
-            spare.filter(has_none).map(noted(False))).prefetch(tf.data.AUTOTUNE)
+        return shared.filter(lambda batch_index, rows, batch: rows > 0).map(recorded(True)).concatenate(
+            spare.filter(has_none).map(recorded(False))).prefetch(tf.data.AUTOTUNE)
 
 
 class _Rounds(keras.utils.PyDataset):

@@ -11,11 +11,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -26,25 +24,16 @@ from hvdlite_tf.keras.distributed_model import distribute_model
 from hvdlite_tf.keras.optimizer import distributed_in, is_distributed
 
 _log = logging.getLogger("hvdlite")
-_MARK = "_hvdlite_original"
 
 
 def install() -> None:
     """Install all hooks; may be called again."""
     for name, hook in (("compile", _compiling), ("make_train_function", _making)):
-        _replace(next(owner for owner in keras.Model.__mro__ if name in vars(owner)), name, hook)
+        step.replace(next(owner for owner in keras.Model.__mro__ if name in vars(owner)), name, hook)
     scaler = keras.optimizers.LossScaleOptimizer
     for name, hook in (("apply", _applying), ("stateless_apply", _applying_statelessly), ("check_finite", _checking)):
-        _replace(scaler, name, hook)
+        step.replace(scaler, name, hook)
     step.install()
-
-
-def _replace(owner: Any, name: str, hook: Callable[[Any], Any]) -> None:
-    original = getattr(owner, name)
-    if not hasattr(original, _MARK):
-        replacement = functools.wraps(original)(hook(original))
-        setattr(replacement, _MARK, original)
-        setattr(owner, name, replacement)
 
 
 def _compiling(original: Any) -> Any:
@@ -52,7 +41,9 @@ def _compiling(original: Any) -> Any:
 
     def compile(self: Any, *arguments: Any, **named: Any) -> Any:
         bound = signature.bind(self, *arguments, **named)
-        strategy = scope.current() or _strategy_of(self)
+        strategy = scope.scopes.current()
+        if strategy is None and isinstance(getattr(self, "_distribute_strategy", None), scope.BaseStrategy):
+            strategy = self._distribute_strategy  # of the scope in which a TensorFlow model was created
         if strategy is not None and bound.arguments.get("optimizer", "rmsprop") is not None:
             with strategy.scope():
                 bound.arguments["optimizer"] = keras.optimizers.get(bound.arguments.get("optimizer", "rmsprop"))
@@ -118,14 +109,11 @@ def _applying_statelessly(original: Any) -> Any:
 def _checking(original: Any) -> Any:
     def check_finite(self: Any, grads: Any) -> Any:
         finite = original(self, grads)
-        if not is_distributed(self.inner_optimizer) or self.inner_optimizer._hvdlite_are_equal:
+        if not is_distributed(self.inner_optimizer):
+            return finite
+        state = self.inner_optimizer._hvdlite_state
+        if state.are_reduced and not state.local:  # these gradients are the same on all ranks that share them
             return finite
         reducer = self.inner_optimizer._hvdlite_step_reducer()
         return all_ranks_true(finite, reducer) if reducer.is_used else finite
     return check_finite
-
-
-def _strategy_of(model: Any) -> scope.BaseStrategy | None:
-    """Return the strategy of the scope in which a TensorFlow model was created."""
-    strategy = getattr(model, "_distribute_strategy", None)
-    return strategy if isinstance(strategy, scope.BaseStrategy) else None

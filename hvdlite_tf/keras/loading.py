@@ -29,7 +29,7 @@ class Loading:
         self._dataset = dataset
         has_workers = dataset.workers > 1 or (dataset.workers > 0 and dataset.use_multiprocessing)
         self._workers = dataset.workers if has_workers else 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._executor: Executor | None = None
         self._asked: dict[int, Future[Any]] = {}  # by position
         self._next = 0  # next position to load
@@ -45,7 +45,7 @@ class Loading:
             return self._dataset[int(batch_indices[position])]
         with self._lock:
             if position not in self._asked:
-                self._stop()
+                self.stop()
                 self._next = position
             while self._next < len(batch_indices) and len(self._asked) < max(1, self._dataset.max_queue_size):
                 self._asked[self._next] = self._submit(int(batch_indices[self._next]))
@@ -56,22 +56,18 @@ class Loading:
     def stop(self) -> None:
         """Discard preloaded batches: the dataset changes, or no more batches are needed."""
         with self._lock:
-            self._stop()
+            self._asked.clear()
+            if self._executor is not None:
+                self._executor.shutdown(wait=False, cancel_futures=True)
+                self._executor = None
 
     def _submit(self, batch_index: int) -> Future[Any]:
         if self._dataset.use_multiprocessing:
-            if self._executor is None:
-                self._executor = ProcessPoolExecutor(self._workers, initializer=_begin, initargs=(self._dataset,))
+            self._executor = self._executor or ProcessPoolExecutor(self._workers, initializer=_begin,
+                                                                   initargs=(self._dataset,))
             return self._executor.submit(_load, batch_index)
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(self._workers)
+        self._executor = self._executor or ThreadPoolExecutor(self._workers)
         return self._executor.submit(self._dataset.__getitem__, batch_index)
-
-    def _stop(self) -> None:
-        self._asked.clear()
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
-            self._executor = None
 
 
 def _begin(dataset: Any) -> None:

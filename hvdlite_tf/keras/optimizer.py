@@ -104,7 +104,7 @@ class _Distributed:
 
     @property
     def _hvdlite_state(self) -> _State:
-        state: _State | None = vars(self).get("_hvdlite_own_state")
+        state = vars(self).get("_hvdlite_own_state")
         if state is None:
             state = _State()
             object.__setattr__(self, "_hvdlite_own_state", state)
@@ -144,11 +144,6 @@ class _Distributed:
         finally:
             self._hvdlite_state.are_reduced = False
 
-    @property
-    def _hvdlite_are_equal(self) -> bool:
-        """Whether the gradients that come in at the moment are the same on all ranks that share them."""
-        return self._hvdlite_state.are_reduced and not self._hvdlite_state.local
-
     def _hvdlite_watch(self, variables: Sequence[Any]) -> None:
         if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             state = self._hvdlite_state
@@ -166,7 +161,7 @@ class _Distributed:
 
     def _hvdlite_reduced(self, grads: list[Any], variables: list[Any]) -> list[Any]:
         state = self._hvdlite_state
-        if state.are_reduced or len(variables) != len(grads):  # which Keras says better
+        if state.are_reduced or len(variables) != len(grads):  # for which Keras has a better error
             return grads
         if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             self._hvdlite_watch(variables)
@@ -221,7 +216,6 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
             have to begin to accumulate.
         NotInitializedError: before `init()`.
     """
-    del name, device_dense, device_sparse, use_locking
     _check_optimizer(optimizer)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if is_distributed(optimizer) or is_distributed(inner):
@@ -319,17 +313,16 @@ def load_model(filepath: Any, custom_optimizers: Any = None, custom_objects: dic
     """Load a Keras model and wrap its optimizer, whose state is kept.
 
     Args:
-        custom_optimizers: classes of optimizers that Keras does not know.
+        custom_optimizers: classes of optimizers that are not registered with Keras.
         custom_objects: as in `keras.models.load_model`.
         compression: as in `DistributedOptimizer`.
         legacy_opts: accepted for Horovod's sake.
         backward_passes_per_step, average_aggregated_gradients: as they were given to `DistributedOptimizer`; needed when the
-            saved optimizer accumulates gradients, because a saved model does not say whether they were summed or averaged.
+            saved optimizer accumulates gradients, because a saved model does not show whether they were summed or averaged.
 
     Raises:
         ValueError: without `backward_passes_per_step`, when the saved optimizer accumulates gradients.
     """
-    del legacy_opts
     objects = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=objects or None)
     optimizer = getattr(model, "optimizer", None)

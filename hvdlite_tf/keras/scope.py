@@ -48,7 +48,6 @@ class BaseStrategy(LaunchableStrategy):
 
     def __init__(self, devices: int | Sequence[str] | None = None, cross_device_ops: Any = None, *,
                  scale_learning_rate: bool = False) -> None:
-        del cross_device_ops
         if not api.is_initialized():
             api.init()
         super().__init__(devices)
@@ -67,7 +66,6 @@ class BaseStrategy(LaunchableStrategy):
 
     def is_summed_on_read(self, variable: Any) -> bool:
         """Return whether a variable of a metric has each rank's part, and reading it gives the sum over all ranks."""
-        del variable
         return False
 
     @property
@@ -96,11 +94,6 @@ class BaseStrategy(LaunchableStrategy):
         """Raise an error where gradients cannot be applied."""
 
 
-def current() -> BaseStrategy | None:
-    """Return the strategy whose scope this thread is in."""
-    return _scopes.current()
-
-
 @contextmanager
 def entered(strategy: BaseStrategy) -> Iterator[None]:
     """Return the context of a strategy's scope; nested ones are allowed. At its end, new variables are mirrored.
@@ -108,8 +101,8 @@ def entered(strategy: BaseStrategy) -> Iterator[None]:
     Raises:
         RuntimeError: inside another strategy's scope, or while another thread is in this one's.
     """
-    is_outermost = _scopes.current() is None
-    with _scopes.entered(strategy):
+    is_outermost = scopes.current() is None
+    with scopes.entered(strategy):
         yield
     if is_outermost:
         strategy.variable_mirror.mirror_pending()
@@ -118,7 +111,7 @@ def entered(strategy: BaseStrategy) -> Iterator[None]:
 @contextmanager
 def making(strategy: BaseStrategy) -> Iterator[None]:
     """Return a strategy's scope for ranks that are in step: new variables get rank 0's values immediately."""
-    with _scopes.entered(strategy), strategy.variable_mirror.immediately(), strategy.making():
+    with scopes.entered(strategy), strategy.variable_mirror.immediately(), strategy.making():
         yield
 
 
@@ -192,14 +185,14 @@ def _builds_in_step(strategy: BaseStrategy, layer: Any) -> None:
 
     @functools.wraps(original)
     def build(*arguments: Any, **named: Any) -> Any:
-        if _scopes.current() is not None or strategy.variable_mirror.is_deferred:
+        if scopes.current() is not None or strategy.variable_mirror.is_deferred:
             return original(*arguments, **named)
         with making(strategy):
             return original(*arguments, **named)
     object.__setattr__(layer, "build", build)
 
 
-def _takes_note(strategy: BaseStrategy, variable: Any) -> None:
+def _record_variable(strategy: BaseStrategy, variable: Any) -> None:
     is_metrics = variable.aggregation == "sum" if METRICS_ASK_FOR_SUMS else variable.synchronization == "on_read"
     if not is_metrics:
         strategy.variable_mirror.created(variable)
@@ -208,5 +201,5 @@ def _takes_note(strategy: BaseStrategy, variable: Any) -> None:
 _made: dict[type, Callable[[BaseStrategy, Any], None]] = {keras.optimizers.Optimizer: _constructed,
                                                           keras.layers.Layer: _builds_in_step}
 if keras.backend.backend() != "tensorflow":  # which reports variables to its strategies
-    _made[keras.Variable] = _takes_note
-_scopes: Scopes[BaseStrategy] = Scopes(_made, "MirroredStrategy")
+    _made[keras.Variable] = _record_variable
+scopes: Scopes[BaseStrategy] = Scopes(_made, "MirroredStrategy")

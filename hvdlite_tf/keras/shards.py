@@ -6,6 +6,7 @@ single process.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -93,8 +94,8 @@ def training_batches(x: Any, arrays: tuple[Any, ...] | None, batch_size: int, se
     rank, size = strategy.rank, strategy.num_replicas_in_sync
     if arrays is not None:
         if keras.backend.backend() == "tensorflow":
-            order = None if seed is None else Order(rows_of(arrays), seed)
-            return array_dataset(arrays, batch_size, order, lambda rows: rows[graph_rows(rows, rank, size)])
+            draw = None if seed is None else draws_of(rows_of(arrays), seed)
+            return array_dataset(arrays, batch_size, draw, lambda rows: rows[graph_rows(rows, rank, size)])
         return _ArrayShards(arrays, batch_size, seed, rank, size)
     if is_tf_dataset(x):
         return x if is_distributed(x) else sharded_dataset(checked(x), strategy)
@@ -140,21 +141,14 @@ def is_loader(x: Any) -> bool:
     return data is not None and isinstance(x, data.DataLoader)
 
 
-class Order:
-    """Generates a new order of samples for every pass.
+def draws_of(count: int, seed: Sequence[int]) -> Callable[[], Any]:
+    """Return a function that draws a new order of samples, as indices, for every pass.
 
     Args:
         count: the number of samples.
         seed: of all orders.
     """
-
-    def __init__(self, count: int, seed: Sequence[int]) -> None:
-        self.count = count
-        self._random = np.random.default_rng(seed)
-
-    def drawn(self) -> Any:
-        """Return the next order, as indices."""
-        return self._random.permutation(self.count)
+    return functools.partial(np.random.default_rng(seed).permutation, count)
 
 
 class _ArrayShards(keras.utils.PyDataset):
@@ -163,15 +157,15 @@ class _ArrayShards(keras.utils.PyDataset):
     def __init__(self, arrays: tuple[Any, ...], batch_size: int, seed: Sequence[int] | None, rank: int, size: int) -> None:
         super().__init__()
         self._arrays, self._batch, self._rank, self._size = arrays, batch_size, rank, size
-        self._orders = None if seed is None else Order(rows_of(arrays), seed)
+        self._draw = None if seed is None else draws_of(rows_of(arrays), seed)
         self._order = np.arange(rows_of(arrays))
 
     def __len__(self) -> int:
         return -(-len(self._order) // self._batch)
 
     def __getitem__(self, index: int) -> Any:
-        if index == 0 and self._orders is not None:
-            self._order = self._orders.drawn()
+        if index == 0 and self._draw is not None:
+            self._order = self._draw()
         rows = self._order[index * self._batch:(index + 1) * self._batch]
         return select_rows(self._arrays, rows[shard(len(rows), self._rank, self._size)])
 
@@ -184,17 +178,16 @@ class _BatchShards(keras.utils.PyDataset):
         self._dataset, self._rank, self._size = dataset, rank, size
         self._loading = Loading(dataset)
         count = dataset.num_batches
-        self._orders = None if seed is None or count is None else Order(count, seed)
+        self._draw = None if seed is None or count is None else draws_of(count, seed)
         self._order: Sequence[int] = ENDLESS if count is None else range(count)
 
     @property
     def num_batches(self) -> int | None:
-        batches: int | None = self._dataset.num_batches
-        return batches
+        return self._dataset.num_batches
 
     def __getitem__(self, index: int) -> Any:
-        if index == 0 and self._orders is not None:
-            self._order = self._orders.drawn()
+        if index == 0 and self._draw is not None:
+            self._order = self._draw()
             self._loading.stop()
         batch = self._loading.batch(index, self._order)
         return select_rows(batch, shard(rows_of(batch), self._rank, self._size))
@@ -251,11 +244,12 @@ def _sharded_loader(loader: Any) -> Any:
     return DataLoader(SizedShards() if hasattr(loader.dataset, "__len__") else Shards(), batch_size=None)
 
 
-def array_dataset(arrays: tuple[Any, ...], batch_size: int, order: Order | None, mine: Callable[[Any], Any]) -> Any:
+def array_dataset(arrays: tuple[Any, ...], batch_size: int, draw: Callable[[], Any] | None,
+                  mine: Callable[[Any], Any]) -> Any:
     """Return a tf.data.Dataset of rows of every global batch of arrays.
 
     Args:
-        order: of the rows; None for their own.
+        draw: draws an order of the rows for each pass; None for their own.
         mine: returns this rank's part of the indices of a global batch's rows.
     """
     import tensorflow as tf
@@ -263,9 +257,9 @@ def array_dataset(arrays: tuple[Any, ...], batch_size: int, order: Order | None,
         lambda leaf: convert_to_sliceable(tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf), arrays)
     count = rows_of(arrays)
     indices = tf.data.Dataset.range(count)
-    if order is not None:  # drawn in Python: TensorFlow's own shuffle also depends on its global seed
+    if draw is not None:  # drawn in Python: TensorFlow's own shuffle also depends on its global seed
         def drawn(_: Any) -> Any:
-            return tf.data.Dataset.from_tensor_slices(tf.ensure_shape(tf.numpy_function(order.drawn, [], tf.int64), [count]))
+            return tf.data.Dataset.from_tensor_slices(tf.ensure_shape(tf.numpy_function(draw, [], tf.int64), [count]))
         indices = tf.data.Dataset.range(1).flat_map(drawn).apply(tf.data.experimental.assert_cardinality(count))
     options = tf.data.Options()
     options.autotune.enabled = False  # the end of an iteration waits for the thread that tunes

@@ -24,6 +24,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.losses import loss
 
 from hvdlite import api
 from hvdlite.core.array import Array
@@ -216,11 +217,17 @@ def needs_whole_batches(model: Any) -> bool:
 
 def install() -> None:
     """Install the corrections of Keras' losses and metrics inside a step; may be called again."""
-    if not hasattr(keras.metrics.Mean.update_state, _MARK):
-        keras.metrics.Mean.update_state = _weighting(keras.metrics.Mean.update_state)
-    from keras.src.losses import loss  # all of Keras' losses use one function of this module for the reduction
-    if not hasattr(loss.reduce_weighted_values, _MARK):
-        loss.reduce_weighted_values = _correcting(loss.reduce_weighted_values, loss.apply_mask)
+    replace(keras.metrics.Mean, "update_state", _weighting)
+    replace(loss, "reduce_weighted_values", _correcting)  # all of Keras' losses use this function for the reduction
+
+
+def replace(owner: Any, name: str, hook: Callable[[Any], Any]) -> None:
+    """Replace a function of a class or module by what a hook makes of it; again is fine."""
+    original = getattr(owner, name)
+    if not hasattr(original, _MARK):
+        replacement = functools.wraps(original)(hook(original))
+        setattr(replacement, _MARK, original)
+        setattr(owner, name, replacement)
 
 
 def _summing_layers(model: Any) -> list[Any]:
@@ -258,7 +265,6 @@ def _times(gradient: Any, factor: Any) -> Any:
 
 
 def _weighting(original: Any) -> Any:
-    @functools.wraps(original)
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
         step = _current.get()
         is_function = isinstance(self, keras.metrics.MeanMetricWrapper)
@@ -267,14 +273,12 @@ def _weighting(original: Any) -> Any:
             if not len(values.shape):  # a mean over this rank's shard
                 sample_weight = step.share_of_sum(())
         return original(self, values, sample_weight=sample_weight)
-    setattr(update_state, _MARK, original)
     return update_state
 
 
-def _correcting(original: Any, apply_mask: Any) -> Any:
+def _correcting(original: Any) -> Any:
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def reduce_weighted_values(*arguments: Any, **named: Any) -> Any:
         step = _current.get()
         if step is None or not (step.is_share or step.is_part):
@@ -290,7 +294,7 @@ def _correcting(original: Any, apply_mask: Any) -> Any:
             divisor = None
         elif reduction == "mean_with_sample_weight" and weights is not None:
             weights = keras.ops.cast(weights, "float32")
-            divisor = keras.ops.sum(weights if mask is None else apply_mask(  # which multiplies in place
+            divisor = keras.ops.sum(weights if mask is None else loss.apply_mask(  # which multiplies in place
                 weights * 1.0, keras.ops.convert_to_tensor(mask), dtype="float32", reduction=reduction))
         elif mask is not None:
             divisor = keras.ops.sum(keras.ops.cast(mask, "float32"))
@@ -302,5 +306,4 @@ def _correcting(original: Any, apply_mask: Any) -> Any:
         given["reduction"] = "sum"  # a division by this rank's divisor, which may be 0, has gradients that are NaN on torch
         summed = original(*bound.args, **bound.kwargs)
         return summed * keras.ops.cast(step.correction(divisor), summed.dtype)
-    setattr(reduce_weighted_values, _MARK, original)
     return reduce_weighted_values

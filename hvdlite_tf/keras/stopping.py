@@ -83,7 +83,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
         self._agree()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Determine whether all ranks have another batch, if Keras does not know it."""
+        """Determine whether all ranks have another batch, if Keras has not determined it."""
         if not self._are_steps_known:
             self._check_data(has_ended=False)
 
@@ -156,7 +156,7 @@ def may_stop(callback: Any) -> bool:
                for hook in _BATCH_HOOKS)
 
 
-def averaged(logs: dict[str, Any], counts: bool) -> dict[str, Any]:
+def averaged(logs: dict[str, Any], counts: bool = True) -> dict[str, Any]:
     """Return logs with the means of their numbers over ranks.
 
     Args:

@@ -55,14 +55,11 @@ class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ign
             tf.random.set_seed(self._seed if seeds[0] is None else seeds[0])
 
     @contextmanager
-    def _entered(self) -> Iterator[MirroredStrategy]:
+    def scope(self) -> Iterator[MirroredStrategy]:
+        """Return the context in which to create and compile models, optimizers and datasets."""
         is_inside = tf.distribute.get_strategy() is self and tf.distribute.in_cross_replica_context()
         with scope.entered(self), nullcontext() if is_inside else super().scope():
             yield self
-
-    def scope(self) -> Any:
-        """Return the context in which to create and compile models, optimizers and datasets."""
-        return self._entered()
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Call `fn` on this rank and return its result. Variables have rank 0's values, also those that it creates."""
@@ -125,8 +122,7 @@ class _ReplicaContext(tf.distribute.ReplicaContext):  # type: ignore[misc]
 
     @property
     def devices(self) -> tuple[str, ...]:
-        devices: tuple[str, ...] = self.strategy.extended.worker_devices
-        return devices
+        return self.strategy.extended.worker_devices
 
 
 class _Extended(OneDeviceExtended):  # type: ignore[misc]
@@ -186,7 +182,6 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
             return fn(*args, **kwargs)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        del destinations, options
         if isinstance(value, values.SyncOnReadVariable):
             value = value.values[0]
         return ops.allreduce(_ready(reduce_op, value), op=parse_reduce_op(reduce_op))
@@ -195,7 +190,6 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
         return self._replica_ctx_all_reduce(reduce_op, [value for value, _ in value_destination_pairs], options)
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        del options
         flat = tf.nest.flatten(value)
         if not flat:
             return value
@@ -206,7 +200,6 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
         return self._update(var, fn, args, kwargs or {}, group)
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
-        del destinations, options
         value = tf.convert_to_tensor(value)
         if axis == 0:
             return ops.allgather(value)
@@ -218,13 +211,11 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
         return False
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        del options
         if self._mirrored.has_local_input or self._num_replicas_in_sync == 1:
             return dataset
         return distributed_dataset(dataset, self._mirrored)
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
-        del options
         size = self._num_replicas_in_sync
         return local_dataset(dataset_fn(tf.distribute.InputContext(
             num_input_pipelines=size, input_pipeline_id=self._mirrored.rank, num_replicas_in_sync=size)))
@@ -245,9 +236,7 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
     def should_checkpoint(self) -> bool:
         return self._mirrored.rank == 0
 
-    @property
-    def should_save_summary(self) -> bool:
-        return self._mirrored.rank == 0
+    should_save_summary = should_checkpoint
 
 
 def own_device(local_rank: int) -> str:

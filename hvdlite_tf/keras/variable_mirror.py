@@ -44,11 +44,14 @@ _mode: ContextVar[_Mode] = ContextVar("hvdlite_replicas", default=_Mode.AFTER_SC
 
 
 class _CreatedVariable(NamedTuple):
-    """A variable that was created."""
+    """A variable that was created.
+
+    Attributes:
+        description: name, shape and dtype.
+    """
 
     variable: weakref.ref[Any]
     description: tuple[str, tuple[int, ...], str]
-    """Name, shape and dtype."""
 
 
 class VariableMirror:

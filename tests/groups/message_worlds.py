@@ -13,8 +13,10 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.kernel_files import anonymous_file
 from hvdlite.core.world import Hosts
-from hvdlite.groups.carriers import Carrier, Done, RemoteCarrier, RingCarrier
-from hvdlite.groups.members import Members
+from hvdlite.diagnostics.progress import Progress
+from hvdlite.groups.carriers import Carrier, RemoteCarrier, RingCarrier
+from hvdlite.groups.link import Done, GroupLink
+from hvdlite.groups.members import GroupMembers
 from hvdlite.groups.messages import Messages
 from hvdlite.handoff.group_state import GroupState
 from hvdlite.memory.area import LEFT, Area, next_area
@@ -94,8 +96,8 @@ class Network:
         return act
 
 
-class LocalLink:
-    """Implements `Link`."""
+class LocalLink(GroupLink):
+    """A link through a network of tests."""
 
     def __init__(self, network: Network, rank: int) -> None:
         self._network, self._rank = network, rank
@@ -103,7 +105,7 @@ class LocalLink:
     def announce(self, to: Sequence[int], text: bytes) -> None:
         self._network.announce(self._rank, to, text)
 
-    def hear(self, hear: Callable[[int, bytes], None]) -> None:
+    def listen(self, hear: Callable[[int, bytes], None]) -> None:
         self._network.listeners[self._rank] = hear
 
     def send(self, name: str, values: Array, to: int, done: Done) -> None:
@@ -114,6 +116,11 @@ class LocalLink:
 
     def close(self) -> None:
         self._network.listeners[self._rank] = lambda source, text: None
+
+
+def pending(end: Messages) -> list[str]:
+    """Return descriptions of the calls under way, the oldest first."""
+    return [call.shown() for call in list(end._calls)]
 
 
 class Host:
@@ -164,8 +171,8 @@ class Rank:
         self.is_stopped = False  # as if the process were
         self._is_over = False
         self._asked = threading.Event()
-        members = Members.of("group dp", range(size), rank, Hosts((tuple(range(size)),)))
-        self.messages = Messages(members, GroupState("id", members.of_runtime, self.area), carriers)
+        members = GroupMembers.of("group dp", range(size), rank, Hosts((tuple(range(size)),)))
+        self.messages = Messages(members, GroupState("id", members.of_runtime, self.area), carriers, Progress())
         self.messages.let_work = self._asked.set
         self._asked.set()  # for what has come before
         self._worker = threading.Thread(target=self._work, name="hvdlite-worker", daemon=True)
@@ -239,7 +246,7 @@ class World:
             thread.join(HANGS_SECONDS)
         if errors:
             raise errors[0]
-        assert not any(thread.is_alive() for thread in threads), [end.pending() for end in self.ends]
+        assert not any(thread.is_alive() for thread in threads), list(map(pending, self.ends))
 
     def close(self) -> None:
         for rank in self.ranks:

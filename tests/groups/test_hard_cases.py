@@ -78,7 +78,7 @@ def test_memory_of_a_host_is_not_given_away_while_its_other_ranks_have_it() -> N
 
     def run(rank: int, seconds: float) -> None:
         try:
-            results[rank] = job.meeting(rank, ranks, hosts).place(time.monotonic() + seconds)
+            results[rank] = job.meeting(rank, ranks, hosts).meet(time.monotonic() + seconds)
         except Exception as error:
             results[rank] = error
     workers = [threading.Thread(target=run, args=each) for each in ((0, 9.0), (1, 0.5), (2, 9.0))]

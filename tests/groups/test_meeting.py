@@ -17,8 +17,8 @@ from hvdlite.core.kernel_files import anonymous_file
 from hvdlite.core.world import Hosts
 from hvdlite.engine.oob import OobChannel
 from hvdlite.groups import meeting
-from hvdlite.groups.meeting import GroupMeeting, Place
-from hvdlite.groups.members import Members
+from hvdlite.groups.meeting import GroupMeeting, MeetingPlace
+from hvdlite.groups.members import GroupMembers
 from hvdlite.memory.shared import SharedMemory
 from hvdlite.negotiation.oob_store import OobStore
 from tests.worlds import HANGS_SECONDS
@@ -56,7 +56,7 @@ class Job:
                 name: str = "group", **more: Any) -> GroupMeeting:
         index = list(ranks).index(rank)
         of_hosts = Hosts.of(hosts or ["one host"] * len(ranks))
-        members = Members(name, index, tuple(ranks), of_hosts, tuple(map(str, ranks)))
+        members = GroupMembers(name, index, tuple(ranks), of_hosts, tuple(map(str, ranks)))
         return GroupMeeting(self.runtimes[rank], members, nbytes, **more)
 
 
@@ -66,7 +66,7 @@ def met(job: Job, meetings: Sequence[GroupMeeting], seconds: float = HANGS_SECON
 
     def run(index: int) -> None:
         try:
-            results[index] = meetings[index].place(time.monotonic() + seconds)
+            results[index] = meetings[index].meet(time.monotonic() + seconds)
         except Exception as error:
             results[index] = error
 
@@ -84,7 +84,7 @@ def test_all_share_an_identity_and_each_host_its_memory() -> None:
     job, ranks = Job(5), (3, 1, 4, 0)  # in the order of the group; rank 2 is not in it
     hosts = ("b", "a", "b", "a")
     first, second = (met(job, [job.meeting(rank, ranks, hosts) for rank in ranks]) for _ in range(2))
-    places: list[Place] = [*first, *second]
+    places: list[MeetingPlace] = [*first, *second]
     assert len({place.identity for place in first}) == len({place.identity for place in second}) == 1
     assert first[0].identity != second[0].identity
     assert first[0].memory.start == first[2].memory.start and first[1].memory.start == first[3].memory.start

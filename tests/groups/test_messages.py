@@ -21,7 +21,7 @@ from hvdlite.groups.messages import Messages
 from hvdlite.memory import area as area_module
 from hvdlite.memory.futex import PolledWord
 from hvdlite.memory.rings import LINE, PIECES
-from tests.groups.message_worlds import RING, World
+from tests.groups.message_worlds import RING, World, pending
 from tests.groups.schedules import Schedule, done, failure, received, text
 from tests.worlds import HANGS_SECONDS, descriptors
 
@@ -132,7 +132,7 @@ def test_a_long_send_to_a_rank_that_does_not_receive_takes_the_memory_of_one_rin
     call = first.send(text(1, size=100 * RING), 1, 5)
     assert not call.is_done and not call.wait(0.0)
     assert host.allocated <= empty + RING
-    assert first.pending() == [f"send from rank 0 to rank 1 (tag 5, {100 * RING} bytes)"]
+    assert pending(first) == [f"send from rank 0 to rank 1 (tag 5, {100 * RING} bytes)"]
     values, _ = received(second, 100 * RING, 0, 5)
     assert (values == text(1, size=100 * RING)).all()
     done(call)
@@ -164,7 +164,7 @@ def test_calls_for_which_nobody_waits_are_carried_out(ranks: Callable[..., World
         assert receive.error is None and receive.source == 0 and (values == text(7, size=5 * RING)).all()
         done(send)
     assert world.network.thread not in threads
-    assert not any(end.pending() or end.next_deadline < np.inf or (one_host and end.is_active) for end in world.ends)
+    assert not any(pending(end) or end.next_deadline < np.inf or (one_host and end.is_active) for end in world.ends)
 
 
 def test_a_worker_that_is_to_stop_does(ranks: Callable[..., World]) -> None:
@@ -481,7 +481,7 @@ def test_a_failed_group_ends_every_call(ranks: Callable[..., World], one_host: b
     error = PeerLostError("rank 1 died", 1)
     first.fail(error)
     waiter.join(HANGS_SECONDS)
-    assert not waiter.is_alive() and [call.error for call in calls] == [error, error] and first.pending() == []
+    assert not waiter.is_alive() and [call.error for call in calls] == [error, error] and pending(first) == []
     assert first.send(text(1), 1, 0).error is error and first.receive(text(1), 1, 0).error is error
     world.ranks[0].close()
     assert first.send(text(1), 1, 0).error is error

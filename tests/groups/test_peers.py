@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from hvdlite.groups.peers import RemotePeers, Standing
+from hvdlite.groups.peers import CallProgress, RemotePeers
 
 
 class Wire:
@@ -17,6 +18,9 @@ class Wire:
         self.listener: Callable[[int, bytes], None] = lambda source, text: None
         wires[rank] = self
 
+    def listen(self, listener: Callable[[int, bytes], None]) -> None:
+        self.listener = listener
+
     def announce(self, to: Sequence[int], text: bytes) -> None:
         self.sent += [(rank, text) for rank in to]
 
@@ -26,21 +30,30 @@ class Wire:
             self.wires[rank].listener(self.rank, text)
 
 
+class Executor:
+    """What a rank announces, and how often it is woken."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._world, self._rank = world, rank
+
+    def progress(self) -> CallProgress:
+        return self._world.own[self._rank]
+
+    def wake(self) -> None:
+        self._world.rings[self._rank] += 1
+
+
 class World:
-    def __init__(self, *own: Standing) -> None:
+    def __init__(self, *own: CallProgress) -> None:
         self.own, self.rings = list(own), [0] * len(own)
         wires: dict[int, Wire] = {}
         self.wires = [Wire(rank, wires) for rank in range(len(own))]
         self.ends = [self._peers(wire) for wire in self.wires]
-        for wire, end in zip(self.wires, self.ends, strict=True):
-            wire.listener = end.hear
 
-    def _peers(self, wire: Wire) -> RemotePeers:
+    def _peers(self, wire: Any) -> RemotePeers:
         others = [rank for rank in range(len(self.own)) if rank != wire.rank]
-        return RemotePeers(wire.announce, others, lambda: self.own[wire.rank], lambda: self._ring(wire.rank))
-
-    def _ring(self, rank: int) -> None:
-        self.rings[rank] += 1
+        execution: Any = Executor(self, wire.rank)
+        return RemotePeers(wire, others, execution)
 
     def deliver(self) -> None:
         for wire in self.wires:
@@ -49,7 +62,7 @@ class World:
 
 # docs/protocol.md#standings
 def test_nothing_is_said_until_somebody_asks_or_leaves() -> None:
-    world = World(Standing(3, 2, "barrier()"), Standing(2, 2, "all_reduce()"), Standing(3, 2, "barrier()"))
+    world = World(CallProgress(3, 2, "barrier()"), CallProgress(2, 2, "all_reduce()"), CallProgress(3, 2, "barrier()"))
     first = world.ends[0]
     world.deliver()
     assert first.missing(1) == (1, 2) and first.left(1) == () and not any(wire.sent for wire in world.wires)
@@ -63,7 +76,7 @@ def test_nothing_is_said_until_somebody_asks_or_leaves() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_told_as_such() -> None:
-    world = World(Standing(1), Standing(1, 1, "barrier()"), Standing())
+    world = World(CallProgress(1), CallProgress(1, 1, "barrier()"), CallProgress())
     first = world.ends[0]
     first.ask(time.monotonic())
     world.wires[0].deliver()
@@ -73,7 +86,7 @@ def test_a_rank_that_does_not_answer_is_told_as_such() -> None:
 
 
 def test_who_leaves_says_how_far_it_was_once() -> None:
-    world = World(Standing(5, 4), Standing(5, 4, "barrier()"), Standing(5, 5))
+    world = World(CallProgress(5, 4), CallProgress(5, 4, "barrier()"), CallProgress(5, 5))
     first, second, third = world.ends
     for end, completed in ((second, 4), (second, 9), (third, 5)):
         end.leave(completed)
@@ -84,7 +97,7 @@ def test_who_leaves_says_how_far_it_was_once() -> None:
 
 
 def test_who_leaves_instead_of_an_answer_has_answered() -> None:
-    world = World(Standing(2), Standing(1, 1))
+    world = World(CallProgress(2), CallProgress(1, 1))
     now = time.monotonic()
     world.ends[0].ask(now)
     world.ends[1].leave(1)

@@ -20,12 +20,11 @@ from hvdlite.diagnostics.progress import Progress
 from hvdlite.groups import reports
 from hvdlite.groups.call import Call
 from hvdlite.groups.carriers import RingCarrier
-from hvdlite.groups.execution import Execution
+from hvdlite.groups.execution import GroupExecutor
 from hvdlite.groups.group import Group
-from hvdlite.groups.members import Members
+from hvdlite.groups.members import GroupMembers
 from hvdlite.groups.messages import Messages
 from hvdlite.groups.operation import Operation
-from hvdlite.groups.peers import RemotePeers
 from hvdlite.handoff.group_state import PATIENCE_SECONDS, GroupState
 from hvdlite.memory.area import next_area
 from hvdlite.memory.fence import Fence, fence_file
@@ -92,7 +91,7 @@ class Neighbours:
             self._texts.append((source, text))
         self._tell()
 
-    def hear(self, hear: Callable[[int, bytes], None]) -> None:
+    def listen(self, hear: Callable[[int, bytes], None]) -> None:
         self._hear = hear
         self._tell()
 
@@ -120,7 +119,7 @@ def groups(size: int, *, one_host: bool = True, timeout: float = HANGS_SECONDS,
     ranks = tuple(range(size))
     for rank in ranks:
         memory = SharedMemory(os.dup(file), rank, Fence(os.dup(order)) if fenced else None)
-        members = Members.of("group of tests", ranks, rank, Hosts((ranks,)))
+        members = GroupMembers.of("group of tests", ranks, rank, Hosts((ranks,)))
         heaps, told = memory.heaps(size), Reports()
         area = next_area(memory, rank, 0, ranks)
         pairs = memory.range(pair_bytes(size), ranks)
@@ -137,13 +136,9 @@ def groups(size: int, *, one_host: bool = True, timeout: float = HANGS_SECONDS,
         if messages:
             carrier = RingCarrier(Rings(pairs.bytes.data, rank, heaps, 1 << 16), area, others)
             mail = Messages(members, state, dict.fromkeys(others, carrier), told.progress, patience)
-        near = None if one_host else Neighbours(rank, neighbours)
-        execution = Execution(members, plane, state, told, mail,
-                              announce=None if near is None else near.announce, patience=patience)
-        if near is not None:
-            assert isinstance(execution.peers, RemotePeers)
-            near.hear(execution.peers.hear)
-        ends.append(Group(members, timeout, state, execution, mail, told, tell=told.failures.append))
+        near: Any = None if one_host else Neighbours(rank, neighbours)
+        execution = GroupExecutor(members, plane, state, told, mail, link=near, patience=patience)
+        ends.append(Group(members, timeout, state, execution, mail, told, report_error=told.failures.append))
     os.close(file)
     os.close(order)
     return ends

@@ -38,12 +38,12 @@ def test_the_error_that_others_followed_from() -> None:
 
 def test_a_directory_goes_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    directory = workers.JobDirectory()
+    directory = workers.TemporaryJobDirectory()
     (Path(directory.path) / "failure.0.json").touch()
     directory.remove()
     directory.remove()
     assert not list(tmp_path.iterdir())
-    code = ("import os, signal; from hvdlite.launch.workers import JobDirectory; made = JobDirectory(); "
+    code = ("import os, signal; from hvdlite.launch.workers import TemporaryJobDirectory; made = TemporaryJobDirectory(); "
             "print(made.path, flush=True); os.kill(os.getpid(), signal.SIGKILL)")
     killed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False,
                             env={**os.environ, "TMPDIR": str(tmp_path)})

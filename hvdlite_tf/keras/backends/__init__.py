@@ -5,7 +5,7 @@
     tensorflow.py   through `numpy_function`
     torch.py        by autograd's hooks, during the backward pass
 
-A backend's module has two functions, `create_step_reducer` and `call`.
+A backend's module has `create_step_reducer`, which is its class of step reducers, and the function `call`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ R = TypeVar("R")
 def create_step_reducer(**arguments: Any) -> StepReducer:
     """Return the step reducer of the current backend; the arguments are those of `StepReducer`."""
     arguments.setdefault("compression", Compression.none)
-    reducer: StepReducer = _backend().create_step_reducer(**arguments)
-    return reducer
+    return _backend().create_step_reducer(**arguments)
 
 
 def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:
     """Call a function of arrays that returns arrays of the same shapes and dtypes, on tensors of the current backend."""
-    return _backend().call(function, tensors) if tensors else []  # type: ignore[no-any-return]
+    return _backend().call(function, tensors) if tensors else []
 
 
 def all_ranks_true(flag: Any, reducer: StepReducer) -> Any:

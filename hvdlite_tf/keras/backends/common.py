@@ -42,9 +42,7 @@ class KerasStepReducer(ArrayStepReducer):
         return call(function, tensors)
 
 
-def create_step_reducer(**arguments: Any) -> KerasStepReducer:
-    """See the package."""
-    return KerasStepReducer(**arguments)
+create_step_reducer = KerasStepReducer
 
 
 def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:

@@ -38,9 +38,7 @@ class JaxStepReducer(KerasStepReducer):
         return call(function, tensors, copied=SMALL)  # larger gradients are copied when they are given
 
 
-def create_step_reducer(**arguments: Any) -> JaxStepReducer:
-    """See the package."""
-    return JaxStepReducer(**arguments)
+create_step_reducer = JaxStepReducer
 
 
 def call(function: Function, tensors: Sequence[Any], *, copied: float = float("inf")) -> list[Any]:

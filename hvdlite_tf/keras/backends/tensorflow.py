@@ -9,10 +9,7 @@ from hvdlite.core.array import Array
 from hvdlite_tf.arrays import run
 from hvdlite_tf.gradients import TensorFlowStepReducer
 
-
-def create_step_reducer(**arguments: Any) -> TensorFlowStepReducer:
-    """See the package."""
-    return TensorFlowStepReducer(**arguments)
+create_step_reducer = TensorFlowStepReducer
 
 
 def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:

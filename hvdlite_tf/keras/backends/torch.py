@@ -15,7 +15,6 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradients.before_step import BeforeStep
 from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.step_reducer import StepReducer, current_samples
-from hvdlite_torch import Compression
 from hvdlite_torch.arrays.tensors import as_tensor, on_host
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.gradients.unfinal import get_grad, set_grad
@@ -94,9 +93,8 @@ class TorchStepReducer(StepReducer):
         new = [(variable, group_id) for variable, group_id in zip(variables, self._group_ids_of(variables), strict=True)
                if id(variable.value) not in self._tensors]
         if self._hooks is None:
-            compression = {None: Compression.none, "float16": Compression.fp16, "bfloat16": Compression.bf16}
             runtime = self.take_part()
-            framework = gradients_of(runtime, compression[self._compression.target], self._sparse_as_dense,
+            framework = gradients_of(runtime, self._compression, self._sparse_as_dense,
                                      [variable.value for variable in variables])
             reducer: Reducer[torch.Tensor] = Reducer(
                 runtime, framework, self.label, op=self._op, prescale=self._prescale, postscale=self._postscale,
@@ -172,9 +170,7 @@ class TorchStepReducer(StepReducer):
                 "already: use op=Average, change .grad in place, or clear .grad before you compute others")
 
 
-def create_step_reducer(**arguments: Any) -> TorchStepReducer:
-    """See the package."""
-    return TorchStepReducer(**arguments)
+create_step_reducer = TorchStepReducer
 
 
 def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:

@@ -166,16 +166,16 @@ def a_job_that_fails_just_after_a_meeting(folder: str, size: int) -> str:
     from hvdlite.groups.meeting import GroupMeeting
     api.init()
     runtime = api.runtime()
-    place = GroupMeeting.place
+    meet = GroupMeeting.meet
 
     def slow(self: Any, deadline: float) -> Any:
-        found = place(self, deadline)
+        found = meet(self, deadline)
         if RANK == 1:
             os._exit(0)
         assert runtime._state.ended.wait(20)
         return found
 
-    with mock.patch.object(GroupMeeting, "place", slow):
+    with mock.patch.object(GroupMeeting, "meet", slow):
         try:
             api.open_group("group", [0, 1], 20.0)
         except BaseException as error:

@@ -131,7 +131,7 @@ def exits_without_closing(folder: str, blocking: bool) -> None:
 
 def impatient() -> None:
     """Let groups that are made from now on tell of waits that take a quarter of a second."""
-    mock.patch.object(groups_module, "Execution", functools.partial(execution.Execution, patience=0.25)).start()
+    mock.patch.object(groups_module, "GroupExecutor", functools.partial(execution.GroupExecutor, patience=0.25)).start()
 
 
 def circle(folder: str, size: int) -> None:
