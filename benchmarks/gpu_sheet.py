@@ -255,7 +255,7 @@ def launch_times() -> Iterator[list[Launched]]:
     full: dict[int, float] = {}  # by the address of the bucket
     launched: list[Launched] = []
     runtime: Any = api.runtime()
-    enqueue = runtime.enqueue_bucket
+    enqueue = runtime.gradients.enqueue_bucket
 
     def enqueue_bucket(bucket: Any, *arguments: Any, **options: Any) -> Any:
         full[bucket.memory.pointer] = time.perf_counter()
@@ -266,12 +266,12 @@ def launch_times() -> Iterator[list[Launched]]:
         began = full.pop(target, None)
         if began is not None:
             launched.append(Launched(began, time.perf_counter()))
-    runtime.enqueue_bucket = enqueue_bucket
+    runtime.gradients.enqueue_bucket = enqueue_bucket
     try:
         with replaced_all_reduce(all_reduce):
             yield launched
     finally:
-        runtime.enqueue_bucket = enqueue
+        runtime.gradients.enqueue_bucket = enqueue
 
 
 def percentile(values: Sequence[float], share: float) -> float:

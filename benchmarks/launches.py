@@ -102,12 +102,12 @@ def rounds(gpu: Gpu, count: int) -> list[int]:
     members = [gpu.allocate(64 << 10) for _ in range(BUCKETS)]
     full: list[int] = []
     for number in range(1, WARM_UP + count + 1):
-        learned = runtime.layout(LABEL, number)
+        learned = runtime.gradients.layout(LABEL, number)
         if learned is None:
             moment = Moment(LABEL, number)
-            handles: list[Any] = [runtime.enqueue_gradient(f"x.{index}", array, array, ReduceOp.AVERAGE, moment)
+            handles: list[Any] = [runtime.gradients.enqueue_gradient(f"x.{index}", array, array, ReduceOp.AVERAGE, moment)
                                   for index, array in enumerate(members)]
-            runtime.close_round(LABEL, number)
+            runtime.gradients.close_round(LABEL, number)
         else:
             handles = []
             for index, bucket in enumerate(learned.buckets):
@@ -117,7 +117,7 @@ def rounds(gpu: Gpu, count: int) -> list[int]:
                 event = runtime.devices.record_event(0)  # type: ignore[union-attr]
                 if number > WARM_UP:
                     full.append(time.perf_counter_ns())
-                handles.append(runtime.enqueue_bucket(bucket, ready, event))
+                handles.append(runtime.gradients.enqueue_bucket(bucket, ready, event))
         for handle in handles:
             handle.wait()
     return full

@@ -335,7 +335,7 @@ def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
 
 def negotiated_name(adapter: str, kind: str, name: str | None, process_set: ProcessSet) -> str:
     """Return the name under which a frontend's collective is negotiated: Horovod's, or by the order of calls without one."""
-    return runtime().unnamed(adapter, kind, set_id(process_set)) if name is None else f"{kind}.{name}"
+    return runtime().names.unnamed(adapter, kind, set_id(process_set)) if name is None else f"{kind}.{name}"
 
 
 def member_names(base: str, count: int) -> list[str]:
@@ -346,7 +346,7 @@ def member_names(base: str, count: int) -> list[str]:
 def transfer_name(adapter: str, name: str | None, sender: int, receiver: int) -> str:
     """Return the name under which a tensor from one rank to another is negotiated."""
     way = f"{sender}to{receiver}"
-    return runtime().unnamed(adapter, f"send.{way}") if name is None else f"send.{way}.{name}"
+    return runtime().names.unnamed(adapter, f"send.{way}") if name is None else f"send.{way}.{name}"
 
 
 def set_torch_variables() -> None:

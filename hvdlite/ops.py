@@ -338,7 +338,7 @@ def _grouped(sources: Sequence[AnyArray], outputs: Sequence[AnyArray], average: 
 
 
 def _name(name: str | None, kind: str, process_set: ProcessSet) -> str:
-    return runtime().unnamed("numpy", kind, set_id(process_set)) if name is None else name
+    return runtime().names.unnamed("numpy", kind, set_id(process_set)) if name is None else name
 
 
 def _contiguous(array: ArrayLike) -> Array:

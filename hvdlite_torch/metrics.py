@@ -35,7 +35,7 @@ def gather_all_tensors(result: torch.Tensor, group: Any = None) -> list[torch.Te
     """
     process_set = group if isinstance(group, ProcessSet) else global_process_set
     runtime, process_set_id = api.runtime(), api.set_id(process_set)
-    name = runtime.unnamed("torch", "gather_all_tensors", process_set_id)
+    name = runtime.names.unnamed("torch", "gather_all_tensors", process_set_id)
     gathered = gather_tensors(runtime, result, name, process_set_id)
     gathered[runtime.members(process_set_id).index(runtime.world.rank)] = result  # with its graph
     return gathered

@@ -89,7 +89,7 @@ class SyncBatchNorm(_BatchNorm):
         if len(members) == 1 or runtime.world.rank not in members:
             return self._alone(input)
         # Of the gradients of the statistics, which all ranks have in common.
-        sum_ = derivatives.AllreduceCall(runtime.unnamed("torch", "sync_batch_norm", process_set_id), self.process_set,
+        sum_ = derivatives.AllreduceCall(runtime.names.unnamed("torch", "sync_batch_norm", process_set_id), self.process_set,
                                          ReduceOp.SUM)
         output, mean, variance, count = _Synchronized.apply(input, self.weight, self.bias, sum_, self.eps)
         if self.track_running_stats:

@@ -132,7 +132,7 @@ def _register_split(own: ProcessSet, runtime: Runtime) -> None:
     """Register the communicators that the ranks are in; each is known by its least rank."""
     rank = runtime.world.rank
     least = lowest_rank(own.mpi_comm, rank)
-    everybodys = runtime.allgather(runtime.unnamed("process_set", "split"), np.array([least])).wait().tolist()
+    everybodys = runtime.allgather(runtime.names.unnamed("process_set", "split"), np.array([least])).wait().tolist()
     parts = {each: [member for member, other in enumerate(everybodys) if other == each]
              for each in sorted(set(everybodys)) if each >= 0}
     ids = {each: runtime.add_process_set(members).wait() for each, members in parts.items()}

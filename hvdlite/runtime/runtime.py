@@ -42,10 +42,8 @@ from hvdlite.runtime.names import Names
 _log = logging.getLogger("hvdlite")
 
 
-class Runtime:
+class Runtime(Collectives):
     """One rank of a job; made by `runtime.assemble`, shared by all adapters of a process. Callable from any thread.
-
-    Its collectives are those of `Collectives`, its calls for gradients those of `GradientSets`, its names those of `Names`.
 
     Args:
         coordinator: on rank 0 only.
@@ -54,40 +52,25 @@ class Runtime:
     Attributes:
         world: this rank's coordinates.
         hosts: which ranks share a host.
+        gradients: the calls of gradient reducers.
+        names: for calls without one, and for gradient sets.
         connections, handoff, engine, recorder: for `groups`, which live on it.
     """
 
     def __init__(self, world: World, config: Config, connections: Connections, coordinator: Coordinator | None,
                  hosts: Hosts | None = None) -> None:
+        handoff = Handoff.create(world.rank, world.size, connections.control.wake, spins=config.spin_microseconds > 0)
+        super().__init__(world, handoff, min(config.eager_limit, EAGER_TRAFFIC // world.size))
         self.world, self.config = world, config
         self.hosts = hosts or Hosts((tuple(range(world.size)),))
-        self.connections = connections
-        self.handoff = Handoff.create(world.rank, world.size, connections.control.wake, spins=config.spin_microseconds > 0)
-        self._inbox, self._state = self.handoff.inbox, self.handoff.state
+        self.connections, self.handoff = connections, handoff
+        self.gradients, self.names = GradientSets(self, handoff), Names(handoff.state)
         self.recorder = FlightRecorder(connections.plane.name, connections.clock)
         self.engine, self._rank_zero = build_engine(world, config, connections, coordinator, self.handoff, self.recorder)
         if connections.devices is not None:
             connections.devices.set_handlers(
                 self._device_failed, lambda work: self._inbox.post(Task(lambda: self.engine.report_overdue(work))),
                 (config.stall_check_time_seconds, config.stall_shutdown_time_seconds))
-        self._compose(Collectives(world, self.handoff, min(config.eager_limit, EAGER_TRAFFIC // world.size)))
-
-    def _compose(self, collectives: Collectives) -> None:
-        """Offer the calls of the parts as this object's own; bound once, so that a call costs no more than the part's."""
-        sets, names = GradientSets(collectives, self.handoff), Names(self._state)
-        self.members = collectives.members
-        self.add_process_set, self.remove_process_set = collectives.add_process_set, collectives.remove_process_set
-        self.allreduce, self.grouped_allreduce = collectives.allreduce, collectives.grouped_allreduce
-        self.reduce, self.reducescatter = collectives.reduce, collectives.reducescatter
-        self.broadcast, self.alltoall, self.allgather = collectives.broadcast, collectives.alltoall, collectives.allgather
-        self.gather, self.scatter = collectives.gather, collectives.scatter
-        self.send, self.receive = collectives.send, collectives.receive
-        self.barrier, self.join = collectives.barrier, collectives.join
-        self.enqueue_gradient, self.enqueue_rows = sets.enqueue_gradient, sets.enqueue_rows
-        self.enqueue_bucket = sets.enqueue_bucket
-        self.layout, self.is_suspended, self.mark_stale = sets.layout, sets.is_suspended, sets.mark_stale
-        self.close_round, self.retire = sets.close_round, sets.retire
-        self.unnamed, self.label = names.unnamed, names.label
 
     # --- the job ---------------------------------------------------------------------------------------------------
 

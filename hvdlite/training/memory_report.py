@@ -46,7 +46,7 @@ def gather_report(parameters: int, gradients: int, optimizer: int) -> MemoryRepo
     process, peak = process_memory()
     buckets = sum(memory.nbytes for memory in runtime.bucket_memory())
     own = np.array([[parameters, gradients, optimizer, buckets, runtime.plane.staging_bytes(), process, peak]], np.int64)
-    rows = runtime.allgather(runtime.unnamed("hvdlite", "memory"), own).wait()
+    rows = runtime.allgather(runtime.names.unnamed("hvdlite", "memory"), own).wait()
     return MemoryReport(tuple(dict(zip(PARTS, row, strict=True)) for row in rows.tolist()))
 
 

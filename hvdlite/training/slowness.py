@@ -20,7 +20,7 @@ def ledgers(window: float = WINDOW_SECONDS) -> dict[int, Ledger]:
     """Return what each rank has used its time for in the last `window` seconds; all ranks call this."""
     runtime = current_runtime()
     own = np.frombuffer(msgspec.json.encode(runtime.progress.ledger(window)) + b"\n", np.uint8)
-    lines = bytes(runtime.allgather(runtime.unnamed("hvdlite", "ledger"), own).wait()).splitlines()
+    lines = bytes(runtime.allgather(runtime.names.unnamed("hvdlite", "ledger"), own).wait()).splitlines()
     return {rank: msgspec.json.decode(line, type=Ledger) for rank, line in enumerate(lines)}
 
 

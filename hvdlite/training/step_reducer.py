@@ -120,7 +120,7 @@ class StepReducer(Learner):
 
     def _attach(self, runtime: Runtime) -> None:
         self._process_set_id = api.set_id(self._process_set)
-        self._label = self.gradient_label = runtime.label(self._frontend, self._process_set_id)
+        self._label = self.gradient_label = runtime.names.label(self._frontend, self._process_set_id)
         self._reference_samples = None
         self.world += 1
         self._runtime = runtime

@@ -95,11 +95,11 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     if _api.is_provisional():
         return obj
     runtime = _api.runtime()
-    return _objects.broadcast_object(runtime, obj, root_rank, name or runtime.unnamed("keras", "broadcast_object"))
+    return _objects.broadcast_object(runtime, obj, root_rank, name or runtime.names.unnamed("keras", "broadcast_object"))
 
 
 @_with_errors_of_backend
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Return every rank's picklable object, in rank order."""
     runtime = _api.runtime()
-    return _objects.allgather_object(runtime, obj, name or runtime.unnamed("keras", "allgather_object"))
+    return _objects.allgather_object(runtime, obj, name or runtime.names.unnamed("keras", "allgather_object"))

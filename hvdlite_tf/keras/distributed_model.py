@@ -347,7 +347,7 @@ class _Beginning(keras.callbacks.Callback):
         self._done = False
         runtime = api.runtime()
         epoch = broadcast_object(runtime, getattr(self.model, "_initial_epoch", None), 0,
-                                 runtime.unnamed("keras", "initial_epoch"))
+                                 runtime.names.unnamed("keras", "initial_epoch"))
         if epoch is not None:
             self.model._initial_epoch = epoch
 

@@ -124,7 +124,7 @@ class EvaluationData:
         """Return all ranks' predictions, in the order of the global batches."""
         runtime = api.runtime()
         everywhere = allgather_object(runtime, (keras.tree.map_structure(np.asarray, predictions), self._all_taken()),
-                                      runtime.unnamed("keras", "predict"))
+                                      runtime.names.unnamed("keras", "predict"))
         pieces: dict[tuple[int, int], Any] = {}
         for rank, (theirs, taken) in enumerate(everywhere):
             total, begin = sum(each.rows for each in taken), 0

@@ -30,7 +30,7 @@ def sync_random_state() -> None:
     if runtime.world.size == 1:
         return
     own = (random.getstate(), np.random.get_state())
-    states = broadcast_object(runtime, own, 0, runtime.unnamed("keras", "random_states"))
+    states = broadcast_object(runtime, own, 0, runtime.names.unnamed("keras", "random_states"))
     random.setstate(states[0])
     np.random.set_state(states[1])
 
@@ -59,7 +59,7 @@ def checked(dataset: Any) -> Any:
         return dataset
     own = [(int(each._seed), int(each._seed2)) for each in lineage(dataset)
            if hasattr(each, "_seed") and hasattr(each, "_seed2")]
-    everywhere = allgather_object(runtime, own, runtime.unnamed("keras", "shuffle_seeds"))
+    everywhere = allgather_object(runtime, own, runtime.names.unnamed("keras", "shuffle_seeds"))
     remedy = ("ranks would take their rows of batches that hold different samples. Make the dataset after the "
               "MirroredStrategy, and set the same seed on all ranks (keras.utils.set_random_seed, tf.random.set_seed) "
               "or none")

@@ -57,7 +57,7 @@ class BaseStrategy(LaunchableStrategy):
         self.variable_mirror = VariableMirror(self.rank, self._size)
         self.has_local_input = False
         self._seed = int(broadcast_object(runtime, int(np.random.default_rng().integers(1 << 30)), 0,
-                                          runtime.unnamed("keras", "strategy_seed")))
+                                          runtime.names.unnamed("keras", "strategy_seed")))
         sync_random_state()
         self._set_up()
 

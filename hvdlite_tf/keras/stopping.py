@@ -59,7 +59,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
         super().set_params(params)
         runtime = api.runtime()
         self._own = params.get("steps")
-        everywhere = allgather_object(runtime, (self._own, self._wants_every_batch), runtime.unnamed("keras", "steps"))
+        everywhere = allgather_object(runtime, (self._own, self._wants_every_batch), runtime.names.unnamed("keras", "steps"))
         steps = [each for each, _ in everywhere]
         self._every_batch = any(wanted for _, wanted in everywhere)
         self._are_steps_known, self._last = None not in steps, None
@@ -139,7 +139,7 @@ def refuse_uneven_steps(callback: Any) -> None:
     """
     runtime = api.runtime()
     own = (callback.params.get("steps"), bool(getattr(callback.model, "_hvdlite_stops_together", False)))
-    everywhere = allgather_object(runtime, own, runtime.unnamed("keras", "steps"))
+    everywhere = allgather_object(runtime, own, runtime.names.unnamed("keras", "steps"))
     steps = [each for each, _ in everywhere]
     known = [each for each in steps if each is not None]
     if known and min(known) != max(known) and not all(together for _, together in everywhere):

@@ -66,7 +66,7 @@ class MirroredStrategy(scope.BaseStrategy):
         """Return all ranks' values concatenated along a dimension, as a NumPy array."""
         runtime = api.runtime()
         return np.concatenate(allgather_object(runtime, keras.ops.convert_to_numpy(value),
-                                               runtime.unnamed("keras", "gather")), axis)
+                                               runtime.names.unnamed("keras", "gather")), axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return this rank's value, alone in a tuple."""

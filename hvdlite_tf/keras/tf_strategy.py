@@ -50,7 +50,7 @@ class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ign
         with tf.device("CPU:0"):
             self._samples = tf.Variable(1.0, trainable=False)
         from tensorflow.python.eager import context
-        seeds = allgather_object(api.runtime(), context.global_seed(), api.runtime().unnamed("tf", "global_seed"))
+        seeds = allgather_object(api.runtime(), context.global_seed(), api.runtime().names.unnamed("tf", "global_seed"))
         if seeds[0] is None or seeds != seeds[:1] * len(seeds):  # setting it restarts the sequence of operations' seeds
             tf.random.set_seed(self._seed if seeds[0] is None else seeds[0])
 

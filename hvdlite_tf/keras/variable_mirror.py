@@ -165,11 +165,11 @@ class VariableMirror:
             variables = [each.variable() for each in made]
             exist = [variable is not None and getattr(variable, "_value", variable) is not None for variable in variables]
             everywhere = allgather_object(runtime, ([each.description for each in made], exist),
-                                          runtime.unnamed("keras", "scope_variables"))
+                                          runtime.names.unnamed("keras", "scope_variables"))
             _check_same([descriptions for descriptions, _ in everywhere])
             exist_everywhere = np.all([theirs for _, theirs in everywhere], 0)
             kept = [variable for variable, exists in zip(variables, exist_everywhere, strict=True) if exists]
-            broadcast_variables(kept, 0, runtime.unnamed("keras", "mirror"))
+            broadcast_variables(kept, 0, runtime.names.unnamed("keras", "mirror"))
 
     def are_equal_everywhere(self, variables: Sequence[Any]) -> bool:
         """Return whether all ranks have the same values, except for random generators; all ranks call this.
@@ -187,7 +187,7 @@ class VariableMirror:
                     digest.update(array.reshape(-1).view(np.uint8).data)
             runtime = api.runtime()
             own = np.frombuffer(digest.digest(), np.uint64).reshape(1, 1)
-            digests = runtime.allgather(runtime.unnamed("keras", "digest"), own).wait()
+            digests = runtime.allgather(runtime.names.unnamed("keras", "digest"), own).wait()
         return bool((digests == digests[0]).all())
 
 

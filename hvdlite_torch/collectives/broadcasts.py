@@ -151,7 +151,7 @@ def check_replicas(params: Mapping[str, Any] | Iterable[Any], process_set: Proce
     """
     named = [(name, on_host(tensor, name)) for name, tensor in _named(params)]
     runtime, process_set_id = api.runtime(), api.set_id(process_set)
-    replicas.check_replicas(runtime, named, runtime.unnamed("torch", "check_replicas", process_set_id), process_set_id)
+    replicas.check_replicas(runtime, named, runtime.names.unnamed("torch", "check_replicas", process_set_id), process_set_id)
 
 
 def broadcast_tensors(runtime: Runtime, tensors: Sequence[torch.Tensor], root_rank: int, name: str,

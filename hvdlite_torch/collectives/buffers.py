@@ -80,7 +80,7 @@ class BufferBroadcast:
 
     def _attach(self, runtime: Runtime, adapter: str) -> None:
         self._process_set_id = api.set_id(self._process_set)
-        self._label = runtime.label(adapter, self._process_set_id)
+        self._label = runtime.names.label(adapter, self._process_set_id)
         self._runtime = runtime
 
     def world_ended(self) -> None:
@@ -100,5 +100,5 @@ class BufferBroadcast:
         buffers = [buffer.detach() for name, buffer in self._model.named_buffers() if name not in ignored]
         members = runtime.members(self._process_set_id)
         if len(members) > 1 and runtime.world.rank in members and buffers:
-            name = runtime.unnamed(self._label, "buffers", self._process_set_id)
+            name = runtime.names.unnamed(self._label, "buffers", self._process_set_id)
             broadcast_tensors(runtime, buffers, self._root, name, self._process_set_id)

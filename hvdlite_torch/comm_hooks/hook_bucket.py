@@ -89,7 +89,7 @@ class HookBucket(Bucket[torch.Tensor]):
     def _ask(self, name: str, values: Array) -> Handle:
         """Return the handle of the largest values (0 to 255) over all ranks."""
         owner = self.set
-        return owner.runtime.enqueue_gradient(f"{owner.label}.{name}", values, np.empty_like(values), ReduceOp.MAX,
+        return owner.runtime.gradients.enqueue_gradient(f"{owner.label}.{name}", values, np.empty_like(values), ReduceOp.MAX,
                                               Moment("", 0, owner.step, owner.in_step), process_set=owner.process_set_id)
 
     def _wait_for_all(self, deferrable: bool) -> Array:

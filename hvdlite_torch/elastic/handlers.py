@@ -77,7 +77,7 @@ class StateDictHandler(StateHandler):
         runtime = api.runtime()
         if runtime.world.rank == 0:
             self.stage()
-        self.staged = broadcast_structure(runtime, self.staged, 0, runtime.unnamed("torch", "elastic.handler"))
+        self.staged = broadcast_structure(runtime, self.staged, 0, runtime.names.unnamed("torch", "elastic.handler"))
         self.receive_staged(load=runtime.world.rank != 0)
 
     def stage(self) -> Any:

@@ -49,7 +49,7 @@ class DistributedAdasum(DistributedBase):
     def _attach(self, runtime: Runtime, label: str | None = None) -> None:
         if runtime.world.size > 1:
             check_whole_job(self._settings.process_set)
-        self._name = f"adasum.{runtime.label('torch') if label is None else label}"
+        self._name = f"adasum.{runtime.names.label('torch') if label is None else label}"
         self._runtime, self._active = runtime, runtime.world.size > 1
         self._step_supports_amp_scaling = self._active or self._base_unscales
         self._steps, self._check_name = 0, f"{self._name}.check"

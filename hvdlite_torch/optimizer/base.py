@@ -115,7 +115,7 @@ class DistributedBase(Learner):
         """Take part in a world with the same arguments as in the last one, and counts that start anew."""
         process_set = self._settings.process_set.process_set_id
         if process_set is not None:  # else it may be registered before the next step
-            self._attach(runtime, runtime.label(_EARLIER, process_set))
+            self._attach(runtime, runtime.names.label(_EARLIER, process_set))
 
     def next_label(self, names: Names) -> str:
         """Return the label that `world_began` will choose."""

@@ -143,7 +143,7 @@ class Distributed(DistributedBase):
     def _attach(self, runtime: Runtime, label: str | None = None) -> None:
         settings = self._settings
         self._process_set = api.set_id(settings.process_set)
-        label = runtime.label("torch", self._process_set) if label is None else label
+        label = runtime.names.label("torch", self._process_set) if label is None else label
         self.gradient_label, self._check_name = label, f"{label}.check"
         self._hooks = settings.make_hooks(runtime, label)
         self._runtime, self._active = runtime, self._hooks.reducer.is_shared

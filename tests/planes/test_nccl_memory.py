@@ -99,14 +99,14 @@ def test_a_rank_without_gpu_memory_asks_the_hosts_plane_for_what_the_others_ask(
                 gpu.memory = 0
             there, here = np.ones(4, np.float32), np.ones(4, np.float32)
             members = {"there": gpus.wrap(runtime, there), "here": here}
-            handles = [runtime.enqueue_gradient(name, member, member, SUM, Moment("set", number))
+            handles = [runtime.gradients.enqueue_gradient(name, member, member, SUM, Moment("set", number))
                        for name, member in members.items()]
-            runtime.close_round("set", number)
+            runtime.gradients.close_round("set", number)
             for handle in handles:
                 handle.wait()
             handles[0].completion.wait()
             assert (here == 2).all() and (there == 2).all()
-            assert runtime.layout("set", number) is None
+            assert runtime.gradients.layout("set", number) is None
     worlds.threads(2, step, wrap=Asked)
     assert asked[0] and asked[0] == asked[1]
     assert "rank 1: 'set' goes on without learned buckets" in caplog.text

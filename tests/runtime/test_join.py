@@ -75,7 +75,7 @@ def test_unnamed_calls_match_again_after_a_join() -> None:
     def step(runtime: Runtime) -> None:
         for _ in range(3):
             for _ in range(runtime.world.rank):
-                name = runtime.unnamed("test", "allreduce")
+                name = runtime.names.unnamed("test", "allreduce")
                 runtime.allreduce(name, np.ones(1), np.empty(1), ReduceOp.SUM).wait()
             runtime.join().wait()
     threads(3, step)

@@ -415,7 +415,7 @@ def test_groups_are_buckets_of_their_own(groups: Any) -> None:
                                          _runtime=runtime)
         for x, y in batches(4, 2):
             train(optimizer, model, share(x, runtime), share(y, runtime))
-        learned = runtime.layout("torch.optimizer.0", 1 << 20)
+        learned = runtime.gradients.layout("torch.optimizer.0", 1 << 20)
         runtime.barrier("all have it").wait()
         assert learned is not None
         return [{member.name.removeprefix("gradient.torch.optimizer.0.") for member in bucket.members}

@@ -71,7 +71,7 @@ def layouts(**config: Any) -> list[list[tuple[str, ...]]]:
             optimizer.zero_grad()
             torch.stack([parameter.sum() for parameter in order]).sum().backward()
             optimizer.step()
-        layout = runtime.layout("torch.optimizer.0", 1 << 20)
+        layout = runtime.gradients.layout("torch.optimizer.0", 1 << 20)
         runtime.barrier("both have it").wait()  # a rank that leaves takes it away
         assert layout is not None
         return [tuple(member.name for member in bucket.members) for bucket in layout.layout.buckets]

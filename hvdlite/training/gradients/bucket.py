@@ -188,7 +188,7 @@ class Bucket(Generic[Parameter]):
             self._break()
             return
         unused = tuple(sorted(member.place for member in self.holding))
-        self._handle = self.set.runtime.enqueue_bucket(
+        self._handle = self.set.runtime.gradients.enqueue_bucket(
             self.plan.learned,
             BucketReady(bucket_id=self.plan.learned.definition.bucket_id, round_id=self.set.round_id, unused=unused,
                         ends_round=next(self._sent) == self._last, step=self.set.step, in_step=self.set.in_step),
@@ -253,7 +253,7 @@ class Bucket(Generic[Parameter]):
     def _break(self) -> None:
         """Let all members that were given go by themselves."""
         self.state = BROKEN
-        self.set.runtime.mark_stale(self.plan.layout.layout)
+        self.set.runtime.gradients.mark_stale(self.plan.layout.layout)
         placed, later, unused = [self.plan.members[place] for place in self._placed], self._later, self.holding
         set_held(placed, self.plan.places.take_back(self._placed))
         self._placed, self._later, self.holding = [], [], []
@@ -321,9 +321,9 @@ class BucketOfOne(Bucket[Parameter]):
         framework, runtime, owner = self.set.framework, self.set.runtime, self.set
         rows = framework.rows(member.parameter, member.held) if self._counts else None
         if rows is not None:
-            return runtime.enqueue_rows(member.name, rows, owner.moment, process_set=owner.process_set_id)
+            return runtime.gradients.enqueue_rows(member.name, rows, owner.moment, process_set=owner.process_set_id)
         self._memory = array, _ = framework.alone(member.parameter, member.held, self._counts)
-        return runtime.enqueue_gradient(
+        return runtime.gradients.enqueue_gradient(
             member.name, array if self._counts else None, array, owner.op, owner.moment,
             prescale=owner.prescale, postscale=owner.postscale, strides=framework.shape(member.parameter).strides,
             group_id=member.group_id, process_set=owner.process_set_id)

@@ -90,7 +90,7 @@ class Reducer(Generic[Parameter]):
         self._begin_lock = threading.RLock()  # hooks may come from several autograd threads; the first one begins the round
         self._make_bucket = make_bucket
         if self.is_shared:
-            weakref.finalize(self, runtime.retire, label, process_set).atexit = False
+            weakref.finalize(self, runtime.gradients.retire, label, process_set).atexit = False
 
     def add(self, parameter: Parameter, name: str, group_id: int = 0) -> None:
         """Take a parameter into the set, from the next round on in which it is trainable; the same ones on all ranks.
@@ -225,7 +225,7 @@ class Reducer(Generic[Parameter]):
                 current.buckets[0].send()
             current.is_closed = True
             if current.alone:
-                self.runtime.close_round(self.set.label, current.id, self.set.process_set_id)
+                self.runtime.gradients.close_round(self.set.label, current.id, self.set.process_set_id)
             self.is_due = self.has_local = False
             self.passes.reduce(of_failed_pass=current.of_failed_pass)
 

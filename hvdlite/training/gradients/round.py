@@ -80,8 +80,8 @@ class BucketPlans(Generic[Parameter]):
             alone: gets the buckets of members that do so after all.
         """
         runtime = gradient_set.runtime
-        learned = runtime.layout(gradient_set.label, gradient_set.round_id)
-        if gradient_set.has_new_sparse or (learned is None and not runtime.is_suspended(gradient_set.label)):
+        learned = runtime.gradients.layout(gradient_set.label, gradient_set.round_id)
+        if gradient_set.has_new_sparse or (learned is None and not runtime.gradients.is_suspended(gradient_set.label)):
             gradient_set.has_new_sparse = False
             self.forget()  # while it is suspended, gradients may lie in places that are used again
         if learned is not None and self._learned is not learned:
@@ -90,7 +90,7 @@ class BucketPlans(Generic[Parameter]):
         if learned is None or self.plans is None:
             if learned is not None:
                 self.forget()
-                runtime.mark_stale(learned.layout)
+                runtime.gradients.mark_stale(learned.layout)
             return []
         last = len(self.plans) if sum(len(plan.members) for plan in self.plans) == len(members) else 0
         sent = itertools.count(1)

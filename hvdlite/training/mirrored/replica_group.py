@@ -35,11 +35,11 @@ class ReplicaGroup:
         self.replica_id = members.index(runtime.world.rank)
         self.size = len(members)
         self.root = members[0]
-        self.label = runtime.label("mirrored", process_set)
+        self.label = runtime.names.label("mirrored", process_set)
 
     def name(self, kind: str) -> str:
         """Return the next name for one kind of call."""
-        return self.runtime.unnamed(self.label, kind, self.process_set)
+        return self.runtime.names.unnamed(self.label, kind, self.process_set)
 
     def broadcast_object(self, value: Any, kind: str) -> Any:
         """Return replica 0's picklable object."""

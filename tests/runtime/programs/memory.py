@@ -70,9 +70,9 @@ def the_buckets_of_layouts_that_are_evicted_go_back() -> None:
     for turn in range(5):
         used = train(reducer, 4 + (1 << turn)) - before  # learned again ever later
         assert BUCKET <= used < 4 * BUCKET, (turn, used)  # the old one lasts until the next round begins
-        learned = api.runtime().layout("set", 1 << 20)
+        learned = api.runtime().gradients.layout("set", 1 << 20)
         if learned is not None and hvd.rank() == turn % 2:
-            api.runtime().mark_stale(learned.layout)
+            api.runtime().gradients.mark_stale(learned.layout)
         del learned
 
 
