@@ -19,8 +19,8 @@ from pathlib import Path
 
 from hvdlite.core.config import Config, environment_name, file_knobs, timeout_or_inf
 from hvdlite.core.errors import ConfigError, LaunchError
-from hvdlite.core.file_limit import reserve_descriptors
 from hvdlite.core.own_programs import module_command
+from hvdlite.core.system_limits import reserve_descriptors
 from hvdlite.core.texts import printable
 from hvdlite.membership.events import Limits
 from hvdlite_runner import mpirun, placement

@@ -31,8 +31,7 @@ from typing import Any, TypeVar
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
 from hvdlite.core.world import Hosts
-from hvdlite.runtime.assemble import PlaneWrapper, assemble_threads
-from hvdlite.runtime.learned import Learned
+from hvdlite.runtime.assemble import Learned, PlaneWrapper, assemble_threads
 from hvdlite.runtime.runtime import Runtime
 from tests import temporary, warm
 

@@ -20,8 +20,8 @@ from hvdlite.control.handshake import Greeting, ServerHandshake
 from hvdlite.control.wire import Connection, RankInfo, Welcome
 from hvdlite.core.config import poll_timeout
 from hvdlite.core.errors import HvdliteError, LaunchError, ProtocolError
-from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS, reserve_descriptors
 from hvdlite.core.sockets import RefusedConnections, check_same_user
+from hvdlite.core.system_limits import OUT_OF_DESCRIPTORS, reserve_descriptors
 
 HALF_OPEN_LIMIT: Final = 64
 """Connections that may be in their handshake at once, besides one for each rank that is missing."""

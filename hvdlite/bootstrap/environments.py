@@ -30,10 +30,9 @@ from typing import Any, Final
 
 from hvdlite.bootstrap.job_directory import agreed_prefix
 from hvdlite.core import launch_contract as contract
-from hvdlite.core.addresses import loopback
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import COORDINATOR, JOB_DIRECTORY, SECRET, SECRET_TAKEN
-from hvdlite.core.sockets import HeldPort
+from hvdlite.core.sockets import HeldPort, loopback
 from hvdlite.core.world import World
 
 PORTS: Final = range(20_000, 32_000)

@@ -17,11 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from hvdlite.core.addresses import routes_to
 from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostError, ProtocolError
 from hvdlite.core.launch_contract import MEMBER_SOCKET
-from hvdlite.core.process_limit import explained
-from hvdlite.core.sockets import connect_unix
+from hvdlite.core.sockets import connect_unix, routes_to
+from hvdlite.core.system_limits import explained
 from hvdlite.membership.messages import (
     Alive,
     AllFinished,

@@ -20,10 +20,9 @@ from typing import Any
 from hvdlite.bootstrap.environments import how_to_have_a_key
 from hvdlite.control.handshake import Greeting, greet_rank_0
 from hvdlite.control.wire import Connection, RankInfo, Welcome
-from hvdlite.core.addresses import routes_to
 from hvdlite.core.config import poll_timeout
 from hvdlite.core.errors import LaunchError, ProtocolError
-from hvdlite.core.sockets import connect_unix, short_socket_path
+from hvdlite.core.sockets import connect_unix, routes_to, short_socket_path
 from hvdlite.negotiation.messages import Message
 
 BACKLOG = 1024

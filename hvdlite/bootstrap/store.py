@@ -31,10 +31,9 @@ from hvdlite.bootstrap.environments import MAKE_A_KEY, LaunchInfo
 from hvdlite.bootstrap.job_directory import agreed_prefix, host_identity, network_identity, temporary_directory
 from hvdlite.bootstrap.rendezvous import is_loopback, route_address
 from hvdlite.bootstrap.store_texts import SECRET_ON_ALL, Signer, Text, opened, sealed
-from hvdlite.core.addresses import routes_to
 from hvdlite.core.config import environment_name
 from hvdlite.core.errors import HvdliteError, LaunchError
-from hvdlite.core.sockets import HeldPort
+from hvdlite.core.sockets import HeldPort, routes_to
 from hvdlite.core.texts import printable, shortened
 from hvdlite.core.world import Hosts, World
 from hvdlite.negotiation.agreement import named_ranks

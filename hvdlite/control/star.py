@@ -31,7 +31,7 @@ from hvdlite.control.base import Event, HostReportReceived, PeerLost, ReportRece
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.wire import Connection, Encoded, Heartbeat, encode
 from hvdlite.core.errors import ProtocolError
-from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
+from hvdlite.core.system_limits import OUT_OF_DESCRIPTORS
 from hvdlite.negotiation.leader import Leader
 from hvdlite.negotiation.messages import Decision, DirectMessage, DirectMessages, HostReport, Message, Report
 

@@ -14,8 +14,8 @@ from typing import Final
 
 from hvdlite.core.errors import HvdliteError
 from hvdlite.core.launch_contract import REPORT_SOCKET
-from hvdlite.core.process_limit import explained
 from hvdlite.core.sockets import RefusedConnections, check_same_user, short_socket_path
+from hvdlite.core.system_limits import explained
 from hvdlite.diagnostics.stall_inspector import ANSWER_SECONDS, Receiver
 from hvdlite.diagnostics.stall_report import StallReport
 

@@ -10,32 +10,39 @@ Theory of operation
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
-from hvdlite.control.base import Event
+from hvdlite.control.base import Event, yield_processor
+from hvdlite.core.config import Config
 from hvdlite.core.errors import HorovodInternalError, MismatchError
-from hvdlite.core.process_limit import explained
+from hvdlite.core.system_limits import explained
+from hvdlite.core.world import World
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
-from hvdlite.diagnostics.stall_inspector import CoordinatorWatchdog
-from hvdlite.diagnostics.stall_report import CallHistory
+from hvdlite.diagnostics.stall_inspector import LOOKS, CoordinatorWatchdog, StallInspector, Times
+from hvdlite.diagnostics.stall_report import CallHistory, StallReport
+from hvdlite.diagnostics.timeline import Timeline
+from hvdlite.engine.autotune import Autotuner
 from hvdlite.engine.connections import Connections
-from hvdlite.engine.coordinator_link import CoordinatorLink
+from hvdlite.engine.coordinator_link import CoordinatorLink, RemoteCoordinator
 from hvdlite.engine.decisions import Decisions, JobFailed
 from hvdlite.engine.execution import Execution
 from hvdlite.engine.failures import failure_error, failure_notice
-from hvdlite.engine.limits import FLUSH_SECONDS, LISTEN_SECONDS, TRACE_BATCH
+from hvdlite.engine.limits import FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, TRACE_BATCH
 from hvdlite.engine.mailboxes import Mailboxes
-from hvdlite.engine.polling import poll
+from hvdlite.engine.rank_zero import RankZero
 from hvdlite.handoff.buckets import BucketEntry
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import BlockedWaiters
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.inbox import Item, Task
 from hvdlite.negotiation.controller import Controller
+from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import (
     Decision,
     DirectMessage,
@@ -50,6 +57,9 @@ from hvdlite.negotiation.messages import (
 )
 
 _log = logging.getLogger("hvdlite")
+
+POLL_SECONDS: Final = 200e-6
+"""How long an engine is polled before messages are looked for."""
 
 
 class Engine:
@@ -257,7 +267,7 @@ class Engine:
 
     def _wait_until(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
         if poll_interval:
-            poll(predicate, poll_interval, lambda: self._waiters, self._glance)
+            _poll(predicate, poll_interval, lambda: self._waiters, self._glance)
         while not predicate():
             self._exchange(within_plan=True)
         if self._clock() - self._listened > LISTEN_SECONDS:  # the last to arrive everywhere still receives messages
@@ -327,3 +337,49 @@ class Engine:
         finally:
             state.ended.set()
             self._inbox.abandon_all()
+
+
+def build_engine(world: World, config: Config, connections: Connections, coordinator: Coordinator | None, handoff: Handoff,
+                 recorder: FlightRecorder) -> tuple[Engine, RankZero | None]:
+    """Return a rank's background thread, not yet started, and rank 0's duties when this is rank 0.
+
+    Args:
+        coordinator: on rank 0 only.
+    """
+    control, clock, probe = connections.control, connections.clock, connections.probe
+    times = Times(config.stall_check_time_seconds, config.stall_shutdown_time_seconds, config.silence_check_seconds,
+                  config.heartbeat_timeout)
+    controller = Controller(world.rank, epoch=world.epoch)
+    rank_zero = None
+    if coordinator is not None:
+        deliver = functools.partial(StallReport.deliver, path=config.stall_report_file)
+        rank_zero = RankZero(coordinator, control, recorder, clock,
+                             StallInspector(coordinator, times, probe, deliver, recorder.story),
+                             Timeline(world.size, lambda on: coordinator.order(timeline=on, now=clock()), clock),
+                             Autotuner(config, coordinator, clock) if config.autotune else None)
+    watchdog = CoordinatorWatchdog(world.rank, control.parent, config.silence_check_seconds, config.heartbeat_timeout, probe)
+    link = rank_zero or RemoteCoordinator(control, controller)
+    engine = Engine(connections, controller, link, handoff, recorder, watchdog,
+                    serves=frozenset(range(world.size)) if rank_zero else control.children,
+                    spin=config.spin_microseconds * 1e-6, look_seconds=min(LOOK_SECONDS, times.look / LOOKS))
+    return engine, rank_zero
+
+
+def _poll(predicate: Callable[[], bool], poll_interval: float, hurried: Callable[[], object],
+         look_out: Callable[[], object]) -> None:
+    """Wait for a library that makes progress only while it is called (MPI), and look for messages meanwhile, which may raise.
+
+    Args:
+        poll_interval: seconds to sleep between looks, for the script to have the processor.
+        hurried: returns whether the script is blocked in a wait, and so leaves the processor to this thread.
+    """
+    while not predicate():
+        if hurried():
+            until = time.perf_counter() + POLL_SECONDS
+            while time.perf_counter() < until:
+                if predicate():
+                    return
+                yield_processor()
+        else:
+            time.sleep(poll_interval)
+        look_out()

@@ -30,8 +30,7 @@ import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.file_limit import reserve_descriptors
-from hvdlite.core.process_limit import explained
+from hvdlite.core.system_limits import explained, reserve_descriptors
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import OobTexts, WaitUntil

@@ -19,10 +19,10 @@ from hvdlite.control.inproc import InprocControl
 from hvdlite.control.star import LeaderControl, StarControl
 from hvdlite.control.wire import Connection
 from hvdlite.core.config import Config, timeout_or_inf
-from hvdlite.core.file_limit import reserve_descriptors
 from hvdlite.core.launch_contract import PROCESSES_FILE
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
+from hvdlite.core.system_limits import reserve_descriptors
 from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import ProcessProbe
 from hvdlite.engine.connections import Connections
@@ -33,6 +33,7 @@ from hvdlite.memory.futex import AVAILABLE as FUTEXES
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.layouts import BucketSizes
 from hvdlite.negotiation.leader import Leader
+from hvdlite.negotiation.messages import Layout
 from hvdlite.negotiation.negotiator import Policy
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import DevicePlane, OobTexts, Plane
@@ -46,7 +47,6 @@ from hvdlite.planes.selection import PlaneChoice, choose_plane
 from hvdlite.planes.shm import ShmPlane
 from hvdlite.planes.shm_barrier import WakeRanks, one_by_one
 from hvdlite.planes.staging import HostMemory
-from hvdlite.runtime.learned import Learned
 from hvdlite.runtime.meeting import Meeting, address_for_others, checked_world, common_clock
 from hvdlite.runtime.runtime import Runtime
 
@@ -55,6 +55,19 @@ DevicePlaneMaker = Callable[[int, OobChannel, Callable[[], None]], DevicePlane]
 """Make the plane for GPUs of a rank, with what lets it meet the others, and what wakes its background thread."""
 
 _log = logging.getLogger("hvdlite")
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """What rank 0 announces in the first decision of a world (docs/protocol.md#carried-layouts).
+
+    Attributes:
+        layouts: by the labels of their gradient sets in the world that begins.
+        tuned: knobs, and their values.
+    """
+
+    layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
+    tuned: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def coordinator_for(world: World, config: Config, learned: Learned | None = None, *,

@@ -22,10 +22,10 @@ from hvdlite.bootstrap.member_client import MemberClient
 from hvdlite.bootstrap.rendezvous import Address, Cancellation, advertised_address, connect_to_rank_0, listen
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.wire import Connection, RankInfo, Welcome
-from hvdlite.core.addresses import loopback
 from hvdlite.core.config import Config, matching_knobs, timeout_or_inf
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.kernel_files import anonymous_file
+from hvdlite.core.sockets import loopback
 from hvdlite.core.stack_dump import StackDumpTarget
 from hvdlite.core.texts import encodable
 from hvdlite.core.world import Hosts, World

@@ -24,8 +24,8 @@ from hvdlite.diagnostics.progress import Progress
 from hvdlite.diagnostics.report_server import ReportServer
 from hvdlite.diagnostics.stall_inspector import Receiver
 from hvdlite.diagnostics.timeline import TimelineRequest
-from hvdlite.engine.build import build_engine
 from hvdlite.engine.connections import Connections
+from hvdlite.engine.engine import build_engine
 from hvdlite.engine.failures import failure_notice
 from hvdlite.engine.limits import EAGER_TRAFFIC, FLUSH_SECONDS
 from hvdlite.handoff.group_state import GroupState

@@ -26,9 +26,8 @@ from hvdlite.diagnostics.process_probe import enable_stack_dump
 from hvdlite.membership.messages import WorldOrder
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.runtime import tracebacks
-from hvdlite.runtime.assemble import assemble
+from hvdlite.runtime.assemble import Learned, assemble
 from hvdlite.runtime.followers import Followers
-from hvdlite.runtime.learned import Learned
 from hvdlite.runtime.process_hooks import configure_logging, origin_of, record_failure, tell_failure
 from hvdlite.runtime.registered_sets import RegisteredSets
 from hvdlite.runtime.runtime import Runtime

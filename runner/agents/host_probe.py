@@ -22,11 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from hvdlite.core.addresses import routes_to
-from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
 from hvdlite.core.own_programs import module_command
-from hvdlite.core.process_limit import explained
-from hvdlite.core.sockets import HeldPort
+from hvdlite.core.sockets import HeldPort, routes_to
+from hvdlite.core.system_limits import OUT_OF_DESCRIPTORS, explained
 from hvdlite_runner.agents.gpu_topology import gpu_topology
 from hvdlite_runner.host.commands import cores
 

@@ -20,7 +20,7 @@ from typing import Final
 from hvdlite._version import __version__
 from hvdlite.core.config import environment_name
 from hvdlite.core.errors import ProtocolError
-from hvdlite.core.process_limit import explained
+from hvdlite.core.system_limits import explained
 from hvdlite_runner.agents.shells import Shell, explain, forwarded
 from hvdlite_runner.messages import (
     PING_SECONDS,

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Final
 
 from hvdlite.core.errors import ProtocolError
-from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
 from hvdlite.core.launch_contract import MEMBER_SOCKET
 from hvdlite.core.sockets import check_same_user, short_socket_path
+from hvdlite.core.system_limits import OUT_OF_DESCRIPTORS
 from hvdlite.membership.messages import MemberFrames, MemberHello, MemberMessage, MemberOrder, frame
 
 STRANGERS: Final = 256

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Final
 
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS, reserve_descriptors
 from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FILE, FailureRecord
-from hvdlite.core.process_limit import explained
+from hvdlite.core.system_limits import OUT_OF_DESCRIPTORS, explained, reserve_descriptors
 from hvdlite.diagnostics.progress import read, read_metrics
 from hvdlite_runner.host import commands, progress
 from hvdlite_runner.host.member_server import MemberServer

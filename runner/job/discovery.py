@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Final
 
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.process_limit import explained
+from hvdlite.core.system_limits import explained
 from hvdlite_runner.host.worker_group import WorkerGroup
 from hvdlite_runner.placement import parse_host
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.file_limit import reserve_descriptors
+from hvdlite.core.system_limits import reserve_descriptors
 from hvdlite_runner.agents.remote_agent import AGENT_TIMEOUT, Pinger, RemoteAgent, bootstrap_input
 from hvdlite_runner.host.commands import current_directory
 from hvdlite_runner.host.worker_group import WorkerGroup

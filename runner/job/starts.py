@@ -10,9 +10,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hvdlite.core import launch_contract
-from hvdlite.core.addresses import loopback, routes_to
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.sockets import HeldPort
+from hvdlite.core.sockets import HeldPort, loopback, routes_to
 from hvdlite.core.world import Hosts, World
 from hvdlite.membership.events import StartMember
 from hvdlite_runner.agents import host_probe

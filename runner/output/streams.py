@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from hvdlite.core.process_limit import explained
+from hvdlite.core.system_limits import explained
 
 FULL: Final = 1 << 20
 """Bytes that wait for a reader before the ranks are not read any more."""

@@ -9,7 +9,7 @@ import socket
 import subprocess
 from typing import Any
 
-from hvdlite.core.addresses import route_to
+from hvdlite.core.sockets import route_to
 from hvdlite_runner.agents.host_probe import ProbeServer, interfaces, own_addresses, probe, speed
 from hvdlite_runner.reports.doctor import hints, problems, text
 from tests.worlds import HANGS_SECONDS, HVDRUN

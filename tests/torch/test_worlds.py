@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 from hvdlite import api  # noqa: E402
 from hvdlite.core.errors import HorovodInternalError, NotInitializedError, UnsupportedError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
+from hvdlite.runtime.assemble import Learned  # noqa: E402
 from hvdlite.runtime.followers import Followers  # noqa: E402
-from hvdlite.runtime.learned import Learned  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer, MirroredStrategy, comm_hooks  # noqa: E402
 from hvdlite_torch.elastic.handlers import StateDictHandler  # noqa: E402

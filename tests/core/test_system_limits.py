@@ -17,7 +17,7 @@ from hvdlite.bootstrap.admission import accept_ranks
 from hvdlite.bootstrap.descriptors import recv_fds, send_fds
 from hvdlite.bootstrap.rendezvous import Address, listen
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.file_limit import SPARE, reserve_descriptors
+from hvdlite.core.system_limits import SPARE, reserve_descriptors
 from tests.bootstrap.meeting import LIMIT, meet, rank_info
 from tests.worlds import HANGS_SECONDS
 

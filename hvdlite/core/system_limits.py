@@ -1,4 +1,4 @@
-"""The limit of open files: raised as needed by a job, with an explanation if the hard limit is too low.
+"""The limits of open files and of processes: the first is raised as needed, and both are named in errors.
 
 Connections, doorbells, pidfds and pipes each need a descriptor per rank. The usual soft limit of 1,024 is low for a host
 with many ranks, and for rank 0 of a large job. Every process may raise its soft limit up to the hard limit.
@@ -19,6 +19,8 @@ SPARE: Final = 512
 """Descriptors left for the script: files, sockets, data loader workers."""
 OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE})
 """Error codes for no descriptors left, in this process or in the whole system."""
+NO_THREAD = "can't start new thread"
+"""Python's message when the system refuses a thread."""
 
 
 @contextlib.contextmanager
@@ -47,6 +49,29 @@ def reserve_descriptors(count: int, purpose: str, spare: int = SPARE) -> Iterato
         if error.errno == errno.EMFILE:
             raise LaunchError(_explanation(count, in_use, purpose)) from error
         raise
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Return a context that starts a process or a thread.
+
+    Args:
+        what: the process or thread, such as "the process of rank 3".
+
+    Raises:
+        LaunchError: when the system refuses it because there are too many.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        refused = error.errno == errno.EAGAIN if isinstance(error, OSError) else str(error) == NO_THREAD
+        if not refused:
+            raise
+        soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        limit = "not limited" if soft == resource.RLIM_INFINITY else str(soft)
+        raise LaunchError(
+            f"cannot start {what}: no more processes and threads are allowed here. `ulimit -u` (RLIMIT_NPROC, for all of "
+            f"this user's) is {limit}; a container or a Slurm step may have a lower one (pids.max of its cgroup)") from None
 
 
 def _explanation(count: int, in_use: int, purpose: str) -> str:
