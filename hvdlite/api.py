@@ -10,9 +10,7 @@ import atexit
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from hvdlite.bootstrap.environments import LaunchInfo, check_host, torch_variables
@@ -26,7 +24,7 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.groups.group import Group
 from hvdlite.groups.groups import Groups
 from hvdlite.runtime.followers import Follower
-from hvdlite.runtime.process_hooks import answer_signal, leaves_because_of, tell_failure
+from hvdlite.runtime.process_hooks import answer_signal, leaves_because_of, report_uncaught, tell_failure
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.runtime.worlds import Worlds
 
@@ -42,9 +40,8 @@ _hooks_installed = False
 def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
     """Join the job that the environment describes; without one, run alone (size 1).
 
-    Further calls share the runtime, and the same number of `shutdown()` calls ends it. A call that fails does not count and
-    leaves nothing behind. The other ranks receive the reason; after they have called `shutdown()`, all can call `init()`
-    again.
+    Further calls share the runtime, and as many `shutdown()` calls end it. A call that fails leaves nothing behind; the
+    other ranks receive the reason. After they have called `shutdown()`, all can call `init()` again.
 
     Args:
         comm: the job's ranks: None or [] for all, an mpi4py communicator (which is duplicated), or a list of ranks that
@@ -128,8 +125,8 @@ def worlds() -> Worlds:
 def is_provisional() -> bool:
     """Return whether this process is in no world of its elastic job: it joins the job, or its world has ended.
 
-    Then `rank()` and `size()` are provisional or those of the last world, and broadcasts of a state return what they were
-    given: `hvd.elastic.run` synchronises the state. A process that joins is alone in its collectives.
+    Then `rank()` and `size()` are provisional, and broadcasts of a state return what they were given: `hvd.elastic.run`
+    synchronises the state. A process that joins is alone in its collectives.
     """
     return _worlds.waiting is not None
 
@@ -172,8 +169,7 @@ def story(name: str) -> str:
 def record_step(samples: int) -> None:
     """Count a training step over `samples` samples of this rank; takes a microsecond.
 
-    `hvdrun --monitor` shows samples per second; `--scaling` and `--sweep` compare them. Without these calls they count
-    optimizer steps.
+    `hvdrun --monitor` shows samples per second, `--scaling` and `--sweep` compare them; else they count optimizer steps.
 
     Raises:
         ValueError: for a negative number.
@@ -319,36 +315,6 @@ def set_id(process_set: ProcessSet) -> int:
     return process_set.process_set_id
 
 
-def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """Return the operation that Horovod's arguments `op` and `average` select; the default is Average.
-
-    Raises:
-        ValueError: when both are given.
-    """
-    if average is not None:
-        if op is not None:
-            raise ValueError("pass either op or the deprecated average, not both")
-        warnings.warn("average is deprecated; use op=Average or op=Sum", DeprecationWarning, stacklevel=3)
-        return Average if average else Sum
-    return Average if op is None else ReduceOp(op)
-
-
-def negotiated_name(adapter: str, kind: str, name: str | None, process_set: ProcessSet) -> str:
-    """Return the name under which a frontend's collective is negotiated: Horovod's, or by the order of calls without one."""
-    return runtime().names.unnamed(adapter, kind, set_id(process_set)) if name is None else f"{kind}.{name}"
-
-
-def member_names(base: str, count: int) -> list[str]:
-    """Return Horovod's names for the members of a group."""
-    return [f"{base}_{index}of{count}" for index in range(1, count + 1)]
-
-
-def transfer_name(adapter: str, name: str | None, sender: int, receiver: int) -> str:
-    """Return the name under which a tensor from one rank to another is negotiated."""
-    way = f"{sender}to{receiver}"
-    return runtime().names.unnamed(adapter, f"send.{way}") if name is None else f"send.{way}.{name}"
-
-
 def set_torch_variables() -> None:
     """Set the variables by which `torch.distributed` finds the ranks; see `bootstrap.environments.torch_variables`."""
     found = torch_variables(os.environ, os.getppid())
@@ -411,18 +377,14 @@ def _install_hooks() -> None:
     atexit.register(_at_exit)
     os.register_at_fork(after_in_child=_worlds.close_in_child)
     os.register_at_fork(after_in_child=_groups.close_in_child)
-    previous = sys.excepthook
+    report_uncaught(_end_with)
 
-    def excepthook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> Any:
-        if previous is sys.__excepthook__ and isinstance(error, Exception) and _worlds.fail(error, prints=True):
-            _groups.fail(error)
-            return
-        previous(kind, error, where)
-        sys.stderr.flush()
-        _worlds.fail(error)
+
+def _end_with(error: BaseException, *, prints: bool) -> bool:
+    has_printed = _worlds.fail(error, prints=prints)
+    if has_printed or not prints:
         _groups.fail(error)
-
-    sys.excepthook = excepthook
+    return has_printed
 
 
 def fail(error: BaseException) -> None:

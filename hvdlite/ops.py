@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hvdlite.api import member_names, rank, reduce_op, runtime, set_id, transfer_name
+from hvdlite.api import rank, runtime, set_id
 from hvdlite.core.array import Array
 from hvdlite.core.device import AnyArray, DeviceArray
 from hvdlite.core.process_set import ProcessSet, global_process_set
-from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.core.types import Collective, ReduceOp, reduce_op
 from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.runtime import gpu_arrays
+from hvdlite.runtime.names import member_names
 
 
 def allreduce_async(array: ArrayLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
@@ -266,7 +267,7 @@ def alltoall(array: ArrayLike, splits: Sequence[int] | None = None, name: str | 
 def send_async(array: ArrayLike, dst: int, name: str | None = None) -> Handle:
     """Like `send`, but return a handle immediately; `array` must not be written until it is done."""
     source = _given(array, name, Collective.SEND)
-    return _in_flight(runtime().send(transfer_name("numpy", name, rank(), dst), source, dst), source)
+    return _in_flight(runtime().send(runtime().names.of_transfer("numpy", name, rank(), dst), source, dst), source)
 
 
 def send(array: ArrayLike, dst: int, name: str | None = None) -> None:
@@ -288,7 +289,7 @@ def send(array: ArrayLike, dst: int, name: str | None = None) -> None:
 def recv_async(array: Array, src: int, name: str | None = None) -> Handle:
     """Like `recv`, but return a handle immediately; `array` must not be used until it is done."""
     target = _own(array, name, Collective.SEND)
-    return _in_flight(runtime().receive(transfer_name("numpy", name, src, rank()), target, src), target)
+    return _in_flight(runtime().receive(runtime().names.of_transfer("numpy", name, src, rank()), target, src), target)
 
 
 def recv(array: Array, src: int, name: str | None = None) -> Array:

@@ -59,7 +59,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: st
     refuse_session(session)
     if api.is_provisional():
         return obj
-    name = api.negotiated_name("tf", "broadcast_object", name, process_set)
+    name = api.runtime().names.of_call("tf", "broadcast_object", name, api.set_id(process_set))
     return objects.broadcast_object(api.runtime(), obj, root_rank, name, api.set_id(process_set))
 
 
@@ -74,7 +74,7 @@ def allgather_object(obj: Any, session: Any = None, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return every rank's picklable object, in rank order."""
     refuse_session(session)
-    name = api.negotiated_name("tf", "allgather_object", name, process_set)
+    name = api.runtime().names.of_call("tf", "allgather_object", name, api.set_id(process_set))
     return objects.allgather_object(api.runtime(), obj, name, api.set_id(process_set))
 
 

@@ -20,7 +20,8 @@ from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
-from hvdlite.core.types import ReduceOp
+from hvdlite.core.types import ReduceOp, reduce_op
+from hvdlite.runtime.names import member_names
 from hvdlite_tf import gpu
 from hvdlite_tf.arrays import check_dtypes, run
 from hvdlite_tf.call_sites import graph_name
@@ -60,7 +61,7 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
         MismatchError: on all ranks, when they disagree; it is a `tf.errors.FailedPreconditionError`, too (errors.py).
         NotImplementedError: for IndexedSlices with another op or factors.
     """
-    operation = api.reduce_op(op, average)
+    operation = reduce_op(op, average)
     if isinstance(tensor, tf.IndexedSlices):
         if operation not in (Average, Sum) or prescale_factor != 1.0 or postscale_factor != 1.0:
             raise NotImplementedError("IndexedSlices are gathered: use op Average or Sum and no factors, or make them dense")
@@ -83,7 +84,7 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
                       process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False,
                       name: str | None = None) -> list[Any]:
     """Like `allreduce`, of several tensors that are negotiated as one; IndexedSlices among them are gathered."""
-    operation = api.reduce_op(op, average)
+    operation = reduce_op(op, average)
     results: list[Any] = list(tensors)
     dense = [index for index, each in enumerate(results) if not isinstance(each, tf.IndexedSlices)]
     for index, each in enumerate(results):
@@ -136,7 +137,7 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False,
                       process_set: ProcessSet = global_process_set, *, horovod_gradient: bool = True) -> list[tf.Tensor]:
     """Like `allgather`, of several tensors."""
-    names = [None] * len(tensors) if name is None else api.member_names(name, len(tensors))
+    names = [None] * len(tensors) if name is None else member_names(name, len(tensors))
     return [allgather(tensor, each, ignore_name_scope, process_set, horovod_gradient=horovod_gradient)
             for tensor, each in zip(tensors, names, strict=True)]
 
@@ -292,7 +293,7 @@ def _int32_tensor(value: Any) -> tf.Tensor:
 def _name(kind: str, name: str | None, process_set: ProcessSet) -> str:
     if name is None and not tf.executing_eagerly():
         return graph_name(kind, api.set_id(process_set))
-    return api.negotiated_name("tf", kind, name, process_set)
+    return api.runtime().names.of_call("tf", kind, name, api.set_id(process_set))
 
 
 def _pull_back(name: str, adjoint: Callable[..., list[tf.Tensor]]) -> Callable[..., Any]:

@@ -5,7 +5,6 @@ Names follow Horovod: a tensor called "x" is negotiated as "allreduce.x"; unname
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch
 from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
-from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.core.types import Collective, ReduceOp, reduce_op
+from hvdlite.runtime.names import member_names
 from hvdlite_torch.arrays import cuda
 from hvdlite_torch.arrays.tensors import as_tensor
 from hvdlite_torch.collectives import below_autograd
@@ -39,7 +39,10 @@ from hvdlite_torch.compression import Compression, Compressor
 
 Average, Sum, Adasum = api.Average, api.Sum, api.Adasum
 Min, Max, Product = api.Min, api.Max, api.Product
-_name = functools.partial(api.negotiated_name, "torch")
+
+
+def _name(kind: str, name: str | None, process_set: ProcessSet) -> str:
+    return api.runtime().names.of_call("torch", kind, name, api.set_id(process_set))
 
 
 def poll(handle: TorchHandle) -> bool:
@@ -67,7 +70,7 @@ def allreduce_async_(tensor: torch.Tensor, average: bool | None = None, name: st
                      op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                      process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `allreduce_`, but return a handle immediately."""
-    return apply_in_place(AllreduceCall(_name("allreduce", name, process_set), process_set, api.reduce_op(op, average),
+    return apply_in_place(AllreduceCall(_name("allreduce", name, process_set), process_set, reduce_op(op, average),
                                         prescale_factor, postscale_factor), [tensor])
 
 
@@ -76,7 +79,7 @@ def allreduce_async(tensor: torch.Tensor, average: bool | None = None, name: str
                     process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `allreduce`, but return a handle immediately; not differentiable."""
     return below_autograd.allreduce(tensor, torch.empty_like(tensor), _name("allreduce", name, process_set),
-                                    api.reduce_op(op, average), prescale_factor, postscale_factor, process_set)
+                                    reduce_op(op, average), prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_(tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
@@ -87,7 +90,7 @@ def allreduce_(tensor: torch.Tensor, average: bool | None = None, name: str | No
     Differentiable (Average and Sum) where the tensor was computed from others. A leaf, such as a parameter, is overwritten
     without a gradient, also outside of `torch.no_grad()`.
     """
-    return apply_in_place(AllreduceCall(_name("allreduce", name, process_set), process_set, api.reduce_op(op, average),
+    return apply_in_place(AllreduceCall(_name("allreduce", name, process_set), process_set, reduce_op(op, average),
                                         prescale_factor, postscale_factor, is_blocking=True), [tensor]).wait()
 
 
@@ -112,7 +115,7 @@ def allreduce(tensor: torch.Tensor, average: bool | None = None, name: str | Non
         ValueError: at the call, for an unsupported tensor, or a name that is still being processed.
     """
     compressed, context = compression.compress(tensor)
-    (reduced,) = apply(AllreduceCall(_name("allreduce", name, process_set), process_set, api.reduce_op(op, average),
+    (reduced,) = apply(AllreduceCall(_name("allreduce", name, process_set), process_set, reduce_op(op, average),
                                      prescale_factor, postscale_factor), compressed)
     return compression.decompress(reduced, context)
 
@@ -121,7 +124,7 @@ def grouped_allreduce_async_(tensors: Sequence[torch.Tensor], average: bool | No
                              op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                              process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `grouped_allreduce_`, but return one handle immediately."""
-    call = AllreduceCall(_name("grouped_allreduce", name, process_set), process_set, api.reduce_op(op, average),
+    call = AllreduceCall(_name("grouped_allreduce", name, process_set), process_set, reduce_op(op, average),
                          prescale_factor, postscale_factor, is_grouped=True)
     return apply_in_place(call, tensors)
 
@@ -132,7 +135,7 @@ def grouped_allreduce_async(tensors: Sequence[torch.Tensor], average: bool | Non
     """Like `grouped_allreduce`, but return one handle immediately; not differentiable."""
     outputs = [torch.empty_like(tensor) for tensor in tensors]
     return below_autograd.grouped_allreduce(tensors, outputs, _name("grouped_allreduce", name, process_set),
-                                            api.reduce_op(op, average), prescale_factor, postscale_factor, process_set)
+                                            reduce_op(op, average), prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce_(tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
@@ -148,7 +151,7 @@ def grouped_allreduce(tensors: Sequence[torch.Tensor], average: bool | None = No
                       process_set: ProcessSet = global_process_set) -> list[torch.Tensor]:
     """Like `allreduce` on several tensors, which are fused. Differentiable."""
     pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = apply(AllreduceCall(_name("grouped_allreduce", name, process_set), process_set, api.reduce_op(op, average),
+    reduced = apply(AllreduceCall(_name("grouped_allreduce", name, process_set), process_set, reduce_op(op, average),
                                   prescale_factor, postscale_factor, is_grouped=True), *(tensor for tensor, _ in pairs))
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
 
@@ -202,7 +205,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
 def grouped_allgather_async(tensors: Sequence[torch.Tensor], name: str | None = None,
                             process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `grouped_allgather`, but return one handle immediately; not differentiable."""
-    members = api.member_names(_name("grouped_allgather", name, process_set), len(tensors))
+    members = member_names(_name("grouped_allgather", name, process_set), len(tensors))
     return below_autograd.join_handles([below_autograd.allgather(tensor, member, process_set)
                                         for tensor, member in zip(tensors, members, strict=True)])
 
@@ -249,7 +252,7 @@ def grouped_reducescatter_async(tensors: Sequence[torch.Tensor], name: str | Non
                                 process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
                                 postscale_factor: float = 1.0) -> TorchHandle:
     """Like `grouped_reducescatter`, but return one handle immediately; not differentiable."""
-    members = api.member_names(_name("grouped_reducescatter", name, process_set), len(tensors))
+    members = member_names(_name("grouped_reducescatter", name, process_set), len(tensors))
     return below_autograd.join_handles([below_autograd.reducescatter(tensor, member, op, prescale_factor, postscale_factor,
                                                                      process_set)
                                         for tensor, member in zip(tensors, members, strict=True)])
@@ -361,7 +364,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, pro
 
 def send_async(tensor: torch.Tensor, dst: int, name: str | None = None) -> TorchHandle:
     """Like `send`, but return a handle immediately; `tensor` must not be written until it is done."""
-    name = api.transfer_name("torch", name, api.rank(), dst)
+    name = api.runtime().names.of_transfer("torch", name, api.rank(), dst)
     source = to_transportable(tensor, name, Collective.SEND)
     return TorchHandle(api.runtime().send(name, as_runtime_array(source, name), dst), lambda _: None)
 
@@ -373,7 +376,7 @@ def send(tensor: torch.Tensor, dst: int, name: str | None = None) -> None:
 
 def recv_async(tensor: torch.Tensor, src: int, name: str | None = None) -> TorchHandle:
     """Like `recv`, but return a handle immediately; `tensor` must not be used until it is done."""
-    name = api.transfer_name("torch", name, src, api.rank())
+    name = api.runtime().names.of_transfer("torch", name, src, api.rank())
     target = to_transportable(contiguous_like(tensor), name, Collective.SEND)
     mark_written(tensor)
     return TorchHandle(api.runtime().receive(name, as_runtime_array(target, name), src), lambda _: copy_back(tensor, target))

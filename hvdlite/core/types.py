@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import warnings
 
 
 class ReduceOp(enum.IntEnum):
@@ -48,3 +49,17 @@ class Collective(enum.IntEnum):
 
 ROOTED = frozenset({Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER, Collective.SEND})
 """The collectives with a root rank; the root of a send is the sender."""
+
+
+def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
+    """Return the operation that Horovod's arguments `op` and `average` select; the default is Average.
+
+    Raises:
+        ValueError: when both are given.
+    """
+    if average is not None:
+        if op is not None:
+            raise ValueError("pass either op or the deprecated average, not both")
+        warnings.warn("average is deprecated; use op=Average or op=Sum", DeprecationWarning, stacklevel=3)
+        return ReduceOp.AVERAGE if average else ReduceOp.SUM
+    return ReduceOp.AVERAGE if op is None else ReduceOp(op)

@@ -367,7 +367,7 @@ def build_engine(world: World, config: Config, connections: Connections, coordin
 
 def _poll(predicate: Callable[[], bool], poll_interval: float, hurried: Callable[[], object],
          look_out: Callable[[], object]) -> None:
-    """Wait for a library that makes progress only while it is called (MPI), and look for messages meanwhile, which may raise.
+    """Wait for a library that makes progress only while it is called (MPI), and look out for messages, which may raise.
 
     Args:
         poll_interval: seconds to sleep between looks, for the script to have the processor.

@@ -1,15 +1,13 @@
 """A group of ranks whose collectives are carried out in the order of calls, without negotiation.
 
-Every rank calls the same collectives in the same order, as in MPI, NCCL and `torch.distributed`. So the number of a call is
-its name, and nobody has to be asked when it may begin.
+Every rank calls the same collectives in the same order, as in MPI and NCCL, so the number of a call is its name.
 
 Theory of operation
 - A blocking call in an idle group is carried out by the thread that makes it. Other calls are carried out by the group's
   worker thread, which begins with the first such call, and ends when it has had nothing to do for a while.
 - What a callback of a call calls is carried out at once, before what is queued. This place must not depend on whether the
-  call is over when a rank asks for the callback. If it is, the callback runs where the script is, and its calls come behind
-  what is queued. So if it is not, and others are queued behind it, the callback waits for a *marker*, too: a call without
-  operations at the end of the queue (`when_over`). If a callback waits for a queued call, its thread carries out the queue.
+  call is over when a rank asks for the callback: see `when_over`, and docs/decisions/0046. If a callback waits for a queued
+  call, its thread carries out the queue.
 - Whoever waits in a group advances all its sends and receives; if nobody does, the worker.
 - An operation is carried out by `execution.py`. If the ranks differ, all raise `MismatchError`, and the group goes on. Any
   other error ends the group on this rank: the others may be in the middle of a plan. They are notified of what they cannot
@@ -70,11 +68,8 @@ class Group:
                  messages: Messages | None, reports: Reports, *,
                  report_error: Callable[[Exception], object] = lambda error: None,
                  released: Callable[[], object] = lambda: None) -> None:
-        self.name = members.name
-        self.rank = members.rank
-        self.size = members.size
+        self.name, self.rank, self.size, self.members = members.name, members.rank, members.size, members.names
         self.timeout = timeout
-        self.members = members.names
         self._ranks = members
         self.state = state
         self._execution = execution

@@ -3,15 +3,14 @@
 A send waits in a queue to its receiver until the carrier has taken all of it. A receive gets the first message that fits
 (`groups/matching.py`), whichever carrier it comes with.
 
-There is no thread of messages: *whoever waits in the group advances all of them*. A thread that waits for a send or receive
-sleeps on the rank's word (`memory/area.py`) and calls `advance` whenever it wakes up; one that waits in a collective does
-the same. If no thread waits, the group is notified (`let_work`), and its worker calls `drive`.
+There is no thread of messages: *whoever waits in the group advances all of them*. A thread that waits sleeps on the rank's
+word (`memory/area.py`) and calls `advance` whenever it wakes up. If none waits, the group's worker calls `drive`.
 
 Rules (docs/protocol.md#message-rings)
 - One lock guards everything. It is held while at most one piece per pair is copied, and never while a thread sleeps. Calls
   are ended without it, because their callbacks may make other calls.
 - The background thread of the runtime only leaves notes (`note`); they are handled in `advance`. So no callback runs there.
-- If a send that is on its way takes too long, all calls fail: the receiver would take the next one for the rest of it.
+- If a send takes too long in its middle, all calls fail: the receiver would take the next one for the rest of it.
 """
 
 from __future__ import annotations
@@ -33,10 +32,8 @@ from hvdlite.groups.members import GroupMembers
 from hvdlite.groups.transfer import Transfer
 from hvdlite.handoff.group_state import PATIENCE_SECONDS, GroupState
 
-SLEEP_SECONDS: Final = 1.0
-"""The longest sleep."""
-SHORT_SECONDS: Final = 0.01
-"""The longest sleep of a rank that lacks memory."""
+SLEEP_SECONDS: Final = 1.0  # the longest sleep
+SHORT_SECONDS: Final = 0.01  # the longest sleep of a rank that lacks memory
 
 A = TypeVar("A")
 
@@ -51,18 +48,14 @@ class Messages:
         patience: seconds after which a wait is long.
 
     Attributes:
-        let_work: called when something is under way for which no thread waits: `drive` is to be called soon. It is called
-            often, so it must be cheap; and by any thread, the background thread too.
+        let_work: called often, by any thread, when something is under way for which no thread waits: call `drive` soon.
     """
 
     def __init__(self, members: GroupMembers, state: GroupState, carriers: Mapping[int, Carrier],
                  progress: Progress, patience: float = PATIENCE_SECONDS) -> None:
-        self.rank = members.rank
-        self.state = state
-        self.progress = progress
-        self.patience = patience
+        self.rank, self.members = members.rank, members
+        self.state, self.progress, self.patience = state, progress, patience
         self.let_work: Callable[[], object] = lambda: None
-        self.members = members
         self._area, self._carriers = state.area, carriers
         self._each_carrier = list(dict.fromkeys(carriers.values()))
         self._process = os.getpid()

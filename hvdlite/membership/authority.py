@@ -1,9 +1,7 @@
 """The authority of a job: it alone orders worlds (docs/protocol.md#worlds). Pure. A job that is not elastic has one world.
 
-The launcher owns one, passes what happens as events, and carries out the commands. An event is taken in first; then the
-rule of the world's state is applied, until it does not lead to another state. `members.py` has the states of members and
-worlds, `hosts.py` where members may be, `recovery.py` who is in the next world, and `history.py` whether training makes
-progress. They decide nothing, and do not depend on this file.
+The launcher passes what happens as events, and carries out the commands. An event is taken in first; then the rule of the
+world's state is applied, until it leads to no other state. The modules beside this one decide nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The messages between ranks. These structures *are* the protocol; the control plane only carries them.
 
-A rank sends a `Report` when it has something to report. The coordinator answers with `Decision`s, which every rank applies
-in the same order. Everything that changes shared state travels in a decision.
+A rank sends a `Report`; the coordinator answers with `Decision`s, which every rank applies in the same order. Everything
+that changes shared state travels in a decision.
 
 A *gradient set* is the gradients of one wrapped optimizer (or tape). Every rank reports each member exactly once a *round*.
 From a round whose members were reported one by one the coordinator learns a *layout*, which cuts the set into *buckets*.

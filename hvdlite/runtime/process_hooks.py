@@ -1,13 +1,14 @@
-"""What a runtime changes in its process: logging, a signal that asks for reports, and the record of a failure."""
+"""What a runtime changes in its process: logging, a signal that asks for reports, and reports of exceptions that end it."""
 
 from __future__ import annotations
 
 import logging
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Final
 
 from hvdlite.core import launch_contract
@@ -101,3 +102,22 @@ def record_failure(directory: str, error: BaseException, process: int, origin: i
     when = error.__dict__.get(_LEFT_AT, time.time())
     launch_contract.FailureRecord(process, origin, when, type(error).__name__, text_of(error), text, shown).write(
         directory)
+
+
+def report_uncaught(end_with: Callable[..., bool]) -> None:
+    """Report an exception that ends the process.
+
+    Args:
+        end_with: called as `end_with(error, prints=True)`, to print the exception in hvdlite's way, unless another hook was
+            installed before; if it returns False, the exception is printed as usual, and `prints=False` follows.
+    """
+    previous = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if previous is sys.__excepthook__ and isinstance(error, Exception) and end_with(error, prints=True):
+            return
+        previous(kind, error, where)
+        sys.stderr.flush()
+        end_with(error, prints=False)
+
+    sys.excepthook = excepthook

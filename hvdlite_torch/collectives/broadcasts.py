@@ -173,13 +173,13 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
     """Return rank `root_rank`'s picklable object on every rank."""
     if api.is_provisional():
         return obj
-    name = api.negotiated_name("torch", "broadcast_object", name, process_set)
+    name = api.runtime().names.of_call("torch", "broadcast_object", name, api.set_id(process_set))
     return objects.broadcast_object(api.runtime(), obj, root_rank, name, api.set_id(process_set))
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return every rank's picklable object, in rank order."""
-    name = api.negotiated_name("torch", "allgather_object", name, process_set)
+    name = api.runtime().names.of_call("torch", "allgather_object", name, api.set_id(process_set))
     return objects.allgather_object(api.runtime(), obj, name, api.set_id(process_set))
 
 

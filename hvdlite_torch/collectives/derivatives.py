@@ -25,6 +25,7 @@ from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import ReduceOp
+from hvdlite.runtime.names import member_names
 from hvdlite_torch.arrays.tensors import contiguous
 from hvdlite_torch.collectives import below_autograd
 from hvdlite_torch.collectives.below_autograd import TorchHandle
@@ -66,7 +67,7 @@ class DifferentiableCall:
 
     def names(self, tensors: Tensors) -> list[str]:
         """Return the names under which tensors that travel one by one are negotiated."""
-        return api.member_names(self.name, len(tensors)) if self.is_grouped else [self.name]
+        return member_names(self.name, len(tensors)) if self.is_grouped else [self.name]
 
 
 @dataclasses.dataclass(eq=False)

@@ -7,13 +7,16 @@ import random
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.kernel_files import anonymous_file
 from hvdlite.core.world import Hosts
 from hvdlite.diagnostics.progress import Progress
+from hvdlite.groups import messages as messages_module
 from hvdlite.groups.carriers import Carrier, RemoteCarrier, RingCarrier
 from hvdlite.groups.link import Done, GroupLink
 from hvdlite.groups.members import GroupMembers
@@ -254,3 +257,27 @@ class World:
         self.network.close()
         for host in self.hosts:
             host.close()
+
+
+CARRIERS = pytest.mark.parametrize("one_host", [True, False], ids=["rings", "remote"])
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[..., World]]:
+    """Makes a world of so many ranks, on one host or on one each, or on the `hosts`."""
+    made: list[World] = []
+
+    def make(count: int = 0, one_host: bool = True, *, hosts: tuple[int, ...] = (), fenced: bool = False) -> World:
+        made.append(World(hosts or ((count,) if one_host else (1,) * count), fenced=fenced))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "hvdlite-worker"]
+
+
+@pytest.fixture(autouse=True)
+def long_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is not woken sleeps on."""
+    monkeypatch.setattr(messages_module, "SLEEP_SECONDS", 10 * HANGS_SECONDS)

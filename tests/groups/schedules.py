@@ -14,6 +14,7 @@ import numpy as np
 from hvdlite.core.array import Array
 from hvdlite.groups.call import Call
 from hvdlite.groups.messages import Messages
+from tests.groups.message_worlds import World
 from tests.worlds import HANGS_SECONDS
 
 
@@ -163,3 +164,13 @@ class Schedule:
         assert not errors, errors[0]
         assert not any(thread.is_alive() for thread in threads)
         assert all("OperationTimeoutError" in failure(call) for call in late)
+
+
+def driven(world: World, rank: int, source: int) -> Call:
+    """Return a receive of tag 100 that the worker of `rank` carries out: it has just carried out another one."""
+    ended = threading.Event()
+    world.ends[rank].receive(np.empty(1, np.uint8), source, 99).when_done(lambda call: ended.set())
+    call = world.ends[rank].receive(np.empty(1, np.uint8), source, 100)
+    done(world.ends[source].send(text(1, size=1), rank, 99))
+    assert ended.wait(HANGS_SECONDS)
+    return call

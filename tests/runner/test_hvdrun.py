@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -315,38 +313,6 @@ def test_ranks_are_bound_to_their_share_of_the_cores() -> None:
     share = len(cores) // 2
     expected = [str(cores[:share]), str(cores[share:2 * share])] if share else [str(cores)] * 2
     assert sorted(ended.stdout.splitlines()) == sorted(expected)
-
-
-def test_a_progress_bar_of_a_rank_is_not_torn() -> None:
-    ended = subprocess.run(_command(["-np", "1", PYTHON, "-c", "import sys; sys.stderr.write('\\r 50%\\r100%\\n')"]),
-                           capture_output=True, timeout=HANGS_SECONDS, env=_environment(), check=True)
-    assert ended.stderr == b"[0]<stderr>: 50%\r[0]<stderr>:100%\n"
-
-
-@pytest.mark.parametrize(("shown", "repeats"), [("rank0", 1), ("all", 0)])
-def test_a_long_traceback_of_a_rank_that_is_not_shown_is_printed_whole(shown: str, repeats: int) -> None:
-    """Its first line is not among the last lines that are kept of a hidden rank."""
-    record = {"rank": 1, "origin": 1, "when": 1.0, "kind": "ValueError", "message": "boom", "traceback": "first\nlast",
-              "shown": True}
-    script = f"""[ $HVDLITE_RANK = 0 ] && exit 0; echo first >&2; seq 100 >&2; echo last >&2
-                 printf %s {shlex.quote(json.dumps(record))} > $HVDLITE_JOB_DIRECTORY/failure.1.json; exit 1"""
-    ended = hvdrun("-np", "2", "--show", shown, "sh", "-c", script)
-    lines = ended.stderr.splitlines()
-    assert ended.returncode == 1 and lines.count("hvdrun: first") == repeats
-    assert sum(line.endswith("first") for line in lines) == 1, "once, by the rank or by hvdrun"
-
-
-def test_a_prompt_without_a_line_end_is_shown() -> None:
-    ended = hvdrun("-np", "1", PYTHON, "-c", "print('continue? ', end='')")
-    assert ended.stdout == "[0]<stdout>:continue? \n"
-
-
-def test_a_reader_that_goes_away_does_not_end_the_job() -> None:
-    run = Running("-np", "1", PYTHON, "-c", "import sys\nfor _ in range(20000): print('line')\nsys.exit(6)")
-    assert run.process.stdout is not None
-    run.wait_for("line")
-    run.process.stdout.close()
-    assert run.process.wait(HANGS_SECONDS) == 6
 
 
 @pytest.mark.parametrize("name", ["long" * 40, "\udcff"])

@@ -9,10 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hvdlite.core.errors import MismatchError  # noqa: E402
-from hvdlite.core.process_set import ProcessSet  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import Compression, DistributedOptimizer, comm_hooks  # noqa: E402
+from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
 from tests.torch.models import OPTIMIZERS, batches, net, share, train, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -359,50 +358,6 @@ def test_after_a_mismatch_the_optimizer_goes_on() -> None:
                 model(torch.ones(1, 2 + runtime.world.rank)).sum().backward()
         torch.testing.assert_close(model.bias.grad, torch.ones(1))
     threads(2, step)
-
-
-@pytest.mark.parametrize(("arguments", "error", "told"), [
-    ({"backward_passes_per_step": 0}, ValueError, "at least 1"),
-    ({"backward_passes_per_step": 1.5}, ValueError, "whole number, at least 1, not 1.5"),
-    ({"op": "sum"}, ValueError, r"op must be one of hvd.Average, .*, not 'sum'"),
-    ({"compression": "fp16"}, ValueError, "hvd.Compression.none, .fp16 or .bf16, not 'fp16'"),
-    ({"compression": Compression}, ValueError, "hvd.Compression.none"),
-    ({"comm_hook": comm_hooks.AllReduce}, ValueError, r"such as AllReduce\(\)"),
-    ({"process_set": [0, 1]}, ValueError, "as hvd.add_process_set returns"),
-    ({"named_parameters": net().named_parameters}, ValueError, "pairs"),
-    ({"named_parameters": net().named_parameters()}, ValueError, "of the very model"),
-    ({"gradient_predivide_factor": 2.0, "op": ReduceOp.SUM}, ValueError, "needs op=Average"),
-    ({"named_parameters": [("a", None), ("a", None)]}, ValueError, "more than once: a"),
-    ({"named_parameters": ["a"]}, ValueError, "pairs"),
-    ({"named_parameters": []}, ValueError, "4 of the optimizer's parameters have no name"),
-    ({"groups": 0}, ValueError, "positive number, or a list"),
-    ({"groups": "all"}, ValueError, "positive number, or a list"),
-    ({"groups": [[1]]}, ValueError, "must hold parameters, not int"),
-])
-def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], told: str) -> None:
-    def step(runtime: Runtime) -> None:
-        with pytest.raises(error, match=told):
-            _kept = DistributedOptimizer(torch.optim.SGD(net().parameters(), lr=0.1), **arguments, _runtime=runtime)
-    threads(1, step)
-
-
-def test_only_optimizers_of_torch_are_wrapped() -> None:
-    def step(runtime: Runtime) -> None:
-        for wrong in (net(), net().parameters(), None):
-            with pytest.raises(ValueError, match=f"takes a torch.optim.Optimizer, not {type(wrong).__name__}"):
-                DistributedOptimizer(wrong, _runtime=runtime)
-    threads(1, step)
-
-
-def test_adasum_on_some_ranks_is_refused_as_in_horovod() -> None:
-    def step(runtime: Runtime) -> None:
-        number = runtime.add_process_set([0, 1]).wait()
-        some = ProcessSet([0, 1])
-        some.register(number, runtime.world.rank)
-        with pytest.raises(NotImplementedError, match="all ranks only"):
-            DistributedOptimizer(torch.optim.SGD(net().parameters(), lr=0.1), op=ReduceOp.ADASUM, process_set=some,
-                                 _runtime=runtime)
-    threads(3, step)
 
 
 @pytest.mark.parametrize("groups", [1, 3, "explicit"])

@@ -263,3 +263,17 @@ def test_a_tensor_without_memory() -> None:
             group.allreduce([fake])
 
     run(1, step)
+
+
+@pytest.mark.parametrize("one_host", [True, False])
+def test_ranks_that_differ_get_an_error_with_both_calls(one_host: bool) -> None:
+    def step(group: Any) -> str:
+        mine = torch.ones(2 + group.rank())
+        with pytest.raises(MismatchError) as caught:
+            group.allreduce([mine]).wait()
+        assert isinstance(caught.value, dist.DistBackendError)
+        group.allreduce([torch.ones(1)]).wait()
+        return str(caught.value)
+
+    for said in run(2, step, one_host=one_host):
+        assert "all_reduce(SUM, float32[2])" in said and "all_reduce(SUM, float32[3])" in said

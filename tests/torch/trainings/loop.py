@@ -318,11 +318,9 @@ class Script:
             for module in modules:
                 module.zero_grad(set_to_none=how == "model")
         elif how in KEPT:
-            for parameter in (parameter for module in modules for parameter in module.parameters()):
-                if parameter.grad is not None:
-                    self.kept.setdefault(id(parameter), parameter.grad)
-            if self.kept:
-                torch._foreach_zero_(list(self.kept.values()))
+            gradients = {id(each): each.grad for module in modules for each in module.parameters() if each.grad is not None}
+            self.kept = gradients | self.kept
+            torch._foreach_zero_(list(self.kept.values())) if self.kept else None
         for parameter in (parameter for module in modules for parameter in module.parameters() if how.startswith("hand")):
             if how == "hand":
                 parameter.grad = None
