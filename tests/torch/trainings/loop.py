@@ -213,8 +213,7 @@ class Script:
 
     def autocast(self) -> Any:
         """Return what a forward pass is in."""
-        is_on = "autocast" in self.training.amp
-        return torch.autocast("cpu", torch.bfloat16) if is_on else contextlib.nullcontext()
+        return torch.autocast("cpu", torch.bfloat16, enabled="autocast" in self.training.amp)
 
     def backward(self, x: torch.Tensor, y: torch.Tensor, factor: float, *, is_last: bool) -> float:
         """Compute gradients of a batch; return its loss."""
