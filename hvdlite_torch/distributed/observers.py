@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch._C._dynamo import eval_frame
 from torch.autograd.profiler import record_function
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -25,19 +23,6 @@ def begin_span(what: str) -> Callable[[Call], None]:
     with record_function(f"hvdlite:{what.partition('(')[0]}") as span:
         span._call_end_callbacks_on_future(ended)  # other threads have no profiler; the future takes this one's along
     return lambda call: ended.set_result(None)
-
-
-def leave_to_python(function: Any) -> None:
-    """Mark a function that `torch.compile` calls and does not look inside; without importing the compiler.
-
-    A compiled graph contains functional collectives, which torch makes of `torch.distributed`'s functions. A method of a
-    process group is called where the compiler has left a function to Python.
-    """
-    assert isinstance(function, FunctionType)
-    marked: Any = function
-    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, "it communicates"
-    skipped = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skipped, skipped))
 
 
 class _CountedOperator:

@@ -23,6 +23,7 @@ from hvdlite_torch.distributed.errors import UnsupportedArgumentError
 from hvdlite_torch.distributed.fr_trace import GroupRecord
 from hvdlite_torch.distributed.registration import NAME
 from hvdlite_torch.distributed.work import GroupWork
+from hvdlite_torch.uncompiled import leave_to_python
 
 if TYPE_CHECKING:
     _ProcessGroup: Any = object
@@ -364,8 +365,7 @@ def _method(own_name: str, name: str) -> Callable[..., Any]:
         return own(self, *waited, **kwargs)
 
     functools.update_wrapper(method, own)
-    observers.leave_to_python(method)
-    return method
+    return leave_to_python(method)
 
 
 _OPTIONS: Final = frozenset(kind for name, kind in vars(c10d).items() if name.endswith("Options"))

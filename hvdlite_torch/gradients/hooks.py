@@ -20,6 +20,7 @@ from hvdlite_torch.gradients.recorder import Recorder
 from hvdlite_torch.gradients.runs import AutogradRun, graph_task, outermost
 from hvdlite_torch.gradients.torch_gradients import TorchGradients
 from hvdlite_torch.gradients.unfinal import Guard, get_grad, set_grad
+from hvdlite_torch.uncompiled import leave_to_python
 
 
 class Hooks(Owner):
@@ -307,4 +308,4 @@ def _hook(owner: weakref.ref[Hooks]) -> Callable[[torch.Tensor], None]:
         hooks = owner()
         if hooks is not None:
             hooks._accumulated(parameter)
-    return accumulated
+    return leave_to_python(accumulated)

@@ -11,7 +11,7 @@
 
 (1) A flat buffer or a list of the script's, or a graph (`create_graph`). (2) By the knob, in an old torch, or because the
 script has kept one over a round. (3) A view that was kept, a slice of it, its NumPy array. (4) One that does not count is
-the target; where it lies in the place, it is cloned before.
+the target; where it lies in the place, it is cloned before, unless the script uses it, too: then the place is in use.
 
 A gradient is *fresh* when it has never been written to, or has as many users as one that nobody else uses: references of
 Python's and torch's to the tensor and to its storage. (A share of a `torch.cat` is fresh, but its storage has other users.)
@@ -122,7 +122,11 @@ class Place:
         if self.home.data_ptr() != self.address:
             return True
         self.current_view()
-        return (_use_count(self.storage), sys.getrefcount(self.view), _uses(self.view)) != self._idle
+        return self.has_users_beside(0)
+
+    def has_users_beside(self, references: int) -> bool:
+        """Return whether there are other users of the memory than so many references to the view."""
+        return (_use_count(self.storage), sys.getrefcount(self.view) - references, _uses(self.view)) != self._idle
 
     def _make_view(self) -> None:
         self.view = self.home.detach()  # what parameters get
@@ -188,8 +192,10 @@ class TorchPlaces:
             self._aim(chosen, kept)
         return all_fit
 
-    def vacate(self, place: int, old: torch.Tensor) -> torch.Tensor:
-        return old.clone() if self.places[place].holds(old) else old
+    def vacate(self, place: int, held: list[torch.Tensor]) -> None:
+        at = self.places[place]
+        if at.holds(held[0]) and not at.has_users_beside(1):  # else it stays the script's, and the place is in use
+            held[0] = held[0].clone()
 
     def blank(self, place: int, value: Any, old: torch.Tensor | None) -> bool:
         at, parameter = self.places[place], self.parameters[place]

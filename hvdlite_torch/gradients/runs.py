@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvdlite.core.errors import UnsupportedError
+from hvdlite_torch.uncompiled import leave_to_python
 
 if TYPE_CHECKING:
     from hvdlite_torch.gradients.hooks import Hooks
@@ -109,6 +110,7 @@ class AutogradRun:
             run = reference()
             if run is not None:
                 run.await_end(graph_task())
+        leave_to_python(reached)
         handles += [following.register_prehook(reached) for following, _ in node.next_functions if following is not None]
 
 
@@ -156,7 +158,7 @@ def _at_end(run: AutogradRun) -> None:
         owned.pop().end()
     failed = weakref.finalize(ended, run.fail)
     failed.atexit = False
-    torch.autograd.Variable._execution_engine.queue_callback(ended)
+    torch.autograd.Variable._execution_engine.queue_callback(leave_to_python(ended))
 
 
 def _enclosing() -> tuple[bool, Any]:

@@ -21,6 +21,7 @@ from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.optimizer.adasum import DistributedAdasum, check_whole_job
 from hvdlite_torch.optimizer.base import DistributedBase, Stage, is_distributed
 from hvdlite_torch.optimizer.reduction import ReductionSettings, chosen_wait
+from hvdlite_torch.uncompiled import leave_to_python
 
 Closure = Callable[[], Any]
 OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
@@ -174,6 +175,7 @@ class Distributed(DistributedBase):
             self._settings.names.setdefault(parameter, _number(group, index))
             self._watch(parameter)
 
+    @leave_to_python
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Like the base class's, whose arguments it takes; reductions under way are completed first."""
         self._clear()
@@ -181,6 +183,7 @@ class Distributed(DistributedBase):
         if self._active and not (args[0] if args else kwargs.get("set_to_none", True)):
             self._hooks.before_step.zeroed()
 
+    @leave_to_python
     def synchronize(self) -> None:
         """Make gradients final now. Only needed where `backward()` does not already (see `DistributedOptimizer`)."""
         self._take_part()

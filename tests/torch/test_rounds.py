@@ -35,6 +35,24 @@ def test_an_optimizer_that_is_wrapped_after_a_join() -> None:
     assert first == pytest.approx(1 - 5 * 0.15 - 0.1) and second == pytest.approx(1 - 6 * 0.15)
 
 
+def test_zeros_of_a_frozen_part_are_no_gradients_of_the_scripts_in_a_join() -> None:
+    """They would make a second round in each step, to which ranks that have joined cannot contribute."""
+    def step(runtime: Runtime) -> list[float]:
+        parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), _runtime=runtime)
+        with optimizer.join():
+            for turn in range(4 + 2 * runtime.world.rank):
+                parameters[0].requires_grad_(turn < 2)
+                for parameter in parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.zero_()
+                sum(parameter.sum() for parameter in parameters).backward()
+                optimizer.step()
+        return [parameter[0].item() for parameter in parameters]
+    first, second = threads(2, step)
+    assert first == second == pytest.approx([1 - 0.2, 1 - 0.4 - 0.1])  # two averages of 1, then two halves
+
+
 def test_joins_of_several_optimizers_take_all_parameters_from_the_rank_that_missed_nothing() -> None:
     """Whichever rank comes out of the inner join first."""
     def step(runtime: Runtime) -> list[tuple[Any, ...]]:

@@ -49,6 +49,23 @@ def a_list_of_gradients_that_is_made_once(case: Case) -> None:
         optimizer.step()
 
 
+def a_list_of_gradients_and_two_losses(case: Case) -> None:
+    """In the pass of one loss the gradients of the other are absent, while they lie in their places."""
+    optimizer, kept = case.optimizer(), dict[int, Any]()
+    halves = [list(layer.parameters()) for layer in case.model if list(layer.parameters())]
+    for turn in range(TURNS):
+        for parameter in case.model.parameters():
+            if parameter.grad is not None:
+                kept.setdefault(id(parameter), parameter.grad)
+        if kept:
+            torch._foreach_zero_(list(kept.values()))
+        for _ in range(2):
+            for half in halves:
+                factor = (turn + 1) * (0.5 if case.rank is None else case.rank)  # of two ranks, on average
+                (0.01 * factor * sum(parameter.sum() for parameter in half)).backward()
+        optimizer.step()
+
+
 def gradients_with_a_graph(case: Case) -> None:
     """Each rank has its own second derivatives, as under DDP."""
     optimizer, parameters = case.optimizer(), list(case.model.parameters())
@@ -61,7 +78,8 @@ def gradients_with_a_graph(case: Case) -> None:
         optimizer.step()
 
 
-SCRIPTS = [a_flat_buffer_that_is_cleared_and_clipped, a_list_of_gradients_that_is_made_once]
+SCRIPTS = [a_flat_buffer_that_is_cleared_and_clipped, a_list_of_gradients_that_is_made_once,
+           a_list_of_gradients_and_two_losses]
 
 
 @pytest.mark.parametrize("options", [{}, {"wait_in": "step"}], ids=["backward", "step"])

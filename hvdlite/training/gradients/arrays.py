@@ -85,8 +85,8 @@ class ArrayPlaces:
             np.copyto(array, given)  # type: ignore[arg-type]
         return True
 
-    def vacate(self, place: int, old: Gradient) -> Gradient:
-        return old
+    def vacate(self, place: int, held: list[Gradient]) -> None:
+        pass
 
     def blank(self, place: int, value: Any, old: Gradient | None) -> bool:
         array, slot = self._arrays[place], self._slots[place]

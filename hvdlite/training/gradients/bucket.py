@@ -177,7 +177,9 @@ class Bucket(Generic[Parameter]):
             return
         self._has_small = self._has_small or member.is_small
         if member.held is not None:
-            member.held = self.plan.places.vacate(member.place, member.held)
+            held, member.held = [member.held], None  # so that nobody else in here uses it
+            self.plan.places.vacate(member.place, held)
+            member.held = held[0]
         self.holding.append(member)
         if next(self._count) == self._size:
             self.send()

@@ -54,14 +54,14 @@ class Places(Protocol):
             is_own: whether the script has made one of them, instead of a backward pass.
         """
 
-    def vacate(self, place: int, old: Gradient) -> Gradient:
-        """Return a gradient that does not count: itself, or another one like it if it lies in the place."""
+    def vacate(self, place: int, held: list[Gradient]) -> None:
+        """Replace a gradient that does not count by a copy, if it lies in the place and only this list has it."""
 
     def blank(self, place: int, value: Any, old: Gradient | None) -> bool:
         """Give a place's elements one value, because this rank has no gradient that counts; return whether it fits.
 
         Args:
-            old: from `vacate`; where a target is due, it is this.
+            old: as `vacate` left it; where a target is due, it is this.
         """
 
     def filled(self) -> Event | None:

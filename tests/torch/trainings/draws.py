@@ -210,6 +210,10 @@ RULES: dict[str, Callable[[Training], bool]] = {
     "state of the old dtype is not for parameters of the new one": lambda it: it.event == "double" and (
         it.optimizer != "SGD" or it.averaged or it.amp != "none" or it.model in MIXED),
     "a scaler unscales once between two steps": lambda it: it.event == "skip" and it.scales,
+    "of torch's optimizers, SGD takes gradients of another dtype": lambda it: it.model == "float32 gradients" and (
+        it.optimizer not in ("SGD", "momentum", "nesterov") or it.averaged),
+    "torch.func's gradients have the parameters' dtype": lambda it: (
+        it.model == "float32 gradients" and it.gradients == "func.grad"),
     "gradients that are kept are those of one model, and dense": lambda it: it.clears in KEPT and (
         it.is_sparse or it.event in ("double", "copy both") or it.gradients in ("autograd.grad", "func.grad")),
     "zeros are not written to gradients that have a graph": lambda it: it.gradients == "create graph" and it.clears in (
@@ -230,6 +234,7 @@ RULES: dict[str, Callable[[Training], bool]] = {
         it.event == "freeze" or it.model in ("frozen", "unused")),
     # What is not promised.
     "a strategy has none of these options": lambda it: it.scoped and _differs(it, *OUTSIDE),
+    "a strategy scales the rates of groups that are added": lambda it: it.scaled_rate and it.event == "regroup",
     "these belong to a strategy": lambda it: not it.scoped and _differs(it, "scaled_rate", "loader"),
     "copies are not in the scope": lambda it: it.scoped and it.event == "copy both",
     "a hook decides itself how to average": lambda it: it.hook and _differs(it, "groups", "compression", "predivide", "op"),
@@ -252,6 +257,8 @@ RULES: dict[str, Callable[[Training], bool]] = {
             or it.model == "sync batch norm" or it.optimizer.startswith("LBFGS") or it.wait_in == "mixed")),
     "gradients by hand come after backward(), which weighs uneven batches": lambda it: (
         it.scoped and it.uneven and it.gradients in ("autograd.grad", "func.grad")),
+    "inside join(), losses are added: backward() is called once": lambda it: (
+        it.uneven and not it.scoped and it.loss == "disjoint"),
     "join() is of the optimizer with which the epoch began": lambda it: it.uneven and not it.scoped and it.event in (
         "reload", "reload on rank 0", "copy both"),
     "hooks hand over dense gradients, which SparseAdam does not take": lambda it: it.hook and it.optimizer == "SparseAdam",

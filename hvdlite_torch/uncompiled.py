@@ -1,0 +1,24 @@
+"""Functions of ours into which `torch.compile` does not look."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import TypeVar
+
+from torch._C._dynamo import eval_frame
+
+F = TypeVar("F")
+
+
+def leave_to_python(function: F) -> F:
+    """Mark a function that compiled code calls, or that autograd calls in the middle of it, and return it.
+
+    The compiler neither traces it nor what it calls. Unlike `torch.compiler.disable` this wraps nothing, so calls cost no
+    more than before, and does not import the compiler, which takes a second.
+    """
+    assert isinstance(function, FunctionType)
+    function.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg="it communicates")
+    if hasattr(eval_frame, "set_code_exec_strategy"):  # torch 2.8 and later
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function  # type: ignore[return-value]

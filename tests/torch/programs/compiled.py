@@ -1,0 +1,41 @@
+"""A training step that is compiled as a whole: the compiler leaves our hooks to Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import hvdlite_torch as hvd
+
+
+def _trained(wrap: Callable[[Any], Any], factors: list[float]) -> tuple[list[torch.Tensor], int]:
+    """Return the parameters after some compiled steps, and how many frames were compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+    @torch.compile(backend="aot_eager")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for turn in range(5):
+        step(torch.cat([torch.full((4, 8), factor * (turn + 1)) for factor in factors]))
+    return [parameter.detach() for parameter in model.parameters()], torch._dynamo.utils.counters["frames"]["total"]
+
+
+def a_compiled_step_is_as_in_one_process() -> None:
+    torch.set_num_threads(1)
+    hvd.init()
+    found, frames = _trained(hvd.DistributedOptimizer, [0.1 * (hvd.rank() + 1)])
+    expected, plain = _trained(lambda optimizer: optimizer, [0.1, 0.2])
+    torch.testing.assert_close(found, expected)
+    assert 0 < frames < plain + 5, f"{frames} frames were compiled, {plain} with a plain optimizer"
+    hvd.shutdown()
