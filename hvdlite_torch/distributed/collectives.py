@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -22,7 +22,7 @@ from hvdlite.core.errors import OperationTimeoutError
 from hvdlite.groups.call import Call
 from hvdlite.groups.group import Group
 from hvdlite_torch.distributed import tensors as memory
-from hvdlite_torch.distributed.errors import as_backend_error, missed
+from hvdlite_torch.distributed.errors import ArgumentError, as_backend_error, missed
 from hvdlite_torch.distributed.observers import begin_span
 from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, Reduce, coalesced, sparse_text
 from hvdlite_torch.distributed.registration import NAME
@@ -74,7 +74,8 @@ class C10dMethods:
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """See `torch.distributed.all_reduce`; sparse tensors too."""
-        if tensors[0].layout is not torch.strided:
+        tensor = _only(tensors, "all_reduce")
+        if tensor.layout is not torch.strided:
             return self.allreduce_sparse(tensors, opts)
         return self._start(self._operations.allreduce(tensors, _reduce(opts)), opts)
 
@@ -96,18 +97,18 @@ class C10dMethods:
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         """See `torch.distributed.broadcast`."""
-        (tensor,) = tensors
+        tensor = _only(tensors, "broadcast")
         return self._start(self._operations.broadcast(tensor, self._root(opts, "broadcast")), opts)
 
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         """See `torch.distributed.reduce`."""
-        (tensor,) = tensors
+        tensor = _only(tensors, "reduce")
         return self._start(self._operations.reduce(tensor, self._root(opts, "reduce"), _reduce(opts)), opts)
 
     def allgather(self, output_tensors: Sequence[Sequence[torch.Tensor]], input_tensors: Sequence[torch.Tensor],
                   opts: Any = None) -> Any:
         """See `torch.distributed.all_gather`; the tensors of different ranks may differ in size."""
-        (outputs,), (own,) = output_tensors, input_tensors
+        outputs, own = _only(output_tensors, "all_gather"), _only(input_tensors, "all_gather")
         return self._start(self._operations.allgather(outputs, own), opts)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
@@ -118,8 +119,8 @@ class C10dMethods:
                             opts: Any = None) -> Any:
         """Gather several tensors of each rank; one list of outputs for each rank."""
         if any(len(outputs) != len(input_list) for outputs in output_lists):
-            raise ValueError("all_gather_coalesced: each rank's list of outputs must have one tensor for each of the "
-                             f"{len(input_list)} inputs; they have {[len(outputs) for outputs in output_lists]}")
+            raise ArgumentError("all_gather_coalesced: each rank's list of outputs must have one tensor for each of the "
+                                f"{len(input_list)} inputs; they have {[len(outputs) for outputs in output_lists]}")
         return self._start(_joined([self._operations.allgather([outputs[index] for outputs in output_lists], own)
                                     for index, own in enumerate(input_list)]), opts)
 
@@ -132,21 +133,21 @@ class C10dMethods:
     def gather(self, output_tensors: Sequence[Sequence[torch.Tensor]], input_tensors: Sequence[torch.Tensor],
                opts: Any) -> Any:
         """See `torch.distributed.gather`; `output_tensors` is empty on other ranks than the root."""
-        (own,) = input_tensors
+        own = _only(input_tensors, "gather")
         outputs = output_tensors[0] if output_tensors else None
         return self._start(self._operations.gather(outputs, own, self._root(opts, "gather")), opts)
 
     def scatter(self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[Sequence[torch.Tensor]],
                 opts: Any) -> Any:
         """See `torch.distributed.scatter`; `input_tensors` is empty on other ranks than the root."""
-        (output,) = output_tensors
+        output = _only(output_tensors, "scatter")
         inputs = input_tensors[0] if input_tensors else None
         return self._start(self._operations.scatter(output, inputs, self._root(opts, "scatter")), opts)
 
     def reduce_scatter(self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[Sequence[torch.Tensor]],
                        opts: Any = None) -> Any:
         """See `torch.distributed.reduce_scatter`; the tensors of different ranks may differ in size."""
-        (output,), (inputs,) = output_tensors, input_tensors
+        output, inputs = _only(output_tensors, "reduce_scatter"), _only(input_tensors, "reduce_scatter")
         return self._start(self._operations.reduce_scatter(output, inputs, _reduce(opts)), opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
@@ -178,9 +179,10 @@ class C10dMethods:
 
     def send(self, tensors: Sequence[torch.Tensor], dst_rank: int, tag: int) -> Any:
         """See `torch.distributed.isend`."""
-        (tensor,) = tensors
+        tensor = _only(tensors, "send")
         memory.check(tensor, "send")
         self._check_rank(dst_rank, "send", "destination")
+        _check_tag(tag)
         return self._message("send", self._group.send(memory.memory(memory.dense(tensor)), dst_rank, tag), tensor)
 
     def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int) -> Any:
@@ -193,11 +195,12 @@ class C10dMethods:
         return self._receive(tensors, None, tag)
 
     def _receive(self, tensors: Sequence[torch.Tensor], source: int | None, tag: int) -> Any:
-        (tensor,) = tensors
+        tensor = _only(tensors, "recv")
         memory.check(tensor, "recv")
+        _check_tag(tag)
         if not memory.is_plain(tensor):
-            raise ValueError("recv: Tensors must be contiguous: this one has the shape "
-                             f"{tuple(tensor.shape)} and the strides {tensor.stride()}")
+            raise ArgumentError("recv: Tensors must be contiguous: this one has the shape "
+                                f"{tuple(tensor.shape)} and the strides {tensor.stride()}")
         return self._message("recv", self._group.receive(memory.memory(tensor), source, tag), tensor)
 
     def _message(self, name: str, call: Call, tensor: torch.Tensor) -> Any:
@@ -278,7 +281,7 @@ class C10dMethods:
 
     def _check_rank(self, rank: int, name: str, what: str) -> None:
         if not 0 <= rank < self._group.size:
-            raise ValueError(f"{name}: invalid {what} rank: {rank} is not in 0..{self._group.size - 1}, the group's ranks")
+            raise ArgumentError(f"{name}: invalid {what} rank: {rank} is not in 0..{self._group.size - 1}, the ranks here")
 
 
 class HvdliteBackend(C10dMethods, _Backend):  # type: ignore[misc]
@@ -324,6 +327,25 @@ class HvdliteBackend(C10dMethods, _Backend):  # type: ignore[misc]
         """Do nothing: the ranks are connected."""
 
 
+T = TypeVar("T")
+
+
+def _only(tensors: Sequence[T], name: str) -> T:
+    """Return the only tensor, or list of tensors, of a call.
+
+    c10d's lists were made for several GPUs of a rank; Gloo reduces or copies several tensors among themselves.
+    """
+    if len(tensors) != 1:
+        raise ArgumentError(f"{name}: takes one tensor of each rank, not {len(tensors)}; the coalesced forms take "
+                            "several")
+    return tensors[0]
+
+
+def _check_tag(tag: int) -> None:
+    if tag < 0:
+        raise ArgumentError(f"Tag must be nonnegative, not {tag}")
+
+
 def _reduce(opts: Any) -> Reduce:
     return _SUM if opts is None else Reduce.of(opts.reduceOp)
 
@@ -340,5 +362,5 @@ def _joined(calls: Sequence[PreparedCall]) -> PreparedCall:
 
 def _pairs(outputs: Sequence[Any], inputs: Sequence[torch.Tensor], name: str) -> Sequence[tuple[Any, torch.Tensor]]:
     if len(outputs) != len(inputs):
-        raise ValueError(f"{name}: {len(outputs)} outputs for {len(inputs)} inputs; there must be as many")
+        raise ArgumentError(f"{name}: {len(outputs)} outputs for {len(inputs)} inputs; there must be as many")
     return list(zip(outputs, inputs, strict=True))

@@ -21,8 +21,12 @@ class WaitTimeoutError(HorovodInternalError, _BackendError):
     """Raised by `Work.wait(timeout)` when the operation is still under way after that time; it stays under way."""
 
 
-class UnsupportedArgumentError(UnsupportedError, TypeError):
-    """Raised at the call for a dtype, layout or device that hvdlite cannot serve; a `ValueError` and a `TypeError`."""
+class ArgumentError(ValueError, RuntimeError):
+    """Raised at the call for arguments that do not fit; a `RuntimeError` too, as Gloo's errors are."""
+
+
+class UnsupportedArgumentError(UnsupportedError, TypeError, RuntimeError):
+    """Raised at the call for a dtype, layout or device that hvdlite cannot serve; a `ValueError` and a `TypeError`, too."""
 
 
 def as_backend_error(error: Exception) -> Exception:

@@ -19,7 +19,7 @@ from torch.distributed import ReduceOp as TorchOp
 from hvdlite.core.types import BITWISE, Collective, ReduceOp
 from hvdlite.groups.operation import Operation
 from hvdlite_torch.distributed import tensors as memory
-from hvdlite_torch.distributed.errors import UnsupportedArgumentError
+from hvdlite_torch.distributed.errors import ArgumentError, UnsupportedArgumentError
 from hvdlite_torch.distributed.tensors import Copies, PreparedCall, joined
 
 _OPS: Final[dict[Any, ReduceOp]] = {
@@ -184,8 +184,8 @@ class Operations:
         self._check_parts(outputs, name, own)
         rows = tuple(output.numel() for output in outputs)
         if own.numel() != rows[self._rank]:
-            raise ValueError(f"{name}: this rank's tensor has {own.numel()} elements, and its place in the output "
-                             f"{rows[self._rank]}; they must be equal")
+            raise ArgumentError(f"{name}: this rank's tensor has {own.numel()} elements, and its place in the output "
+                                f"{rows[self._rank]}; they must be equal")
         copies = Copies()
         return _gathering(copies, copies.room_for_all(outputs), own, rows, name, list(outputs))
 
@@ -194,8 +194,8 @@ class Operations:
         name = "all_gather"
         self._check_like([output], own, name)
         if output.numel() != own.numel() * self._size:
-            raise ValueError(f"{name}: output tensor size must be equal to world_size times input tensor size; the output "
-                             f"has {output.numel()} elements, the input {own.numel()} on each of {self._size} ranks")
+            raise ArgumentError(f"{name}: output tensor size must be equal to world_size times input tensor size; the "
+                                f"output has {output.numel()} elements, the input {own.numel()}, for {self._size} ranks")
         copies = Copies()
         return _gathering(copies, copies.room(output), own, (own.numel(),) * self._size, name, [output])
 
@@ -235,8 +235,8 @@ class Operations:
         self._check_parts(inputs, name, output)
         rows = tuple(part.numel() for part in inputs)
         if output.numel() != rows[self._rank]:
-            raise ValueError(f"{name}: the output has {output.numel()} elements, and this rank's tensor of the inputs "
-                             f"{rows[self._rank]}; they must be equal")
+            raise ArgumentError(f"{name}: the output has {output.numel()} elements, and this rank's tensor of the inputs "
+                                f"{rows[self._rank]}; they must be equal")
         copies = Copies()
         return _scattering(copies, output, copies.sources(inputs), rows, reduce)
 
@@ -244,8 +244,8 @@ class Operations:
         """Reduce the ranks' tensors; each rank gets an equal part of the result."""
         self._check_like([source], output, "reduce_scatter")
         if source.numel() != output.numel() * self._size:
-            raise ValueError("reduce_scatter: input tensor must be the same size as output size times world size; the input "
-                             f"has {source.numel()} elements, the output {output.numel()} on each of {self._size} ranks")
+            raise ArgumentError("reduce_scatter: input tensor must be the same size as output size times world size; the "
+                                f"input has {source.numel()} elements, the output {output.numel()}, for {self._size} ranks")
         copies = Copies()
         return _scattering(copies, output, copies.source(source), (output.numel(),) * self._size, reduce)
 
@@ -256,8 +256,8 @@ class Operations:
         received, sent = self._elements(output, output_splits, "output"), self._elements(source, input_splits, "input")
         is_even = not output_splits and not input_splits  # on this rank, and on all if the calls agree
         if is_even and received != sent:
-            raise ValueError(f"all_to_all: the output has {output.numel()} elements, the input {source.numel()}; without "
-                             "splits they must be equal")
+            raise ArgumentError(f"all_to_all: the output has {output.numel()} elements, the input {source.numel()}; without "
+                                "splits they must be equal")
         copies = Copies()
         exchange = _exchange(copies.room(output), copies.source(source), received, sent, is_even)
         return copies.prepared(exchange, [output])
@@ -280,19 +280,19 @@ class Operations:
         length = tensor.shape[0] if tensor.dim() else 1
         if not splits:
             if length % self._size:
-                raise ValueError(f"all_to_all: Tensor's dim 0 does not divide equally across group size: the {what} has "
-                                 f"{length} rows for {self._size} ranks; pass {what}_split_sizes")
+                raise ArgumentError(f"all_to_all: Tensor's dim 0 does not divide equally across group size: the {what} has "
+                                    f"{length} rows for {self._size} ranks; pass {what}_split_sizes")
             return [tensor.numel() // self._size] * self._size
         if len(splits) != self._size or sum(splits) != length or min(splits) < 0:
-            raise ValueError(f"all_to_all: Split sizes doesn't match total dim 0 size: the {what} has {length} rows for "
-                             f"{self._size} ranks, the splits are {list(splits)}")
+            raise ArgumentError(f"all_to_all: Split sizes doesn't match total dim 0 size: the {what} has {length} rows for "
+                                f"{self._size} ranks, the splits are {list(splits)}")
         per_row = tensor.numel() // length if length else 0
         return [split * per_row for split in splits]
 
     def _check_parts(self, parts: Sequence[torch.Tensor], name: str, like: torch.Tensor | None = None) -> None:
         """Check that there is a tensor for each rank, and that all are like another one, or like the first of them."""
         if len(parts) != self._size:
-            raise ValueError(f"{name}: the list has {len(parts)} tensors; it needs one for each of {self._size} ranks")
+            raise ArgumentError(f"{name}: the list has {len(parts)} tensors; it needs one for each of {self._size} ranks")
         self._check_like(parts, parts[0] if like is None else like, name)
 
     def _check_like(self, tensors: Sequence[torch.Tensor], like: torch.Tensor, name: str) -> None:
@@ -300,8 +300,8 @@ class Operations:
         for tensor in tensors:
             memory.check(tensor, name)
             if tensor.dtype is not like.dtype:
-                raise ValueError(f"{name}: Invalid usage of tensors with different dtypes: {memory.NAMES[tensor.dtype]} and "
-                                 f"{memory.NAMES[like.dtype]}")
+                raise ArgumentError(f"{name}: Invalid usage of tensors with different dtypes: {memory.NAMES[tensor.dtype]} "
+                                    f"and {memory.NAMES[like.dtype]}")
 
 
 def _reduction(tensors: list[torch.Tensor], reduce: Reduce, name: str) -> PreparedCall:
@@ -364,5 +364,5 @@ def _exchange(output: torch.Tensor, source: torch.Tensor, received: Sequence[int
 def _check_even(parts: Sequence[torch.Tensor], like: torch.Tensor, name: str) -> None:
     for index, part in enumerate(parts):
         if part.numel() != like.numel():
-            raise ValueError(f"{name}: tensor {index} of the list has {part.numel()} elements, this rank's tensor "
-                             f"{like.numel()}; all must be equal")
+            raise ArgumentError(f"{name}: tensor {index} of the list has {part.numel()} elements, this rank's tensor "
+                                f"{like.numel()}; all must be equal")

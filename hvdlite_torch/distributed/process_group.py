@@ -279,16 +279,16 @@ def _listed(given: Any) -> Sequence[Any]:
     return [given] if isinstance(given, torch.Tensor) else given
 
 
-def _broadcast(tensor: torch.Tensor, root: int, timeout: _Timeout = None) -> _Arguments:
-    return [tensor], _options(c10d.BroadcastOptions, timeout, rootRank=root)
+def _broadcast(tensor: Any, root: int = 0, timeout: _Timeout = None) -> _Arguments:
+    return _listed(tensor), _options(c10d.BroadcastOptions, timeout, rootRank=root)
 
 
 def _allreduce(tensor: Any = None, op: Any = _SUM, timeout: _Timeout = None, *, tensors: Any = None) -> _Arguments:
     return _listed(tensors if tensor is None else tensor), _options(c10d.AllreduceOptions, timeout, reduceOp=op)
 
 
-def _reduce(tensor: torch.Tensor, root: int, op: Any = _SUM, timeout: _Timeout = None) -> _Arguments:
-    return [tensor], _options(c10d.ReduceOptions, timeout, rootRank=root, reduceOp=op)
+def _reduce(tensor: Any, root: int = 0, op: Any = _SUM, timeout: _Timeout = None) -> _Arguments:
+    return _listed(tensor), _options(c10d.ReduceOptions, timeout, rootRank=root, reduceOp=op)
 
 
 def _allgather(output_tensors: Any, input_tensor: Any, timeout: _Timeout = None) -> _Arguments:

@@ -368,9 +368,9 @@ BAD: list[tuple[str, Callable[[Any], Any], type[Exception], str]] = [
     ("another dtype", lambda group: group.allgather([[torch.empty(2), torch.empty(2)]], [torch.ones(2).half()]), ValueError,
      "tensors with different dtypes: float32 and float16"),
     ("a small output", lambda group: group._allgather_base(torch.empty(3), torch.ones(2)), ValueError,
-     "the output has 3 elements, the input 2 on each of 2 ranks"),
+     "output has 3 elements, the input 2, for 2 ranks"),
     ("a small input", lambda group: group._reduce_scatter_base(torch.empty(3), torch.ones(3)), ValueError,
-     "the input has 3 elements, the output 3 on each of 2 ranks"),
+     "input has 3 elements, the output 3, for 2 ranks"),
     ("an odd number of rows", lambda group: group.all_to_all_single(torch.empty(3), torch.empty(3), [], []), ValueError,
      "does not divide equally across group size: the output has 3 rows"),
     ("splits", lambda group: group.all_to_all_single(torch.empty(3), torch.empty(3), [1, 1], [1, 2]), ValueError,
@@ -378,6 +378,10 @@ BAD: list[tuple[str, Callable[[Any], Any], type[Exception], str]] = [
     ("a root", lambda group: group.broadcast([torch.empty(3)], options(dist.BroadcastOptions, rootRank=2)), ValueError,
      r"invalid root rank: 2 is not in 0\.\.1"),
     ("a destination", lambda group: group.send([torch.empty(3)], 5, 0), ValueError, "invalid destination rank: 5"),
+    ("several tensors", lambda group: group.allreduce([torch.empty(3), torch.empty(3)]), ValueError,
+     "all_reduce: takes one tensor of each rank, not 2"),
+    ("no tensor", lambda group: group.broadcast([]), ValueError, "broadcast: takes one tensor of each rank, not 0"),
+    ("a tag", lambda group: group.send([torch.empty(3)], 1 - group.rank(), -3), ValueError, "Tag must be nonnegative"),
     ("strides", lambda group: group.recv([torch.empty(3, 2).t()], 0, 0), ValueError, "recv: Tensors must be contiguous"),
 ]
 
@@ -385,12 +389,16 @@ BAD: list[tuple[str, Callable[[Any], Any], type[Exception], str]] = [
 def test_bad_arguments_are_refused_by_the_call_and_change_nothing() -> None:
     def step(group: Any) -> None:
         for name, call, kind, said in BAD:
-            with pytest.raises(kind, match=said):
+            with pytest.raises(kind, match=said) as caught:
                 call(group)
                 raise AssertionError(name)
+            assert isinstance(caught.value, RuntimeError), f"{name}: as Gloo's errors"
         mine = torch.ones(2)
         group.allreduce([mine]).wait()
         assert mine.tolist() == [2.0, 2.0]
+        group.broadcast([mine]).wait()  # rank 0 is the root by default
+        group.reduce([mine]).wait()
+        assert mine.tolist() == [2.0 if group.rank() else 4.0] * 2
 
     run(2, step)
 
