@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, cast
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from hvdlite import api
+from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
@@ -86,7 +88,7 @@ def DistributedOptimizer(
     Raises:
         ValueError: for invalid arguments, and an optimizer that is wrapped already; parameters without a name or with the
             same name are listed.
-        UnsupportedError: for an unregistered process set.
+        UnsupportedError: for an unregistered process set, and parameters that are `DTensor`s.
         NotImplementedError: for Adasum on some of the ranks.
         NotInitializedError: before `init()`.
     """
@@ -101,6 +103,7 @@ def DistributedOptimizer(
     check_compression(compression)
     prescale, postscale = factors(op, gradient_predivide_factor)
     names = _names(optimizer, named_parameters)
+    _check_not_sharded(names)
     ids = group_ids(groups, list(names))
     if comm_hook is not None and (op is not ReduceOp.AVERAGE or compression is not Compression.none or groups is not None
                                   or gradient_predivide_factor != 1.0):
@@ -283,6 +286,17 @@ def _final_closure(closure: Closure, optimizer: Distributed) -> Closure:
             optimizer._make_final(in_step=True)
         return optimizer._reduce_loss(loss)
     return final
+
+
+def _check_not_sharded(names: Mapping[torch.Tensor, str]) -> None:
+    """Raise `UnsupportedError` for a `DTensor`; whoever has one has imported its module."""
+    module = sys.modules.get("torch.distributed.tensor")
+    for parameter, name in names.items() if module is not None else ():
+        if isinstance(parameter, module.DTensor):
+            raise UnsupportedError(
+                f"parameter '{name}' is a DTensor (of FSDP2 or tensor parallel), {parameter.placements} over "
+                f"{parameter.device_mesh}: torch reduces its gradients itself. Leave the optimizer as it is, name the "
+                "backend in torch.distributed.init_process_group('hvdlite'), and give the mesh a dimension for the data")
 
 
 def _number(group: int, index: int) -> str:

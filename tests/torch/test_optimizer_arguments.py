@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from hvdlite.core.errors import UnsupportedError  # noqa: E402
 from hvdlite.core.process_set import ProcessSet  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
@@ -58,3 +59,22 @@ def test_adasum_on_some_ranks_is_refused_as_in_horovod() -> None:
             DistributedOptimizer(torch.optim.SGD(net().parameters(), lr=0.1), op=ReduceOp.ADASUM, process_set=some,
                                  _runtime=runtime)
     threads(3, step)
+
+
+def test_sharded_parameters_are_refused() -> None:
+    """torch reduces their gradients over their mesh; so what `DistributedOptimizer` would do is not clear."""
+    def step(runtime: Runtime) -> None:
+        if not torch.distributed.is_available():
+            pytest.skip("this torch has no torch.distributed")
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        try:
+            whole = DTensor.from_local(torch.ones(2), DeviceMesh("cpu", [0, 1]), [Shard(0)])
+            optimizer = torch.optim.SGD([torch.nn.Parameter(whole)], lr=0.1)
+            with pytest.raises(UnsupportedError, match=r"parameter 'noname\.0\.0' is a DTensor"):
+                DistributedOptimizer(optimizer, _runtime=runtime)
+        finally:
+            torch.distributed.destroy_process_group()
+    threads(1, step)
