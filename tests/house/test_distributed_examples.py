@@ -38,7 +38,7 @@ def accuracy(text: str) -> float:
 
 
 def loss(text: str) -> float:
-    return float(re.findall(r"validation loss ([\d.]+)", text)[-1])
+    return float(re.findall(r"(?:validation|training) loss ([\d.]+)", text)[-1])
 
 
 UNTRAINED = math.log(Text().characters)
@@ -73,6 +73,12 @@ def test_fsdp2_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 
 def test_tensor_parallel_and_fsdp2_on_a_mesh() -> None:
     assert loss(run("tensor_parallel_char_gpt.py", "--steps", "6", "--batch-size", "4", size=4)) < UNTRAINED - 0.5
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+def test_pipelines(schedule: str) -> None:
+    printed = run("pipeline_char_gpt.py", "--steps", "8", "--batch-size", "8", "--schedule", schedule)
+    assert loss(printed) < UNTRAINED - 0.5 and "on 2 ranks" in printed
 
 
 @pytest.mark.parametrize(("framework", "arguments"), [("accelerate", ()), ("lightning", ("--devices", "2"))])

@@ -143,6 +143,48 @@ def tensor_parallel() -> torch.Tensor:
     return train(parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}), same_data=True)
 
 
+def sequence_parallel() -> torch.Tensor:
+    """Ranks have parts of the sequences between layers, and of the features inside."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1)),
+                                     "3": RowwiseParallel(output_layouts=Shard(1))})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        inputs, labels = (torch.randn(4, 6, 8, generator=generator).chunk(size, 1)[RANK] for _ in range(2))
+        optimizer.zero_grad()
+        F.mse_loss(model(inputs), labels).backward()
+        optimizer.step()
+    return flat(model)
+
+
+def pipeline(schedule: str) -> torch.Tensor:
+    """Each rank has some of the layers; parts of a batch go through them one behind the other."""
+    from torch.distributed import pipelining
+
+    layers, size = list(network()), dist.get_world_size()
+    own = nn.Sequential(*layers[RANK * len(layers) // size:(RANK + 1) * len(layers) // size])
+    stage = pipelining.PipelineStage(own, RANK, size, torch.device("cpu"))
+    schedules = getattr(pipelining, f"Schedule{schedule}")(stage, n_microbatches=4, loss_fn=F.mse_loss)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        inputs, labels = torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
+        optimizer.zero_grad()
+        schedules.step(*[inputs] * (RANK == 0), **{"target": labels} if size - RANK == 1 else {})
+        optimizer.step()
+    parts: list[Any] = [None] * size
+    dist.all_gather_object(parts, flat(own))
+    return torch.cat(parts)
+
+
 def checkpoint() -> torch.Tensor:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -227,7 +269,8 @@ CASES: dict[str, Callable[[], torch.Tensor]] = {
     "unused parameters": unused_parameters, "fp16 hook": lambda: with_hook("fp16_compress_hook"),
     "hook": lambda: with_hook("allreduce_hook"), "uneven inputs": uneven_inputs, "no_sync": no_sync,
     "sparse gradients": sparse_gradients, "ZeRO": zero, "FSDP2": sharded, "FSDP2 in bfloat16": sharded_narrow,
-    "FSDP": sharded_by_fsdp1, "tensor parallel": tensor_parallel, "checkpoint": checkpoint, "functional": functional,
+    "FSDP": sharded_by_fsdp1, "tensor parallel": tensor_parallel, "sequence parallel": sequence_parallel,
+    "GPipe": lambda: pipeline("GPipe"), "1F1B": lambda: pipeline("1F1B"), "checkpoint": checkpoint, "functional": functional,
     "compiled": lambda: compiled("inductor" if dist.get_backend() == "hvdlite" else "eager"),
     "pending": pending, "compiled DDP": compiled_ddp, "debug level": in_detail,
 }
