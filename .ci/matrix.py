@@ -42,7 +42,8 @@ MPI = ("tests/planes/test_mpi.py",)
 TORCH = ("tests/torch/test_ops.py", "tests/torch/test_optimizer.py", "tests/torch/test_buckets.py",
          "tests/torch/test_state.py", "tests/torch/test_sync_batch_norm.py", "tests/torch/test_hooks.py")
 DISTRIBUTED = ("tests/torch/distributed/test_operations.py", "tests/torch/distributed/test_work.py",
-               "tests/torch/distributed/test_processes.py", "tests/torch/distributed/test_launchers.py")
+               "tests/torch/distributed/test_processes.py", "tests/torch/distributed/test_launchers.py",
+               "tests/torch/distributed/test_store.py")
 LIGHTNING = ("tests/torch/test_lightning.py",)
 KERAS = ("tests/tf/test_keras.py", "tests/tf/test_mirrored.py", "tests/tf/test_mirrored_losses.py",
          "tests/tf/test_mirrored_models.py", "tests/tf/test_keras_examples.py")

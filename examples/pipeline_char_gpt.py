@@ -69,9 +69,12 @@ def main(args: argparse.Namespace) -> None:
         else:
             schedule.step(*[inputs] * (rank == 0))
         optimizer.step()
-        if losses and (step % 50 == 0 or step == args.steps):
-            print(f"step {step}: {(time.perf_counter() - started) / step * 1000:.0f} ms a step on {size} ranks, "
-                  f"training loss {torch.stack(losses).mean().item():.3f}", flush=True)
+        if step % 50 == 0 or step == args.steps:
+            loss = torch.stack(losses).mean().detach() if losses else torch.empty(())
+            dist.broadcast(loss, size - 1)  # which alone has it
+            if rank == 0:
+                print(f"step {step}: {(time.perf_counter() - started) / step * 1000:.0f} ms a step on {size} ranks, "
+                      f"training loss {loss.item():.3f}", flush=True)
     dist.destroy_process_group()
 
 
