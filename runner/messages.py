@@ -149,7 +149,7 @@ class Pong(AgentMessage, frozen=True):
 class Started(AgentMessage, frozen=True):
     """A rank's process runs."""
 
-    rank: int  # in this and the next messages: the process's key
+    key: int  # as in `ProcessStart`
     pid: int
     unbound: str = ""  # why it is not bound to its cores, if it was to be
 
@@ -157,7 +157,7 @@ class Started(AgentMessage, frozen=True):
 class StartRefused(AgentMessage, frozen=True):
     """A process cannot be started."""
 
-    rank: int
+    key: int
     reason: str
     code: int  # as a shell reports it
 
@@ -165,7 +165,7 @@ class StartRefused(AgentMessage, frozen=True):
 class Output(AgentMessage, frozen=True):
     """Output of a rank; empty when the stream has ended."""
 
-    rank: int
+    key: int
     stream: str
     content: bytes
 
@@ -173,7 +173,7 @@ class Output(AgentMessage, frozen=True):
 class Exited(AgentMessage, frozen=True):
     """A rank's process has ended."""
 
-    rank: int
+    key: int
     code: int  # negative: by that signal
     by_us: bool  # after it had been ordered to
     record: FailureRecord | None  # `when` is its age in seconds: clocks differ
@@ -191,7 +191,7 @@ class FromMember(AgentMessage, frozen=True):
 class Result(AgentMessage, frozen=True):
     """A piece of the result that a rank wrote to the job's directory, as `result.RANK`."""
 
-    rank: int
+    key: int
     content: bytes
     is_last: bool
 

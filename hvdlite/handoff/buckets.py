@@ -135,7 +135,7 @@ class BucketEntry:
     def complete(self, release: BucketRelease, completion: Completion | None) -> None:
         """The bucket is reduced; on a GPU, after `completion`."""
         self.handle.globally_unused, self.handle.partly_unused = frozenset(release.globally_unused), release.partly_unused
-        self.handle.behind = release.ranks_in_step
+        self.handle.ranks_in_step = release.ranks_in_step
         if completion is not None:
             completion = completion.for_entry(self.bucket)
         if not self._abandoned:

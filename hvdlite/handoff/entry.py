@@ -92,7 +92,7 @@ class Entry:
                 array.ready.stream for array in (*self.sources, *self.outputs)
                 if type(array) is DeviceArray and array.ready is not None})
         if not self._abandoned:
-            self.handle.behind, self.handle.rows = response.ranks_in_step, response.rows
+            self.handle.ranks_in_step, self.handle.rows = response.ranks_in_step, response.rows
             self.handle._complete(self._result, response.contributors, completion)
 
     def fail(self, error: Exception) -> None:

@@ -165,20 +165,31 @@ class Handle:
         name: the tensor's name, as negotiated.
         waits_for: the tensor, or the round of a gradient set to which it belongs.
         contributors: after completion, the ranks that contributed, ascending; empty when all were absent.
-        behind: after completion, as in `Response`.
+        ranks_in_step: after completion, as in `Response`.
         rows: after completion, likewise.
         completion: after completion, what the result is behind when it is on a GPU: the work is launched, not done. None on
             the host, and for results that need no work.
     """
 
-    __slots__ = ("_done", "_error", "_lock", "_result", "_waiters", "behind", "completion", "contributors", "name",
-                 "rows", "waits_for")
+    __slots__ = (
+        "_done",
+        "_error",
+        "_lock",
+        "_result",
+        "_waiters",
+        "completion",
+        "contributors",
+        "name",
+        "ranks_in_step",
+        "rows",
+        "waits_for",
+    )
 
     def __init__(self, name: str, waiters: BlockedWaiters, waits_for: Wait) -> None:
         self.name, self.waits_for = name, waits_for
         self._waiters = waiters
         self.contributors: tuple[int, ...] = ()
-        self.behind: tuple[int, ...] = ()
+        self.ranks_in_step: tuple[int, ...] = ()
         self.rows: tuple[int, ...] = ()
         self.completion: Completion | None = None
         self._result: Any = None

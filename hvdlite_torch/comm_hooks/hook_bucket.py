@@ -105,7 +105,7 @@ class HookBucket(Bucket[torch.Tensor]):
             raise MismatchError(f"ranks disagree about the members of '{owner.label}', of which rank "
                                 f"{owner.runtime.world.rank} has {count}. Give the optimizer the same parameters on "
                                 "all ranks (add_param_group and requires_grad too)")
-        self.behind = self._asked.behind
+        self.ranks_in_step = self._asked.ranks_in_step
         if answer[count]:
             self._entered = self._entered or self._ask("entered", np.empty(0, np.uint8))
             self._entered.wait(deferrable=deferrable)

@@ -149,7 +149,7 @@ class Hooks(Owner):
         parameters = self._recorder.take()
         keys = set(map(id, parameters))
         if len(keys) == len(parameters) and keys <= self._due and not self.elsewhere:
-            taken = self.reducer.ready_small(keys)
+            taken = self.reducer.accumulated_small(keys)
             self._due -= taken
             parameters = [] if len(taken) == len(keys) else [
                 parameter for parameter in parameters if id(parameter) not in taken]
@@ -230,7 +230,7 @@ class Hooks(Owner):
         """Hand a gradient over now, times the weight."""
         if self.weight != 1.0 and (gradient := get_grad(parameter)) is not None:
             gradient.mul_(self.weight)
-        self.reducer.ready(parameter)
+        self.reducer.accumulated(parameter)
 
     def _weigh_own(self) -> None:
         if self.own_weight != 1.0:

@@ -1,6 +1,6 @@
 """The remote shells by which the launcher reaches other hosts: ssh, srun, or a program like ssh. Pure.
 
-The command line on the other host contains no secrets: the program (`agent_bootstrap.py`), the environment and the job's key
+The command line on the other host contains no secrets: the program (`bootstrap.py`), the environment and the job's key
 are sent over standard input.
 """
 

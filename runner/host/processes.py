@@ -36,9 +36,9 @@ class RankProcess:
         unbound: why the process is not bound to its cores; "" if it is, or there are none.
     """
 
-    def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int], *,
+    def __init__(self, key: int, command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int], *,
                  has_input: bool = False) -> None:
-        self.rank = rank
+        self.key = key
         self._process = subprocess.Popen(command, env=dict(environment), stdin=None if has_input else subprocess.DEVNULL,
                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
         self.pid = self._process.pid
@@ -196,5 +196,5 @@ def mark(job_directory: str) -> str:
 
 def kill_descendants(job_directory: str, process: RankProcess) -> bool:
     """Kill what is left of a member of an elastic job after its end, in any session; return whether nothing was found."""
-    member = f"{launch_contract.MEMBER}={process.rank}"
+    member = f"{launch_contract.MEMBER}={process.key}"
     return reaper.kill_rank([os.fsencode(mark(job_directory)), member.encode()], process.pid)

@@ -185,18 +185,18 @@ class WorkerGroup:
     def _adopt(self, process: RankProcess) -> None:
         assert self._reaper is not None
         self._reaper.watch(process.pid, rank=True)
-        self._processes[process.rank] = self.running[process.rank] = process
+        self._processes[process.key] = self.running[process.key] = process
         for name, stream in process.streams.items():
-            self._open[process.rank, name] = stream.fileno()
+            self._open[process.key, name] = stream.fileno()
             if not self._paused:
-                self._listen(process.rank, name)
+                self._listen(process.key, name)
         if process.pidfd >= 0:
             self._selector.register(process.pidfd, selectors.EVENT_READ, self.notice)
-        self._report(Started(process.rank, process.pid, process.unbound))
+        self._report(Started(process.key, process.pid, process.unbound))
 
     def notice(self) -> None:
         """Report the ranks that have ended since the last call, and reap adopted orphans."""
-        for rank, process in list(self.running.items()):
+        for key, process in list(self.running.items()):
             code = process.exit_code()
             if code is None:
                 continue
@@ -204,17 +204,17 @@ class WorkerGroup:
                 self._selector.unregister(process.pidfd)
             if self._members is not None and self._kill_descendants(process):
                 continue
-            del self.running[rank]
+            del self.running[key]
             if self._members is not None:
-                self._members.forget(rank)
-                for key in [key for key in self._open if key[0] == rank]:  # of which the writers have ended
-                    while key in self._open and self._read(*key):
+                self._members.forget(key)
+                for stream in [stream for stream in self._open if stream[0] == key]:  # of which the writers have ended
+                    while stream in self._open and self._read(*stream):
                         pass
-            record = FailureRecord.read(self.directory, rank)
+            record = FailureRecord.read(self.directory, key)
             if record is not None:
                 record = dataclasses.replace(record, when=time.time() - record.when)
-            reading = dataclasses.replace(read(self.directory, rank), metrics=read_metrics(self.directory, rank))
-            self._report(Exited(rank, code, self._asked or rank in self._killed, record, reading))
+            reading = dataclasses.replace(read(self.directory, key), metrics=read_metrics(self.directory, key))
+            self._report(Exited(key, code, self._asked or key in self._killed, record, reading))
             if self._members is not None:
                 self._collect(process)
         if self._reaper is not None:
@@ -222,7 +222,7 @@ class WorkerGroup:
 
     def sample(self) -> ProgressReply:
         """Return the progress of the processes that run."""
-        return ProgressReply(*progress.sample(self.directory, {rank: each.pid for rank, each in self.running.items()}))
+        return ProgressReply(*progress.sample(self.directory, {key: each.pid for key, each in self.running.items()}))
 
     def needs_polling(self) -> bool:
         """Whether the end of some rank is only noticed by calling `notice`."""
@@ -230,21 +230,21 @@ class WorkerGroup:
 
     def _kill_descendants(self, process: RankProcess) -> bool:
         """Kill what is left of a member that has ended; return whether there was something, which may still be alive."""
-        until = self._dying.setdefault(process.rank, time.monotonic() + KILL_SECONDS)
+        until = self._dying.setdefault(process.key, time.monotonic() + KILL_SECONDS)
         if not kill_descendants(self.directory, process) and time.monotonic() < until:
             return True
-        del self._dying[process.rank]
+        del self._dying[process.key]
         return False
 
     def _collect(self, process: RankProcess) -> None:
         """Forget a member that has ended, so that a long job does not keep a process for each."""
         assert self._reaper is not None
-        for key in [key for key in self._open if key[0] == process.rank]:
+        for stream in [stream for stream in self._open if stream[0] == process.key]:
             if not self._paused:
-                self._selector.unregister(self._open[key])
-            del self._open[key]
-        self._send_result(process.rank)
-        del self._processes[process.rank]
+                self._selector.unregister(self._open[stream])
+            del self._open[stream]
+        self._send_result(process.key)
+        del self._processes[process.key]
         process.close()
         self._reaper.forget(process.pid)
 
@@ -253,11 +253,11 @@ class WorkerGroup:
         if paused == self._paused or self._reaper is None:
             return
         self._paused = paused
-        for rank, name in self._open:
+        for key, name in self._open:
             if paused:
-                self._selector.unregister(self._open[rank, name])
+                self._selector.unregister(self._open[key, name])
             else:
-                self._listen(rank, name)
+                self._listen(key, name)
 
     def end(self) -> None:
         """Kill all processes of the job, report the last events, and remove the directory. May be called again."""
@@ -274,30 +274,30 @@ class WorkerGroup:
             reaper.end_job(KILL_SECONDS)
             self._drain()
             self.notice()
-            for rank in self._processes:
-                self._send_result(rank)
+            for key in self._processes:
+                self._send_result(key)
         finally:
             for process in self._processes.values():
                 process.close()
             shutil.rmtree(self.directory, ignore_errors=True)
             reaper.stop()
 
-    def _listen(self, rank: int, name: str) -> None:
-        self._selector.register(self._open[rank, name], selectors.EVENT_READ, lambda: self._read(rank, name))
+    def _listen(self, key: int, name: str) -> None:
+        self._selector.register(self._open[key, name], selectors.EVENT_READ, lambda: self._read(key, name))
 
-    def _read(self, rank: int, name: str) -> bool:
+    def _read(self, key: int, name: str) -> bool:
         """Report output of a rank; return whether there was any."""
-        if (rank, name) not in self._open:
+        if (key, name) not in self._open:
             return False  # a member that was collected by an earlier event of the same round
         try:
-            content = os.read(self._open[rank, name], _READ_BYTES)
+            content = os.read(self._open[key, name], _READ_BYTES)
         except BlockingIOError:
             return False
         if not content:
             if not self._paused:
-                self._selector.unregister(self._open[rank, name])
-            del self._open[rank, name]
-        self._report(Output(rank, name, content))
+                self._selector.unregister(self._open[key, name])
+            del self._open[key, name]
+        self._report(Output(key, name, content))
         return bool(content)
 
     def _drain(self) -> None:
@@ -316,12 +316,12 @@ class WorkerGroup:
                     if ready.data not in self._open:
                         waiting.unregister(ready.fd)
 
-    def _send_result(self, rank: int) -> None:
+    def _send_result(self, key: int) -> None:
         """Report the result of a rank, if it has written one, in pieces."""
-        path = Path(self.directory) / f"{RESULT_FILE}.{rank}"
+        path = Path(self.directory) / f"{RESULT_FILE}.{key}"
         if path.exists():
             for content, is_last in pieces_of(path, PIECE_BYTES):
-                self._report(Result(rank, content, is_last))
+                self._report(Result(key, content, is_last))
 
 
 def pieces_of(path: Path, size: int) -> Iterator[tuple[bytes, bool]]:

@@ -106,7 +106,7 @@ class Ending:
 class Exit:
     """The end of a process; the launcher lists ends in the order in which it saw them."""
 
-    rank: int  # the process's key: in an elastic job the member's id
+    key: int  # the process's: its rank, or in an elastic job the member's id
     code: int  # negative: killed by that signal
     ended_by_us: bool = False  # after the launcher had ordered it to end
 
@@ -138,7 +138,7 @@ class Cause:
             name: how the process is called; default: by its rank.
             repeats: whether a traceback that the rank has printed is printed again.
         """
-        who = name or f"rank {self.exit.rank}"
+        who = name or f"rank {self.exit.key}"
         if self.record is not None:
             message = self.record.message.partition("\n")[0]
             lines = [f"{who} failed first: {self.record.kind}: {message} ({self.exit})"]
@@ -159,7 +159,7 @@ def root_cause(exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> C
     Among ranks that failed by themselves, the earliest recorded failure wins over the earliest exit. A rank without a record
     that ended by the launcher's SIGTERM did not fail, also if it is named: a stalled one, for instance.
     """
-    failed = {exit.rank: exit for exit in exits if exit.code}
+    failed = {exit.key: exit for exit in exits if exit.code}
     if not failed:
         return None
     named = sorted((record.when, _origin(rank, records)) for rank, record in records.items()
@@ -168,7 +168,7 @@ def root_cause(exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> C
         records[rank].origin == rank if rank in records else
         not (failed[rank].ended_by_us and failed[rank].code == -signal.SIGTERM))]
     own = sorted((records[rank].when, rank) for rank in failed if rank in records and records[rank].origin == rank)
-    unrecorded = [exit.rank for exit in exits if exit.code and exit.rank not in records and not exit.ended_by_us]
+    unrecorded = [exit.key for exit in exits if exit.code and exit.key not in records and not exit.ended_by_us]
     first = next(iter((*blamed, *(rank for _, rank in own), *unrecorded, *failed)))
     return Cause(failed[first], records.get(first), tuple(sorted(failed.keys() - {first})))
 
@@ -230,7 +230,7 @@ def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, Fai
     went_on = worlds > 1  # else it has ended like any other job
     cause = root_cause(_to_blame(end, exits, records) if went_on else exits, records)
     if lost and (cause is None or cause.exit.ended_by_us or cause.record is not None):
-        failed = format_ranks(each.rank for each in exits if each.code)
+        failed = format_ranks(each.key for each in exits if each.code)
         return Verdict(1, [*lost, *([f"ranks {failed} ended as a consequence"] if exits else [])], -1, "; ".join(lost))
     if cause is not None and not one_world and cause.exit.ended_by_us and cause.record is None:
         cause = None  # it was ended because of the reason
@@ -240,9 +240,9 @@ def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, Fai
         return Verdict(end.code, lines, -1, end.reason)
     if went_on:
         cause = dataclasses.replace(cause, consequences=())  # of other worlds, too, whose ranks were others
-    described = cause.describe(name(cause.exit.rank), repeats=repeats or went_on)
+    described = cause.describe(name(cause.exit.key), repeats=repeats or went_on)
     return Verdict(shell_code(cause.exit.code) if is_its_code else end.code, [*lines, *described],
-                   cause.exit.rank, described[0])
+                   cause.exit.key, described[0])
 
 
 def _to_blame(end: EndJob, exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> list[Exit]:
@@ -250,7 +250,7 @@ def _to_blame(end: EndJob, exits: Sequence[Exit], records: Mapping[int, FailureR
     if end.member is None:
         return [each for each in exits if not each.ended_by_us]
     origin = records[end.member].origin if end.member in records else end.member
-    return [each for each in exits if each.rank in (end.member, origin)]
+    return [each for each in exits if each.key in (end.member, origin)]
 
 
 @dataclasses.dataclass

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.texts import printable, with_texts
-from hvdlite.membership import messages as members
+from hvdlite.membership import messages as membership_messages
 from hvdlite.membership.authority import Authority
 from hvdlite.membership.events import (
     GRACE,
@@ -104,7 +104,8 @@ class Job:
         self._lost: list[str] = []  # why hosts were lost, in order
         self._end: EndJob | None = None
         self._refused: commands.CommandError | None = None
-        self._listening: dict[str, tuple[int, members.Listening]] = {}  # rank 0, while its machine's addresses are asked for
+        # Rank 0, while the addresses of its machine are asked for.
+        self._listening: dict[str, tuple[int, membership_messages.Listening]] = {}
         self._last_sample = 0.0
 
     def run(self) -> None:
@@ -299,7 +300,7 @@ class Job:
             case orders.AgentReady() if self._settings.verbose:
                 self._output.note(f"host {machine} is {event.describe()}")
             case Started():
-                who = f"member {event.rank}" if self._is_elastic else f"rank {event.rank}"
+                who = f"member {event.key}" if self._is_elastic else f"rank {event.key}"
                 self._output.started(who, event, machine, verbose=self._settings.verbose)
             case orders.RouteReply() if machine in self._listening:
                 key, message = self._listening.pop(machine)
@@ -317,12 +318,12 @@ class Job:
             self._send(event.member, orders.KillMember(event.member))
             return
         message = with_texts(event.message, printable)
-        if isinstance(message, members.Listening):
+        if isinstance(message, membership_messages.Listening):
             self._take_listening(event.member, message)
         else:
             self._events.append(MemberReported(event.member, message))
 
-    def _take_listening(self, key: int, message: members.Listening) -> None:
+    def _take_listening(self, key: int, message: membership_messages.Listening) -> None:
         """Find the addresses at which other hosts reach rank 0: its host's agent knows how they are reached from here."""
         machine = self._processes[key].machine
         remote = self._hosts.remote(machine)
@@ -336,30 +337,30 @@ class Job:
             remote.send(orders.RouteRequest(hosts, list(self._settings.interfaces), listen=False))
 
     def _take_exit(self, event: Exited) -> None:
-        if event.rank not in self._processes.running:
+        if event.key not in self._processes.running:
             return  # its host has been given up
-        self._processes.running.discard(event.rank)
-        process, ended = self._processes[event.rank], Exit(event.rank, event.code, ended_by_us=event.by_us)
+        self._processes.running.discard(event.key)
+        process, ended = self._processes[event.key], Exit(event.key, event.code, ended_by_us=event.by_us)
         self._processes.exits.append(ended)
         cause = process.problem
         if event.record is not None:
             process.record = dated(event.record, time.time())
             cause = cause or f"{process.record.kind}: {process.record.message}"
-        if event.rank in self._authority.members:
+        if event.key in self._authority.members:
             self._observer.ended(process.rank, event.progress)
         if self._is_elastic:
             if ended.code and not event.by_us:
-                self._output.console.reveal(event.rank)
-            self._output.close_files(event.rank)
-        self._events.append(MemberGone(event.rank, event.code, cause))
+                self._output.console.reveal(event.key)
+            self._output.close_files(event.key)
+        self._events.append(MemberGone(event.key, event.code, cause))
 
     def _take_refusal(self, machine: str, event: StartRefused) -> None:
         reason = event.reason if machine == LOCAL else f"host {machine}: {event.reason}"
         if self._authority.epoch <= 1:
             self._refused = self._refused or commands.CommandError(reason, event.code)
-        elif event.rank in self._processes.running:
-            self._processes.running.discard(event.rank)
-            self._events.append(MemberGone(event.rank, event.code, reason))
+        elif event.key in self._processes.running:
+            self._processes.running.discard(event.key)
+            self._events.append(MemberGone(event.key, event.code, reason))
 
     def _on_lost(self, machine: str, reason: str) -> None:
         """Handle the end of a link: the machine's processes end by themselves."""
@@ -387,5 +388,5 @@ class Job:
         return bool(self.ending.user_signal)
 
 
-def _at(message: members.Listening, addresses: Sequence[str]) -> members.Listening:
-    return members.Listening(message.epoch, tuple(addresses) or message.addresses, message.port)
+def _at(message: membership_messages.Listening, addresses: Sequence[str]) -> membership_messages.Listening:
+    return membership_messages.Listening(message.epoch, tuple(addresses) or message.addresses, message.port)

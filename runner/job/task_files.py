@@ -56,11 +56,11 @@ class TaskFiles:
         """Write a piece of the result of a rank, or of a member of an elastic job; the last one completes it."""
         if self._directory is None or self.problem:
             return
-        path = self._directory / f"{launch_contract.RESULT_FILE}.{piece.rank}"
+        path = self._directory / f"{launch_contract.RESULT_FILE}.{piece.key}"
         try:
-            append_private_file(path.with_name(f"partial.{piece.rank}"), piece.content)
+            append_private_file(path.with_name(f"partial.{piece.key}"), piece.content)
             if piece.is_last:
-                path.with_name(f"partial.{piece.rank}").rename(path)
+                path.with_name(f"partial.{piece.key}").rename(path)
         except OSError as error:
             self.problem = (f"cannot keep the results of the ranks in {self._directory} on {socket.gethostname()}: "
                             f"{error.strerror}; make room there, or set TMPDIR to a place that has it")

@@ -123,8 +123,8 @@ class JobOutput:
 
     def feed(self, event: Output) -> None:
         """Show output of a process, and write it to its file."""
-        self.console.feed(event.rank, event.stream, event.content)
-        target = self._files.get((event.rank, event.stream))
+        self.console.feed(event.key, event.stream, event.content)
+        target = self._files.get((event.key, event.stream))
         if target is not None and event.content:
             self._streams.write_file(target, event.content)
 

@@ -13,14 +13,14 @@ def record(rank: int, origin: int, when: float) -> FailureRecord:
 
 def test_a_killed_rank_is_the_cause_although_another_exited_first() -> None:
     cause = root_cause([Exit(0, 1), Exit(2, -9)], {0: record(0, 2, 5.0)})
-    assert cause is not None and cause.exit.rank == 2 and shell_code(cause.exit.code) == 137
+    assert cause is not None and cause.exit.key == 2 and shell_code(cause.exit.code) == 137
     assert cause.describe() == ["rank 2 failed first: killed by signal 9 (SIGKILL)", "rank 0 ended as a consequence"]
 
 
 def test_a_rank_that_raised_is_the_cause_with_its_traceback() -> None:
     cause = root_cause([Exit(0, 1), Exit(2, 1), Exit(1, 3)],
                        {0: record(0, 1, 2.0), 1: record(1, 1, 1.0), 2: record(2, 1, 2.0)})
-    assert cause is not None and cause.exit.rank == 1 and shell_code(cause.exit.code) == 3
+    assert cause is not None and cause.exit.key == 1 and shell_code(cause.exit.code) == 3
     assert cause.describe() == ["rank 1 failed first: ValueError: boom (exit code 3)", "Traceback:", "  here",
                                 "ranks 0, 2 ended as a consequence"]
 
@@ -28,32 +28,32 @@ def test_a_rank_that_raised_is_the_cause_with_its_traceback() -> None:
 def test_blame_is_followed_to_its_end() -> None:
     """Rank 0 only saw rank 1 go, which went because of rank 2."""
     cause = root_cause([Exit(0, 1), Exit(1, 1), Exit(2, -9)], {0: record(0, 1, 2.0), 1: record(1, 2, 1.0)})
-    assert cause is not None and cause.exit.rank == 2 and cause.consequences == (0, 1)
+    assert cause is not None and cause.exit.key == 2 and cause.consequences == (0, 1)
 
 
 def test_ranks_that_blame_each_other_do_not_hang_the_report() -> None:
     cause = root_cause([Exit(1, 1), Exit(0, 1)], {0: record(0, 1, 2.0), 1: record(1, 0, 2.0)})
-    assert cause is not None and cause.exit.rank == 1
+    assert cause is not None and cause.exit.key == 1
     cause = root_cause([Exit(1, 1), Exit(0, 1), Exit(2, 4)],
                        {0: record(0, 1, 2.0), 1: record(1, 0, 2.0), 2: record(2, 2, 3.0)})
-    assert cause is not None and cause.exit.rank == 2
+    assert cause is not None and cause.exit.key == 2
 
 
 def test_of_two_own_failures_the_earlier_wins() -> None:
     cause = root_cause([Exit(0, 1), Exit(1, 1)], {0: record(0, 0, 2.0), 1: record(1, 1, 1.0)})
-    assert cause is not None and cause.exit.rank == 1
+    assert cause is not None and cause.exit.key == 1
 
 
 def test_without_records_the_first_exit_wins_but_not_one_we_ended() -> None:
     cause = root_cause([Exit(1, -15, ended_by_us=True), Exit(0, 7)], {})
-    assert cause is not None and cause.exit.rank == 0
+    assert cause is not None and cause.exit.key == 0
 
 
 def test_a_stalled_rank_that_the_launcher_ends_is_not_the_cause() -> None:
     cause = root_cause([Exit(0, 1), Exit(1, -15, ended_by_us=True)], {0: record(0, 1, 5.0)})
-    assert cause is not None and cause.exit.rank == 0
+    assert cause is not None and cause.exit.key == 0
     cause = root_cause([Exit(0, 1), Exit(1, -11, ended_by_us=True)], {0: record(0, 1, 5.0)})  # it crashed meanwhile
-    assert cause is not None and cause.exit.rank == 1
+    assert cause is not None and cause.exit.key == 1
 
 
 def test_nobody_failed() -> None:
@@ -64,4 +64,4 @@ def test_failures_of_hosts_whose_clocks_differ_are_in_the_order_of_their_ages() 
     """Host b's clock is an hour ahead: what failed there first has the later time."""
     records = {0: dated(record(0, 0, 1.0), 1000.0), 1: dated(record(1, 1, 3.0), 1000.5)}
     cause = root_cause([Exit(0, 1), Exit(1, 1)], records)
-    assert cause is not None and cause.exit.rank == 1
+    assert cause is not None and cause.exit.key == 1

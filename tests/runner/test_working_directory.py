@@ -21,8 +21,8 @@ if __name__ == "__main__":
 """
 DIRECTORY = """
 import sys
-from hvdlite.launch.workers import JobDirectory
-JobDirectory().remove()
+from hvdlite.launch.workers import TemporaryJobDirectory
+TemporaryJobDirectory().remove()
 """
 
 

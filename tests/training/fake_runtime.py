@@ -41,7 +41,7 @@ class FakeHandle:
         self.contributors: tuple[int, ...] = ()
         self.globally_unused: frozenset[int] = frozenset()
         self.partly_unused: tuple[int, ...] = ()
-        self.behind: tuple[int, ...] = ()
+        self.ranks_in_step: tuple[int, ...] = ()
 
     def wait(self, *, deferrable: bool = False) -> Any:
         """Return the result."""
@@ -51,7 +51,7 @@ class FakeHandle:
             raise self._runtime.error
         if not self._is_done:
             self._result, self._is_done = self._reduce(self), True
-            self.behind = self._runtime.behind
+            self.ranks_in_step = self._runtime.ranks_in_step
         return self._result
 
 
@@ -64,12 +64,13 @@ class FakeRuntime:
     """
 
     def __init__(self) -> None:
+        self.gradients = self  # it stands for `GradientSets`, too
         self.world = types.SimpleNamespace(rank=0, size=2)
         self.joins = 0
         self.progress = types.SimpleNamespace(round=lambda: None)
         self.other: Callable[[int, Any], Any] = lambda number, own: own
         self.defers = False
-        self.behind: tuple[int, ...] = ()
+        self.ranks_in_step: tuple[int, ...] = ()
         self.error: HvdliteError | None = None
         self.closed: list[int] = []
         self.learned: LearnedLayout | None = None

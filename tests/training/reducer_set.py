@@ -40,7 +40,7 @@ class Set:
         if slot.gradient is None:
             slot.gradient = np.zeros(SIZES[number], np.float32)
         slot.gradient += np.float32(value)  # type: ignore[operator]
-        self.reducer.ready(slot)
+        self.reducer.accumulated(slot)
 
     def backward(self, *numbers: int, value: float = 1.0) -> None:
         """A whole backward pass."""

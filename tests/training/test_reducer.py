@@ -163,7 +163,7 @@ def test_members_come_in_when_they_are_trainable() -> None:
     own = Set()
     late = Slot((3,), np.dtype(np.float32), gradient=np.ones(3, np.float32))
     own.reducer.add(late, "5")
-    own.reducer.ready(late)
+    own.reducer.accumulated(late)
     assert own.reducer.member(late) is None and len(own.reducer.members) == 5
     late.is_expected = True
     own.accumulate(0)
@@ -241,7 +241,7 @@ def test_gradients_that_were_all_cleared_or_zeroed_make_a_round_due(by_bucket: b
 
 def test_what_another_rank_could_not_change_is_an_error() -> None:
     own = Set()
-    own.runtime.behind = (1,)
+    own.runtime.ranks_in_step = (1,)
     own.backward(0)
     own.slots[0].gradient *= 2  # type: ignore[operator]
     with pytest.raises(GradientOrderError, match="written to on this rank"):
@@ -311,7 +311,7 @@ def test_a_bucket_that_breaks_sends_its_members_by_themselves(number: int) -> No
     for each in (0, 1, 2, 3):
         if each == number:
             own.slots[each].gradient = np.full(SIZES[each], 1.0, np.float64)
-            own.reducer.ready(own.slots[each])
+            own.reducer.accumulated(own.slots[each])
         else:
             own.accumulate(each)
     own.reducer.end_pass()
@@ -327,7 +327,7 @@ def test_small_members_are_given_together() -> None:
     own.step()
     for number in (0, 1, 3):
         own.slots[number].gradient = np.full(SIZES[number], 2.0, np.float32)
-    assert own.reducer.ready_small({id(slot) for slot in own.slots[:3]}) == {id(slot) for slot in own.slots[:2]}
+    assert own.reducer.accumulated_small({id(slot) for slot in own.slots[:3]}) == {id(slot) for slot in own.slots[:2]}
     assert own.state(0) is own.state(1) is READY and own.state(3) is IDLE and own.value(0) is None
     own.backward(3)
     assert [own.value(each) for each in range(5)] == [2.0, 2.0, None, 3.0, None]

@@ -99,7 +99,7 @@ class _Training:
                 reason = "" if self._member.is_at_rest else f"{type(error).__name__}: {error}".splitlines()[0]
                 self._explain(error)
                 error.__traceback__ = None  # the world's handles have this error, and its frames have the world's memory
-            self._leave(reason)
+            self._end_world(reason)
             order = self._next_order()
 
     def _enter(self, order: WorldOrder) -> None:
@@ -127,7 +127,7 @@ class _Training:
             return True
         return isinstance(error, HorovodInternalError) and not isinstance(error, (NotInitializedError, ForkedProcessError))
 
-    def _leave(self, reason: str) -> None:
+    def _end_world(self, reason: str) -> None:
         at_rest = self._member.is_at_rest
         self._worlds.end_world(reason or "members come or go", at_rest=at_rest)
         self._member.idle(self._epoch, StateReport(has_state=self._has_state, commits=self._state._commits, at_rest=at_rest),

@@ -251,7 +251,7 @@ class ArrayReducer:
         given.dtype, given.gradient = values.dtype, gradient
         if given.shape is None or values is gradient:
             given.shape = values.shape  # of rows only the shape of a row counts
-        self._reducer.ready(given)
+        self._reducer.accumulated(given)
 
     def finish(self) -> dict[int, Gradient]:
         """Return the reduced gradients by slot, without slots that have no gradient on any rank.

@@ -64,7 +64,7 @@ class BeforeStep(Generic[Parameter]):
                     with suppress(*JOB_CONTINUES):
                         self._finish_rest()
                 raise
-        if in_step and reducer.behind:
+        if in_step and reducer.ranks_in_step:
             self._check_unchanged()
         self._finish_rest()
         if not reducer.passes.is_suspended and (in_step or self._looks_for_replaced) and self._has_unreduced():
@@ -74,7 +74,7 @@ class BeforeStep(Generic[Parameter]):
     def cleared(self) -> None:
         """The gradients were cleared: what was computed so far does not count, so a round is due before the next step."""
         self.reducer.finish()
-        self.reducer.behind.clear()
+        self.reducer.ranks_in_step.clear()
         self.reducer.forget()
 
     def zeroed(self) -> None:
@@ -159,7 +159,7 @@ class BeforeStep(Generic[Parameter]):
             return False
         if reducer.members.were_cleared():
             return True
-        return not reducer.has_local and not reducer.behind and reducer.members.were_zeroed()
+        return not reducer.has_local and not reducer.ranks_in_step and reducer.members.were_zeroed()
 
     def _has_unreduced(self) -> bool:
         """Return whether a gradient is about to be used that no backward pass has given."""
@@ -181,4 +181,4 @@ class BeforeStep(Generic[Parameter]):
         members = self.reducer.members
         for member in members.reduced():
             if members.is_written(member):
-                raise changed_alone(member.name, self.reducer.behind)
+                raise changed_alone(member.name, self.reducer.ranks_in_step)

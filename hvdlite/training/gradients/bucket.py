@@ -100,7 +100,7 @@ class Bucket(Generic[Parameter]):
     # Members that were given, of which ranks may be missing, and the ranks that contributed, if they are known.
     partial: Sequence[tuple[Member[Parameter], Collection[int] | None]] = ()
     errors: Sequence[HvdliteError] = ()
-    behind: Collection[int] = ()  # ranks that sent it from within their step, while others had not
+    ranks_in_step: Collection[int] = ()  # ranks that sent it from within their step, while others had not
     is_over = False  # an exception has left the wait in the middle, so that it cannot be taken up again
     holding: list[Member[Parameter]]  # members that hold what has left their parameters: here those that are unused
 
@@ -224,7 +224,7 @@ class Bucket(Generic[Parameter]):
         result = handle.wait(deferrable=deferrable)
         if handle.completion is not None:
             self.set.framework.follow(handle.completion)
-        self.behind = {*self.behind, *handle.behind}
+        self.ranks_in_step = {*self.ranks_in_step, *handle.ranks_in_step}
         return result
 
     def _fill_later(self) -> bool:

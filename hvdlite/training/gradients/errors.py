@@ -88,10 +88,10 @@ def accumulated_alone(rank: int, accumulates: bool) -> GradientOrderError:
                               "closure, on all ranks")
 
 
-def changed_alone(name: str, behind: Collection[int]) -> GradientOrderError:
-    """Return the error for a gradient that was changed where ranks `behind` could not change it."""
+def changed_alone(name: str, ranks_in_step: Collection[int]) -> GradientOrderError:
+    """Return the error for a gradient that was changed where `ranks_in_step` could not change it."""
     return GradientOrderError(
         f"'{name}' was written to on this rank after its reduction (clipped or unscaled, say), but "
-        f"{named_ranks(sorted(behind))} had no backward() in this step and took part in the reduction only in "
+        f"{named_ranks(sorted(ranks_in_step))} had no backward() in this step and took part in the reduction only in "
         "optimizer.step(), too late to change it: the replicas would differ. Call optimizer.synchronize() on all ranks, "
         "also where there was no backward(), and then change gradients")

@@ -3,7 +3,7 @@
 A *gradient set* is the parameters of one wrapped optimizer. A *round* reduces each of them once. It is open from the first
 gradient that is given until this rank has given every member, then closed until the results are final.
 
-The way of a gradient: `Reducer.ready` -> `Bucket.fill` -> `Places.fill`, and when the bucket is full
+The way of a gradient: `Reducer.accumulated` -> `Bucket.fill` -> `Places.fill`, and when the bucket is full
 `GradientSets.enqueue_bucket`; back, `Reducer.wait` -> `Bucket.finish` -> `Places.results`. What may happen to it is in the
 tables of `members.py`, what may happen to a round in that of `round.py`; `before_step.py` has what is asked before gradients
 are used. docs/journey.md follows one gradient.
@@ -82,7 +82,7 @@ class Reducer(Generic[Parameter]):
         self.is_due = True  # a round is due before gradients are used
         self.has_local = False  # some member was accumulated into since the last round
         self.has_reduced = False  # some members may be REDUCED or AGAIN
-        self.behind: set[int] = set()  # ranks that took part in rounds since the last step from within theirs
+        self.ranks_in_step: set[int] = set()  # ranks that took part in rounds since the last step from within theirs
         self.written_too = False  # what was written to gradients since they were reduced for an older step counts
         self.later_call: LaterCall | None = None  # of a step's closure, while there is one
         self.on_reduced: Callable[[Sequence[Parameter]], None] | None = None  # gets the parameters of each round's results
@@ -115,7 +115,7 @@ class Reducer(Generic[Parameter]):
             self.admit()
         return self.members.by_key.get(key)
 
-    def ready(self, parameter: Parameter) -> None:
+    def accumulated(self, parameter: Parameter) -> None:
         """A backward pass has accumulated this parameter's gradient.
 
         Raises:
@@ -151,7 +151,7 @@ class Reducer(Generic[Parameter]):
             else:
                 self._hand_over(current, member, is_again=state is AGAIN)
 
-    def ready_small(self, keys: Set[int]) -> Set[int]:
+    def accumulated_small(self, keys: Set[int]) -> Set[int]:
         """Like `ready`, for all small members of buckets at once; return the parameters that are given.
 
         Args:
@@ -377,7 +377,7 @@ class Reducer(Generic[Parameter]):
         members, errors = self.members, list[HvdliteError]()
         for bucket in buckets:
             errors += bucket.errors
-            current.behind.update(bucket.behind)
+            current.ranks_in_step.update(bucket.ranks_in_step)
             current.check_contributors(bucket, self.runtime.members(self.set.process_set_id))
             if bucket.reduced:
                 self.has_reduced = True
@@ -386,7 +386,7 @@ class Reducer(Generic[Parameter]):
                 members.take_back(member)
             set_held(bucket.holding, itertools.repeat(None))
         if not self.set.in_step:  # else nothing can be changed before this rank steps either
-            self.behind |= current.behind
+            self.ranks_in_step |= current.ranks_in_step
         self.round = None
         added, dropped = members.add_trailing(current.trailing)
         self.has_local = self.has_local or bool(added)

@@ -48,7 +48,7 @@ class Round(Generic[Parameter]):
         self.of_failed_pass = False  # the backward pass that began it did not come to its end: another pass ends it
         self.has_again = False  # a gradient was given of which a part is reduced already
         self.trailing: dict[Member[Parameter], GradientState] = {}  # accumulated into after given; their states before
-        self.behind: set[int] = set()  # ranks that took part from within their step, while others had not
+        self.ranks_in_step: set[int] = set()  # ranks that took part from within their step, while others had not
         self.incomplete: HvdliteError | None = None  # for a member whose reduced part some ranks did not contribute
 
     def check_contributors(self, bucket: Bucket[Parameter], ranks: Collection[int]) -> None:

@@ -133,7 +133,7 @@ class TorchStepReducer(StepReducer):
         if count is not None:
             self._count.requires_grad_()
             self._count.grad = torch.tensor([self._hooks.weight])
-            self._hooks.reducer.ready(self._count)
+            self._hooks.reducer.accumulated(self._count)
 
     def _divide_by_weights(self, tensors: Sequence[torch.Tensor]) -> None:
         """Divide a round's reduced gradients by the mean of all ranks' weights."""
