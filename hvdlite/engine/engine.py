@@ -6,6 +6,11 @@ Theory of operation
   handle messages and send reports, so a barrier neither delays the next report nor misses a death.
 - The first failure ends the job on this rank: it is reported to the coordinator and logged once, and every pending and later
   call raises it. The thread itself never dies silently.
+
+The way of a request: `Inbox` -> `Engine._take` -> `Controller.enqueue`, `report` -> `CoordinatorLink.send_report`. On rank 0
+`RankZero` -> `Coordinator.receive` -> `Negotiator.receive_request`, and when the last rank has made it `agreement`, `fusion`
+and `Coordinator.decide`. Back on every rank `Decisions.accept`, `apply_next` -> `Controller.apply` -> `Execution.carry_out` ->
+`Plane.execute` -> `Entry.complete`.
 """
 
 from __future__ import annotations

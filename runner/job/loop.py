@@ -4,6 +4,10 @@
 has one world, which its first failure ends. In an elastic one, members end and hosts come and go. Processes have keys that
 are never used again: in a job that is not elastic they are the ranks. One loop waits for the pipes and pidfds of this host's
 processes and for the links to other hosts; it does not poll.
+
+The way of a member's death: `WorkerGroup.notice` -> `Job` -> `Authority.handle` -> `MemberServer` -> in the other members
+`MemberClient` -> `Runtime.stop` -> `elastic.run` (`training/elastic/loop.py`), and back with `MemberIdle`; then `recovery` and
+a `WorldOrder`. The ranks may notice the death first, by their control plane: whichever comes first ends the world.
 """
 
 from __future__ import annotations
