@@ -9,8 +9,8 @@ Theory of operation
 
 The way of a request: `Inbox` -> `Engine._take` -> `Controller.enqueue`, `report` -> `CoordinatorLink.send_report`. On rank 0
 `RankZero` -> `Coordinator.receive` -> `Negotiator.receive_request`, and when the last rank has made it `agreement`, `fusion`
-and `Coordinator.decide`. Back on every rank `Decisions.accept`, `apply_next` -> `Controller.apply` -> `Execution.carry_out` ->
-`Plane.execute` -> `Entry.complete`.
+and `Coordinator.decide`. Back on every rank `Decisions.accept`, `apply_next` -> `Controller.apply` -> `Execution.carry_out`
+-> `Plane.execute` -> `Entry.complete`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ are never used again: in a job that is not elastic they are the ranks. One loop 
 processes and for the links to other hosts; it does not poll.
 
 The way of a member's death: `WorkerGroup.notice` -> `Job` -> `Authority.handle` -> `MemberServer` -> in the other members
-`MemberClient` -> `Runtime.stop` -> `elastic.run` (`training/elastic/loop.py`), and back with `MemberIdle`; then `recovery` and
-a `WorldOrder`. The ranks may notice the death first, by their control plane: whichever comes first ends the world.
+`MemberClient` -> `Runtime.stop` -> `elastic.run` (`training/elastic/loop.py`), and back with `MemberIdle`; then `recovery`
+and a `WorldOrder`. The ranks may notice the death first, by their control plane: whichever comes first ends the world.
 """
 
 from __future__ import annotations
