@@ -48,7 +48,7 @@ class Ours:
         for parameter, gradient in zip(reversed(self.parameters), reversed(self.private), strict=True):
             if copied or parameter.grad is None:
                 parameter.grad = gradient
-            reducer.ready(parameter)
+            reducer.accumulated(parameter)
         reducer.end_pass()
         reducer.wait()
         self.optimizer._hooks.before_step.stepped()

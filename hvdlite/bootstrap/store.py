@@ -17,6 +17,7 @@ store that cannot forget serves one world), and the answer's key is a random num
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import secrets
@@ -381,6 +382,8 @@ def own_address(environ: Mapping[str, str], store: KeyValues) -> str:
 
     That is torch's `MASTER_ADDR`, or where the store is.
     """
-    hosts = [host for host in (environ.get("MASTER_ADDR", ""), store.host) if host]
-    routes = [address for host in hosts for address in routes_to([host])]
+    routes: list[str] = []
+    for host in filter(None, (environ.get("MASTER_ADDR", ""), store.host)):
+        with contextlib.suppress(OSError):  # a name may have "::1" beside the address at which others reach it
+            routes += routes_to([socket.gethostbyname(host)])
     return next((address for address in routes if not is_loopback(address)), "")

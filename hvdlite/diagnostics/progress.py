@@ -323,10 +323,10 @@ def read(job_directory: str, rank: int) -> Reading:
         content = (Path(job_directory) / f"{PROGRESS_FILE}.{rank}").read_bytes()
         steps, samples, counted, last, blocked, since, *numbers, peak, length, text = _ALL.unpack_from(content)
         ledger = msgspec.structs.replace(Ledger(*numbers), traffic=_traffic_in(text[:length]))
+        kept = min(max(0, steps - 1), KEPT)
+        times = [_STEP.unpack_from(content, _TIMES + index * _STEP.size) for index in range(kept)]
     except (OSError, struct.error):
         return Reading()
-    kept = min(max(0, steps - 1), KEPT)
-    times = [_STEP.unpack_from(content, _TIMES + index * _STEP.size) for index in range(kept)]
     if steps - 1 <= KEPT:
         times = times[WARM_UP:]
     now = time.monotonic()
@@ -337,7 +337,7 @@ def read(job_directory: str, rank: int) -> Reading:
 def read_metrics(job_directory: str, rank: int) -> list[Evaluation]:
     """Return a rank's evaluations in the order in which it recorded them."""
     found = []
-    with contextlib.suppress(OSError, ValueError):  # the last line is cut off where the disk is full
+    with contextlib.suppress(OSError, ValueError, TypeError):  # the last line is cut off where the disk is full
         for line in (Path(job_directory) / f"{METRICS_FILE}.{rank}").read_text(encoding="utf-8").splitlines():
             found.append(Evaluation(*json.loads(line)))
     return found

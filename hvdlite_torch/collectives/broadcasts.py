@@ -192,8 +192,8 @@ def gather_tensors(runtime: Runtime, tensor: torch.Tensor, name: str, process_se
     everything = runtime.allgather(name, flat, process_set=process_set).wait()
     dtypes = [getattr(torch, dtype) for _, dtype in kinds]
     sizes = [math.prod(shape) * dtype.itemsize for (shape, _), dtype in zip(kinds, dtypes, strict=True)]
-    return [part.clone().view(dtype).reshape(shape).to(tensor.device) for part, dtype, (shape, _)
-            in zip(torch.from_numpy(everything).split(sizes), dtypes, kinds, strict=True)]
+    return [(part.clone().view(dtype) if part.numel() else torch.empty(0, dtype=dtype)).reshape(shape).to(tensor.device)
+            for part, dtype, (shape, _) in zip(torch.from_numpy(everything).split(sizes), dtypes, kinds, strict=True)]
 
 
 class Placeholder:

@@ -15,6 +15,7 @@ from hvdlite.runtime.gradient_sets import Moment
 from hvdlite.training.gradients.bucket import DONE, FILLING, SENT, Bucket
 from hvdlite.training.gradients.gradient_set import GradientSet
 from hvdlite.training.gradients.members import Member, Members
+from hvdlite_torch.arrays.tensors import empty_gradient
 from hvdlite_torch.comm_hooks.exchange import CommHook, Exchange
 
 _DIGEST = 4
@@ -116,7 +117,7 @@ class HookBucket(Bucket[torch.Tensor]):
         """Let the hook average the gradients of some members, where zeros stand for what this rank does not have."""
         prefix, exchange = len(self._members.prefix), self._exchange
         members = [member for member, flag in zip(self.holding, wanted.tolist(), strict=True) if flag]
-        gradients = [torch.zeros_like(member.parameter) if member not in self._given or member.held is None else
+        gradients = [empty_gradient(member.parameter).zero_() if member not in self._given or member.held is None else
                      member.held if member.held.layout is torch.strided else member.held.to_dense() for member in members]
         exchange.parameters = [member.parameter for member in members]
         exchange.active = len(self._asked.contributors)

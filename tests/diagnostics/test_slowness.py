@@ -204,3 +204,16 @@ def test_numbers_are_written_as_each_library_wants_them(monkeypatch: pytest.Monk
     with pytest.raises(TypeError, match="add_scalar"):
         write({}, 0, object())
     write({}, 0, None)
+
+
+def test_a_progress_file_that_is_cut_off_says_nothing(tmp_path: Path) -> None:
+    progress = Progress()
+    progress.publish(str(tmp_path), 0)
+    for _ in range(3):
+        progress.step(1)
+    (file,) = [each for each in tmp_path.iterdir() if each.name.endswith(".0")]
+    whole = file.read_bytes()
+    for length in range(0, len(whole), 97):
+        (tmp_path / file.name.replace(".0", ".1")).write_bytes(whole[:length])
+        read(str(tmp_path), 1)
+    assert read(str(tmp_path), 0).steps == 3

@@ -95,6 +95,22 @@ def test_gradients_that_are_missing_or_accumulated() -> None:
     threads(2, step)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.10 has p.grad_dtype")
+def test_gradients_of_another_dtype_that_are_missing_on_a_rank() -> None:
+    def step(runtime: Runtime) -> None:
+        used, elsewhere = (torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16)) for _ in range(2))
+        used.grad_dtype = elsewhere.grad_dtype = torch.float32
+        optimizer = DistributedOptimizer(torch.optim.SGD([used, elsewhere], lr=0.0), _runtime=runtime,
+                                         comm_hook=comm_hooks.PowerSGD(start_iter=2, min_compression_rate=0.0))
+        for _ in range(4):
+            optimizer.zero_grad()
+            (used.sum() + (elsewhere.sum() if runtime.world.rank else 0)).backward()
+            assert used.grad.dtype is elsewhere.grad.dtype is torch.float32
+            torch.testing.assert_close(elsewhere.grad, torch.full((4, 4), 0.5))
+            optimizer.step()
+    threads(2, step)
+
+
 @pytest.mark.parametrize("arguments", [{"op": ReduceOp.SUM}, {"compression": Compression.fp16}, {"groups": 2},
                                        {"gradient_predivide_factor": 2.0}])
 def test_a_hook_excludes_what_it_decides_itself(arguments: dict[str, Any]) -> None:

@@ -156,6 +156,7 @@ def metrics_of_all_ranks() -> None:
     assert [tuple(each.shape) for each in gathered] == [(2, 2), (3, 2)] and gathered[rank] is leaf
     assert [each.dtype for each in hvd.gather_all_tensors(torch.ones(1).to((torch.bool, torch.bfloat16)[rank]))] == [
         torch.bool, torch.bfloat16]
+    assert [tuple(each.shape) for each in hvd.gather_all_tensors(torch.ones(0, 2 + rank))] == [(0, 2), (0, 3)]
 
 
 def elastic_jobs_are_refused() -> None:
