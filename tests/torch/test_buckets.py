@@ -192,7 +192,7 @@ def test_a_broken_bucket_keeps_what_it_held() -> None:
                 if turn == 3 and index == 1:
                     parameter.data = parameter.data.double()
                 parameter.grad = torch.full((10,), float(index + 1 + turn + 2 * runtime.world.rank), dtype=parameter.dtype)
-                reducer_of(optimizer).ready(parameter)
+                reducer_of(optimizer).accumulated(parameter)
             reducer_of(optimizer).make_round()
             assert [parameter.grad.unique().tolist() for parameter in parameters] == [[turn + 2], [turn + 3], [turn + 4]]
             optimizer.step()
@@ -207,7 +207,7 @@ def test_hooks_from_two_threads() -> None:
             optimizer.zero_grad()
             for index, parameter in enumerate(parameters):
                 parameter.grad = torch.full_like(parameter, float(index + turn + 2 * runtime.world.rank))
-            hooks = [threading.Thread(target=lambda part: [reducer_of(optimizer).ready(each) for each in part],
+            hooks = [threading.Thread(target=lambda part: [reducer_of(optimizer).accumulated(each) for each in part],
                                       args=(parameters[half::2],)) for half in range(2)]
             for hook in hooks:
                 hook.start()

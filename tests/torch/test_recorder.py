@@ -47,7 +47,7 @@ def test_a_learned_buckets_small_gradients_are_handed_over_together() -> None:
         optimizer = wrapped(runtime, model)
         settle(runtime, model, optimizer)
         reducer, calls = reducer_of(optimizer), []
-        reducer.ready = calls.append
+        reducer.accumulated = calls.append
         for _ in range(3):
             train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
         assert calls == [] and reducer.layout.is_used

@@ -352,10 +352,10 @@ def test_a_gradient_that_is_accumulated_into_while_it_is_reduced_adds_up() -> No
         optimizer = DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), _runtime=runtime)
         layer.weight.grad = torch.ones(3, 3)
         reducer = reducer_of(optimizer)
-        reducer.ready(layer.weight)
+        reducer.accumulated(layer.weight)
         assert layer.weight.grad is None
         layer.weight.grad = torch.full((3, 3), 2.0 * runtime.world.rank)
-        reducer.ready(layer.weight)
+        reducer.accumulated(layer.weight)
         optimizer.synchronize()
         assert (layer.weight.grad == 2).all()
         optimizer.step()

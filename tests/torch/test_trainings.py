@@ -42,7 +42,7 @@ def test_what_comes_later_is_drawn_then() -> None:
     """So that a list of reasons which becomes shorter does not leave rules without a meaning."""
     assert set(LATER) <= set(COMING)
     with unittest.mock.patch.object(draws, "LATER", ()):
-        trainings = [draw(seed) for seed in range(4000)]
+        trainings = [draw(seed) for seed in range(12_000)]
     for reason, is_of_it in COMING.items():
         assert any(map(is_of_it, trainings)), reason
 
