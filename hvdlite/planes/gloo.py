@@ -34,7 +34,7 @@ from hvdlite.core.system_limits import explained, reserve_descriptors
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import OobTexts, WaitUntil
-from hvdlite.planes.gloo_listener import end_connections, stop_accepting
+from hvdlite.planes.gloo_listener import end_connections, handled_connections, stop_accepting, stop_handling
 from hvdlite.planes.process_group import library_error
 from hvdlite.planes.process_group_plane import ProcessGroupPlane
 
@@ -43,7 +43,7 @@ _log = logging.getLogger("hvdlite")
 NO_TIMEOUT_SECONDS: Final = 10 * 365 * 86_400.0
 """Gloo requires a timeout, in nanoseconds; ten years fit."""
 ABORT_SECONDS: Final = 2.0
-"""Time for Gloo to end operations whose connections were ended."""
+"""Time for Gloo to end operations whose connections were ended, and to close those."""
 CONNECTED_AT_ONCE: Final = 64
 """Ranks of a group that all connect when it is made; then nobody else can connect. In a larger group two ranks connect when
 they first exchange data, and Gloo goes on listening.
@@ -221,6 +221,7 @@ class GlooProcessGroup:
         self._index: int = group.rank()
         self._pid = os.getpid()
         self._begun = 0  # operations started
+        self._has_failed = False  # or was interrupted, one of them
         self._done: list[Any] = []  # operations finished
         self._tensor = importlib.import_module("torch").from_numpy  # over the same memory
         self._distributed = importlib.import_module("torch.distributed")
@@ -317,11 +318,13 @@ class GlooProcessGroup:
             _leak(self._group)  # a forked child: its destructor would wait for threads that only the parent has
             return
         self._store.close()
-        if self._in_progress():
+        if self._has_failed:
             end_connections(self._store.texts)
             until = time.monotonic() + ABORT_SECONDS
-            while self._in_progress() and time.monotonic() < until:
+            while ((connections := handled_connections(self._store.published)) or self._in_progress()) and (
+                    time.monotonic() < until):
                 time.sleep(0.01)
+            stop_handling(connections)
             if self._in_progress():
                 _leak(self._group)  # its destructor would wait
         del self._group
@@ -352,6 +355,9 @@ class GlooProcessGroup:
                     work.wait()
             except RuntimeError as error:
                 raise library_error("Gloo", self._ranks, error, wait_until) from error
+        except BaseException:
+            self._has_failed = True
+            raise
         finally:
             work = None
             begun.clear()

@@ -6,16 +6,24 @@ then drops what arrives for new connections, and those that exist go on. Every p
 
 Nor does Gloo offer a way to end an operation that waits for another rank (`ProcessGroupGloo.abort` does not). It ends when
 its connection does.
+
+Where an operation has failed while another rank sends data for it, Gloo never takes the data (`Pair::prepareRead` finds no
+buffer), so epoll reports them for ever, and Gloo's thread ends only when it has nothing to handle (`Loop::run`): the group's
+destructor would wait for ever. Such a connection is removed from the thread's epoll.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import re
+import select
 import socket
 import struct
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
 _SO_ATTACH_FILTER: Final = 26  # asm-generic/socket.h
@@ -55,6 +63,30 @@ def end_connections(published: Iterable[bytes]) -> None:
             address = _address(ask, descriptor)
             if address and any(address in text for text in texts):
                 library.shutdown(descriptor, socket.SHUT_RDWR)
+
+
+def handled_connections(published: bytes) -> list[tuple[int, int]]:
+    """Return the connections of this process's Gloo listener that its thread handles: the thread's epoll, and the socket.
+
+    Args:
+        published: the text with the listener's address that Gloo has published.
+    """
+    found = []
+    listening = {descriptor for descriptor, address in listeners().items() if address in published}
+    for epoll in map(int, os.listdir("/proc/self/fdinfo") if listening else []):
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing
+            information = Path(f"/proc/self/fdinfo/{epoll}").read_text()
+            watched = set(map(int, re.findall(r"^tfd:\s*(\d+)", information, re.MULTILINE)))
+            if listening & watched:
+                found += [(epoll, descriptor) for descriptor in watched.intersection(_sockets(listening=False))]
+    return found
+
+
+def stop_handling(connections: Iterable[tuple[int, int]]) -> None:
+    """Let Gloo's thread handle some connections no more."""
+    for thread, descriptor in connections:
+        with select.epoll.fromfd(os.dup(thread)) as epoll, contextlib.suppress(OSError):  # it has closed the connection
+            epoll.unregister(descriptor)
 
 
 def listeners() -> dict[int, bytes]:

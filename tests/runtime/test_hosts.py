@@ -93,6 +93,15 @@ def test_a_death_under_gloo_on_one_host(victim: int) -> None:
         assert rank.rank == victim or f"rank {victim} " in rank.stderr.splitlines()[-1]
 
 
+def test_gloo_can_be_closed_where_data_still_arrives_for_an_operation_that_has_failed() -> None:
+    """Gloo does not take it then, and its thread does not end before there is nothing to take (gloo_listener.py)."""
+    with Processes(3, programs.a_death_in_a_large_exchange, environment={"HVDLITE_CPU_OPERATIONS": "gloo"},
+                   imported=TORCH) as world:
+        ended = world.wait(HANGS_SECONDS)
+    assert [rank.code for rank in ended] == [1, -9, 1]
+    assert not any("gave up" in rank.stderr for rank in ended), ended
+
+
 def test_gloo_leaves_the_scripts_own_process_group_alone(tmp_path: Path) -> None:
     processes(2, programs.gloo_leaves_the_scripts_own_process_group_alone, str(tmp_path / "meet"),
               environment={"HVDLITE_CPU_OPERATIONS": "gloo"}, imported=TORCH)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import signal
 import time
 
 import numpy as np
 
 import hvdlite as hvd
+from hvdlite.planes import gloo
 
 
 def collectives() -> tuple[int, int, int, int, bool]:
@@ -48,6 +51,19 @@ def endless() -> None:
         hvd.allreduce(values, name="x")
         if step == 3:
             print("moving")
+
+
+def a_death_in_a_large_exchange() -> None:
+    """Rank 1 dies when the other ranks have begun to exchange data with each other."""
+    hvd.init()
+    values = np.ones(24 << 20, np.float32)
+    hvd.alltoall(values[:3])
+    if hvd.rank() == 1:
+        def die(*_: object) -> None:
+            time.sleep(0.005)
+            os.kill(os.getpid(), signal.SIGKILL)
+        gloo.GlooProcessGroup.alltoall = die  # type: ignore[method-assign, assignment]
+    hvd.alltoall(values)
 
 
 def an_exception_on_another_host_is_everybodys_cause(victim: int) -> None:
