@@ -18,8 +18,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
@@ -110,7 +112,10 @@ class Engine:
         self._thread.join(timeout)
 
     def awaited(self) -> str:
-        """Say for whom this rank still waits when it leaves, for a log line."""
+        """Say for what this rank still waits when it leaves, for a log line."""
+        if self._state.closing is not None:
+            frame = sys._current_frames().get(self._thread.ident or 0)
+            return f" for its background thread, which closes:\n{''.join(traceback.format_stack(frame))}"
         if not self._decisions.has_left and 0 not in self._serves:
             return " for rank 0 to confirm"
         return f" for ranks {sorted(self._serves - self._state.departed)} to leave"

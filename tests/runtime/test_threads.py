@@ -9,6 +9,7 @@ import os
 import re
 import tempfile
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -315,3 +316,24 @@ def test_a_plane_that_cannot_be_closed_leaves_nobody_waiting(ends: str, caplog: 
     with pytest.raises(HorovodInternalError):
         runtime.allreduce("y", np.ones(3), np.ones(3), ReduceOp.SUM).wait()
     assert "the library cannot be closed" in caplog.text
+
+
+class HangsWhenClosed(FailsToClose):
+    """A plane whose `close` does not end until it may, as a library may hang."""
+
+    may_end = threading.Event()
+
+    def close(self) -> None:
+        self.may_end.wait(HANGS_SECONDS)
+
+
+def test_shutdown_that_gives_up_on_a_plane_logs_where_it_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    runtime, = assemble_threads(1, Config(shutdown_timeout=0.2), wrap=lambda rank, plane: HangsWhenClosed(plane))
+    runtime.start()
+    leaving = threading.Thread(target=runtime.shutdown)
+    leaving.start()
+    while "gave up waiting in shutdown()" not in caplog.text and leaving.is_alive():
+        time.sleep(0.01)
+    HangsWhenClosed.may_end.set()
+    leaving.join(HANGS_SECONDS)
+    assert "in close" in caplog.text and "self.may_end.wait" in caplog.text
