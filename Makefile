@@ -47,6 +47,8 @@ fuzz: $(VENV)/installed
 	$(BIN)/python -m tests.torch.distributed.fuzz --seeds 0:200 --ranks 2,3,4
 	$(BIN)/python -m tests.torch.distributed.fuzz --faults --seeds 0:110 --ranks 3
 	$(BIN)/python -m tests.torch.trainings --seeds 0:1000
+	$(BIN)/python -m tests.torch.trainings --seeds 0:200 --ranks 3
+	$(BIN)/python -m tests.torch.trainings --seeds 0:200 --ranks 4
 	$(BIN)/python -m tests.tf.fuzz --seeds 0:1000
 	$(BIN)/python -m tests.membership
 	$(BIN)/python -m tests.negotiation

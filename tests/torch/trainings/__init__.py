@@ -1,4 +1,4 @@
-"""A fuzz of PyTorch trainings as users write them: on two ranks, against one process.
+"""A fuzz of PyTorch trainings as users write them: on several ranks, against one process.
 
     python -m tests.torch.trainings --seeds 0:1000
 

@@ -10,18 +10,19 @@ import dataclasses
 import random
 from collections.abc import Callable
 
+EVENTS = ("none", "reload", "reload on rank 0", "add_param_group", "freeze", "thaw", "double", "deepcopy", "copy both",
+          "evaluate", "skip", "regroup", "init anew")
 FEATURES: dict[str, tuple[object, ...]] = {
     "scoped": (False, True),
     "model": ("mlp", "sync batch norm", "channels last", "embedding", "sparse embedding", "lstm", "gru", "transformer",
               "tied", "unused", "frozen", "weight norm", "spectral norm", "complex", "parameter list", "checkpoint",
               "reentrant checkpoint", "reentrant twice", "all reentrant", "layer twice", "bfloat16 part", "float64 part",
               "float32 gradients",
-              "experts",
-              "functional call", "custom function", "lazy"),
+              "experts", "functional call", "custom function", "lazy", "wide"),
     "optimizer": ("SGD", "momentum", "nesterov", "Adam", "amsgrad", "AdamW foreach", "AdamW fused", "Adagrad", "RMSprop",
                   "NAdam", "RAdam", "Adamax", "Adadelta", "LBFGS", "LBFGS strong_wolfe", "SparseAdam"),
     "structure": ("one", "groups", "two", "in turns"),
-    "loss": ("mse", "huber", "cross entropy", "penalty", "disjoint"),
+    "loss": ("mse", "huber", "cross entropy", "penalty", "disjoint", "weighted"),
     "gradients": ("backward", "create graph", "closure", "autograd.grad", "func.grad"),
     "returns": ("mean", "local"),
     "accumulation": ("none", "passes", "no_sync", "naive"),
@@ -43,16 +44,16 @@ FEATURES: dict[str, tuple[object, ...]] = {
     "hooks": ("none", "tensor", "before wrapping", "after wrapping"),
     "averaged": (False, True),
     "begins": ("same seed", "broadcast before", "broadcast after"),
-    "event": ("none", "reload", "reload on rank 0", "add_param_group", "freeze", "thaw", "double", "deepcopy", "copy both",
-              "evaluate", "skip",
-              "regroup"),
+    "event": EVENTS,
+    "later_event": EVENTS,
+    "thread": ("main", "steps", "metrics"),
     "uneven": (False, True),
 }
 """By name of a feature, its values; the first one is the plain one."""
 FIRST = ("model", "optimizer", "scoped")
 """What is drawn first, as most rules are about these."""
 CHANCES = {"model": 1.0, "optimizer": 1.0, "scoped": 1.0, "loader": 1.0, "returns": 1.0, "sparse_as_dense": 1.0,
-           "named": 1.0, "event": 0.7}
+           "named": 1.0, "event": 0.7, "later_event": 0.5}
 """How probable it is that a feature is drawn from all of its values; else it has the plain one. By default `CHANCE`."""
 CHANCE = 0.35
 
@@ -80,14 +81,18 @@ class Training:
         averaged: whether there is an exponential moving average of the model.
         begins: whether ranks begin alike, or take rank 0's values over, before or after wrapping.
         event: what happens before step `when`.
+        later_event: what happens before step `later`.
+        thread: "steps": each step runs in a new thread. "metrics": another thread calls collectives meanwhile.
         uneven: whether the last batch of an epoch has an odd number of rows (in a scope), or ranks run out of batches at
             different times and `join()`.
         rows: of a global batch.
         batches: of a step.
         steps: in each epoch.
+        size: how many ranks there are.
     """
 
     seed: int
+    size: int = 2
     scoped: bool = False
     model: str = "mlp"
     optimizer: str = "SGD"
@@ -115,17 +120,25 @@ class Training:
     averaged: bool = False
     begins: str = "same seed"
     event: str = "none"
+    later_event: str = "none"
+    thread: str = "main"
     uneven: bool = False
     rows: int = 4
     batches: int = 1
     steps: int = 3
     epochs: int = 1
     when: int = 1
+    later: int = 2
+
+    @property
+    def events(self) -> dict[int, str]:
+        """By step, what happens before it."""
+        return {self.when: self.event, self.later: self.later_event}
 
     @property
     def dtype(self) -> str:
         """Of the model and the data."""
-        is_single = self.amp != "none" or self.event == "double" or self.model in MIXED
+        is_single = self.amp != "none" or "double" in self.events.values() or self.model in MIXED
         return "float32" if is_single else "float64"
 
     @property
@@ -146,8 +159,8 @@ class Training:
     @property
     def left(self) -> int:
         """How many rows the last batch of an epoch has in a scope."""
-        if self.model == "sync batch norm":  # a batch of one row is on both ranks: it normalises with two rows
-            return 3
+        if self.model == "sync batch norm":  # a batch of one row is on all ranks: it normalises with two rows
+            return self.size + 1
         return (1, 3, self.rows - 1)[self.seed % 3]
 
     @property
@@ -232,7 +245,15 @@ RULES: dict[str, Callable[[Training], bool]] = {
         it.optimizer.startswith("LBFGS") and it.model in MIXED),
     "a scaler refuses to step an optimizer without any gradient": lambda it: it.scales and it.structure == "two" and (
         it.event == "freeze" or it.model in ("frozen", "unused")),
+    "a saved optimizer has the groups that it is loaded into, and a saved model the dtype": lambda it: (
+        it.event in ("add_param_group", "double") and it.later_event in ("reload", "reload on rank 0", "init anew")),
+    "these happen once": lambda it: it.event == it.later_event and it.event in ("add_param_group", "freeze", "double"),
+    "a group that is added has no gradients yet": lambda it: it.event == "thaw" and it.later_event == "add_param_group",
     # What is not promised.
+    "a strategy, its batches and calls of other threads are of one init()": lambda it: (
+        it.event == "init anew" and (it.scoped or it.thread == "metrics")),
+    "ranks that have joined call no other collectives": lambda it: (
+        it.uneven and not it.scoped and it.thread == "metrics"),
     "a strategy has none of these options": lambda it: it.scoped and _differs(it, *OUTSIDE),
     "a strategy scales the rates of groups that are added": lambda it: it.scaled_rate and it.event == "regroup",
     "these belong to a strategy": lambda it: not it.scoped and _differs(it, "scaled_rate", "loader"),
@@ -247,8 +268,10 @@ RULES: dict[str, Callable[[Training], bool]] = {
     "a rank that has no gradient for any parameter of an optimizer comes too late to clip": lambda it: (
         it.model == "experts" and it.structure == "two" and it.clips != "none"),
     "only the optimizer's zero_grad tells that sums begin anew, where no step has used them": lambda it: (
-        it.op == "Sum" and it.clears in ZEROS
-        and (it.event == "skip" or it.amp == "infinity" or it.structure == "in turns")),
+        it.op == "Sum" and it.clears in ZEROS and (it.event == "skip" or it.amp == "infinity"
+                                                   or it.structure == "in turns" or it.optimizer.startswith("LBFGS"))),
+    "a hook that scales what has accumulated is called where a pass adds to it, which not all ranks' passes do": lambda it: (
+        it.model == "experts" and it.hooks.endswith("wrapping") and it.accumulation != "none"),
     "ranks that wait in different places make different numbers of reductions": lambda it: it.wait_in == "mixed" and (
         it.loss == "disjoint" or (it.hooks.endswith("wrapping") and it.accumulation == "naive")),
     "ranks that have joined take over parameters and optimizers from the last one, nothing else": lambda it: (
@@ -260,8 +283,9 @@ RULES: dict[str, Callable[[Training], bool]] = {
     "inside join(), losses are added: backward() is called once": lambda it: (
         it.uneven and not it.scoped and it.loss == "disjoint"),
     "join() is of the optimizer with which the epoch began": lambda it: it.uneven and not it.scoped and it.event in (
-        "reload", "reload on rank 0", "copy both"),
+        "reload", "reload on rank 0", "copy both", "init anew"),
     "hooks hand over dense gradients, which SparseAdam does not take": lambda it: it.hook and it.optimizer == "SparseAdam",
+    "of many numbers that are rounded, some differ more": lambda it: it.rounds and it.model == "wide",
     "rounded losses decide otherwise": lambda it: it.rounds and (
         it.scheduler == "ReduceLROnPlateau" or it.optimizer.startswith("LBFGS")),
 }
@@ -292,10 +316,10 @@ LATER: tuple[str, ...] = ()
 """What of these does not work yet, and is not drawn."""
 
 
-def draw(seed: int) -> Training:
-    """Return the training of a seed."""
+def draw(seed: int, size: int = 2) -> Training:
+    """Return the training of a seed on so many ranks."""
     rng = random.Random(f"training {seed}")
-    training = Training(seed)
+    training = Training(seed, size)
     features = list(FEATURES)
     rng.shuffle(features)
     features.sort(key=lambda name: name not in FIRST)
@@ -304,11 +328,16 @@ def draw(seed: int) -> Training:
         wanted = rng.choice(values) if rng.random() < CHANCES.get(name, CHANCE) else values[0]
         training = _with(training, name, wanted)
     batches = 1 if training.accumulation == "none" else rng.randint(2, 3)
-    steps = rng.randint(3, 5) if batches == 1 else 3
-    rows = 2 * rng.randint(2, 4)
+    steps = rng.choice((3, 4, 5, 9)) if batches == 1 else 3
+    if training.optimizer.startswith("LBFGS"):  # which makes rounding errors larger from step to step
+        steps = min(steps, 5)
+    rows = size * rng.randint(2, 4)
     epochs = rng.choice((1, 1, 2)) if steps == 3 else 1
-    when = rng.choice([step for step in range(1, steps * epochs) if step % steps != steps - 1])  # where no rank has joined
-    return dataclasses.replace(training, rows=rows, batches=batches, steps=steps, epochs=epochs, when=when)
+    times = [step for step in range(1, steps * epochs) if step % steps != steps - 1]  # where no rank has joined
+    when = rng.choice(times)
+    later = rng.choice([step for step in times if step > when] or [0])
+    return dataclasses.replace(training, rows=rows, batches=batches, steps=steps, epochs=epochs, when=when, later=later,
+                               later_event=training.later_event if later else "none")
 
 
 def _with(training: Training, name: str, value: object) -> Training:
@@ -318,7 +347,7 @@ def _with(training: Training, name: str, value: object) -> Training:
         changed = dataclasses.replace(changed, gradients="closure")
     if name == "optimizer" and value == "SparseAdam":
         changed = dataclasses.replace(changed, model="sparse embedding", structure="two")
-    if name == "event" and value == "thaw":
+    if name.endswith("event") and value == "thaw":
         changed = dataclasses.replace(changed, model="frozen")
     if name == "model" and value == "sparse embedding" and changed.optimizer not in ("SGD", "Adagrad", "SparseAdam"):
         changed = dataclasses.replace(changed, optimizer="SGD", gradients="backward")
@@ -327,6 +356,9 @@ def _with(training: Training, name: str, value: object) -> Training:
 
 def why_not(training: Training) -> str:
     """Return why a training is not drawn; nothing where it may be."""
-    reasons = [reason for reason, refuses in RULES.items() if refuses(training)]
-    reasons += [name for name in LATER if COMING[name](training)]
+    each = [training]
+    if training.later_event != "none":
+        each.append(dataclasses.replace(training, event=training.later_event, later_event="none"))
+    reasons = [reason for reason, refuses in RULES.items() if any(map(refuses, each))]
+    reasons += [name for name in LATER if any(map(COMING[name], each))]
     return "; ".join(reasons)

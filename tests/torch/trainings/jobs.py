@@ -17,15 +17,14 @@ SECONDS_A_SEED = 10.0
 """For a job on a busy machine."""
 
 
-def fuzz(seeds: Sequence[int], *, stalled: Mapping[str, str] = STALLED, settings: Sequence[Mapping[str, str]] = SETTINGS,
-         tell: Tell = lambda text: None) -> Iterator[Failure]:
-    """Carry out the trainings of some seeds on two ranks, many in one job, and yield those that fail.
+def fuzz(seeds: Sequence[int], size: int = 2, *, stalled: Mapping[str, str] = STALLED,
+         settings: Sequence[Mapping[str, str]] = SETTINGS, tell: Tell = lambda text: None) -> Iterator[Failure]:
+    """Carry out the trainings of some seeds, many in one job, and yield those that fail.
 
     Args:
         stalled: after how long a job that hangs reports it and ends.
         tell: gets a line a job.
     """
     for number, environment in enumerate(settings):
-        yield from failures(seeds[number::len(settings)], 2,
-                            main, [], draw,
+        yield from failures(seeds[number::len(settings)], size, main, [], lambda seed: draw(seed, size),
                             {**environment, **stalled}, TORCH, SECONDS_A_SEED, tell)

@@ -7,6 +7,7 @@ import copy
 import io
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def train(training: Training, side: Alone) -> dict[str, torch.Tensor]:
         batches = side.batches()
         with side.joining(script.optimizers, script.model):
             for batch in batches:
-                script.step(itertools.chain([batch], itertools.islice(batches, training.batches - 1)))
+                script.threaded_step(itertools.chain([batch], itertools.islice(batches, training.batches - 1)))
     return script.results()
 
 
@@ -170,6 +171,19 @@ class Script:
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
+    def threaded_step(self, batches: Iterator[Batch]) -> None:
+        """Carry out a step, in the thread that is drawn or beside one."""
+        if self.training.thread == "main":
+            self.step(batches)
+            return
+        with ThreadPoolExecutor(1) as other:
+            if self.training.thread == "steps":
+                other.submit(self.step, batches).result()
+                return
+            counts = other.submit(self.side.count_ranks, 3)
+            self.step(batches)
+            assert counts.result() == [self.training.size] * 3
+
     def step(self, batches: Iterator[Batch]) -> None:
         """Carry out a step with a batch, or with several whose gradients accumulate.
 
@@ -177,9 +191,9 @@ class Script:
             batches: what a step takes. In a scope the batch taken last decides about weights: so they are taken one by one.
         """
         training = self.training
-        happens = training.event if self.number == training.when else "none"
+        happens = training.events.get(self.number, "none")
         self.happen(happens)
-        if training.event == "double" and self.number >= training.when:
+        if any(event == "double" and self.number >= when for when, event in training.events.items()):
             batches = ((x.double() if x.is_floating_point() else x, y.double(), factor) for x, y, factor in batches)
         self.clear()
         if training.gradients == "closure":
@@ -357,6 +371,9 @@ class Script:
                     optimizer.param_groups.clear()
                     for group in groups:
                         optimizer.add_param_group({**group, "params": list(group["params"])})
+            case "init anew":
+                self.side.init_anew()
+                self.reload(everywhere=True)
             case "evaluate":
                 self.model.eval()
                 with torch.no_grad():

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.torch.trainings.draws import MIXED, Training
 
-FEATURES, WORDS, OUTPUTS = 4, 7, 2
+FEATURES, WORDS, OUTPUTS, WIDTH = 4, 7, 2, 20_000
 
 
 class Squared(torch.autograd.Function):
@@ -46,7 +46,7 @@ class Model(nn.Module):
             self.second.weight = self.first.weight
         if training.loss == "disjoint":
             self.side = nn.Linear(OUTPUTS, 1)
-        if training.event == "add_param_group":
+        if "add_param_group" in training.events.values():
             self.extra = nn.Linear(OUTPUTS, OUTPUTS)
             self.extra.requires_grad_(False)
 
@@ -93,6 +93,8 @@ class Model(nn.Module):
                 self.scale = nn.Parameter(torch.randn(()))
             case "lazy":
                 self.first = nn.LazyLinear(5)
+            case "wide":  # gradients of more than half a MiB
+                self.first = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 5))
 
     def typed(self, training: Training) -> Model:
         """Return the model in the dtypes it trains in."""
@@ -196,6 +198,8 @@ def losses(training: Training, model: Model, x: torch.Tensor, y: torch.Tensor, *
             loss = functional.huber_loss(outputs, y)
         case "cross entropy":
             loss = functional.cross_entropy(outputs, y.argmax(1))
+        case "weighted":
+            loss = ((0.5 + (y > 0)) * (outputs - y).square()).mean()
         case "penalty":
             slope, = torch.autograd.grad(outputs.sum(), x, create_graph=True)
             loss = functional.mse_loss(outputs, y) + 0.3 * slope.square().mean()

@@ -17,7 +17,7 @@ from tests.torch.trainings.sides import Alone, Outside, Scoped
 
 
 def main(seeds: Sequence[int]) -> None:
-    """Carry out the trainings of some seeds; both ranks of a job call this with the same ones."""
+    """Carry out the trainings of some seeds; all ranks of a job call this with the same ones."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     invariants.watch()
@@ -26,7 +26,7 @@ def main(seeds: Sequence[int]) -> None:
     for seed in seeds:
         print(BEGUN, seed, flush=True)
         try:
-            check(draw(seed))
+            check(draw(seed, hvd.size()))
         except WrongError as error:
             print(WRONG, seed, error, flush=True)
         print(FINE, seed, flush=True)
@@ -34,7 +34,7 @@ def main(seeds: Sequence[int]) -> None:
 
 
 def check(training: Training) -> None:
-    """Train on both ranks and in one process, and compare.
+    """Train on all ranks and in one process, and compare.
 
     Raises:
         WrongError: when they differ.

@@ -30,7 +30,7 @@ class Alone:
     def __init__(self, training: Training) -> None:
         self.training = training
         self.seed = training.seed
-        self.rate = 2.0 if training.scaled_rate else 1.0
+        self.rate = float(training.size) if training.scaled_rate else 1.0
         self.meets_infinity = self.loads = True
         self._loader = self._data()
 
@@ -60,6 +60,13 @@ class Alone:
     def synchronize(self, optimizers: Sequence[Any]) -> None:
         """Make gradients final that the script has set."""
 
+    def init_anew(self) -> None:
+        """Begin a new job of the same ranks."""
+
+    def count_ranks(self, times: int) -> list[int]:
+        """Return so many times how many ranks there are, by a collective; beside a step in another thread."""
+        return [self.training.size] * times
+
     def mean(self, loss: torch.Tensor) -> float:
         """Return the global batch's mean."""
         return float(loss.detach())
@@ -70,7 +77,8 @@ class Alone:
         last = training.steps * training.batches - training.batches  # the first batch that not all ranks have
         for index, (x, y) in enumerate(self._loader):
             if training.uneven and not training.scoped and index >= last:
-                yield *_part((x, y), training.seed % 2), 0.5  # a mean over two ranks, one of which has nothing
+                # a mean over all ranks, of which one has something
+                yield *_part((x, y), training.seed % training.size, training.size), 1.0 / training.size
             else:
                 yield x, y, 1.0
 
@@ -101,7 +109,7 @@ class Outside(Alone):
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self.seed += 0 if training.begins == "same seed" else 1000 * hvd.rank()
-        self.meets_infinity = hvd.rank() == training.seed % 2
+        self.meets_infinity = hvd.rank() == training.seed % training.size
         self.loads = hvd.rank() == 0
 
     def converted(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -113,7 +121,7 @@ class Outside(Alone):
             self.begin([module], [optimizer])
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         groups = {"number": 2, "lists": [parameters[::2], parameters[1::2]], "none": None}[training.groups]
-        wait_in = {"default": None, "mixed": ("backward", "step")[hvd.rank()]}.get(training.wait_in, training.wait_in)
+        wait_in = {"default": None, "mixed": ("backward", "step")[hvd.rank() % 2]}.get(training.wait_in, training.wait_in)
         options: dict[str, Any] = {} if training.process_set == "default" else {"process_set": hvd.global_process_set}
         optimizer = hvd.DistributedOptimizer(
             optimizer, module.named_parameters() if training.named else None, op=getattr(hvd, training.op), groups=groups,
@@ -144,6 +152,13 @@ class Outside(Alone):
             stack.enter_context(optimizer.no_sync())
         return stack
 
+    def init_anew(self) -> None:
+        hvd.shutdown()
+        hvd.init()
+
+    def count_ranks(self, times: int) -> list[int]:
+        return [int(hvd.allreduce(torch.ones(()), op=hvd.Sum, name=f"ranks {number}")) for number in range(times)]
+
     def synchronize(self, optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
             optimizer.synchronize()
@@ -153,11 +168,12 @@ class Outside(Alone):
 
     def batches(self) -> Iterator[Batch]:
         training = self.training
-        share = 0.5 if training.op == "Sum" else 1.0
+        share = 1.0 / training.size if training.op == "Sum" else 1.0
         for index, batch in enumerate(self._loader):
-            if training.uneven and index >= (training.steps - 1) * training.batches and hvd.rank() != training.seed % 2:
+            lasts = hvd.rank() == training.seed % training.size
+            if training.uneven and index >= (training.steps - 1) * training.batches and not lasts:
                 return
-            yield *_part(batch, hvd.rank()), share
+            yield *_part(batch, hvd.rank(), training.size), share
 
 
 class Scoped(Outside):
@@ -204,6 +220,6 @@ class _Rows(IterableDataset[Any]):
         return zip(*self._columns, strict=True)
 
 
-def _part(batch: tuple[torch.Tensor, torch.Tensor], rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x, y = (column.chunk(2)[rank] for column in batch)
+def _part(batch: tuple[torch.Tensor, torch.Tensor], rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = (column.chunk(size)[rank] for column in batch)
     return x, y
