@@ -35,18 +35,23 @@ def test_an_optimizer_that_is_wrapped_after_a_join() -> None:
     assert first == pytest.approx(1 - 5 * 0.15 - 0.1) and second == pytest.approx(1 - 6 * 0.15)
 
 
-def test_zeros_of_a_frozen_part_are_no_gradients_of_the_scripts_in_a_join() -> None:
+@pytest.mark.parametrize("writes", ["zeros of a frozen part", "clipped zeros"])
+def test_zeros_are_no_gradients_of_the_scripts_in_a_join(writes: str) -> None:
     """They would make a second round in each step, to which ranks that have joined cannot contribute."""
     def step(runtime: Runtime) -> list[float]:
         parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
         optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), _runtime=runtime)
         with optimizer.join():
             for turn in range(4 + 2 * runtime.world.rank):
-                parameters[0].requires_grad_(turn < 2)
-                for parameter in parameters:
-                    if parameter.grad is not None:
-                        parameter.grad.zero_()
-                sum(parameter.sum() for parameter in parameters).backward()
+                if writes == "clipped zeros":
+                    optimizer.zero_grad(set_to_none=False)
+                else:
+                    parameters[0].requires_grad_(turn < 2)
+                    for gradient in [parameter.grad for parameter in parameters if parameter.grad is not None]:
+                        gradient.zero_()
+                sum(parameter.sum() for parameter in parameters[(0 if turn < 2 else 1):]).backward()
+                if writes == "clipped zeros":
+                    torch.nn.utils.clip_grad_norm_(parameters, 100.0)
                 optimizer.step()
         return [parameter[0].item() for parameter in parameters]
     first, second = threads(2, step)

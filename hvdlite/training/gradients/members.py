@@ -31,8 +31,8 @@ The *origin* of a gradient is computed when somebody asks:
 | NEW, AGAIN | state LOCAL, AGAIN | READY | a round is due |
 | REDUCED | the tensor that was reduced; state REDUCED | READY if I, else UNUSED | all zeros: a round is due |
 | REPLACED | another tensor; state REDUCED | READY | a round is due if I, else an error |
-| OLD | the tensor that was reduced, not written to since, or frozen and set to zero; state IDLE | UNUSED | - |
-| REWRITTEN | it has been written to; state IDLE | READY if I and `written_too` | a round is due if I |
+| OLD | the tensor that was reduced, not written to since; state IDLE | UNUSED | - |
+| REWRITTEN | it has been written to; state IDLE | READY if I and `written_too` | a round is due if I, and there is one or not all zeros |
 | OWN | another tensor; state IDLE | READY | a round is due |
 """
 
@@ -290,10 +290,7 @@ class Members(Generic[Parameter]):
             return Origin.REDUCED if is_same else Origin.REPLACED
         if not is_same:
             return Origin.OWN
-        if self.framework.version(gradient) == member.version:
-            return Origin.OLD
-        is_frozen = not self.framework.is_trainable(member.parameter)  # and was not, when it became a member
-        return Origin.OLD if is_frozen and self.framework.is_zero(gradient) else Origin.REWRITTEN
+        return Origin.OLD if self.framework.version(gradient) == member.version else Origin.REWRITTEN
 
     def counts(self, origin: Origin, written_too: bool) -> bool:
         """Return whether a gradient of this origin counts in a round that is closed.

@@ -264,7 +264,9 @@ class _Draw:
         turns = tuple(self._turn(number, rank, own_order) if active[rank] else None for rank in range(self._size))
         all_hand_in = all(self._hands_in(turn, rank) for rank, turn in enumerate(turns) if turn is not None)
         skipped = not inside and self._has("skips", 0.08, number)
-        clips = self._has("clips", 0.25, number)
+        # Clipping writes to gradients that no rank has computed in this step: they are reduced, too, which a rank that has
+        # joined misses.
+        clips = self._has("clips", 0.25, number) and not (inside and clears == "keep")
         synchronizes = skipped or (clips and not all_hand_in) or (clips and self._has("clips", 0.3, "sync", number))
         metric = not inside and self._has("metrics", 0.3, number) and (all_hand_in or synchronizes or self._circles)
         if metric and self._circles and not synchronizes and not clips and not self._disjoint:
