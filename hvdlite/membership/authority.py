@@ -89,6 +89,8 @@ class Authority:
         times = [self.world.until, *(min(member.wait.kill_at, member.wait.ask_at) for member in self.world.alive())]
         if self.world.state is not WorldState.FINISHED:
             times.append(self._hosts.next_end(self._now))
+        if self.world.state is WorldState.RUNNING and self.world.joiners_until() > self._now:
+            times.append(self.world.joiners_until())
         return None if min(times) == math.inf else min(times)
 
     @property
@@ -128,6 +130,8 @@ class Authority:
         if not world.takes(member, message):
             return
         match message:
+            case messages.MemberReady() if member.state is MemberState.READY:
+                member.ready_at = self._now
             case messages.BoundaryReport(change, boundary) if world.state is WorldState.PREPARING and change == world.change:
                 world.boundaries[member.id], member.wait = boundary, NOTHING
             case messages.Alive(in_user_code=computes):
@@ -217,7 +221,7 @@ class Authority:
         if self.world.until <= self._now:
             self._give_up(f" after {self._limits.elastic_timeout:g} s")
         elif len(slots) >= size:
-            self._commands += [self.world.start(slot, rank, size, MemberState.FIRST_MEETING)
+            self._commands += [self.world.start(slot, rank, size, MemberState.FIRST_MEETING, self._now)
                                for rank, slot in enumerate(slots[:size])]
             self._commands += self.world.begin(self.world.alive())
         elif self._limits.hosts_are_fixed:
@@ -263,7 +267,8 @@ class Authority:
         if (world.state is not WorldState.RUNNING or len(living) < len(world.members) or not self._has_resets()
                 or any(member.state is not MemberState.TRAINING for member in living)):
             return
-        staying, is_joined = self._staying(), bool(world.alive([MemberState.READY]))
+        staying = self._staying()
+        is_joined = bool(world.alive([MemberState.READY])) and world.joiners_until() <= self._now
         if is_joined or 0 < staying < len(living):  # if nobody can take over the state, it trains on as long as it can
             world.enter(WorldState.PREPARING)
             world.change, world.boundaries = world.change + 1, {}
@@ -366,7 +371,7 @@ class Authority:
         living = world.living()
         if room > len(joiners) and any(each.survives for each in living) and all(
                 each.state is not MemberState.FINISHED for each in living):
-            self._commands += [world.start(slot, rank, rank + 1, MemberState.STARTING)
+            self._commands += [world.start(slot, rank, rank + 1, MemberState.STARTING, self._now)
                                for rank, slot in enumerate(free[:room - len(joiners)], staying + len(joiners))]
         none_can_join = self._has_finished or (limits.hosts_are_fixed and self._hosts.next_end(self._now) == math.inf)
         if (world.state is WorldState.WAITING and none_can_join

@@ -41,6 +41,9 @@ SURVIVING: Final = (_S.READY, _S.MEETING, _S.TRAINING, _S.FINISHED, _S.IDLE)
 """These members go on in the next world when theirs is lost; others, which are not in elastic.run, end."""
 _SAME: Final = {state: state for state in IN_WORLD}
 
+JOINERS_WAIT: Final = (1.0, 30.0)
+"""Seconds; see `JobWorld.joiners_until`."""
+
 TRANSITIONS: Final[Mapping[type, Mapping[MemberState, MemberState]]] = {
     # Messages of a member. A message of a member in another state is dropped.
     messages.MemberHello: {},
@@ -122,6 +125,8 @@ class Member:
         state: changed by `TRANSITIONS` only.
         state_report: what it reported when its last world ended on it; None before.
         wait: what it is expected to do.
+        started_at: when its process was started, in seconds.
+        ready_at: when it was at the entrance of elastic.run, if it is a joiner.
         fault: why it was killed, if that is its own failure; "" if it was not, or if others are the reason.
     """
 
@@ -131,6 +136,8 @@ class Member:
     state: MemberState
     state_report: StateReport | None = None
     wait: Expectation = NOTHING
+    started_at: float = 0.0
+    ready_at: float = math.inf
     fault: str = ""
 
     @property
@@ -227,11 +234,22 @@ class JobWorld:
         sent = [] if order is None else self.send(self.members, order)
         return [*sent, WorldBegun(self.epoch, tuple(member.id for member in self.members))]
 
-    def start(self, slot: Slot, rank: int, size: int, state: MemberState) -> StartMember:
+    def start(self, slot: Slot, rank: int, size: int, state: MemberState, now: float) -> StartMember:
         """Make a member of a process that is started."""
-        member = Member(len(self.everybody), *slot, state)
+        member = Member(len(self.everybody), *slot, state, started_at=now)
         self.everybody[member.id] = member
         return StartMember(member.id, *slot, rank, size, is_joiner=state is MemberState.STARTING)
+
+    def joiners_until(self) -> float:
+        """Return until when joiners that are ready wait for others that have been started, so that all come in one change.
+
+        It is as long again as the first of them needed, within `JOINERS_WAIT`; without anybody to wait for it is past.
+        """
+        if not self.alive([MemberState.READY]) or not self.alive([MemberState.STARTING]):
+            return -math.inf
+        first = min(self.alive([MemberState.READY]), key=lambda member: member.ready_at)
+        shortest, longest = JOINERS_WAIT
+        return first.ready_at + min(max(first.ready_at - first.started_at, shortest), longest)
 
     def takes(self, member: Member, message: messages.MemberMessage) -> bool:
         """Return whether a message counts; the member is in the state to which it leads from now on."""
