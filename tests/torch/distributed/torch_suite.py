@@ -1,6 +1,7 @@
 """torch's own tests of process groups and of DDP, on hvdlite and on Gloo: `python -m tests.torch.distributed.torch_suite`.
 
 They are in torch's wheel (`torch/testing/_internal/distributed/distributed_test.py`) and need the package `expecttest`.
+torch's test files, which are in its source only, can be named with `--files` (torch_files.py).
 Ranks are forked, so a test takes a second and not ten. Where torch's tests ask whether the backend is Gloo, hvdlite counts
 as it.
 """
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 MODULE = "torch.testing._internal.distributed.distributed_test"
-SECONDS = 60
+SECONDS = 180
 """For one test."""
 BACKENDS = ("hvdlite", "gloo")
 
@@ -33,23 +34,26 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a regular expression of tests' names")
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS))
     parser.add_argument("--results", type=Path, help="a file for the outcome of each test, as JSON")
+    parser.add_argument("--files", nargs="+", default=[MODULE], help="test files of torch's source, not of its wheel")
     arguments = parser.parse_args()
     if importlib.util.find_spec("expecttest") is None:
         parser.error("torch's tests need another package: pip install expecttest")
-    outcomes = {backend: run(backend, arguments.ranks, arguments.only) for backend in arguments.backends}
+    outcomes = {file: {backend: run(backend, arguments.ranks, arguments.only, file) for backend in arguments.backends}
+                for file in arguments.files}
     if arguments.results is not None:
         arguments.results.write_text(json.dumps(outcomes, indent=1), encoding="utf-8")
-    print(table(outcomes))
+    print(table(outcomes[MODULE]) if arguments.files == [MODULE] else table_of_files(outcomes))
 
 
-def run(backend: str, ranks: int, only: str) -> dict[str, list[str]]:
-    """Return the outcome and its reason of each test on a backend, which has a process of its own."""
+def run(backend: str, ranks: int, only: str, file: str) -> dict[str, list[str]]:
+    """Return the outcome and its reason of each test on a backend, in a process of its own; `file` may be `MODULE`."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results")
         environment = os.environ | {
             "BACKEND": backend, "WORLD_SIZE": str(ranks), "TEMP_DIR": folder, "OMP_NUM_THREADS": "1", "ONLY": only,
             "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(SECONDS), "RESULTS": str(results), "INIT_METHOD": f"file://{folder}/shared_init_file"}
-        subprocess.run([sys.executable, "-m", __spec__.name, "--one"], env=environment, check=False)
+        results.touch()
+        subprocess.run([sys.executable, "-m", __spec__.name, "--one", file], env=environment, check=False)
         lines = results.read_text(encoding="utf-8").splitlines()
     return {name: outcome for name, *outcome in map(json.loads, lines)}
 
@@ -66,6 +70,23 @@ def table(outcomes: dict[str, dict[str, list[str]]]) -> str:
         if any(kind == "failed" for kind, _ in found.values()) or len({kind for kind, _ in found.values()}) > 1:
             lines += [f"{name}: " + "; ".join(f"{backend} {kind} {reason}" for backend, (kind, reason) in found.items())]
     return "\n".join(lines)
+
+
+def table_of_files(outcomes: dict[str, dict[str, dict[str, list[str]]]]) -> str:
+    """Return for each file how many of its tests pass on each backend, and the tests that fail on hvdlite alone."""
+    lines = ["| file | " + " | ".join(BACKENDS) + " | failed only with hvdlite |", "|---" * (len(BACKENDS) + 2) + "|"]
+    alone = []
+    for file, tests in outcomes.items():
+        passed = {backend: _passed(tests.get(backend, {})) for backend in BACKENDS}
+        names = sorted(passed["gloo"] - passed["hvdlite"])
+        counts = [f"{len(passed[backend])}/{len(tests.get(backend, {}))}" for backend in BACKENDS]
+        lines.append(" | ".join(["| " + file, *counts, f"{len(names)} |"]))
+        alone += [f"{file} {name}: {' '.join(tests['hvdlite'].get(name, ['absent']))}" for name in names]
+    return "\n".join(lines + alone)
+
+
+def _passed(tests: dict[str, list[str]]) -> set[str]:
+    return {name for name, (kind, _) in tests.items() if kind == "passed"}
 
 
 def _module() -> types.ModuleType:
@@ -92,7 +113,7 @@ class _Recorder(unittest.TestResult):
         self._path = path
 
     def _record(self, test: unittest.TestCase, kind: str, reason: str = "") -> None:
-        name = test.id().rpartition(".")[2]
+        name = ".".join(test.id().split(".")[-2:])
         print(kind, name, reason[:200], flush=True)
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps([name, kind, reason]) + "\n")
@@ -141,8 +162,16 @@ def _run_one_backend() -> None:
     suite.run(_Recorder(os.environ["RESULTS"]))
 
 
+def _run_one_file(file: str) -> None:
+    from tests.torch.distributed import torch_files
+
+    torch_files.tests(Path(file), os.environ["BACKEND"], os.environ["ONLY"]).run(_Recorder(os.environ["RESULTS"]))
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--one"]:
+    if sys.argv[1:] == ["--one", MODULE]:
         _run_one_backend()
+    elif sys.argv[1:2] == ["--one"]:
+        _run_one_file(sys.argv[2])
     else:
         main()
