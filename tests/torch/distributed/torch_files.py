@@ -27,7 +27,7 @@ RANKS = int(os.environ["WORLD_SIZE"])
 
 CHANGES = (
     (r"f?(['\"])cuda(:[^'\"]*)?\1", '"cpu"'),
-    (r"(['\"])nccl\1", '"gloo"'),
+    (r"(['\"])(cpu:gloo,cuda:)?nccl\1", '"gloo"'),
     (r"\.cuda\([^()]*\)", ".cpu()"),
     (r"torch\.cuda\.device_count\(\)", str(RANKS)),
     (r"\bdevice_ids=\[[^]]*\]", "device_ids=None"),
