@@ -300,7 +300,13 @@ class JobWorld:
         timeout = self.limits.quiesce_timeout
         for member in self.alive():
             wait = member.wait
-            if wait.kill_at <= now:
+            if wait.ask_at <= now < wait.give_up_at:
+                done += self._note(member)
+                # When it should have been killed already, the authority itself stood still: nobody has asked the member.
+                kill_at = min(now + timeout, wait.give_up_at if wait.kill_at <= now else wait.kill_at)
+                member.wait = dataclasses.replace(member.wait, kill_at=kill_at, ask_at=math.inf)
+                done += self.send([member], messages.AskAlive(self.epoch))
+            elif wait.kill_at <= now:
                 given = self.limits.elastic_timeout if wait.give_up_at <= now else timeout
                 reason = f"it did not {'answer' if self.state is WorldState.FINISHED else 'stop'} within {given:g} s"
                 if wait.what == "exit":
@@ -308,10 +314,6 @@ class JobWorld:
                 elif wait.what != "stop" or member.survives:  # else others are the reason
                     member.fault = reason
                 done += self.kill(member, reason)
-            elif wait.ask_at <= now:
-                done += self._note(member)
-                member.wait = dataclasses.replace(member.wait, kill_at=min(wait.kill_at, now + timeout), ask_at=math.inf)
-                done += self.send([member], messages.AskAlive(self.epoch))
         return done
 
     def _note(self, member: Member) -> list[Command]:

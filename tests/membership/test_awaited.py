@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdlite.membership.events import MemberReported
+from hvdlite.membership.events import MemberReported, TimePassed
 from hvdlite.membership.messages import Alive, AskAlive
 from tests.membership.talk import founded
 
@@ -26,6 +26,15 @@ def test_a_member_that_hangs_in_the_end_of_its_world_is_killed_though_it_answers
     talk = founded(2)
     talk.gone(0).wait(5)
     assert talk.alive(1, in_user_code=False).wait(5).killed() == [1]
+
+
+def test_an_authority_that_stood_still_asks_before_it_kills() -> None:
+    talk = founded(3, elastic_timeout=100)
+    talk.gone(0)
+    talk.now += 12
+    assert talk.handle(TimePassed()).asked() == [1, 2] and talk.killed() == [], "nobody has asked them yet"
+    talk.alive(1).wait(5)
+    assert talk.alive(1).wait(5).killed() == [2], "it has been asked, and has not answered"
 
 
 def test_a_member_whose_background_thread_ends_late_is_asked_again() -> None:
