@@ -28,6 +28,7 @@ from typing import Any, Final, NoReturn
 from hvdlite.control.base import Event, yield_processor
 from hvdlite.core.config import Config
 from hvdlite.core.errors import HorovodInternalError, MismatchError
+from hvdlite.core.standstill import standstill
 from hvdlite.core.system_limits import explained
 from hvdlite.core.world import World
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
@@ -297,6 +298,9 @@ class Engine:
             return None
         now = self._clock()
         if now < self._next_look and not coordinator.urgent:
+            return self._look_seconds
+        if standstill(self._next_look, now, 0.0):
+            self._next_look = -math.inf  # what has arrived meanwhile is received first
             return self._look_seconds
         self._next_look = now + self._look_seconds
         message = self._watchdog.look(now, execution.waits, execution.partners, execution.moving_since)

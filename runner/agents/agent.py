@@ -24,6 +24,7 @@ from typing import Final
 from hvdlite._version import __version__
 from hvdlite.core.errors import LaunchError, ProtocolError
 from hvdlite.core.sockets import HeldPort
+from hvdlite.core.standstill import standstill
 from hvdlite_runner.agents import host_probe
 from hvdlite_runner.agents.shells import PROBLEM_CODE
 from hvdlite_runner.host.commands import cores
@@ -96,11 +97,13 @@ class Agent:
         try:
             self._send(AgentReady(platform.python_version(), __version__, socket.gethostname(), cores(), os.getpid()))
             while not self._ending:
-                wait = POLL_WITHOUT_PIDFD if self._workers.needs_polling() else _CHECK_SECONDS
+                turn, wait = time.monotonic(), POLL_WITHOUT_PIDFD if self._workers.needs_polling() else _CHECK_SECONDS
                 for key, _ in self._selector.select(wait):
                     key.data()
                 self._workers.notice()
-                if time.monotonic() - self._last_received > self._silence:
+                now = time.monotonic()
+                self._last_received = min(now, self._last_received + standstill(turn, now, wait))
+                if now - self._last_received > self._silence:
                     self._end(f"it had heard nothing of hvdrun for {self._silence:g} s")
         finally:
             self._workers.end()

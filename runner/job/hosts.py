@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.standstill import standstill
 from hvdlite.core.system_limits import reserve_descriptors
 from hvdlite_runner.agents.remote_agent import AGENT_TIMEOUT, Pinger, RemoteAgent, bootstrap_input
 from hvdlite_runner.host.commands import current_directory
@@ -106,7 +107,7 @@ class HostPool:
         self._pinger: Pinger | None = None
         self._answers: dict[RemoteAgent, Any] = {}
         self._awaited: type[Any] | None = None
-        self._last_check = 0.0
+        self._last_check = -math.inf
         self._is_paused = self._is_over = False
         self._resolved: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -234,8 +235,8 @@ class HostPool:
             self._close(remote)
         now = time.monotonic()
         if self._checks_silence and now - self._last_check >= _CHECK_SECONDS and not self._is_over:
-            self._last_check = now
             self._check(now)
+            self._last_check = now
 
     def stop(self) -> None:
         """Order all agents to end their processes."""
@@ -263,6 +264,7 @@ class HostPool:
     # --- how they are reached and left ---------------------------------------------------------------------------------
 
     def _reach(self, names: Sequence[str], now: float) -> None:
+        self._last_check = now  # no host was checked before
         # Ctrl-Z is ignored from now on: a stopped launcher looks like a cut link to its agents.
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         try:
@@ -297,7 +299,11 @@ class HostPool:
         self._pinger.remotes = self.remotes
 
     def _check(self, now: float) -> None:
+        stood_still = standstill(self._last_check, now, _CHECK_SECONDS) if self.remotes else 0.0
+        if stood_still:
+            self._note(f"hvdrun itself stood still for {stood_still:.0f} s")
         for remote in self.remotes:
+            remote.last_received = min(now, remote.last_received + stood_still)  # it answers to the next ping
             if remote.timed_out(now):
                 silent = now - remote.last_received
                 remote.mark_lost(f"was lost: nothing has been heard of it for {silent:.0f} s ({AGENT_TIMEOUT})")
