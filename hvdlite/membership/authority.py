@@ -409,4 +409,5 @@ class Authority:
         self.world.enter(WorldState.OVER)
         by_loss = blamed is not None and blamed.code is None
         grace = 0.0 if code == 0 else events.GRACE_AFTER_LOSS if by_loss else events.GRACE
-        self._commands.append(events.EndJob(code, reason, blamed.member if blamed and not by_loss else None, grace))
+        self._commands.append(events.EndJob(code, reason, blamed.member if blamed and not by_loss else None, grace,
+                                            ends_healthy=any(member.survives for member in self.world.living())))

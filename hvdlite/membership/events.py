@@ -170,12 +170,14 @@ class EndJob:
     Attributes:
         member: the one whose end is to blame; None if it is none in particular.
         grace: seconds until what is left gets SIGTERM.
+        ends_healthy: whether members are left that could have gone on: the user needs the reason, beside the first failure.
     """
 
     code: int
     reason: str = ""
     member: int | None = None
     grace: float = 0.0
+    ends_healthy: bool = False
 
 
 Command = StartMember | SendOrder | Kill | Note | WorldBegun | EndJob

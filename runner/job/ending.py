@@ -235,7 +235,7 @@ def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, Fai
     if cause is not None and not one_world and cause.exit.ended_by_us and cause.record is None:
         cause = None  # it was ended because of the reason
     is_its_code = cause is not None and (one_world or end.code in {shell_code(each.code) for each in exits})
-    lines = [end.reason] if went_on or not is_its_code else []
+    lines = [end.reason] if went_on or end.ends_healthy or not is_its_code else []
     if cause is None:
         return Verdict(end.code, lines, -1, end.reason)
     if went_on:

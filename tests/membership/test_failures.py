@@ -106,7 +106,8 @@ def test_rule_37_a_commit_in_between_is_progress() -> None:
 def test_rule_37_the_same_exception_in_two_members_after_the_same_commit_ends_the_job() -> None:
     talk = founded(4)
     lose(talk, 0, 5, 1, "KeyError: 'x'")
-    assert "in the same way after commit 5" in lose(talk, 1, 5, 1, "KeyError: 'x'").end().reason
+    end = lose(talk, 1, 5, 1, "KeyError: 'x'").end()
+    assert "in the same way after commit 5" in end.reason and end.ends_healthy, "ranks 2 and 3 have not failed"
 
 
 def test_rule_37_the_same_exception_elsewhere_does_not() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Iterator
 
@@ -143,9 +144,11 @@ def test_a_lost_host_is_the_cause_unless_a_process_failed_by_itself(exits: list[
 
 
 def test_an_elastic_job_that_has_one_world_names_the_failure_or_the_reason() -> None:
-    ended = verdict(EndJob(4, "the first failure: rank 1 on a: exit code 4", 1),
-                    [Exit(1, 4), Exit(0, -15, ended_by_us=True)], {}, one_world=False)
+    end, exits = EndJob(4, "no rank that has the state is left", 1), [Exit(1, 4), Exit(0, -15, ended_by_us=True)]
+    ended = verdict(end, exits, {}, one_world=False)
     assert ended.code == 4 and lines(ended)[0] == "rank 1 failed first: exit code 4"
+    healthy = verdict(dataclasses.replace(end, ends_healthy=True), exits, {}, one_world=False)
+    assert healthy.code == 4 and lines(healthy)[:2] == [end.reason, "rank 1 failed first: exit code 4"]
     too_few = verdict(EndJob(75, "2 ranks are needed"), [Exit(1, -9), Exit(0, 0)], {}, one_world=False)
     assert too_few.code == 75
     assert lines(too_few) == ["2 ranks are needed", "rank 1 failed first: killed by signal 9 (SIGKILL)"]
