@@ -400,7 +400,7 @@ class Authority:
     def _give_up(self, when: str) -> None:
         """End the job because there are too few slots or members."""
         limits = self._limits
-        needed, there = f"{limits.min_np} ranks", len(self.world.living())
+        needed, there = f"{limits.min_np} ranks", self._staying()
         if self.world.state is WorldState.FOUNDING:
             needed, there = f"{limits.start_np} slots", len(self._free())
         self._end_job(events.TOO_FEW, f"{needed} are needed; there were {there}{when}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import shlex
 import signal
@@ -27,6 +28,8 @@ SECONDS_BETWEEN: Final = 1.0
 """Seconds from one start of the program to the next."""
 LIMIT_SECONDS: Final = 10.0
 """Seconds that the program may run."""
+WARN_SECONDS: Final = 60.0
+"""Seconds between two warnings of one kind."""
 _QUOTED: Final = 2000
 """Characters of the program's output that an error quotes."""
 _OUTPUT: Final = "; it said:"
@@ -72,7 +75,7 @@ class DiscoveryScript:
     Args:
         program: a file or a command line.
         slots: of a host for which the program prints none.
-        warn: called with a line about a failure, once for each reason.
+        warn: called with a line about a failure, at most once in `WARN_SECONDS` for each kind, and about an empty list.
         local: the job's processes of this host, with which the program ends; None if there are none.
     """
 
@@ -84,7 +87,7 @@ class DiscoveryScript:
         self._run: _Run | None = None
         self._due = 0.0  # when it is started next
         self._known: Mapping[str, int] | None = None
-        self._warned: set[str] = set()
+        self._warned: dict[str, float] = {}  # when, by the kind of the failure: its reason up to the first colon
 
     def turn(self, now: float) -> Mapping[str, int] | None:
         """Start the program, or take its result, if that is due.
@@ -100,7 +103,7 @@ class DiscoveryScript:
                 try:
                     self._start(now)
                 except LaunchError as error:
-                    self._failed(error)
+                    self._failed(error, now)
             return None
         ended = os.waitid(os.P_PID, self._run.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         if not ended and now < self._run.until:
@@ -108,10 +111,12 @@ class DiscoveryScript:
         try:
             found = self._result(self._run, is_overdue=not ended)
         except LaunchError as error:
-            self._failed(error)
+            self._failed(error, now)
             return None
         if self._known is not None and list(found.items()) == list(self._known.items()):
             return None
+        if self._known and not found:
+            self._warn(f"--host-discovery-script {self._program} prints no host; ranks that run go on")
         self._known = found
         return found
 
@@ -139,8 +144,8 @@ class DiscoveryScript:
             self._local.watch(process.pid)
         self._run = _Run(process, output, errors, now + LIMIT_SECONDS)
 
-    def _failed(self, error: LaunchError) -> None:
-        """Warn of a failure, once for each reason.
+    def _failed(self, error: LaunchError, now: float) -> None:
+        """Warn of a failure, not too often.
 
         Raises:
             LaunchError: when there has been no answer yet.
@@ -148,8 +153,9 @@ class DiscoveryScript:
         reason = f"--host-discovery-script {self._program} {error}"
         if self._known is None:
             raise LaunchError(reason) from None
-        if reason not in self._warned:
-            self._warned.add(reason)
+        kind = str(error).partition(":")[0]
+        if now - self._warned.get(kind, -math.inf) >= WARN_SECONDS:
+            self._warned[kind] = now
             first, intro, quoted = reason.partition(_OUTPUT)
             self._warn(f"{first}; the hosts stay as they were{intro}{quoted}")
 

@@ -85,6 +85,16 @@ def test_rule_6_below_the_minimum_members_wait_idle_until_the_timeout() -> None:
     assert (talk.end().code, talk.end().reason) == (TOO_FEW, "2 ranks are needed; there were 1 after 600 s")
 
 
+def test_rule_6_members_that_leave_are_not_counted() -> None:
+    talk = founded(3, min_np=2, slots={"a": 1, "b": 2})
+    talk.gone(2)
+    talk.idle(0, 1, commits=3)
+    talk.met().hosts(a=1)
+    talk.boundary(m0=1, m1=1)
+    talk.idle(0, 1, commits=4, at_rest=True)
+    assert talk.wait(600).end().reason == "2 ranks are needed; there were 1 after 600 s"
+
+
 def test_rule_6_a_new_host_ends_the_waiting() -> None:
     talk = founded(2, min_np=2)
     talk.gone(0)

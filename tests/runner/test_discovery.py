@@ -69,8 +69,9 @@ def test_it_runs_every_second_and_only_changes_are_told(tmp_path: Path) -> None:
     script.write("echo b; echo a:2")
     assert script.run(2.0) == {"b": 1, "a": 2}
     script.write("")
-    assert script.run(3.0) == {}, "no hosts are an answer"
-    assert script.reaped == script.pids and not script.warnings
+    assert script.run(3.0) == {} and script.run(4.0) is None, "no hosts are an answer"
+    assert script.reaped == script.pids
+    assert script.warnings == [f"--host-discovery-script {script.path} prints no host; ranks that run go on"]
 
 
 @pytest.mark.parametrize(("content", "told"), [
@@ -89,6 +90,21 @@ def test_the_first_failure_is_an_error_and_later_ones_are_warnings(tmp_path: Pat
     assert len(script.warnings) == 1 and "; the hosts stay as they were" in script.warnings[0]
     script.write("echo b")
     assert script.run(4.0) == {"b": 1}
+
+
+@pytest.mark.parametrize("content", ["echo at $$: no route; exit 1", "echo $$ is no host"])
+def test_a_failure_is_told_once_a_minute_whatever_it_prints(tmp_path: Path, content: str) -> None:
+    script = Script(tmp_path, "echo a")
+    script.run(0.0)
+    script.write(content)
+    for now in (1.0, 2.0, 60.5):
+        script.run(now)
+    assert len(script.warnings) == 1
+    script.run(61.5)
+    assert len(script.warnings) == 2 and len(script.discovery._warned) == 1
+    script.write("exit 7")
+    script.run(62.5)
+    assert len(script.warnings) == 3, "another kind"
 
 
 def test_one_that_cannot_be_started_any_more_changes_nothing(tmp_path: Path) -> None:
