@@ -113,7 +113,8 @@ class TorchState(ObjectState):
         self._let_others(lambda other: other.sync())
         for name, is_other in zip(theirs, differs, strict=True):
             if name in handlers:
-                handlers[name].receive_staged(load=is_other)
+                is_sampler = isinstance(handlers[name].value, ElasticSampler)  # all ranks divide anew what is left
+                handlers[name].receive_staged(load=is_other or is_sampler)
         if any(differs) or self._others():
             digests = Digests()
         self._assign(values)

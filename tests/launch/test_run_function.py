@@ -188,7 +188,7 @@ def test_from_main_and_by_horovods_name(tmp_path: Path) -> None:
     """Notebooks define functions in `__main__`."""
     script = tmp_path / "main.py"
     script.write_text("import hvdlite.horovod_compat, horovod\nclass Answer:\n    value = 42\n"
-                      "def work():\n    import os\n    return Answer.value + int(os.environ['HOROVOD_RANK'])\n"
+                      "def work():\n    import os, horovod\n    return Answer.value + int(os.environ['HOROVOD_RANK'])\n"
                       "if __name__ == '__main__':\n    print(horovod.run(work, num_proc=2))\n")
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=HANGS_SECONDS, check=False)
     assert ended.stdout == "[42, 43]\n", ended.stderr

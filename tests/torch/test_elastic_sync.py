@@ -16,6 +16,7 @@ from hvdlite.core.errors import ReplicaMismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.elastic.state import ObjectState  # noqa: E402
 from hvdlite_torch.elastic import (  # noqa: E402
+    ElasticSampler,
     StateHandler,
     TorchState,
     get_handler_registry,
@@ -89,6 +90,20 @@ def as_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any
             return step(runtime.world.rank)
         return threads(2, begin)
     yield run
+
+
+def test_sync_divides_what_samplers_have_left_anew_on_all_ranks(as_ranks: Callable[..., list[Any]]) -> None:
+    def step(rank: int) -> tuple[int, int]:
+        sampler = ElasticSampler(range(40))
+        state = TorchState(sampler=sampler)
+        if rank == 0:
+            sampler.record_batch(0, 4)
+        state.sync()
+        left = len(sampler)
+        sampler.set_epoch(0)
+        return left, len(list(sampler))
+
+    assert as_ranks(step) == [(16, 16)] * 2, "the epoch goes on, on all ranks alike"
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hvdlite
 from hvdlite import api
 from hvdlite.core.errors import HostsUpdatedInterrupt, UnsupportedError
 from hvdlite.training import elastic
@@ -31,6 +32,10 @@ class Wire:
 
 def state(**attributes: Any) -> Any:
     return ObjectState(lambda value: value, lambda: 0, **attributes)
+
+
+def test_scripts_with_numpy_only_have_it_by_name() -> None:
+    assert hvdlite.elastic.run is elastic.run and hvdlite.elastic.ObjectState is ObjectState
 
 
 def test_restore_goes_back_to_the_last_commit_and_copies_are_deep() -> None:
