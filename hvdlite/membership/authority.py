@@ -217,14 +217,15 @@ class Authority:
     # --- rules of the world's states -----------------------------------------------------------------------------------
 
     def _found(self) -> None:
-        size, slots = self._limits.start_np, self._free()
+        limits, slots = self._limits, self._free()
+        size = min(len(slots), limits.max_np or len(slots)) if limits.starts_with_all else limits.start_np
         if self.world.until <= self._now:
-            self._give_up(f" after {self._limits.elastic_timeout:g} s")
-        elif len(slots) >= size:
+            self._give_up(f" after {limits.elastic_timeout:g} s")
+        elif len(slots) >= limits.start_np:
             self._commands += [self.world.start(slot, rank, size, MemberState.FIRST_MEETING, self._now)
                                for rank, slot in enumerate(slots[:size])]
             self._commands += self.world.begin(self.world.alive())
-        elif self._limits.hosts_are_fixed:
+        elif limits.hosts_are_fixed:
             self._give_up("")
 
     def _follow_only_world(self) -> None:

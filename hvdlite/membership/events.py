@@ -32,7 +32,7 @@ class Limits:
     """What a job may do, by its options.
 
     Attributes:
-        start_np: the founders.
+        start_np: the slots for which the start waits, and the founders.
         min_np: below this, members wait for others.
         max_np: the greatest size of a world; None: every slot is used.
         reset_limit: worlds after the first one; None: as many as are needed. When it is reached, the world does not grow any
@@ -47,6 +47,7 @@ class Limits:
         failures_without_progress: so many worlds in a row that are lost by failures without a new commit end the job.
         hosts_are_fixed: no other hosts or slots can come, so a job below `min_np` does not wait for them.
         one_world: the job is not elastic: the first failure or lost host ends it.
+        starts_with_all: the founders are as many as there are slots, up to `max_np`, once there are `start_np`.
     """
 
     start_np: int
@@ -62,6 +63,7 @@ class Limits:
     failures_without_progress: int = 3
     hosts_are_fixed: bool = False
     one_world: bool = False
+    starts_with_all: bool = False
 
 
 # --- events ------------------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ class Job:
         for line in self._settings.notice.splitlines():
             self._output.note(line)
         for rank in () if self._is_elastic else range(self._settings.limits.start_np):
-            self._open_files(rank)
+            self._open_files(rank, self._settings.limits.start_np)
         if self._discovery is None:
             self._hosts.set_slots(self._settings.slots)
 
@@ -249,7 +249,7 @@ class Job:
             return
         for each in starting:
             if self._is_elastic:
-                self._open_files(each.member, is_joiner=each.is_joiner)
+                self._open_files(each.member, each.size, is_joiner=each.is_joiner)
             self._processes[each.member] = WorkerProcess(self._hosts.machine_of(each.host), each.host)
         self._processes.running.update(each.member for each in starting)  # if a host is lost now, they are lost with it
         for machine, order in self._starts.orders(starting).items():
@@ -264,9 +264,13 @@ class Job:
             elif machine == LOCAL and self._is_ended_by_user():  # some of them were not started any more
                 self._processes.running -= set(keys) - set(self._local.running)
 
-    def _open_files(self, key: int, *, is_joiner: bool = False) -> None:
-        """Create the files for a process's output, if requested; without those of a joiner the job goes on."""
-        width = len(str(self._settings.limits.start_np - 1))
+    def _open_files(self, key: int, size: int, *, is_joiner: bool = False) -> None:
+        """Create the files for a process's output, if requested; without those of a joiner the job goes on.
+
+        Args:
+            size: of the first world.
+        """
+        width = len(str(size - 1))
         try:
             self._output.open_files(key, f"member.{key}" if is_joiner else f"rank.{key:0{width}d}")
         except LaunchError as error:

@@ -18,6 +18,14 @@ def test_founders_start_when_there_are_enough_slots() -> None:
     assert WorldBegun(1, (0, 1, 2)) in talk.commands and talk.epoch == 1 and talk.authority.world.everybody[2].host == "b"
 
 
+def test_founders_on_all_slots_that_are_there() -> None:
+    talk = Talk(Limits(2, max_np=4, starts_with_all=True), a=1)
+    assert talk.started() == [], "it waits for two"
+    assert [member for member, _, _ in talk.hosts(a=1, b=2).started()] == [0, 1, 2] and talk.world == (0, 1, 2)
+    assert Talk(Limits(2, max_np=4, starts_with_all=True), a=9).world == (0, 1, 2, 3)
+    assert Talk(Limits(2, starts_with_all=True), a=9).world == tuple(range(9))
+
+
 def test_too_few_slots_end_the_job_after_the_timeout() -> None:
     talk = Talk(Limits(3), a=2).wait(599)
     assert talk.commands == []

@@ -100,12 +100,16 @@ def test_an_elastic_job() -> None:
     assert given.slots == {"localhost": 2, "127.0.0.1": 2}, "names are kept apart, even of one machine"
     assert given.limits == Limits(3, 2, hosts_are_fixed=True)
     assert elastic("-np", "2", "--max-np", "4", "sh").slots == {"localhost": 4}
-    assert elastic("--min-np", "2", "-H", "localhost:4", "sh").limits == Limits(2, 2, hosts_are_fixed=True)
+    given = elastic("--min-np", "2", "-H", "localhost:4", "sh")
+    assert given.limits == Limits(2, 2, hosts_are_fixed=True, starts_with_all=True)
+    assert elastic("--min-np", "2", "--max-np", "4", "sh").limits.starts_with_all
+    assert not elastic("-np", "2", "--max-np", "4", "sh").limits.starts_with_all
+    assert elastic("-np", "2", "--max-np", "4", "--horovod-compat", "sh").limits.starts_with_all
     assert elastic("-H", "localhost:4", "--max-np", "3", "sh").limits == Limits(3, 3, 3, hosts_are_fixed=True)
     found = elastic("--host-discovery-script", "printf 'a:2\\nb\\n'", "--slots-per-host", "3", "sh")
     assert found.limits == Limits(5, 5) and found.slots == {}
     given = elastic("-np", "2", "--min-np", "1", "--horovod-compat", "sh", HOROVOD_ELASTIC_TIMEOUT="30")
-    assert given.limits == Limits(2, 1, elastic_timeout=30.0, whole_host=True, hosts_are_fixed=True)
+    assert given.limits == Limits(2, 1, elastic_timeout=30.0, whole_host=True, hosts_are_fixed=True, starts_with_all=True)
     assert not elastic("-np", "2", "--min-np", "1", "--horovod-compat", "--blacklist", "slot", "sh").limits.whole_host
 
 
