@@ -276,7 +276,7 @@ def elastic_limits(options: argparse.Namespace, environ: Mapping[str, str], host
     rule = options.blacklist or ("host" if options.horovod_compat else "slot")
     limits = Limits(size, least, options.max_np, options.reset_limit, timeout,
                     cooldown=None if cooldown is None else tuple(cooldown), whole_host=rule == "host",
-                    hosts_are_fixed=not script,
+                    hosts_are_fixed=not script, ends_at_reset_limit=options.horovod_compat,
                     starts_with_all=options.horovod_compat or (options.np is None and options.min_np is not None))
     return limits, slots
 

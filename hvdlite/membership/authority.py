@@ -53,6 +53,7 @@ class Authority:
                        WorldState.FINISHED: self._run_again}
         self._has_finished = False  # elastic.run has returned once on all members
         self._is_noted = False  # the user has been informed that nobody can join any more
+        self._left_out: list[str] | None = None  # what the reset limit leaves out; None: it has not been reached
 
     def handle(self, event: events.Event, now: float) -> list[events.Command]:
         """Take in an event, and return what must be done, in this order."""
@@ -265,17 +266,37 @@ class Authority:
     def _plan_change(self) -> None:
         """Begin a graceful change if there is a reason for one, and all members can take part in it."""
         world, living = self.world, self.world.living()
-        if (world.state is not WorldState.RUNNING or len(living) < len(world.members) or not self._has_resets()
+        if (world.state is not WorldState.RUNNING or len(living) < len(world.members)
                 or any(member.state is not MemberState.TRAINING for member in living)):
             return
         staying = self._staying()
         is_joined = bool(world.alive([MemberState.READY])) and world.joiners_until() <= self._now
-        if is_joined or 0 < staying < len(living):  # if nobody can take over the state, it trains on as long as it can
+        if not self._has_resets():
+            self._refuse_change()
+        elif is_joined or 0 < staying < len(living):  # if nobody can take over the state, it trains on as long as it can
             world.enter(WorldState.PREPARING)
             world.change, world.boundaries = world.change + 1, {}
             self._history.began(self._now)
             wait = Expectation("boundary", self._now + self._limits.quiesce_timeout)
             self._commands += world.send(living, messages.PrepareStop(world.change), wait)
+
+    def _refuse_change(self) -> None:
+        """Tell the user what the reset limit leaves out, when this changes; under Horovod's rule end the job instead.
+
+        What is left out at the time when the limit is reached belongs to the last change, and ends no job.
+        """
+        world, limits, staying = self.world, self._limits, self._staying()
+        left_out = [f"the removal of {world.name(each)}" for each in world.living() if staying and self.leaves(each)]
+        free = 0 if self._has_finished else len(self._free_of(world.living()))
+        if room := free if limits.max_np is None else min(free, max(0, limits.max_np - staying)):
+            left_out.append(f"{room} free {'slot' if room == 1 else 'slots'}")
+        before, self._left_out = self._left_out, left_out
+        text = f"{self._limit_text()}; left out: {', '.join(left_out)}"
+        if left_out and left_out != before:
+            if before is not None and limits.ends_at_reset_limit:
+                self._end_job(1, text)
+            else:
+                self._note(text)
 
     def _end_world(self, reason: str) -> None:
         """Tell all members to stop at once, if this has not been done."""
@@ -298,7 +319,7 @@ class Authority:
         error, world.reason = "" if has_lost or self._meetings.complaints else world.reason, ""
         why = self._history.conclude(recovery.commits, error) if recovery.donors else "no rank that has the state is left"
         if not why and not self._has_resets():
-            why = f"the limit of {limits.reset_limit} resets has been reached"
+            why = self._limit_text()
         self._meetings.conclude(explained=has_lost)
         planned = None if why else plan(survivors, world.alive([MemberState.READY]), leaves=self.leaves,
                                         meetings=self._meetings, max_np=limits.max_np)
@@ -384,13 +405,19 @@ class Authority:
         return sum(not self.leaves(member) for member in self.world.living())
 
     def _free(self) -> list[Slot]:
-        return self._hosts.free({(member.host, member.slot) for member in self.world.alive()}, self._now)
+        return self._free_of(self.world.alive())
+
+    def _free_of(self, members: Iterable[Member]) -> list[Slot]:
+        return self._hosts.free({(member.host, member.slot) for member in members}, self._now)
 
     def _dismiss(self, members: Iterable[Member], reason: str) -> None:
         self._commands += self.world.dismiss(members, reason, self._now)
 
     def _has_resets(self) -> bool:
         return self._limits.reset_limit is None or self.epoch <= self._limits.reset_limit
+
+    def _limit_text(self) -> str:
+        return f"the limit of {self._limits.reset_limit} resets has been reached"
 
     def _note(self, text: str) -> None:
         self._commands.append(events.Note(text))

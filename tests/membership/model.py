@@ -53,7 +53,7 @@ class Job:
             start, low, draw.choice([None, start + draw.randint(0, 3)]), draw.choice([None, None, None, draw.randint(1, 6)]),
             elastic_timeout=draw.choice([20.0, 600.0]), cooldown=draw.choice([None, (1.0, 8.0), (1.0, 8.0)]),
             whole_host=draw.random() < 0.1, failures_without_progress=draw.choice([3, 3, 50]),
-            starts_with_all=draw.random() < 0.2)
+            starts_with_all=draw.random() < 0.2, ends_at_reset_limit=draw.random() < 0.1)
         self.now = 0.0
         self.authority = Authority(self.limits, self.now)
         self.steps = draw.randint(5, 150) if draw.random() < 0.3 else NEVER  # until training finishes

@@ -109,7 +109,8 @@ def test_an_elastic_job() -> None:
     found = elastic("--host-discovery-script", "printf 'a:2\\nb\\n'", "--slots-per-host", "3", "sh")
     assert found.limits == Limits(5, 5) and found.slots == {}
     given = elastic("-np", "2", "--min-np", "1", "--horovod-compat", "sh", HOROVOD_ELASTIC_TIMEOUT="30")
-    assert given.limits == Limits(2, 1, elastic_timeout=30.0, whole_host=True, hosts_are_fixed=True, starts_with_all=True)
+    assert given.limits == Limits(2, 1, elastic_timeout=30.0, whole_host=True, hosts_are_fixed=True,
+                                  ends_at_reset_limit=True, starts_with_all=True)
     assert not elastic("-np", "2", "--min-np", "1", "--horovod-compat", "--blacklist", "slot", "sh").limits.whole_host
 
 
