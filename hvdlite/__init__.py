@@ -6,13 +6,17 @@
 Names are loaded when the first one is used: launchers need a few modules only, and no NumPy.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hvdlite import elastic as elastic
     from hvdlite.frontend import *
     from hvdlite.frontend.arrays import *
 else:
     def __getattr__(name: str) -> Any:
+        if name == "elastic":  # it imports what imports this package
+            return importlib.import_module("hvdlite.elastic")
         from hvdlite.frontend import arrays
 
         if name in globals():  # a module of this package, which was imported just now

@@ -1,6 +1,6 @@
 """What `import hvdlite as hvd` offers, for NumPy and CuPy arrays."""
 
-from hvdlite import elastic, frontend
+from hvdlite import frontend
 from hvdlite.frontend import *
 from hvdlite.launch.run_function import run
 from hvdlite.ops import (
@@ -38,8 +38,8 @@ from hvdlite.ops import (
 
 __all__ = [
     "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",
-    "alltoall_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "elastic", "gather",
-    "grouped_allgather", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
+    "alltoall_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "gather", "grouped_allgather",
+    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
     "grouped_reducescatter", "join", "poll", "recv", "recv_async", "reduce", "reducescatter", "reducescatter_async",
     "run", "scatter", "send", "send_async", "synchronize",
 ]
