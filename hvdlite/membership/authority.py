@@ -53,7 +53,6 @@ class Authority:
                        WorldState.FINISHED: self._run_again}
         self._has_finished = False  # elastic.run has returned once on all members
         self._is_noted = False  # the user has been informed that nobody can join any more
-        self._left_out: list[str] | None = None  # what the reset limit leaves out; None: it has not been reached
 
     def handle(self, event: events.Event, now: float) -> list[events.Command]:
         """Take in an event, and return what must be done, in this order."""
@@ -114,10 +113,7 @@ class Authority:
         return self._history.summary(self.epoch, len(self.members))
 
     def leaves(self, member: Member) -> str:
-        """Return why a member is not to be in the next world; "" if it stays.
-
-        It is dismissed when the next world is ordered, so that the last state is not lost with it.
-        """
+        """Return why a member is dismissed when the next world is ordered, which keeps the state; "" if it stays."""
         if not self._hosts.has(member.host, member.slot):
             return "its host was removed"
         if self._limits.whole_host and self._hosts.is_barred(member.host, self._now):
@@ -187,11 +183,10 @@ class Authority:
         world, barred = self.world, self._hosts.lose(host, self._now)
         if not self._limits.one_world:
             self._note(f"host {host} was lost: {reason}")
-        lost = [member for member in world.alive() if member.host == host]
-        failed = [member for member in world.living() if member in lost]
-        for member in lost:
+        failed = sorted((member for member in world.living() if member.host == host), key=lambda each: each.id)
+        for member in [each for each in world.alive() if each.host == host]:
             world.bury(member)
-        for member in sorted(failed, key=lambda each: each.id):
+        for member in failed:
             self._failed(Failure(member.id, world.name(member), None, "", reason, world.epoch, in_training=False))
         if barred:
             self._note_barred(host)
@@ -271,8 +266,8 @@ class Authority:
             return
         staying = self._staying()
         is_joined = bool(world.alive([MemberState.READY])) and world.joiners_until() <= self._now
-        if not self._has_resets():
-            self._refuse_change()
+        if not self._limits.allows(self.epoch + 1):
+            self._refuse_change(staying)
         elif is_joined or 0 < staying < len(living):  # if nobody can take over the state, it trains on as long as it can
             world.enter(WorldState.PREPARING)
             world.change, world.boundaries = world.change + 1, {}
@@ -280,23 +275,16 @@ class Authority:
             wait = Expectation("boundary", self._now + self._limits.quiesce_timeout)
             self._commands += world.send(living, messages.PrepareStop(world.change), wait)
 
-    def _refuse_change(self) -> None:
-        """Tell the user what the reset limit leaves out, when this changes; under Horovod's rule end the job instead.
-
-        What is left out at the time when the limit is reached belongs to the last change, and ends no job.
-        """
-        world, limits, staying = self.world, self._limits, self._staying()
-        left_out = [f"the removal of {world.name(each)}" for each in world.living() if staying and self.leaves(each)]
-        free = 0 if self._has_finished else len(self._free_of(world.living()))
-        if room := free if limits.max_np is None else min(free, max(0, limits.max_np - staying)):
-            left_out.append(f"{room} free {'slot' if room == 1 else 'slots'}")
-        before, self._left_out = self._left_out, left_out
-        text = f"{self._limit_text()}; left out: {', '.join(left_out)}"
-        if left_out and left_out != before:
-            if before is not None and limits.ends_at_reset_limit:
-                self._end_job(1, text)
-            else:
-                self._note(text)
+    def _refuse_change(self, staying: int) -> None:
+        """Tell the user what the reset limit leaves out, when this changes; under Horovod's rule end the job instead."""
+        world, limits = self.world, self._limits
+        leaving = [world.name(member) for member in world.living() if staying and self.leaves(member)]
+        free = 0 if self._has_finished else len(self._free(world.living()))
+        text, is_another_change = self._history.refused(leaving, limits.room(free, staying))
+        if text and is_another_change and limits.ends_at_reset_limit:
+            self._end_job(1, f"{limits.reset_limit_reached}; {text}")
+        elif text:
+            self._note(f"{limits.reset_limit_reached}; {text}")
 
     def _end_world(self, reason: str) -> None:
         """Tell all members to stop at once, if this has not been done."""
@@ -318,8 +306,8 @@ class Authority:
         has_lost = len(survivors) < len(world.members)
         error, world.reason = "" if has_lost or self._meetings.complaints else world.reason, ""
         why = self._history.conclude(recovery.commits, error) if recovery.donors else "no rank that has the state is left"
-        if not why and not self._has_resets():
-            why = self._limit_text()
+        if not why and not limits.allows(world.epoch + 1):
+            why = limits.reset_limit_reached
         self._meetings.conclude(explained=has_lost)
         planned = None if why else plan(survivors, world.alive([MemberState.READY]), leaves=self.leaves,
                                         meetings=self._meetings, max_np=limits.max_np)
@@ -364,11 +352,7 @@ class Authority:
             self._end_job(failure.shell_code if failure else 0, str(failure or ""), failure)
         elif living and all(member.survives for member in living):
             world.enter(WorldState.RUNNING)
-            self._history.begin_again()
-            failures = {failure.member: failure.why for failure in self._history.failures}
-            for member in [each for each in world.members if each not in living]:
-                why = failures.get(member.id, "it did not call elastic.run again")
-                self._history.left(world.name(member), why, failed=member.id in failures)
+            self._history.begin_again({each.id: world.name(each) for each in world.members if each not in living})
             if any(member.state is MemberState.IDLE for member in living):
                 self._end_world("the world was lost before all ranks had called elastic.run again")
 
@@ -379,10 +363,8 @@ class Authority:
         lost = [each for each in joiners if self.leaves(each) or self._hosts.is_barred(each.host, self._now)]
         self._dismiss(lost, "its host is not used any more")
         joiners = [each for each in joiners if each not in lost]
-        room = len(joiners) + len(free)
-        if limits.max_np is not None:
-            room = min(room, max(0, limits.max_np - staying))
-        if not self._has_resets() or (not staying and limits.max_np == 1):
+        room = limits.room(len(joiners) + len(free), staying)
+        if not limits.allows(world.epoch + 1) or (not staying and limits.max_np == 1):
             room = 0  # there is no other world
         elif self._has_finished:  # a joiner would begin with the script's first elastic.run
             if room and not self._is_noted:
@@ -404,20 +386,12 @@ class Authority:
         """Return how many members of the world do not leave."""
         return sum(not self.leaves(member) for member in self.world.living())
 
-    def _free(self) -> list[Slot]:
-        return self._free_of(self.world.alive())
-
-    def _free_of(self, members: Iterable[Member]) -> list[Slot]:
-        return self._hosts.free({(member.host, member.slot) for member in members}, self._now)
+    def _free(self, members: Iterable[Member] | None = None) -> list[Slot]:
+        taken = self.world.alive() if members is None else members
+        return self._hosts.free({(member.host, member.slot) for member in taken}, self._now)
 
     def _dismiss(self, members: Iterable[Member], reason: str) -> None:
         self._commands += self.world.dismiss(members, reason, self._now)
-
-    def _has_resets(self) -> bool:
-        return self._limits.reset_limit is None or self.epoch <= self._limits.reset_limit
-
-    def _limit_text(self) -> str:
-        return f"the limit of {self._limits.reset_limit} resets has been reached"
 
     def _note(self, text: str) -> None:
         self._commands.append(events.Note(text))

@@ -67,6 +67,19 @@ class Limits:
     ends_at_reset_limit: bool = False
     starts_with_all: bool = False
 
+    def room(self, slots: int, size: int) -> int:
+        """Return how many of some slots a world of a size has room for."""
+        return slots if self.max_np is None else min(slots, max(0, self.max_np - size))
+
+    def allows(self, epoch: int) -> bool:
+        """Return whether there may be a world with this number."""
+        return self.reset_limit is None or epoch <= self.reset_limit + 1
+
+    @property
+    def reset_limit_reached(self) -> str:
+        """The reason, for people."""
+        return f"the limit of {self.reset_limit} resets has been reached"
+
 
 # --- events ------------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from hvdlite.membership.messages import WorldOrder
 
@@ -73,6 +73,7 @@ class History:
         self._since: float | None = None  # when the first world began to end since one has met
         self._left: list[str] = []  # since then
         self._joined: list[str] = []
+        self._refused: list[str] | None = None  # by the reset limit; None: it has not been reached
         self._departures: list[str] = []  # of members that have not failed, in the whole job
 
     # --- failures ----------------------------------------------------------------------------------------------------------
@@ -127,8 +128,15 @@ class History:
             self._blamed = self._without_progress[0]
         return reason
 
-    def begin_again(self) -> None:
-        """Forget how far training was: another one begins, and its commits may be counted from 0."""
+    def begin_again(self, missing: Mapping[int, str]) -> None:
+        """Forget how far training was: another one begins, and its commits may be counted from 0.
+
+        Args:
+            missing: the members of the world that do not take part in it, with their names.
+        """
+        failures = {failure.member: failure.why for failure in self.failures}
+        for member, who in missing.items():
+            self.left(who, failures.get(member, "it did not call elastic.run again"), failed=member in failures)
         self.failed_at_end = None
         self._commits = self._commits_at_error = -1
         self._without_progress, self._worlds, self._errors = [], 0, 0
@@ -161,6 +169,22 @@ class History:
     def joined(self, hosts: Collection[str]) -> None:
         """Note the hosts of the members that a new world has more."""
         self._joined += [f"a rank on {host}" for host in hosts]
+
+    def refused(self, leaving: Sequence[str], room: int) -> tuple[str, bool]:
+        """Note what the reset limit leaves out.
+
+        Args:
+            leaving: the members that would leave.
+            room: the free slots that would be used.
+
+        Returns:
+            What is left out, in words, if it has changed, else ""; and whether this is another change than the one that has
+            reached the limit, which may have left out something itself.
+        """
+        slots = f"{room} free {'slot' if room == 1 else 'slots'}"
+        what = [*(f"the removal of {who}" for who in leaving), *([slots] if room else [])]
+        before, self._refused = self._refused, what
+        return f"left out: {', '.join(what)}" if what and what != before else "", before is not None
 
     def reason(self) -> str:
         """Return what has changed, in a line."""

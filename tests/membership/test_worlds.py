@@ -353,40 +353,6 @@ def test_joiners_that_have_become_too_many_are_dismissed() -> None:
     assert talk.killed() == [2]
 
 
-def test_the_reset_limit() -> None:
-    talk = founded(3, reset_limit=1, slots={"a": 3})
-    talk.gone(0)
-    talk.idle(1, 2)
-    assert talk.epoch == 2 and talk.met().hosts(a=3, b=3).started() == [], "it does not grow any more"
-    assert talk.notes[-1] == "the limit of 1 resets has been reached; left out: 3 free slots"
-    assert talk.hosts(b=3, a=3).commands == [], "the user knows"
-    talk.hosts(a=2)
-    assert talk.notes[-1] == "the limit of 1 resets has been reached; left out: the removal of rank 1 on a"
-    assert talk.hosts(a=3).commands == []
-    talk.gone(1, 4, "ValueError: no")
-    end = talk.idle(2, commits=1).end()
-    assert end.code == 4 and end.reason.startswith("the limit of 1 resets has been reached; the first failure: rank 0 on a")
-
-
-def test_the_next_change_after_the_reset_limit_ends_the_job_under_horovods_rule() -> None:
-    for slots in ({"a": 3, "b": 3}, {"a": 2}):
-        talk = founded(3, reset_limit=1, slots={"a": 3}, ends_at_reset_limit=True)
-        talk.gone(0)
-        assert not talk.idle(1, 2).met().authority.is_over
-        end = talk.hosts(**slots).end()
-        assert end.code == 1 and end.reason.startswith("the limit of 1 resets has been reached; left out: ")
-
-
-def test_what_the_last_change_leaves_out_does_not_end_the_job() -> None:
-    talk = founded(1, reset_limit=1, slots={"a": 3}, ends_at_reset_limit=True)
-    talk.ready(1)
-    talk.boundary(m0=1)
-    assert talk.idle(0, at_rest=True).killed() == [2], "it still imports"
-    talk.met()
-    assert talk.notes[-1] == "the limit of 1 resets has been reached; left out: 1 free slot"
-    assert talk.gone(2).commands == [] and not talk.authority.is_over
-
-
 def test_after_its_end_nothing_has_an_effect() -> None:
     authority = Authority(Limits(1, hosts_are_fixed=True), 0.0)
     assert len(authority.handle(HostsSeen({}), 0.0)) == 1 and authority.handle(HostsSeen({"a": 1}), 1.0) == []
