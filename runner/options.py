@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
@@ -42,6 +43,7 @@ MEANINGLESS_FLAGS: Final = {
     "tcp": ("", "it applies to Spectrum MPI only"), "jsrun": ("", "start the script with jsrun instead of hvdrun"),
 }
 """Horovod's flags that are accepted without effect, with the reason."""
+_COOLDOWN: Final = (10.0, 600.0)
 ELASTIC_ONLY: Final = ("slots_per_host", "elastic_timeout", "reset_limit", "blacklist", "blacklist_cooldown_range")
 """Options that have an effect in elastic jobs only."""
 
@@ -55,6 +57,14 @@ class _Parser(argparse.ArgumentParser):
         hint = f"; did you mean {near[0]}?" if near else "; see hvdrun --help"
         print(f"hvdrun: {message}{hint}", file=sys.stderr)
         raise SystemExit(USAGE_ERROR)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        for at in range(1, len(words)):
+            if words[at - 1:at + 1] == ["--blacklist-cooldown-range", "never"]:
+                words.insert(at, "never")  # argparse has no option with one value or two
+                break
+        return super().parse_known_args(words, namespace)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -146,8 +156,9 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--blacklist", choices=["slot", "host"], help="what is not used any more after a failure: the slot "
                        "of the rank, and the host after three failures in ten minutes; or the host at once, as in Horovod "
                        "(default: slot; host with --horovod-compat)")
-    group.add_argument("--blacklist-cooldown-range", type=_seconds, nargs=2, metavar=("LO", "HI"), help="use a slot or host "
-                       "again LO seconds after a failure, then 2 LO, 4 LO, ... up to HI (default: never)")
+    group.add_argument("--blacklist-cooldown-range", type=_cooldown, nargs=2, metavar=("LO", "HI"), help="use a slot or "
+                       "host again LO seconds after a failure, then 2 LO, 4 LO, ... up to HI; or never (default: 10 600; "
+                       "never with --blacklist host or --horovod-compat)")
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
@@ -230,6 +241,10 @@ def _seconds(text: str) -> float:
     return min(value, MOST_SECONDS)
 
 
+def _cooldown(text: str) -> float:
+    return math.inf if text == "never" else _seconds(text)
+
+
 def _numbers(text: str) -> list[int]:
     return [_positive(part.strip()) for part in text.split(",")]
 
@@ -269,13 +284,14 @@ def elastic_limits(options: argparse.Namespace, environ: Mapping[str, str], host
     if slots and size > sum(slots.values()):
         offered_slots = ",".join(f"{name}:{count}" for name, count in slots.items())
         raise LaunchError(f"-np {size} is more than the {sum(slots.values())} slots of {offered_slots}")
-    cooldown = options.blacklist_cooldown_range
-    if cooldown is not None and cooldown[0] > cooldown[1]:
+    rule = options.blacklist or ("host" if options.horovod_compat else "slot")
+    never = rule == "host" or options.horovod_compat
+    cooldown = tuple(options.blacklist_cooldown_range or ((math.inf, math.inf) if never else _COOLDOWN))
+    if cooldown[0] > cooldown[1]:
         raise LaunchError(f"--blacklist-cooldown-range {cooldown[0]:g} {cooldown[1]:g}: the first number is the smaller one")
     timeout = options.elastic_timeout or _timeout_of(environ)
-    rule = options.blacklist or ("host" if options.horovod_compat else "slot")
     limits = Limits(size, least, options.max_np, options.reset_limit, timeout,
-                    cooldown=None if cooldown is None else tuple(cooldown), whole_host=rule == "host",
+                    cooldown=None if cooldown[0] == math.inf else cooldown, whole_host=rule == "host",
                     hosts_are_fixed=not script, ends_at_reset_limit=options.horovod_compat,
                     starts_with_all=options.horovod_compat or (options.np is None and options.min_np is not None))
     return limits, slots

@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.chaos.jobs import Started, temporary_files
 from tests.chaos.programs.flooding import MODES
 from tests.chaos.rows import Row, Trouble, no_traceback_in, reason_in
-from tests.worlds import HANGS_SECONDS, HVDRUN
+from tests.worlds import HANGS_SECONDS, HVDRUN, SHRINKS
 
 MOST_MEMORY = 100 << 10
 """KiB of hvdrun."""
@@ -30,7 +30,7 @@ def member(chance: random.Random, row: Row) -> None:
         told = Path(other, "told")
         program = [sys.executable, "-m", "tests.chaos.programs.flooding", mode, culprit, chance.randrange(60),
                    chance.getrandbits(30), told]
-        flags = ["-np", "3", "--min-np", "1", *(["--monitor"] if chance.random() < 0.5 else [])]
+        flags = ["-np", "3", "--min-np", "1", *SHRINKS, *(["--monitor"] if chance.random() < 0.5 else [])]
         job = Started(folder, ([*HVDRUN, *flags, *map(str, program)], {}))
         (hvdrun,) = job.processes
         most = _watch(hvdrun, told, chance.uniform(0.0, 0.5) if interrupted else None)

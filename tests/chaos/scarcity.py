@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.chaos.programs import refusing
 from tests.chaos.rows import Row, Trouble, reason_in
-from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, ROOT, clean_environment, shared_memory
+from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, ROOT, SHRINKS, clean_environment, shared_memory
 
 MEMORY_CGROUP = Path("/sys/fs/cgroup/memory")
 UNIFIED_CGROUP = Path("/sys/fs/cgroup")
@@ -42,7 +42,7 @@ class Scarcity:
 
 def _job(chance: random.Random, row: Row, scarcity: Scarcity) -> None:
     """Run a job of two ranks, each of which reduces some tensors and prints."""
-    flags = ["-np", "2", *(["--min-np", "1"] if scarcity.elastic else [])]
+    flags = ["-np", "2", *(["--min-np", "1", *SHRINKS] if scarcity.elastic else [])]
     command = [*HVDRUN, *flags, sys.executable, "-m", "tests.chaos.programs.reducing", str(chance.choice([10, 1_000_000]))]
     shared = shared_memory()
     with tempfile.TemporaryDirectory(prefix="hvdlite-chaos-") as folder:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hvdlite_runner.host.reaper import marked_processes
 from tests.runner.networks import Hosts
-from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, ROOT, clean_environment, shared_memory
+from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, ROOT, SHRINKS, clean_environment, shared_memory
 
 
 @dataclasses.dataclass
@@ -54,7 +54,8 @@ class Job:
         self._file = self._output.open("wb")
         launcher = HVDRUN if hosts is None else hosts.hvdrun()
         self.process = subprocess.Popen(
-            [*launcher, *flags, sys.executable, "-m", f"tests.elastic.programs.{program}", str(self.told), str(steps)],
+            [*launcher, *SHRINKS, *flags, sys.executable, "-m", f"tests.elastic.programs.{program}", str(self.told),
+             str(steps)],
             stdin=subprocess.DEVNULL, stdout=self._file, stderr=self._file, cwd=ROOT,
             env={**(clean_environment() if hosts is None else hosts.environment()), "PYTHONPATH": PYTHON_PATH,
                  "OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary), name: value, **(environment or {})})

@@ -170,7 +170,7 @@ def test_an_elastic_job_returns_the_results_of_the_ranks_with_which_it_ended(cap
 
         return train(ObjectState(step=0)), hvd.rank(), hvd.size()
 
-    assert hvdlite.run(work, (8,), np=3, min_np=2, max_np=3) == [(8, 0, 2), (8, 1, 2)]
+    assert hvdlite.run(work, (8,), np=3, min_np=2, max_np=3, cooldown_range=("never",)) == [(8, 0, 2), (8, 1, 2)]
     told = capsys.readouterr().err
     assert "world 2, 2 ranks, goes on after commit" in told and "left: rank 0 on localhost (killed by signal 9" in told, told
 

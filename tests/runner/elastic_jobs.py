@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdlite_runner.host.reaper import marked_processes
-from tests.worlds import HANGS_SECONDS, HVDRUN, clean_environment
+from tests.worlds import HANGS_SECONDS, HVDRUN, SHRINKS, clean_environment
 
 PROGRAM = str(Path(__file__).parent / "programs" / "member.py")
 
@@ -31,8 +31,8 @@ class Job:
         (folder / "tmp").mkdir(exist_ok=True)
         self._mark = f"TEST_JOB={folder}"
         self.process = subprocess.Popen(
-            [*(launcher or HVDRUN), *flags, *(program or [sys.executable, PROGRAM, str(folder)])], stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [*(launcher or HVDRUN), *SHRINKS, *flags, *(program or [sys.executable, PROGRAM, str(folder)])],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**(environment or clean_environment()), "OMP_NUM_THREADS": "1", "TEST_JOB": str(folder),
                  "TMPDIR": str(folder / "tmp")})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import sys
@@ -30,6 +31,9 @@ HOROVODRUN = """--disable-cache --start-timeout 9 --network-interfaces eth0,eth1
 --num-nccl-streams 1 --thread-affinity 0 --gloo-timeout-seconds 30 --log-level TRACE --log-with-timestamp
 --log-without-timestamp --log-hide-timestamp --no-log-hide-timestamp -prefix-timestamp --prefix-output-with-timestamp
 --gloo --jsrun"""
+
+
+NATIVE = functools.partial(Limits, cooldown=(10.0, 600.0))
 
 
 def parsed(*arguments: str) -> JobSettings:
@@ -98,20 +102,31 @@ def elastic(*arguments: str, **environ: str) -> JobSettings:
 def test_an_elastic_job() -> None:
     given = elastic("-np", "3", "--min-np", "2", "-H", "localhost:2,127.0.0.1:2", "sh")
     assert given.slots == {"localhost": 2, "127.0.0.1": 2}, "names are kept apart, even of one machine"
-    assert given.limits == Limits(3, 2, hosts_are_fixed=True)
+    assert given.limits == NATIVE(3, 2, hosts_are_fixed=True)
     assert elastic("-np", "2", "--max-np", "4", "sh").slots == {"localhost": 4}
     given = elastic("--min-np", "2", "-H", "localhost:4", "sh")
-    assert given.limits == Limits(2, 2, hosts_are_fixed=True, starts_with_all=True)
+    assert given.limits == NATIVE(2, 2, hosts_are_fixed=True, starts_with_all=True)
     assert elastic("--min-np", "2", "--max-np", "4", "sh").limits.starts_with_all
     assert not elastic("-np", "2", "--max-np", "4", "sh").limits.starts_with_all
     assert elastic("-np", "2", "--max-np", "4", "--horovod-compat", "sh").limits.starts_with_all
-    assert elastic("-H", "localhost:4", "--max-np", "3", "sh").limits == Limits(3, 3, 3, hosts_are_fixed=True)
+    assert elastic("-H", "localhost:4", "--max-np", "3", "sh").limits == NATIVE(3, 3, 3, hosts_are_fixed=True)
     found = elastic("--host-discovery-script", "printf 'a:2\\nb\\n'", "--slots-per-host", "3", "sh")
-    assert found.limits == Limits(5, 5) and found.slots == {}
+    assert found.limits == NATIVE(5, 5) and found.slots == {}
     given = elastic("-np", "2", "--min-np", "1", "--horovod-compat", "sh", HOROVOD_ELASTIC_TIMEOUT="30")
     assert given.limits == Limits(2, 1, elastic_timeout=30.0, whole_host=True, hosts_are_fixed=True,
                                   ends_at_reset_limit=True, starts_with_all=True)
     assert not elastic("-np", "2", "--min-np", "1", "--horovod-compat", "--blacklist", "slot", "sh").limits.whole_host
+
+
+def test_when_what_has_failed_is_used_again() -> None:
+    def cooldown(*arguments: str) -> object:
+        return elastic("-np", "2", "--min-np", "1", *arguments, "sh", "never").limits.cooldown
+
+    assert cooldown() == (10.0, 600.0) and cooldown("--blacklist-cooldown-range", "1", "9") == (1.0, 9.0)
+    assert cooldown("--blacklist-cooldown-range", "5", "never") == (5.0, float("inf"))
+    for never in (["--blacklist-cooldown-range", "never"], ["--horovod-compat"], ["--blacklist", "host"],
+                  ["--horovod-compat", "--blacklist", "slot"]):
+        assert cooldown(*never) is None
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
