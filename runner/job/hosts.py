@@ -264,7 +264,8 @@ class HostPool:
     # --- how they are reached and left ---------------------------------------------------------------------------------
 
     def _reach(self, names: Sequence[str], now: float) -> None:
-        self._last_check = now  # no host was checked before
+        if not self.remotes:
+            self._last_check = now  # there was nothing to check before
         # Ctrl-Z is ignored from now on: a stopped launcher looks like a cut link to its agents.
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         try:
