@@ -86,11 +86,9 @@ class Authority:
         """Return when `TimePassed` is due; None: after the next other event only."""
         if self.is_over or self._limits.one_world:
             return None
-        times = [self.world.until, *(min(member.wait.kill_at, member.wait.ask_at) for member in self.world.alive())]
+        times = [self.world.until, self.world.next_due(self._now)]
         if self.world.state is not WorldState.FINISHED:
             times.append(self._hosts.next_end(self._now))
-        if self.world.state is WorldState.RUNNING and self.world.joiners_until() > self._now:
-            times.append(self.world.joiners_until())
         return None if min(times) == math.inf else min(times)
 
     @property
@@ -124,11 +122,9 @@ class Authority:
 
     def _receive(self, member: Member, message: messages.MemberMessage) -> None:
         world = self.world
-        if not world.takes(member, message):
+        if not world.takes(member, message, self._now):
             return
         match message:
-            case messages.MemberReady() if member.state is MemberState.READY:
-                member.ready_at = self._now
             case messages.BoundaryReport(change, boundary) if world.state is WorldState.PREPARING and change == world.change:
                 world.boundaries[member.id], member.wait = boundary, NOTHING
             case messages.Alive(in_user_code=computes):
@@ -264,8 +260,7 @@ class Authority:
         if (world.state is not WorldState.RUNNING or len(living) < len(world.members)
                 or any(member.state is not MemberState.TRAINING for member in living)):
             return
-        staying = self._staying()
-        is_joined = bool(world.alive([MemberState.READY])) and world.joiners_until() <= self._now
+        staying, is_joined = self._staying(), world.next_joining() <= self._now
         if not self._limits.allows(self.epoch + 1):
             self._refuse_change(staying)
         elif is_joined or 0 < staying < len(living):  # if nobody can take over the state, it trains on as long as it can

@@ -42,7 +42,7 @@ SURVIVING: Final = (_S.READY, _S.MEETING, _S.TRAINING, _S.FINISHED, _S.IDLE)
 _SAME: Final = {state: state for state in IN_WORLD}
 
 JOINERS_WAIT: Final = (1.0, 30.0)
-"""Seconds; see `JobWorld.joiners_until`."""
+"""Seconds; see `JobWorld.next_joining`."""
 
 TRANSITIONS: Final[Mapping[type, Mapping[MemberState, MemberState]]] = {
     # Messages of a member. A message of a member in another state is dropped.
@@ -240,22 +240,32 @@ class JobWorld:
         self.everybody[member.id] = member
         return StartMember(member.id, *slot, rank, size, is_joiner=state is MemberState.STARTING)
 
-    def joiners_until(self) -> float:
-        """Return until when joiners that are ready wait for others that have been started, so that all come in one change.
+    def next_joining(self) -> float:
+        """Return when joiners that are ready come in; infinity if none is.
 
-        It is as long again as the first of them needed, within `JOINERS_WAIT`; without anybody to wait for it is past.
+        They wait for others that have been started, so that all come in one change: as long again as the first of them
+        needed, within `JOINERS_WAIT`.
         """
-        if not self.alive([MemberState.READY]) or not self.alive([MemberState.STARTING]):
-            return -math.inf
-        first = min(self.alive([MemberState.READY]), key=lambda member: member.ready_at)
+        ready = self.alive([MemberState.READY])
+        if not ready or not self.alive([MemberState.STARTING]):
+            return -math.inf if ready else math.inf
+        first = min(ready, key=lambda member: member.ready_at)
         shortest, longest = JOINERS_WAIT
         return first.ready_at + min(max(first.ready_at - first.started_at, shortest), longest)
 
-    def takes(self, member: Member, message: messages.MemberMessage) -> bool:
+    def next_due(self, now: float) -> float:
+        """Return when members are asked or killed, or joiners come in."""
+        joining = self.next_joining() if self.state is WorldState.RUNNING else math.inf
+        times = [min(member.wait.kill_at, member.wait.ask_at) for member in self.alive()]
+        return min([joining if joining > now else math.inf, *times])
+
+    def takes(self, member: Member, message: messages.MemberMessage, now: float) -> bool:
         """Return whether a message counts; the member is in the state to which it leads from now on."""
         state = TRANSITIONS[type(message)].get(member.state)
         if state is None or getattr(message, "epoch", self.epoch) != self.epoch:
             return False
+        if state is MemberState.READY:
+            member.ready_at = now
         member.state = state
         return True
 

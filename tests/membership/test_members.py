@@ -134,7 +134,7 @@ def test_what_a_member_says(state: str, said: str, cell: str) -> None:
         message = messages_of(said, talk)[index]
         expected = after(state, cell)
         assert TRANSITIONS[type(message)].get(member.state) is expected
-        assert world.takes(member, message) == (expected is not None)
+        assert world.takes(member, message, talk.now) == (expected is not None)
         member.state = MemberState[state]
         commands = talk.handle(MemberReported(id, message)).commands
         if expected is None:

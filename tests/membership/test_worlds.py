@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from hvdlite.membership.authority import Authority
 from hvdlite.membership.events import TOO_FEW, HostsSeen, Limits, MemberReported, StartMember, WorldBegun
 from hvdlite.membership.messages import AllFinished, CoordinatorAt, Dismissed, Listening, PrepareStop
@@ -135,34 +133,6 @@ def test_rule_7_provisional_ranks() -> None:
     assert [(start.rank, start.size, start.is_joiner) for start in starts] == [(2, 3, True), (3, 4, True)]
     assert talk.ready(2, 3).told(PrepareStop) == {}, "a founder is not in elastic.run yet"
     assert talk.ready(1).told(PrepareStop).keys() == {0, 1}
-
-
-def test_rule_7_joiners_of_one_discovery_come_in_one_change() -> None:
-    talk = founded(1)
-    assert talk.hosts(a=1, b=3).started() == [(1, "b", 0), (2, "b", 1), (3, "b", 2)]
-    talk.wait(4)
-    assert talk.ready(2).told(PrepareStop) == {} and talk.ready(3).told(PrepareStop) == {}
-    assert talk.ready(1).told(PrepareStop).keys() == {0}
-    talk.boundary(m0=7)
-    assert talk.idle(0, at_rest=True).order().members == (0, 1, 2, 3), "in discovery's order"
-
-
-@pytest.mark.parametrize(("first", "others"), [(4.0, 4.0), (0.2, 1.0), (300.0, 30.0)])
-def test_rule_7_joiners_wait_for_others_as_long_again_as_the_first_needed(first: float, others: float) -> None:
-    """Within a second and half a minute."""
-    talk = founded(1, slots={"a": 3})
-    talk.wait(first)
-    assert talk.ready(2).told(PrepareStop) == {} and talk.wait(others - 0.1).told(PrepareStop) == {}
-    assert talk.wait(0.1).told(PrepareStop).keys() == {0}
-    talk.boundary(m0=7)
-    assert talk.idle(0, at_rest=True).order().members == (0, 2), "1 still imports"
-    talk.met()
-    assert talk.ready(1).told(PrepareStop).keys() == {0, 2}
-
-
-def test_rule_7_joiners_do_not_wait_for_one_that_is_gone() -> None:
-    talk = founded(1, slots={"a": 3})
-    assert talk.ready(2).told(PrepareStop) == {} and talk.gone(1).told(PrepareStop).keys() == {0}
 
 
 def test_rule_16_where_rank_0_listens() -> None:
