@@ -9,6 +9,7 @@ import torch
 from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite_torch.collectives.broadcasts import gather_tensors
+from hvdlite_torch.uncompiled import leave_module_to_python
 
 
 def synchronize_metrics(module: torch.nn.Module) -> None:
@@ -43,3 +44,6 @@ def gather_all_tensors(result: torch.Tensor, group: Any = None) -> list[torch.Te
 
 def _is_distributed() -> bool:
     return api.is_initialized() and api.runtime().world.size > 1
+
+
+leave_module_to_python(vars())

@@ -36,6 +36,7 @@ from hvdlite_torch.collectives.derivatives import (
     apply_in_place,
 )
 from hvdlite_torch.compression import Compression, Compressor
+from hvdlite_torch.uncompiled import leave_module_to_python
 
 Average, Sum, Adasum = api.Average, api.Sum, api.Adasum
 Min, Max, Product = api.Min, api.Max, api.Product
@@ -391,3 +392,4 @@ def _split_list(splits: Sequence[int] | torch.Tensor | None) -> list[int] | None
     return splits.tolist() if isinstance(splits, torch.Tensor) else None if splits is None else list(splits)
 
 
+leave_module_to_python(vars())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import FunctionType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch._C._dynamo import eval_frame
 
@@ -22,3 +23,10 @@ def leave_to_python(function: F) -> F:
         skip = eval_frame._FrameAction.SKIP
         eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return function  # type: ignore[return-value]
+
+
+def leave_module_to_python(module: Mapping[str, Any]) -> None:
+    """Mark the public functions of a module, whose names are given, at its end."""
+    for name, value in module.items():
+        if not name.startswith("_") and isinstance(value, FunctionType) and value.__module__ == module["__name__"]:
+            leave_to_python(value)

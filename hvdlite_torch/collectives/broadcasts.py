@@ -17,6 +17,7 @@ from hvdlite_torch.arrays import cuda
 from hvdlite_torch.arrays.tensors import as_array, as_runtime_array, contiguous, dense_strides, on_host
 from hvdlite_torch.ops import broadcast_async_
 from hvdlite_torch.rows import mapped, tensors_in
+from hvdlite_torch.uncompiled import leave_module_to_python
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int,
@@ -229,3 +230,6 @@ def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.T
                              f"{type(value).__name__} in it (entry {name})")
         named.append((name, value))
     return named
+
+
+leave_module_to_python(vars())

@@ -12,6 +12,7 @@ from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch.collectives.broadcasts import broadcast_tensors
+from hvdlite_torch.uncompiled import leave_module_to_python
 
 
 def broadcast_buffers(model: torch.nn.Module, root_rank: int = 0, process_set: ProcessSet = global_process_set, *,
@@ -102,3 +103,6 @@ class BufferBroadcast:
         if len(members) > 1 and runtime.world.rank in members and buffers:
             name = runtime.names.unnamed(self._label, "buffers", self._process_set_id)
             broadcast_tensors(runtime, buffers, self._root, name, self._process_set_id)
+
+
+leave_module_to_python(vars())

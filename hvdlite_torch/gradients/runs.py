@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 graph_task = torch._C._current_graph_task_id
 """Return autograd's number for the run that goes on on this thread; -1 when there is none."""
-_NODES = {getattr(torch.autograd.function.BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed")
-          if hasattr(torch.autograd.function.BackwardCFunction, name)}
-"""Of the functions that carry out nodes which are defined in Python, such as reentrant checkpoints."""
+_NODES = tuple(getattr(torch.autograd.function.BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed")
+               if hasattr(torch.autograd.function.BackwardCFunction, name))
+"""Of the functions that carry out nodes which are defined in Python, such as reentrant checkpoints. Not a set: code that
+Dynamo makes may have no hash.
+"""
 
 
 class AutogradRun:

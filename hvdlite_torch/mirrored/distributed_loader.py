@@ -23,6 +23,7 @@ from hvdlite.training.mirrored.synchronized_sampler import SynchronizedSampler
 from hvdlite_torch.mirrored import same_data
 from hvdlite_torch.mirrored.scope_registry import ScopeRegistry
 from hvdlite_torch.rows import rows_of, rows_taken
+from hvdlite_torch.uncompiled import leave_to_python
 
 _END: Any = object()
 
@@ -54,6 +55,7 @@ class DistributedLoader:
             raise AttributeError(name)
         return getattr(self._loader, name)
 
+    @leave_to_python
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's shard of one epoch's batches."""
         depth = self._agree()
@@ -66,6 +68,7 @@ class DistributedLoader:
         finally:
             self._current.over(loop)
 
+    @leave_to_python
     def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches; ranks compare the first batch of the first epoch if every rank loads whole batches."""
         if not self._is_compared:

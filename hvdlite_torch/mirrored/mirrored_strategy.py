@@ -22,6 +22,7 @@ from hvdlite_torch.mirrored.distributed_loader import DistributedLoader
 from hvdlite_torch.mirrored.scope_registry import ScopeRegistry
 from hvdlite_torch.mirrored.torch_replica_group import TorchReplicaGroup
 from hvdlite_torch.rows import mapped
+from hvdlite_torch.uncompiled import leave_to_python
 
 _scopes: Scopes[ScopeRegistry] = Scopes(
     {torch.nn.Module: ScopeRegistry.add_module, torch.optim.Optimizer: ScopeRegistry.add_optimizer}, "MirroredStrategy")
@@ -109,6 +110,7 @@ class MirroredStrategy(LaunchableStrategy):
         self._registry.mirror_if_due()
         return fn(*args, **(kwargs or {}))
 
+    @leave_to_python
     def mirror(self) -> None:
         """Give all parameters, buffers and optimizer state of the scope rank 0's values now; all ranks call this together.
 
@@ -137,6 +139,7 @@ class MirroredStrategy(LaunchableStrategy):
             return loader
         return DistributedLoader(loader, self._replicas, self._registry, self._current)
 
+    @leave_to_python
     def reduce(self, op: str | ReduceOp, value: Any, axis: int | None = None) -> Any:
         """Return the reduction of every replica's value, on all of them; all ranks call this together. Not differentiable.
 
@@ -160,6 +163,7 @@ class MirroredStrategy(LaunchableStrategy):
             raise ValueError(f"reduce over an axis is for SUM and MEAN, not {operation.name}")
         return mapped(value, lambda leaf: self._reduced(operation, leaf, axis))
 
+    @leave_to_python
     def gather(self, value: Any, axis: int = 0) -> Any:
         """Return every replica's value, concatenated along an axis in the order of the global batch, on all replicas.
 

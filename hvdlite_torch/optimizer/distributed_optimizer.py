@@ -285,7 +285,7 @@ def _final_closure(closure: Closure, optimizer: Distributed) -> Closure:
             loss = closure()
             optimizer._make_final(in_step=True)
         return optimizer._reduce_loss(loss)
-    return final
+    return leave_to_python(final)
 
 
 def _check_not_sharded(names: Mapping[torch.Tensor, str]) -> None:

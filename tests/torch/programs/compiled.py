@@ -10,8 +10,9 @@ import torch
 import hvdlite_torch as hvd
 
 
-def _trained(wrap: Callable[[Any], Any], factors: list[float]) -> tuple[list[torch.Tensor], int]:
-    """Return the parameters after some compiled steps, and how many frames were compiled."""
+def _trained(wrap: Callable[[Any], Any], mean: Callable[[torch.Tensor], torch.Tensor],
+             factors: list[float]) -> tuple[list[torch.Tensor], int]:
+    """Return the parameters and losses after some compiled steps, and how many frames were compiled."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
@@ -24,18 +25,18 @@ def _trained(wrap: Callable[[Any], Any], factors: list[float]) -> tuple[list[tor
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
-        return loss
+        return mean(loss.detach())
 
-    for turn in range(5):
-        step(torch.cat([torch.full((4, 8), factor * (turn + 1)) for factor in factors]))
-    return [parameter.detach() for parameter in model.parameters()], torch._dynamo.utils.counters["frames"]["total"]
+    losses = [step(torch.cat([torch.full((4, 8), factor * (turn + 1)) for factor in factors])) for turn in range(5)]
+    frames = torch._dynamo.utils.counters["frames"]["total"]
+    return [*(parameter.detach() for parameter in model.parameters()), *losses], frames
 
 
 def a_compiled_step_is_as_in_one_process() -> None:
     torch.set_num_threads(1)
     hvd.init()
-    found, frames = _trained(hvd.DistributedOptimizer, [0.1 * (hvd.rank() + 1)])
-    expected, plain = _trained(lambda optimizer: optimizer, [0.1, 0.2])
+    found, frames = _trained(hvd.DistributedOptimizer, hvd.allreduce, [0.1 * (hvd.rank() + 1)])
+    expected, plain = _trained(lambda optimizer: optimizer, lambda loss: loss, [0.1, 0.2])
     torch.testing.assert_close(found, expected)
     assert 0 < frames < plain + 5, f"{frames} frames were compiled, {plain} with a plain optimizer"
     hvd.shutdown()

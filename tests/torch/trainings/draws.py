@@ -47,13 +47,14 @@ FEATURES: dict[str, tuple[object, ...]] = {
     "event": EVENTS,
     "later_event": EVENTS,
     "thread": ("main", "steps", "metrics"),
+    "compiled": (False, True),
     "uneven": (False, True),
 }
 """By name of a feature, its values; the first one is the plain one."""
 FIRST = ("model", "optimizer", "scoped")
 """What is drawn first, as most rules are about these."""
 CHANCES = {"model": 1.0, "optimizer": 1.0, "scoped": 1.0, "loader": 1.0, "returns": 1.0, "sparse_as_dense": 1.0,
-           "named": 1.0, "event": 0.7, "later_event": 0.5}
+           "named": 1.0, "event": 0.7, "later_event": 0.5, "compiled": 0.06}
 """How probable it is that a feature is drawn from all of its values; else it has the plain one. By default `CHANCE`."""
 CHANCE = 0.35
 
@@ -83,6 +84,7 @@ class Training:
         event: what happens before step `when`.
         later_event: what happens before step `later`.
         thread: "steps": each step runs in a new thread. "metrics": another thread calls collectives meanwhile.
+        compiled: whether `torch.compile` traces the step.
         uneven: whether the last batch of an epoch has an odd number of rows (in a scope), or ranks run out of batches at
             different times and `join()`.
         rows: of a global batch.
@@ -122,6 +124,7 @@ class Training:
     event: str = "none"
     later_event: str = "none"
     thread: str = "main"
+    compiled: bool = False
     uneven: bool = False
     rows: int = 4
     batches: int = 1
@@ -249,7 +252,10 @@ RULES: dict[str, Callable[[Training], bool]] = {
         it.event in ("add_param_group", "double") and it.later_event in ("reload", "reload on rank 0", "init anew")),
     "these happen once": lambda it: it.event == it.later_event and it.event in ("add_param_group", "freeze", "double"),
     "a group that is added has no gradients yet": lambda it: it.event == "thaw" and it.later_event == "add_param_group",
+    "compiled, strong_wolfe's numbers are tensors": lambda it: it.compiled and it.optimizer == "LBFGS strong_wolfe",
     # What is not promised.
+    "the compiler expects that reading a gradient changes nothing": lambda it: (
+        it.compiled and it.wait_in in ("step", "mixed") and it.clips != "none"),
     "a strategy, its batches and calls of other threads are of one init()": lambda it: (
         it.event == "init anew" and (it.scoped or it.thread == "metrics")),
     "ranks that have joined call no other collectives": lambda it: (
@@ -285,7 +291,8 @@ RULES: dict[str, Callable[[Training], bool]] = {
     "join() is of the optimizer with which the epoch began": lambda it: it.uneven and not it.scoped and it.event in (
         "reload", "reload on rank 0", "copy both", "init anew"),
     "hooks hand over dense gradients, which SparseAdam does not take": lambda it: it.hook and it.optimizer == "SparseAdam",
-    "of many numbers that are rounded, some differ more": lambda it: it.rounds and it.model == "wide",
+    "of many numbers that are rounded, some differ more": lambda it: it.model == "wide" and (
+        it.rounds or it.dtype == "float32"),
     "rounded losses decide otherwise": lambda it: it.rounds and (
         it.scheduler == "ReduceLROnPlateau" or it.optimizer.startswith("LBFGS")),
 }

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.optim import lr_scheduler, swa_utils
+from torch.optim import swa_utils
 
+from tests.torch.trainings import optimizers
 from tests.torch.trainings.draws import KEPT, Training
 from tests.torch.trainings.models import Discriminator, Model, losses, samples
 from tests.torch.trainings.sides import Alone, Batch
@@ -120,42 +121,12 @@ class Script:
         return [self.optimizer(parameters)]
 
     def optimizer(self, parameters: list[Any]) -> torch.optim.Optimizer:
-        """Return a new optimizer. Epsilons are large, so that a rounding error stays one."""
-        rate = 0.02 * self.side.rate
-        name = self.training.optimizer
-        match name:
-            case "SGD":
-                return torch.optim.SGD(parameters, lr=rate)
-            case "momentum" | "nesterov":
-                return torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=0.05, nesterov=name == "nesterov")
-            case "Adam" | "amsgrad":
-                return torch.optim.Adam(parameters, lr=rate, eps=1e-2, amsgrad=name == "amsgrad", weight_decay=0.05)
-            case "AdamW foreach" | "AdamW fused":
-                return torch.optim.AdamW(parameters, lr=rate, eps=1e-2, weight_decay=0.1,
-                                         **{name.removeprefix("AdamW "): True})
-            case "RMSprop":
-                return torch.optim.RMSprop(parameters, lr=rate, eps=1e-2, momentum=0.5, centered=True)
-            case "LBFGS" | "LBFGS strong_wolfe":
-                return torch.optim.LBFGS(parameters, lr=rate, max_iter=3, history_size=4, tolerance_grad=0,
-                                         tolerance_change=0,
-                                         line_search_fn="strong_wolfe" if name.endswith("wolfe") else None)
-        return getattr(torch.optim, name)(parameters, lr=rate, eps=1e-2)
+        """Return a new optimizer."""
+        return optimizers.optimizer(self.training.optimizer, parameters, 0.02 * self.side.rate)
 
     def schedule(self) -> None:
         """Make the scheduler of the first optimizer."""
-        optimizer = self.optimizers[0]
-        has_momentum = "betas" in optimizer.defaults or optimizer.defaults.get("momentum", 0) > 0
-        match self.training.scheduler:
-            case "OneCycleLR":
-                self.scheduler = lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=self.training.total + 1,
-                                                         cycle_momentum=has_momentum)
-            case "SequentialLR":
-                parts = [lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.8)]
-                self.scheduler = lr_scheduler.SequentialLR(optimizer, parts, [2])
-            case "ReduceLROnPlateau":
-                self.scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.05)
-            case _:
-                self.scheduler = lr_scheduler.StepLR(optimizer, 2, 0.5)
+        self.scheduler = optimizers.scheduler(self.training.scheduler, self.optimizers[0], self.training.total)
 
     def hook(self) -> None:
         """Halve a gradient by a hook of the user."""
@@ -195,18 +166,23 @@ class Script:
         self.happen(happens)
         if any(event == "double" and self.number >= when for when, event in training.events.items()):
             batches = ((x.double() if x.is_floating_point() else x, y.double(), factor) for x, y, factor in batches)
+        learn = torch.compile(self.learn, backend="eager") if training.compiled else self.learn
+        self.record(learn(batches, skips=happens == "skip"))
+        self.number += 1
+
+    def learn(self, batches: Iterator[Batch], *, skips: bool) -> float:
+        """Compute gradients and let the optimizers step, or skip that; return the loss."""
+        training = self.training
         self.clear()
         if training.gradients == "closure":
-            metric = self.closed(*next(batches))
-        elif training.structure == "in turns":
-            metric = self.turns(*next(batches))
-        else:
-            metric = sum(self.backward(*batch, is_last=index == training.batches - 1) for index, batch in enumerate(batches))
-            if happens != "skip":
-                self.update(self.optimizers, self.model.parameters())
-                self.scaler.update() if self.scaler.is_enabled() else None
-        self.record(metric)
-        self.number += 1
+            return self.closed(*next(batches))
+        if training.structure == "in turns":
+            return self.turns(*next(batches))
+        metric = sum(self.backward(*batch, is_last=index == training.batches - 1) for index, batch in enumerate(batches))
+        if not skips:
+            self.update(self.optimizers, self.model.parameters())
+            self.scaler.update() if self.scaler.is_enabled() else None
+        return metric
 
     def record(self, metric: float) -> None:
         """Let time pass for what follows the step, and keep numbers of it."""
