@@ -47,6 +47,8 @@ class Script:
 
     def __init__(self, training: Training, side: Alone) -> None:
         self.training, self.side = training, side
+        if training.compiled:
+            torch._dynamo.reset()  # of what other trainings have compiled
         self.found: dict[str, torch.Tensor] = {}
         self.number = 0
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2,
