@@ -116,7 +116,8 @@ class Engine:
         """Say for what this rank still waits when it leaves, for a log line."""
         if self._state.closing is not None:
             frame = sys._current_frames().get(self._thread.ident or 0)
-            return f" for its background thread, which closes:\n{''.join(traceback.format_stack(frame))}"
+            where = "".join(traceback.format_stack(frame)) if frame is not None else "it has just ended"
+            return f" for its background thread, which closes:\n{where}"
         if not self._decisions.has_left and 0 not in self._serves:
             return " for rank 0 to confirm"
         return f" for ranks {sorted(self._serves - self._state.departed)} to leave"
@@ -295,6 +296,7 @@ class Engine:
         coordinator, execution = self._coordinator, self._execution
         if not (execution.waits or coordinator.busy):
             self._watchdog.received()
+            self._next_look = -math.inf  # being idle is no standstill
             return None
         now = self._clock()
         if now < self._next_look and not coordinator.urgent:

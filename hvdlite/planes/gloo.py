@@ -318,17 +318,23 @@ class GlooProcessGroup:
             _leak(self._group)  # a forked child: its destructor would wait for threads that only the parent has
             return
         self._store.close()
-        if self._has_failed:
-            end_connections(self._store.texts)
-            until = time.monotonic() + ABORT_SECONDS
-            while ((connections := handled_connections(self._store.published)) or self._in_progress()) and (
-                    time.monotonic() < until):
-                time.sleep(0.01)
-            stop_handling(connections)
+        try:
+            if self._has_failed:
+                self._end_operations()
+        finally:
             if self._in_progress():
                 _leak(self._group)  # its destructor would wait
-        del self._group
-        self._store.withdraw()
+            del self._group
+            self._store.withdraw()
+
+    def _end_operations(self) -> None:
+        """Let the destructor not wait for what an operation that has failed, or was interrupted, has left behind."""
+        end_connections(self._store.texts)
+        until = time.monotonic() + ABORT_SECONDS
+        while ((connections := handled_connections(self._store.published)) or self._in_progress()) and (
+                time.monotonic() < until):
+            time.sleep(0.01)
+        stop_handling(connections)
 
     def _in_progress(self) -> bool:
         return len(self._done) < self._begun

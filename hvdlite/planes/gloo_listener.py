@@ -84,9 +84,9 @@ def handled_connections(published: bytes) -> list[tuple[int, int]]:
 
 def stop_handling(connections: Iterable[tuple[int, int]]) -> None:
     """Let Gloo's thread handle some connections no more."""
-    for thread, descriptor in connections:
-        with select.epoll.fromfd(os.dup(thread)) as epoll, contextlib.suppress(OSError):  # it has closed the connection
-            epoll.unregister(descriptor)
+    for epoll, descriptor in connections:
+        with contextlib.suppress(OSError), select.epoll.fromfd(os.dup(epoll)) as copy:  # it is closed, or none is left
+            copy.unregister(descriptor)
 
 
 def listeners() -> dict[int, bytes]:
