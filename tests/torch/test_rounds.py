@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.gradients.errors import GradientOrderError  # noqa: E402
 from hvdlite_torch import DistributedOptimizer  # noqa: E402
@@ -56,6 +57,24 @@ def test_zeros_are_no_gradients_of_the_scripts_in_a_join(writes: str) -> None:
         return [parameter[0].item() for parameter in parameters]
     first, second = threads(2, step)
     assert first == second == pytest.approx([1 - 0.2, 1 - 0.4 - 0.1])  # two averages of 1, then two halves
+
+
+def test_zeros_on_one_rank_only_are_an_error() -> None:
+    """The others' steps would use what was averaged before."""
+    def step(runtime: Runtime) -> None:
+        kept, used = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+        optimizer = DistributedOptimizer(torch.optim.SGD([kept, used], lr=0.1), _runtime=runtime)
+        (kept + used).sum().backward()
+        optimizer.step()
+        for _ in range(2):
+            used.grad = None
+            if runtime.world.rank == 0:
+                assert kept.grad is not None
+                kept.grad.zero_()
+            used.sum().backward()
+            optimizer.step()
+    with pytest.raises(MismatchError, match="number of optimizer steps"):
+        threads(2, step)
 
 
 def test_joins_of_several_optimizers_take_all_parameters_from_the_rank_that_missed_nothing() -> None:

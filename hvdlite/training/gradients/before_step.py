@@ -169,8 +169,8 @@ class BeforeStep(Generic[Parameter]):
             if (member.state is REDUCED and member.reduced() is gradient) or gradient is None:
                 continue
             origin = members.origin(member, members.gradient(member))
-            if members.needs_round(origin) and not (origin is Origin.REWRITTEN and self.reducer.framework.is_zero(gradient)):
-                return True  # but zeros that the script writes, or multiplies to clip, add nothing
+            if members.needs_round(origin):
+                return True
             if origin is Origin.REPLACED and self._looks_for_replaced:
                 if not members.is_idempotent:
                     raise replaced(member.name, self.reducer.rank, reduction_name(self.reducer.set.op))

@@ -31,8 +31,8 @@ The *origin* of a gradient is computed when somebody asks:
 | NEW, AGAIN | state LOCAL, AGAIN | READY | a round is due |
 | REDUCED | the tensor that was reduced; state REDUCED | READY if I, else UNUSED | all zeros: a round is due |
 | REPLACED | another tensor; state REDUCED | READY | a round is due if I, else an error |
-| OLD | the tensor that was reduced, not written to since; state IDLE | UNUSED | - |
-| REWRITTEN | it has been written to; state IDLE | READY if I and `written_too` | a round is due if I, but for zeros |
+| OLD | the tensor that was reduced, not written to since, or zeros that add nothing; state IDLE | UNUSED | - |
+| REWRITTEN | it has been written to; state IDLE | READY if I and `written_too` | a round is due if I |
 | OWN | another tensor; state IDLE | READY | a round is due |
 """
 
@@ -95,6 +95,7 @@ class Member(Generic[Parameter]):
     trailing: Gradient | None = None  # what was accumulated after that
     reduced: Callable[[], Gradient | None] = lambda: None  # gives the gradient that the last round left
     version: int = -1  # how often that had been written to
+    zeroed: int = -1  # `version` when the optimizer has set it to zero
 
 
 def set_on_all(field: str) -> Callable[[Iterable[Member[Any]], Iterable[Any]], None]:
@@ -290,7 +291,11 @@ class Members(Generic[Parameter]):
             return Origin.REDUCED if is_same else Origin.REPLACED
         if not is_same:
             return Origin.OWN
-        return Origin.OLD if self.framework.version(gradient) == member.version else Origin.REWRITTEN
+        if self.framework.version(gradient) == member.version:
+            return Origin.OLD
+        # Zeros of a frozen parameter, and zeros that were zeros before (they are multiplied to clip).
+        adds_nothing = member.zeroed == member.version or not self.framework.is_trainable(member.parameter)
+        return Origin.OLD if adds_nothing and self.framework.is_zero(gradient) else Origin.REWRITTEN
 
     def counts(self, origin: Origin, written_too: bool) -> bool:
         """Return whether a gradient of this origin counts in a round that is closed.
@@ -351,10 +356,10 @@ class Members(Generic[Parameter]):
         return found
 
     def renew(self) -> None:
-        """What has been written to the reduced gradients so far does not make them new ones."""
+        """The optimizer has set the reduced gradients to zero; that does not make them new ones."""
         for member in self:
             if (gradient := member.reduced()) is not None:
-                member.version = self.framework.version(gradient)
+                member.version = member.zeroed = self.framework.version(gradient)
 
     def note_last(self, member: Member[Parameter], gradient: Gradient, *, is_written: bool = False) -> None:
         """This is the gradient that was reduced last.
