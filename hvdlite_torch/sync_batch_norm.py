@@ -16,6 +16,7 @@ from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.moments import combined_moments
 from hvdlite_torch.collectives import below_autograd, derivatives
+from hvdlite_torch.uncompiled import leave_module_to_python
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -249,3 +250,6 @@ def _like(values: torch.Tensor | None, statistics: torch.Tensor) -> torch.Tensor
 def _column(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a vector over the channels in a shape that broadcasts against an input."""
     return values.reshape(1, -1, *[1] * (like.dim() - 2))
+
+
+leave_module_to_python(vars())

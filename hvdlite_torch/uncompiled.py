@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
+import torch
 from torch._C._dynamo import eval_frame
+
+from hvdlite import ops
 
 F = TypeVar("F")
 
@@ -26,7 +29,17 @@ def leave_to_python(function: F) -> F:
 
 
 def leave_module_to_python(module: Mapping[str, Any]) -> None:
-    """Mark the public functions of a module, whose names are given, at its end."""
+    """Mark the public functions of a module, whose names are given, and those of its `autograd.Function`s; at its end."""
     for name, value in module.items():
-        if not name.startswith("_") and isinstance(value, FunctionType) and value.__module__ == module["__name__"]:
+        if getattr(value, "__module__", None) != module["__name__"]:
+            continue
+        if isinstance(value, FunctionType) and not name.startswith("_"):
             leave_to_python(value)
+        elif isinstance(value, type) and issubclass(value, torch.autograd.Function):
+            for each in vars(value).values():
+                if isinstance(each, staticmethod):
+                    leave_to_python(each.__func__)
+
+
+for _function in (ops.barrier, ops.join):
+    leave_to_python(_function)

@@ -30,6 +30,7 @@ from hvdlite_torch.arrays.tensors import contiguous
 from hvdlite_torch.collectives import below_autograd
 from hvdlite_torch.collectives.below_autograd import TorchHandle
 from hvdlite_torch.gradients.weights import transforms_active, weight_of_this_pass
+from hvdlite_torch.uncompiled import leave_module_to_python
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 Tensors = Sequence[torch.Tensor]
@@ -369,3 +370,6 @@ class _Overwritten(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         return None, *pull_back(ctx.call, upstream)
+
+
+leave_module_to_python(vars())

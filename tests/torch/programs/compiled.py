@@ -32,6 +32,19 @@ def _trained(wrap: Callable[[Any], Any], mean: Callable[[torch.Tensor], torch.Te
     return [*(parameter.detach() for parameter in model.parameters()), *losses], frames
 
 
+def _frames(call: Callable[[], Any]) -> int:
+    """Return how many frames the compiler looks at when a function is called."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.compile(call, backend="eager")()
+    return torch._dynamo.utils.counters["frames"]["total"]
+
+
+def _differentiated() -> None:
+    values = torch.ones(3, requires_grad=True)
+    hvd.allreduce(values * 2).sum().backward()
+
+
 def a_compiled_step_is_as_in_one_process() -> None:
     torch.set_num_threads(1)
     hvd.init()
@@ -39,4 +52,7 @@ def a_compiled_step_is_as_in_one_process() -> None:
     expected, plain = _trained(lambda optimizer: optimizer, lambda loss: loss, [0.1, 0.2])
     torch.testing.assert_close(found, expected)
     assert 0 < frames < plain + 5, f"{frames} frames were compiled, {plain} with a plain optimizer"
+    layer, rows = hvd.SyncBatchNorm(4), torch.rand(4, 4)
+    for call, most in ((hvd.barrier, 3), (_differentiated, 6), (lambda: layer(rows), 30)):  # torch's own layers are many
+        assert _frames(call) <= most, call
     hvd.shutdown()
