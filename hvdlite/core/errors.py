@@ -11,6 +11,7 @@ There are three families.
 (`NotInitializedError`, `ForkedProcessError`). It has Horovod's name because elastic training scripts catch it by that name.
 
 `HostsUpdatedInterrupt` is no error: elastic training ends a world with it at a boundary on which all ranks agree.
+`WorldEnded` is a job error that a script's `except Exception` does not catch.
 """
 
 from __future__ import annotations
@@ -109,3 +110,7 @@ class HostsUpdatedInterrupt(RuntimeError):
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("members of the job come or go; hvd.elastic.run goes on in the next world")
         self.skip_sync = skip_sync
+
+
+class WorldEnded(BaseException):
+    """Raised in elastic jobs when a script catches the error that ended its world and goes on calling collectives."""

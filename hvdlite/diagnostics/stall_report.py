@@ -70,13 +70,15 @@ class CallHistory:
 
 def location_of(frame: FrameType) -> str:
     """Return where a stack is in the script: its innermost frame outside of hvdlite and of installed libraries."""
-    chosen, current = frame, frame
-    while current is not None:
-        if is_script(current.f_code.co_filename):
-            chosen = current
-            break
-        current = current.f_back  # type: ignore[assignment]
+    chosen = script_frame(frame) or frame
     return _location(chosen.f_code.co_name, chosen.f_code.co_filename, chosen.f_lineno)
+
+
+def script_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of a stack that is the script's, or None."""
+    while frame is not None and not is_script(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def location_in_dump(stacks: str) -> str:

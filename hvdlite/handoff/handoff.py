@@ -28,8 +28,8 @@ class Handoff:
     mailboxes: dict[tuple[int, str], MailboxEnd] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def create(cls, rank: int, size: int, wake: Callable[[], None], *, spins: bool) -> Handoff:
+    def create(cls, rank: int, size: int, wake: Callable[[], None], *, spins: bool, is_elastic: bool = False) -> Handoff:
         """Return what one rank's threads share; the arguments are those of `Inbox`."""
         state = JobState(size)
-        inbox = Inbox(rank, state, wake, spins=spins)
+        inbox = Inbox(rank, state, wake, spins=spins, is_elastic=is_elastic)
         return cls(inbox, BlockedWaiters(inbox.hurry, inbox.put), state)

@@ -14,6 +14,7 @@ from hvdlite.handoff.buckets import BucketEntry
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import BlockedWaiters, Handle
 from hvdlite.handoff.job_state import JobState
+from hvdlite.handoff.refusals import Refusals
 from hvdlite.negotiation.messages import LayoutStale, MailboxStale, Retired, RoundDone
 
 
@@ -35,6 +36,7 @@ class Inbox:
     Args:
         wake: ends the background thread's current or next wait; callable from any thread and from signal handlers.
         spins: whether the background thread polls for a while before it sleeps.
+        is_elastic: whether the job goes on in another world when it has failed here.
 
     Attributes:
         items: user threads append, the background thread removes.
@@ -44,13 +46,15 @@ class Inbox:
         pid: the process to which the rank belongs; constant.
     """
 
-    def __init__(self, rank: int, state: JobState, wake: Callable[[], None], *, spins: bool) -> None:
+    def __init__(self, rank: int, state: JobState, wake: Callable[[], None], *, spins: bool,
+                 is_elastic: bool = False) -> None:
         self.items: deque[Item] = deque()
         self.awake = True
         self.closed = False
         self.last_caller = threading.get_ident()
         self.pid: Final = os.getpid()
         self._rank, self._state, self._wake, self._spins = rank, state, wake, spins
+        self._refusals = Refusals() if is_elastic else None
         # Of tensors under way, with their process sets. There is no lock: a signal handler may interrupt its holder, and
         # wait for other threads.
         self._names: dict[tuple[int, str], object] = {}
@@ -68,14 +72,17 @@ class Inbox:
         Raises:
             ForkedProcessError: in a forked child.
             HorovodInternalError: when the job has failed.
+            WorldEnded: likewise, in an elastic job, when the script does not heed that.
             NotInitializedError: after `shutdown()`.
         """
         if self.in_child:
             raise ForkedProcessError(f"'{name}': this process (pid {os.getpid()}) was forked from rank "
                                      f"{self._rank} (pid {self.pid}); collectives belong to the rank itself. "
                                      "Start workers with the spawn method if they must call init()")
-        if self._state.failure is not None:
-            raise self._state.failure.with_traceback(None)
+        failure = self._state.failure
+        if failure is not None:
+            failure.with_traceback(None)
+            raise failure if self._refusals is None else self._refusals.error(failure)
         if self.closed:
             raise NotInitializedError(f"'{name}': hvdlite has been shut down; call init() again")
 

@@ -59,7 +59,8 @@ class Runtime(Collectives):
 
     def __init__(self, world: World, config: Config, connections: Connections, coordinator: Coordinator | None,
                  hosts: Hosts | None = None) -> None:
-        handoff = Handoff.create(world.rank, world.size, connections.control.wake, spins=config.spin_microseconds > 0)
+        handoff = Handoff.create(world.rank, world.size, connections.control.wake, spins=config.spin_microseconds > 0,
+                                 is_elastic=world.epoch > 0)
         super().__init__(world, handoff, min(config.eager_limit, EAGER_TRAFFIC // world.size))
         self.world, self.config = world, config
         self.hosts = hosts or Hosts((tuple(range(world.size)),))

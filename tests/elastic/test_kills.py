@@ -66,3 +66,13 @@ def test_too_few_members_end_the_job_with_the_first_failure(tmp_path: Path) -> N
     assert not told
     assert job.process.returncode != 0
     assert "RuntimeError: trouble ahead" in job.errors()
+
+
+def test_a_script_that_catches_every_exception_comes_into_the_next_world(tmp_path: Path) -> None:
+    job = Job(["-np", "3", "--min-np", "1"], tmp_path, 100, {"TROUBLE": "2:30:kill"}, program="swallowing")
+    try:
+        told = job.succeed()
+    finally:
+        job.close()
+    assert set(told) == {0, 1}
+    assert job.errors().count("a world that has ended, the first in swallowing(), swallowing.py:") == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -16,9 +18,9 @@ from hvdlite.negotiation.messages import Request
 class Rank:
     """What the threads of rank 0 of 2 share; `woken` counts the wake-ups of a background thread that does not exist."""
 
-    def __init__(self, *, spins: bool = False) -> None:
+    def __init__(self, *, spins: bool = False, is_elastic: bool = False) -> None:
         self.woken = 0
-        handoff = Handoff.create(0, 2, self._wake, spins=spins)
+        handoff = Handoff.create(0, 2, self._wake, spins=spins, is_elastic=is_elastic)
         self.inbox, self.waiters, self.state = handoff.inbox, handoff.waiters, handoff.state
 
     def _wake(self) -> None:
@@ -74,3 +76,22 @@ def test_after_the_end_calls_are_refused_and_what_came_too_late_fails() -> None:
     rank.state.failure, rank.inbox.closed = None, True
     with pytest.raises(NotInitializedError, match="has been shut down"):
         rank.inbox.enqueue(rank.entry("x"))
+
+
+@pytest.mark.parametrize("is_elastic", [True, False])
+def test_a_script_that_goes_on_calling_in_an_ended_world_is_warned_and_then_stopped(
+        is_elastic: bool, caplog: pytest.LogCaptureFixture) -> None:
+    rank = Rank(is_elastic=is_elastic)
+    rank.state.failure = PeerLostError("rank 1 was lost", 1)
+    raised: list[BaseException] = []
+    for _ in range(11):
+        try:
+            rank.inbox.check_usable("x")
+        except BaseException as error:
+            raised.append(error)
+        assert len(caplog.records) == (is_elastic and len(raised) >= 3)
+    assert raised[:9] == [rank.state.failure] * 9
+    assert [isinstance(error, Exception) for error in raised[9:]] == [not is_elastic] * 2
+    if is_elastic:
+        assert re.search(r"the first in test_a_script_\w+\(\), test_inbox.py:\d+: ", caplog.text), caplog.text
+        assert str(raised[9]).startswith("rank 1 was lost\nThe script has caught this error 9 times, first in test_a_script")

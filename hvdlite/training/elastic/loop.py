@@ -27,6 +27,7 @@ from hvdlite.core.errors import (
     PeerLostError,
     ProtocolError,
     ReplicaMismatchError,
+    WorldEnded,
 )
 from hvdlite.membership.messages import StateReport, WorldOrder
 from hvdlite.training.elastic.state import State
@@ -93,7 +94,7 @@ class _Training:
                 if self._member.finish(self._epoch):
                     return result
                 reason = "the world was stopped when the training function had returned on this rank"
-            except Exception as error:
+            except (Exception, WorldEnded) as error:
                 if not self._ends_world(error):
                     raise
                 reason = "" if self._member.is_at_rest else f"{type(error).__name__}: {error}".splitlines()[0]
@@ -113,7 +114,7 @@ class _Training:
             self._state.restore()
         self._state.on_reset()
 
-    def _ends_world(self, error: Exception) -> bool:
+    def _ends_world(self, error: BaseException) -> bool:
         """Return whether an exception means that the world is over, and not the training.
 
         A framework may wrap the error of a collective in its own, so any exception counts when the runtime has failed.
@@ -133,7 +134,7 @@ class _Training:
         self._member.idle(self._epoch, StateReport(has_state=self._has_state, commits=self._state._commits, at_rest=at_rest),
                           reason)
 
-    def _explain(self, error: Exception) -> None:
+    def _explain(self, error: BaseException) -> None:
         """Log why a world has ended on this rank, if nobody else does."""
         current = self._worlds.runtime
         failure = None if current is None else current.failure
