@@ -3,7 +3,7 @@
 Rules
 - The job on this host ends when the launcher ends, when the link is cut (no order, not even a ping, for as many seconds as
   the knob `agent_timeout` allows) and on a `Stop` order: all its processes are killed and its directory is removed. If the
-  agent itself is killed, its reaper does this.
+  agent itself is killed, or is stopped for twice that time, its reaper does this.
 - The agent never blocks on the link: while the launcher does not read, or reports that its own reader is slow, the ranks'
   output stays in their pipes.
 """
@@ -92,7 +92,7 @@ class Agent:
 
     def run(self) -> None:
         """Handle orders and the ranks' events until the job ends."""
-        self._workers.prepare()
+        self._workers.prepare(2 * self._silence)
         self._wake_for_signals()
         try:
             self._send(AgentReady(platform.python_version(), __version__, socket.gethostname(), cores(), os.getpid()))

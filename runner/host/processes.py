@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import resource
 import secrets
@@ -72,9 +73,13 @@ class RankProcess:
 
 
 class Reaper:
-    """The reaper process, which ends the job if the launcher is killed (`reaper.py`), and the launcher's own use of it."""
+    """The reaper process, which ends the job if the launcher is killed (`reaper.py`), and the launcher's own use of it.
 
-    def __init__(self, job_directory: str) -> None:
+    Args:
+        stopped: seconds for which this process may be stopped, before the reaper kills it.
+    """
+
+    def __init__(self, job_directory: str, stopped: float = math.inf) -> None:
         self._mark = mark(job_directory)
         self._limit = _unused_limit()
         self._ranks: dict[int, int] = {}
@@ -82,10 +87,10 @@ class Reaper:
             pid for pid, process in reaper.process_table().items() if process.parent == os.getpid()}
         self._subreaper = os.getpid() if _adopt_orphans() else 0
         environment = {name: value for name, value in os.environ.items() if name != launch_contract.JOB_DIRECTORY}
-        self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", str(Path(reaper.__file__)), job_directory, self._mark, str(self._limit)], bufsize=0,
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-            env=environment)
+        command = [sys.executable, "-S", "-E", str(Path(reaper.__file__)), job_directory, self._mark,
+                   str(self._limit), str(stopped)]
+        self._process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                                         stderr=subprocess.DEVNULL, start_new_session=True, env=environment)
         self._excluded.add(self._process.pid)
 
     @contextlib.contextmanager

@@ -1,17 +1,20 @@
 """The reaper ends a job whose launcher was killed. It uses the standard library only, so it starts in milliseconds.
 
-    python reaper.py JOB_DIRECTORY MARK LIMIT
+    python reaper.py JOB_DIRECTORY MARK LIMIT STOPPED
 
 It reads its standard input, whose other end only the launcher has open: a line "rank PID START" for each rank that is
 started, "gone PID" for one whose process id the system may use again, and "done". An end without "done" means that the
-launcher was killed: the reaper kills all processes of the job, and removes the job's directory.
+launcher was killed: the reaper kills all processes of the job, and removes the job's directory. It kills a launcher that has
+been stopped (SIGSTOP) for STOPPED seconds; inf for never.
 
 A process belongs to the job when it has MARK in its environment, has the LIMIT that the launcher sets for ranks, is in the
 session or group of a rank, or descends from such a process. Each criterion alone can fail: by a cleaned environment (or a
 rewritten title, which uses the same memory), by a program that sets limits, by setsid, by a parent that has ended.
 """
 
+import math
 import os
+import select
 import shutil
 import signal
 import sys
@@ -21,6 +24,8 @@ from typing import NamedTuple
 
 TIMEOUT_SECONDS = 8.0
 """Seconds to go on killing; a process that keeps forking faster is given up."""
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at a launcher that may be stopped."""
 
 
 class Process(NamedTuple):
@@ -169,12 +174,35 @@ def _kill(pid: int, pidfd: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def read_until_end(launcher: int, allowed: float) -> bytes:
+    """Return what the launcher has written when it has ended; kill it when it has been stopped for too long.
+
+    Looks are counted, not seconds: this process may have stood still, too, with its host.
+
+    Args:
+        allowed: seconds.
+    """
+    content, looks = b"", 0
+    begun = look_up(launcher)
+    while True:
+        if select.select([0], [], [], LOOK_SECONDS if math.isfinite(allowed) else None)[0]:
+            piece = os.read(0, 1 << 16)
+            if not piece:
+                return content
+            content += piece
+            continue
+        found = look_up(launcher)
+        looks = looks + 1 if found is not None and found.state == "T" else 0
+        if begun is not None and looks * LOOK_SECONDS >= allowed:
+            kill_all({launcher: begun}, [launcher])
+
+
 def main() -> None:
     """Wait for the end of the launcher."""
-    directory, mark, limit = sys.argv[1], os.fsencode(sys.argv[2]), int(sys.argv[3])
+    directory, mark, limit, allowed = sys.argv[1], os.fsencode(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # a terminal's Ctrl-C is for the launcher
-    lines = [line.split() for line in sys.stdin.buffer.read().splitlines()]
+    lines = [line.split() for line in read_until_end(os.getppid(), allowed).splitlines()]
     if [b"done"] not in lines:
         ranks: dict[int, int] = {}
         for line in lines:

@@ -7,6 +7,7 @@ selector waits for the ranks' pipes and pidfds, and the group reports events (`m
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import selectors
 import shutil
@@ -85,8 +86,11 @@ class WorkerGroup:
         self._killed: set[int] = set()  # members that were killed on an order
         self._dying: dict[int, float] = {}  # members that have ended: until when to wait for the end of their descendants
 
-    def prepare(self) -> None:
+    def prepare(self, stopped: float = math.inf) -> None:
         """Create the job's directory, whose name contains this process's id, and start the reaper.
+
+        Args:
+            stopped: seconds for which this process may be stopped, before the reaper ends the job.
 
         Raises:
             LaunchError: when there is no place for the directory, or no process can be started.
@@ -98,7 +102,7 @@ class WorkerGroup:
                               "TMPDIR names another place") from None
         try:
             with explained("the process that ends the job if hvdrun is killed"):
-                self._reaper = Reaper(self.directory)
+                self._reaper = Reaper(self.directory, stopped)
         except LaunchError:
             shutil.rmtree(self.directory, ignore_errors=True)
             raise

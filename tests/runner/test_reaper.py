@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 from hvdlite_runner.host import processes
 from hvdlite_runner.host.processes import Reaper
-from hvdlite_runner.host.reaper import Process, kill_all, kill_job, members, process_table
+from hvdlite_runner.host.reaper import Process, kill_all, kill_job, marked_processes, members, process_table
 from tests.worlds import HANGS_SECONDS
 
 
@@ -53,6 +54,24 @@ def test_a_process_that_has_got_the_id_of_another_one_is_not_killed(sleeper: sub
     assert sleeper.poll() is None
     kill_job(b"no=mark", {sleeper.pid: now.start})
     assert sleeper.wait(HANGS_SECONDS) == -signal.SIGKILL
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are found in /proc")
+def test_the_reaper_of_an_agent_that_stays_stopped_ends_the_job(tmp_path: Path) -> None:
+    script = ("import os, selectors, signal, subprocess; from hvdlite_runner.host.worker_group import WorkerGroup; "
+              "group = WorkerGroup(selectors.DefaultSelector(), print, os.environ); group.prepare(1.0); "
+              "group.watch(subprocess.Popen(['sleep', '1000']).pid); os.kill(os.getpid(), signal.SIGSTOP)")
+    mark = f"TEST_JOB={tmp_path}".encode()
+    with subprocess.Popen([sys.executable, "-c", script],
+                          env={**os.environ, "TMPDIR": str(tmp_path), "TEST_JOB": str(tmp_path)}) as agent:
+        try:
+            assert agent.wait(HANGS_SECONDS) == -signal.SIGKILL
+            deadline = time.monotonic() + HANGS_SECONDS
+            while marked_processes(mark) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert not marked_processes(mark) and not list(tmp_path.iterdir())
+        finally:
+            kill_job(mark, {})
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are found in /proc")
