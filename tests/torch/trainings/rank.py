@@ -61,6 +61,8 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def close(one: torch.Tensor, other: torch.Tensor, training: Training) -> bool:
     """Return whether two tensors differ by rounding errors only."""
     relative, absolute = 1e-6, 1e-9
+    if training.optimizer.startswith("LBFGS"):  # which makes rounding errors larger
+        relative, absolute = 1e-5, 1e-8
     if training.dtype == "float32":
         relative, absolute = 2e-3, 1e-4
     if training.compression == "fp16":
