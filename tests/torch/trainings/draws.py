@@ -252,7 +252,7 @@ RULES: dict[str, Callable[[Training], bool]] = {
         it.event in ("add_param_group", "double") and it.later_event in ("reload", "reload on rank 0", "init anew")),
     "these happen once": lambda it: it.event == it.later_event and it.event in ("add_param_group", "freeze", "double"),
     "a group that is added has no gradients yet": lambda it: it.event == "thaw" and it.later_event == "add_param_group",
-    "the compiler fails in torch.func.grad after a break of the graph": lambda it: it.compiled and it.gradients == "func.grad",
+    "compiled, torch.func.grad fails after a break of the graph": lambda it: it.compiled and it.gradients == "func.grad",
     "compiled, strong_wolfe's numbers are tensors": lambda it: it.compiled and it.optimizer == "LBFGS strong_wolfe",
     # What is not promised.
     "the compiler expects that reading a gradient changes nothing": lambda it: (
