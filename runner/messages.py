@@ -67,6 +67,12 @@ class KillMember(AgentMessage, frozen=True):
     member: int
 
 
+class Look(AgentMessage, frozen=True):
+    """Look whether a member's process is stopped; `SeenStopped` follows if it is."""
+
+    member: int
+
+
 class ToMember(AgentMessage, frozen=True):
     """Pass an order on to a member."""
 
@@ -188,6 +194,12 @@ class FromMember(AgentMessage, frozen=True):
     problem: str = ""  # what is wrong with what it sent: it is disconnected
 
 
+class SeenStopped(AgentMessage, frozen=True):
+    """A member's process is stopped, as by SIGSTOP."""
+
+    member: int
+
+
 class Result(AgentMessage, frozen=True):
     """A piece of the result that a rank wrote to the job's directory, as `result.RANK`."""
 
@@ -246,10 +258,10 @@ class ProgressReply(AgentMessage, frozen=True):
     waits: str = ""  # which ranks wait for which, from rank 0's host
 
 
-Order = (Start | TaskPiece | KillMember | ToMember | Signal | Stop | Pause | Ping | RouteRequest
+Order = (Start | TaskPiece | KillMember | Look | ToMember | Signal | Stop | Pause | Ping | RouteRequest
          | ProbeRequest | HostInfoRequest | SpeedRequest | ProgressRequest)
-Event = (AgentReady | Pong | Started | StartRefused | Output | Exited | FromMember | Result | AgentDone | RouteReply
-         | ProbeReply | HostInfoReply | SpeedReply | ProgressReply)
+Event = (AgentReady | Pong | Started | StartRefused | Output | Exited | FromMember | SeenStopped | Result | AgentDone
+         | RouteReply | ProbeReply | HostInfoReply | SpeedReply | ProgressReply)
 _ORDERS, _EVENTS = msgspec.msgpack.Decoder(Order), msgspec.msgpack.Decoder(Event)
 
 

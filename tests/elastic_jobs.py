@@ -28,15 +28,18 @@ from hvdlite.membership.events import (
     HostsSeen,
     Kill,
     Limits,
+    Look,
     MemberGone,
     MemberReported,
     Note,
+    SeenStopped,
     SendOrder,
     StartMember,
     TimePassed,
 )
 from hvdlite.membership.messages import AskAlive, Listening, MemberMessage, WorldOrder
 from hvdlite_runner.host.member_server import MemberServer
+from hvdlite_runner.host.reaper import look_up
 from tests import temporary, warm, worlds
 
 
@@ -183,6 +186,10 @@ class ElasticJob:
                     if isinstance(order, WorldOrder):
                         self.orders[order.epoch] = order
                     self._server(self._authority.world.everybody[member].host).send(member, order)
+                case Look(member):
+                    found = look_up(self.processes[member].pid)
+                    if found is not None and found.state == "T":
+                        self._handle(SeenStopped(member))
                 case Kill(member):
                     self.kill(member)
                 case Note(text):

@@ -68,6 +68,8 @@ class Authority:
                 self._gone(world.everybody[id], event)
             case events.HostLost(host, reason):
                 self._lost(host, reason)
+            case events.SeenStopped(id) if id in world.everybody:
+                world.seen_stopped(world.everybody[id], now)
         if self._limits.one_world:
             self._follow_only_world()
             return self._commands
@@ -128,8 +130,7 @@ class Authority:
             case messages.BoundaryReport(change, boundary) if world.state is WorldState.PREPARING and change == world.change:
                 world.boundaries[member.id], member.wait = boundary, NOTHING
             case messages.Alive(in_user_code=computes):
-                member.wait = member.wait.prolonged(
-                    self._now, self._limits.quiesce_timeout, computes=computes, survives=member.survives)
+                member.wait = member.wait.prolonged(self._now, self._limits, computes=computes, survives=member.survives)
             case messages.MemberIdle(state_report=state_report, reason=reason):
                 member.state_report, member.wait = state_report, NOTHING
                 if world.state is not WorldState.STOPPING or not state_report.at_rest:
@@ -191,8 +192,7 @@ class Authority:
         if self._limits.one_world:
             return None if self.is_over else self._end_job(failure.shell_code, str(failure), failure)
         if self.world.state is WorldState.FINISHED:
-            is_rank_0 = failure.member == self.members[0]
-            self._note(self._history.add_at_end(failure, is_rank_0=is_rank_0))
+            self._note(self._history.add_at_end(failure, is_rank_0=failure.member == self.members[0]))
             return
         self._history.add(failure)
         self._note(str(failure))
@@ -267,7 +267,7 @@ class Authority:
             world.enter(WorldState.PREPARING)
             world.change, world.boundaries = world.change + 1, {}
             self._history.began(self._now)
-            wait = Expectation("boundary", self._now + self._limits.quiesce_timeout)
+            wait = Expectation.of("boundary", self._now, self._limits)
             self._commands += world.send(living, messages.PrepareStop(world.change), wait)
 
     def _refuse_change(self, staying: int) -> None:

@@ -38,7 +38,8 @@ class Limits:
         reset_limit: worlds after the first one; None: as many as are needed. When it is reached, the world does not grow any
             more, and the next failure ends the job.
         elastic_timeout: seconds for which the job waits for `start_np` slots at the start, and for `min_np` members later.
-        quiesce_timeout: seconds that a member may take to stop, or to exit when it is dismissed, before it is killed.
+        quiesce_timeout: seconds after which a member for which others wait, and whose process is stopped, is killed.
+        heartbeat: seconds after which a member that does not answer is killed, though its process is not stopped.
         cooldown: seconds after which a failed slot or a barred host is used again: (10, 60) for 10, 20, 40, 60, 60 ... after
             the first, second ... time. None: never, unless discovery loses the host or slot and finds it again.
         whole_host: a single failure bars the host, and its members leave with the next world, as in Horovod. Else it costs
@@ -57,6 +58,7 @@ class Limits:
     reset_limit: int | None = None
     elastic_timeout: float = 600.0
     quiesce_timeout: float = 10.0
+    heartbeat: float = 60.0
     cooldown: tuple[float, float] | None = None
     whole_host: bool = False
     failures_per_host: int = 3
@@ -122,11 +124,18 @@ class HostLost:
 
 
 @dataclasses.dataclass(frozen=True)
+class SeenStopped:
+    """The answer to `Look`, if the kernel says that the member's process is stopped."""
+
+    member: int
+
+
+@dataclasses.dataclass(frozen=True)
 class TimePassed:
     """`Authority.wake_at` has come."""
 
 
-Event = HostsSeen | MemberReported | MemberGone | HostLost | TimePassed
+Event = HostsSeen | MemberReported | MemberGone | HostLost | SeenStopped | TimePassed
 
 
 # --- commands ----------------------------------------------------------------------------------------------------------
@@ -166,6 +175,13 @@ class Kill:
 
 
 @dataclasses.dataclass(frozen=True)
+class Look:
+    """Look whether a member's process is stopped."""
+
+    member: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Note:
     """A line for the user."""
 
@@ -197,4 +213,4 @@ class EndJob:
     ends_healthy: bool = False
 
 
-Command = StartMember | SendOrder | Kill | Note | WorldBegun | EndJob
+Command = StartMember | SendOrder | Kill | Look | Note | WorldBegun | EndJob

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, Literal
 
 from hvdlite.membership import messages
-from hvdlite.membership.events import Command, Kill, Limits, MemberGone, Note, SendOrder, StartMember, WorldBegun
+from hvdlite.membership.events import Command, Kill, Limits, Look, MemberGone, Note, SendOrder, StartMember, WorldBegun
 from hvdlite.membership.hosts import Slot
 from hvdlite.membership.messages import StateReport, WorldOrder
 
@@ -82,13 +82,15 @@ class Expectation:
     A member that was ordered to stop may compute for some time; one for which others wait at a boundary, at the end of
     `elastic.run` or in front of the next one may compute for as long as it likes. A stopped process would hold them up for
     ever: they are in no collective with it, so none of them misses it. So it is asked whether it lives; the thread of its
-    link answers, whatever the script does.
+    link answers, whatever the script does, but not while a C call holds the GIL. So the launcher looks at the same time
+    whether its process is stopped; only then it is killed early.
 
     Attributes:
         what: what it has to do; "" if others do not wait for it.
         kill_at: when it is killed, if it has not done so.
         ask_at: when it is asked whether it lives.
         give_up_at: when it is killed though it lives.
+        stopped_until: when it is killed because its process is stopped, if it has not answered.
         is_noted: whether the user has been informed that others wait for it.
     """
 
@@ -97,21 +99,28 @@ class Expectation:
     ask_at: float = math.inf
     give_up_at: float = math.inf
     is_noted: bool = False
+    stopped_until: float = math.inf
 
-    def prolonged(self, now: float, timeout: float, *, computes: bool, survives: bool) -> Expectation:
+    @staticmethod
+    def of(what: Expected, now: float, limits: Limits) -> Expectation:
+        """Return an expectation that a member which lives meets at once."""
+        return Expectation(what, now + limits.heartbeat, now + limits.quiesce_timeout / 2)
+
+    def prolonged(self, now: float, limits: Limits, *, computes: bool, survives: bool) -> Expectation:
         """Return how long a member that has reported that it lives is waited for.
 
         Args:
             computes: the script does, and the background thread has ended; else this thread is slow to end, or hangs.
             survives: it can go on with the others in another world.
         """
+        timeout, wait = limits.quiesce_timeout, dataclasses.replace(self, stopped_until=math.inf)
         if self.what == "life":
-            return dataclasses.replace(self, kill_at=math.inf, ask_at=now + 2 * timeout)
+            return dataclasses.replace(wait, kill_at=math.inf, ask_at=now + 2 * timeout)
         if self.what != "stop" or not survives:
-            return self
+            return wait
         if computes:
-            return dataclasses.replace(self, kill_at=min(now + timeout, self.give_up_at), ask_at=now + timeout / 2)
-        return dataclasses.replace(self, ask_at=now + timeout / 8)
+            return dataclasses.replace(wait, kill_at=min(now + limits.heartbeat, self.give_up_at), ask_at=now + timeout / 2)
+        return dataclasses.replace(wait, ask_at=now + timeout / 8)
 
 
 NOTHING: Final = Expectation()
@@ -256,7 +265,7 @@ class JobWorld:
     def next_due(self, now: float) -> float:
         """Return when members are asked or killed, or joiners come in."""
         joining = self.next_joining() if self.state is WorldState.RUNNING else math.inf
-        times = [min(member.wait.kill_at, member.wait.ask_at) for member in self.alive()]
+        times = [min(each.wait.kill_at, each.wait.ask_at, each.wait.stopped_until) for each in self.alive()]
         return min([joining if joining > now else math.inf, *times])
 
     def takes(self, member: Member, message: messages.MemberMessage, now: float) -> bool:
@@ -277,11 +286,11 @@ class JobWorld:
 
     def stop(self, members: Iterable[Member], reason: str, now: float) -> list[Command]:
         """Order members to end the world at once, unless this has been done."""
-        timeout = self.limits.quiesce_timeout
+        timeout, give_up_at = self.limits.quiesce_timeout, now + self.limits.elastic_timeout
         stopping = [each for each in members if each.state in IN_WORLD and each.wait.what != "stop"]
         for member in stopping:
-            member.wait = Expectation("stop", now + timeout, now + timeout / 2, now + self.limits.elastic_timeout,
-                               member.wait.is_noted)
+            kill_at = now + (self.limits.heartbeat if member.survives else timeout)  # the others end in any case
+            member.wait = Expectation("stop", min(kill_at, give_up_at), now + timeout / 2, give_up_at, member.wait.is_noted)
         return self.send(stopping, messages.StopNow(self.epoch, reason))
 
     def dismiss(self, members: Iterable[Member], reason: str, now: float) -> list[Command]:
@@ -291,8 +300,7 @@ class JobWorld:
             if member.state is MemberState.STARTING:
                 ended += self.kill(member, reason)
             else:
-                expected = Expectation("exit", now + self.limits.quiesce_timeout)
-                ended += self.send([member], messages.Dismissed(reason), expected)
+                ended += self.send([member], messages.Dismissed(reason), Expectation.of("exit", now, self.limits))
         return ended
 
     def kill(self, member: Member, reason: str) -> list[Command]:
@@ -304,21 +312,29 @@ class JobWorld:
         """A member is gone."""
         member.state, member.wait = TRANSITIONS[MemberGone][member.state], NOTHING
 
+    def seen_stopped(self, member: Member, now: float) -> None:
+        """The process of a member is stopped; this counts if it was asked, and has not answered."""
+        if member.wait != NOTHING and member.wait.ask_at == math.inf:
+            member.wait = dataclasses.replace(member.wait, stopped_until=now + self.limits.quiesce_timeout / 2)
+
     def expire(self, now: float) -> list[Command]:
         """Kill and ask the members whose time has come."""
         done: list[Command] = []
-        timeout = self.limits.quiesce_timeout
+        limits = self.limits
         for member in self.alive():
             wait = member.wait
             if wait.ask_at <= now < wait.give_up_at:
-                done += self._note(member)
+                done += [] if wait.what == "exit" else self._note(member)
                 # When it should have been killed already, the authority itself stood still: nobody has asked the member.
-                kill_at = min(now + timeout, wait.give_up_at if wait.kill_at <= now else wait.kill_at)
+                kill_at = min(now + limits.heartbeat, wait.give_up_at if wait.kill_at <= now else wait.kill_at)
                 member.wait = dataclasses.replace(member.wait, kill_at=kill_at, ask_at=math.inf)
-                done += self.send([member], messages.AskAlive(self.epoch))
-            elif wait.kill_at <= now:
-                given = self.limits.elastic_timeout if wait.give_up_at <= now else timeout
+                done += [] if wait.what == "exit" else self.send([member], messages.AskAlive(self.epoch))
+                done.append(Look(member.id))
+            elif min(wait.kill_at, wait.stopped_until) <= now:
+                given = limits.elastic_timeout if wait.give_up_at <= now else limits.heartbeat
                 reason = f"it did not {'answer' if self.state is WorldState.FINISHED else 'stop'} within {given:g} s"
+                if wait.stopped_until <= now:
+                    reason = "its process was stopped while others waited for it"
                 if wait.what == "exit":
                     reason = "it did not exit when it was dismissed"
                 elif wait.what != "stop" or member.survives:  # else others are the reason
@@ -339,7 +355,7 @@ class JobWorld:
         elif self.state is WorldState.FINISHED:
             where = "called elastic.run again"
         return [Note(f"{self.name(member)} has not {where}; the others wait for it, at most "
-                     f"{self.limits.quiesce_timeout:g} s if it does not answer, else {limit}")]
+                     f"{self.limits.heartbeat:g} s if it does not answer, else {limit}")]
 
     def await_members(self, now: float) -> None:
         """Watch members that were ordered nothing, but run while others wait."""

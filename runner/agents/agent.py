@@ -39,6 +39,7 @@ from hvdlite_runner.messages import (
     HostInfoReply,
     HostInfoRequest,
     KillMember,
+    Look,
     Pause,
     Ping,
     Pong,
@@ -137,7 +138,7 @@ class Agent:
         self._last_received = time.monotonic()
 
     def _obey(self, order: object) -> None:
-        if isinstance(order, (Start, TaskPiece, KillMember, ToMember, Signal)):
+        if isinstance(order, (Start, TaskPiece, KillMember, Look, ToMember, Signal)):
             if isinstance(order, Start):
                 self._free_port()
             self._workers.obey(order)

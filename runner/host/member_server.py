@@ -45,6 +45,7 @@ class MemberServer:
         self.selector = selector
         self.clock = clock
         self._received = received
+        self.pids: dict[int, int] = {}  # of members that are connected; what hvdrun has started may be a script around one
         self._connections: dict[int, _Connection] = {}  # by member
         self._strangers: dict[_Connection, None] = {}  # they have not sent `MemberHello`; the oldest first
         self._unsent: dict[int, bytes] = {}  # orders for members that have not connected yet
@@ -90,7 +91,7 @@ class MemberServer:
                 return
             del self._strangers[connection]
             connection.member = message.member
-            self._connections[message.member] = connection
+            self._connections[message.member], self.pids[message.member] = connection, message.pid
             self._received(message.member, message, "")
             connection.send(self._unsent.pop(message.member, b""))
             return
@@ -103,7 +104,7 @@ class MemberServer:
         connection.close()
         self._strangers.pop(connection, None)
         if self._connections.get(connection.member) is connection:
-            del self._connections[connection.member]
+            del self._connections[connection.member], self.pids[connection.member]
             self._gone.add(connection.member)  # a member connects once
 
     def _accept(self) -> None:

@@ -26,16 +26,19 @@ from hvdlite.diagnostics.progress import read, read_metrics
 from hvdlite_runner.host import commands, progress
 from hvdlite_runner.host.member_server import MemberServer
 from hvdlite_runner.host.processes import RankProcess, Reaper, kill_descendants
+from hvdlite_runner.host.reaper import look_up
 from hvdlite_runner.messages import (
     PIECE_BYTES,
     Event,
     Exited,
     FromMember,
     KillMember,
+    Look,
     Output,
     ProcessStart,
     ProgressReply,
     Result,
+    SeenStopped,
     Signal,
     Start,
     Started,
@@ -117,7 +120,7 @@ class WorkerGroup:
         if self._reaper is not None:
             self._reaper.forget(pid)
 
-    def obey(self, order: Start | TaskPiece | KillMember | ToMember | Signal) -> None:
+    def obey(self, order: Start | TaskPiece | KillMember | Look | ToMember | Signal) -> None:
         """Carry out an order.
 
         Raises:
@@ -134,6 +137,11 @@ class WorkerGroup:
         elif isinstance(order, ToMember):
             assert self._members is not None
             self._members.send(order.member, order.order)
+        elif isinstance(order, Look):
+            assert self._members is not None
+            found = look_up(self._members.pids.get(order.member, 0))
+            if found is not None and found.state in "Tt":
+                self._report(SeenStopped(order.member))
         elif order.member in self.running:
             self._killed.add(order.member)
             self.running[order.member].send(signal.SIGKILL)

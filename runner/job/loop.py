@@ -29,9 +29,11 @@ from hvdlite.membership.events import (
     HostLost,
     HostsSeen,
     Kill,
+    Look,
     MemberGone,
     MemberReported,
     Note,
+    SeenStopped,
     SendOrder,
     StartMember,
     TimePassed,
@@ -236,6 +238,8 @@ class Job:
                     self._send(member, orders.ToMember(member, order))
                 case Kill(member):
                     self._send(member, orders.KillMember(member))
+                case Look(member):
+                    self._send(member, orders.Look(member))
                 case Note(text):
                     self._output.note(text)
                 case WorldBegun(_, world):
@@ -278,7 +282,8 @@ class Job:
                 raise
             self._output.note(str(error))
 
-    def _send(self, key: int, order: orders.Start | orders.TaskPiece | orders.KillMember | orders.ToMember) -> None:
+    def _send(self, key: int,
+              order: orders.Start | orders.TaskPiece | orders.KillMember | orders.Look | orders.ToMember) -> None:
         """Send an order to the machine of a process that runs."""
         if key not in self._processes.running:
             return
@@ -313,6 +318,8 @@ class Job:
             case orders.RouteReply() if machine in self._listening:
                 key, message = self._listening.pop(machine)
                 self._events.append(MemberReported(key, _at(message, event.addresses)))
+            case orders.SeenStopped(member):
+                self._events.append(SeenStopped(member))
             case Result():
                 self._task.write_result(event)
             case StartRefused():

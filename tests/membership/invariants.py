@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from hvdlite.membership.members import IN_WORLD, JOINING, Expected, JobWorld, MemberState, WorldState
+from hvdlite.membership.members import IN_WORLD, JOINING, NOTHING, Expected, JobWorld, MemberState, WorldState
 
 EXPECTED_IN: Final[Mapping[Expected, Collection[MemberState]]] = {
     "": set(MemberState) - {MemberState.DISMISSED},
@@ -28,7 +28,8 @@ def validate(world: JobWorld) -> None:
         state, wait = member.state, member.wait
         checks = (
             state in EXPECTED_IN[wait.what],
-            (min(wait.kill_at, wait.ask_at) < math.inf) == (wait.what != ""),
+            wait == NOTHING or min(wait.kill_at, wait.ask_at) < math.inf or world.limits.heartbeat == math.inf,
+            wait.what != "" or wait == NOTHING,
             not member.fault or state in (MemberState.KILLED, MemberState.GONE),
             state not in (*IN_WORLD, MemberState.IDLE) or member in world.members,
             state not in JOINING or member not in world.members,

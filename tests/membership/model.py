@@ -20,9 +20,11 @@ from hvdlite.membership.events import (
     HostsSeen,
     Kill,
     Limits,
+    Look,
     MemberGone,
     MemberReported,
     Note,
+    SeenStopped,
     SendOrder,
     StartMember,
     TimePassed,
@@ -147,6 +149,9 @@ class Job:
             assert command.member not in self.gone | self.killed
             self.killed.add(command.member)
             self.at(self.random.uniform(0, 0.5), lambda: self.processes[command.member].die(-9))
+        elif isinstance(command, Look):
+            if self.processes[command.member].is_frozen:
+                self.at(self.random.uniform(0, 0.5), lambda: self.tell_authority(SeenStopped(command.member)))
         elif isinstance(command, WorldBegun):
             self.begun(command)
         elif isinstance(command, Note):

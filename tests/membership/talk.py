@@ -13,9 +13,11 @@ from hvdlite.membership.events import (
     HostsSeen,
     Kill,
     Limits,
+    Look,
     MemberGone,
     MemberReported,
     Note,
+    SeenStopped,
     SendOrder,
     StartMember,
     TimePassed,
@@ -84,6 +86,11 @@ class Talk:
     def alive(self, *members: int, in_user_code: bool = True) -> Talk:
         return self._each(members, Alive(self.epoch, in_user_code))
 
+    def seen_stopped(self, *members: int) -> Talk:
+        for member in members:
+            self.handle(SeenStopped(member))
+        return self
+
     def boundary(self, **told: int) -> Talk:
         """Answer the last `PrepareStop`: `boundary(m0=3, m1=4)`."""
         commands = []
@@ -147,6 +154,9 @@ class Talk:
 
     def asked(self) -> list[int]:
         return list(self.told(AskAlive))
+
+    def looked_at(self) -> list[int]:
+        return [command.member for command in self.commands if isinstance(command, Look)]
 
     def stop_at(self) -> set[int]:
         return {order.boundary for order in self.told(StopAt).values()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite.membership.events import Kill, MemberGone, MemberReported, Note, SendOrder
+from hvdlite.membership.events import Kill, Limits, MemberGone, MemberReported, Note, SendOrder
 from hvdlite.membership.members import SUCCESSORS, SURVIVING, TRANSITIONS, Expectation, MemberState, WorldState
 from hvdlite.membership.messages import (
     Alive,
@@ -107,7 +107,7 @@ def in_state(name: str) -> tuple[Talk, int]:
         talk.boundary(m0=1, m1=1, m2=1)
         talk.idle(0, 1, 2, at_rest=True)
     elif name in ("KILLED", "GONE"):
-        talk.finished(0).wait(20)
+        talk.finished(0).wait(70)
         if name == "GONE":
             talk.gone(1)
     return talk, 1
@@ -187,10 +187,11 @@ def test_members_in_run_survive_the_loss_of_others(state: MemberState) -> None:
 
 def test_a_wait_of_each_kind() -> None:
     """docs/protocol.md#boundaries"""
+    limits = Limits(2)
     for what, kept in (("", False), ("boundary", False), ("exit", False), ("life", True), ("stop", True)):
         wait = Expectation(what, kill_at=10.0, give_up_at=30.0)  # type: ignore[arg-type]
-        assert (wait.prolonged(9.0, 10.0, computes=True, survives=True) != wait) == kept
-        assert (wait.prolonged(9.0, 10.0, computes=True, survives=False) != wait) == (what == "life")
+        assert (wait.prolonged(9.0, limits, computes=True, survives=True) != wait) == kept
+        assert (wait.prolonged(9.0, limits, computes=True, survives=False) != wait) == (what == "life")
     stop = Expectation("stop", kill_at=25.0, give_up_at=30.0)
-    assert stop.prolonged(24.0, 10.0, computes=True, survives=True).kill_at == 30.0, "not for ever"
-    assert stop.prolonged(24.0, 10.0, computes=False, survives=True).kill_at == 25.0
+    assert stop.prolonged(24.0, limits, computes=True, survives=True).kill_at == 30.0, "not for ever"
+    assert stop.prolonged(24.0, limits, computes=False, survives=True).kill_at == 25.0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.runner.elastic_jobs import HostsFile, Job, begun
+from tests.runner.elastic_jobs import PROGRAM, HostsFile, Job, begun
 
 
 @pytest.fixture
@@ -45,6 +46,20 @@ def test_a_member_on_another_host_dies(folder: Path) -> None:
         assert "left: rank 1 on b (killed by signal 9 (SIGKILL))" in running.wait_for("world 2")
         assert finish(running, 0, 2) == 0
         assert running.text.count("heard 2 0 2 localhost b ((0,), (1,))") == 2, running.text
+
+
+def test_members_whose_processes_are_stopped_are_given_up(folder: Path) -> None:
+    (folder / "open-b").touch()
+    script = ["sh", "-c", f"{sys.executable} {PROGRAM} {folder}; exit $?"]  # the shell itself is not stopped
+    with Job(folder, "--remote-shell", str(folder / "rsh"), "-H", "localhost:2,b:2", "-np", "4", "--min-np", "1",
+             program=script) as running:
+        pids = {id: int(pid) for id, pid, *_ in (begun(running.wait_for("begun")) for _ in range(4))}
+        for member in ("1", "3"):
+            os.kill(pids[member], signal.SIGSTOP)
+        running.tell(2, "kill")
+        line = running.wait_for("world 2")
+        assert "rank 1 on localhost (its process was stopped" in line and "rank 3 on b (its process was stopped" in line
+        assert finish(running, 0) == 0
 
 
 def test_a_host_joins_and_is_lost(folder: Path) -> None:
