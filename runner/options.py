@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn
 from hvdlite._version import __version__
 from hvdlite.core.config import MOST_SECONDS, Config, timeout_or_inf
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.launch_contract import MEMBER
 from hvdlite.membership.events import Limits
 from hvdlite_runner.job.discovery import discover_once
 from hvdlite_runner.placement import LOCAL, MOST_SLOTS, Host
@@ -290,8 +291,10 @@ def elastic_limits(options: argparse.Namespace, environ: Mapping[str, str], host
     if cooldown[0] > cooldown[1]:
         raise LaunchError(f"--blacklist-cooldown-range {cooldown[0]:g} {cooldown[1]:g}: the first number is the smaller one")
     timeout = options.elastic_timeout or _timeout_of(environ)
+    config = Config.from_environment({**environ, MEMBER: ""})
     limits = Limits(size, least, options.max_np, options.reset_limit, timeout,
-                    heartbeat=timeout_or_inf(Config.from_environment(environ).heartbeat_timeout),
+                    heartbeat=timeout_or_inf(config.heartbeat_timeout),
+                    stall_shutdown=timeout_or_inf(config.stall_shutdown_time_seconds),
                     cooldown=None if cooldown[0] == math.inf else cooldown, whole_host=rule == "host",
                     hosts_are_fixed=not script, ends_at_reset_limit=options.horovod_compat,
                     starts_with_all=options.horovod_compat or (options.np is None and options.min_np is not None))

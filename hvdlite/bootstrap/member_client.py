@@ -99,9 +99,9 @@ class MemberClient:
             self._boundaries = 0
         self._send(MemberReady())
 
-    def idle(self, epoch: int, state_report: StateReport, reason: str) -> None:
+    def idle(self, epoch: int, state_report: StateReport, reason: str, blamed: tuple[int, ...] = ()) -> None:
         """World `epoch` has ended here: its background thread has ended, and its planes are closed."""
-        self._send(MemberIdle(epoch, state_report, reason))
+        self._send(MemberIdle(epoch, state_report, reason, blamed))
 
     def meeting_failed(self, epoch: int, reason: str, missing: tuple[int, ...]) -> None:
         """This member could not meet the others of world `epoch`; this is no news if the authority has given that world up.

@@ -20,6 +20,8 @@ MOST_SECONDS: Final = 1e9
 """Thirty years: longer waits are no different from an infinite one, and system calls refuse them."""
 _MAX_SOCKET_TIMEOUT: Final = 2_000_000.0
 """In seconds; `socket.settimeout` stores milliseconds in 31 bits."""
+_ELASTIC_STALL_SHUTDOWN: Final = 600.0
+"""In seconds: the default in elastic jobs."""
 
 
 def _at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str], float]:
@@ -213,8 +215,9 @@ class Config:
         60.0, _seconds, "report a tensor that has waited for other ranks for this many seconds; 0 is never",
         STALL_CHECK_DISABLE=_off, STALL_CHECK_TIME_SECONDS=_same)
     stall_shutdown_time_seconds: float = knob(
-        0.0, _seconds, "end the job when a tensor has waited for other ranks for this many seconds, with the "
-        "stall report as the error; 0 is never", STALL_SHUTDOWN_TIME_SECONDS=_same)
+        0.0, _seconds, "end the job, or in an elastic job the missing ranks, when a tensor has waited for other ranks for "
+        "this many seconds, with the stall report as the error; 0 is never; elastic jobs have 600 if it is not set",
+        STALL_SHUTDOWN_TIME_SECONDS=_same)
     stall_report_file: str = knob("", _file, "file to which rank 0 also writes each stall report, as JSON")
     silence_check_seconds: float = knob(
         3.0, _seconds, "probe a rank for which others have waited for this many seconds; 0 is never")
@@ -283,6 +286,9 @@ class Config:
             if name not in values:
                 values[name] = _parse(fields[name], f"{path}: {key}", text)
         config = cls(**values)  # type: ignore[arg-type]
+        if launch_contract.MEMBER in environ and "stall_shutdown_time_seconds" not in values:
+            config = dataclasses.replace(
+                config, stall_shutdown_time_seconds=max(_ELASTIC_STALL_SHUTDOWN, config.stall_check_time_seconds))
         if 0 < config.stall_shutdown_time_seconds < config.stall_check_time_seconds:
             raise ConfigError(f"the stall shutdown time, {config.stall_shutdown_time_seconds:g} s, must not be less than "
                               f"that of the warning, {config.stall_check_time_seconds:g} s")

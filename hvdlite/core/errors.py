@@ -43,9 +43,10 @@ class ReplicaMismatchError(HorovodInternalError):
 class PeerLostError(HorovodInternalError):
     """Raised on the surviving ranks when a rank died or stopped answering."""
 
-    def __init__(self, message: str, rank: int = -1) -> None:
+    def __init__(self, message: str, rank: int = -1, blamed: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.rank = rank  # the origin of the failure, never a rank that merely passed it on
+        self.blamed = blamed  # the ranks that hold up the others though their processes live, as far as is known
 
 
 class PeerFailedError(PeerLostError):

@@ -197,7 +197,7 @@ class StallInspector:
                 self._report_silence(rank, waited)
             elif 0 < self._times.lost <= waited:
                 coordinator.lose(rank, f"it has not answered for {waited:.0f} s (HVDLITE_HEARTBEAT_TIMEOUT): "
-                                       f"{self._state(rank)}")
+                                       f"{self._state(rank)}", is_silent=True)
                 acted = True
         return acted
 
@@ -250,7 +250,7 @@ class StallInspector:
             receiver(report)
         if pending.ends_job and report.missing:
             self._coordinator.fail(FailureNotice(report.missing[0], "StallError", "\n".join(
-                report.diagnosis(rank) for rank in report.missing), report.text()))
+                report.diagnosis(rank) for rank in report.missing), report.text(), tuple(report.missing)))
             return True
         return False
 

@@ -310,7 +310,7 @@ class Engine:
             self._controller.send_side_message(message)
             self._send_report()
         if reason := self._watchdog.gave_up(now):
-            self.fail(FailureNotice(self._control.parent, "lost", reason))
+            self.fail(FailureNotice(self._control.parent, "lost", reason, blamed=(self._control.parent,)))
         if coordinator.check_stalls(now):
             self._decide()
             return 0.0  # the decision is to be applied before this rank sleeps

@@ -30,7 +30,7 @@ def failure_error(notice: FailureNotice, rank: int, names: Sequence[str] = ()) -
     """
     origin = names[notice.origin] if names and notice.origin >= 0 else str(notice.origin)
     if notice.kind == StallError.__name__:
-        return StallError(f"{notice.message}\n{notice.traceback}", notice.origin)
+        return StallError(f"{notice.message}\n{notice.traceback}", notice.origin, notice.blamed)
     if notice.kind == DeadlockError.__name__:
         return DeadlockError(notice.message, notice.origin)
     if notice.origin == rank:
@@ -41,6 +41,6 @@ def failure_error(notice: FailureNotice, rank: int, names: Sequence[str] = ()) -
     if notice.origin == -1:
         return PeerLostError(notice.message, notice.origin)
     if notice.kind == "lost":
-        return PeerLostError(f"rank {origin} was lost: {notice.message}", notice.origin)
+        return PeerLostError(f"rank {origin} was lost: {notice.message}", notice.origin, notice.blamed)
     cause = f"\n\nrank {origin}'s traceback:\n{notice.traceback.rstrip()}" if notice.traceback else ""
     return PeerFailedError(f"rank {origin} failed with {notice.kind}: {notice.message}{cause}", notice.origin)

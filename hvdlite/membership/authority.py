@@ -18,7 +18,6 @@ from hvdlite.membership.members import (
     IN_WORLD,
     JOINING,
     NOTHING,
-    Expectation,
     JobWorld,
     Member,
     MemberState,
@@ -132,9 +131,11 @@ class Authority:
             case messages.Alive(in_user_code=computes):
                 member.wait = member.wait.prolonged(self._now, self._limits, computes=computes, survives=member.survives)
             case messages.MemberIdle(state_report=state_report, reason=reason):
+                blamed = () if member.wait.why else message.blamed  # in a cut, both sides blame each other
                 member.state_report, member.wait = state_report, NOTHING
                 if world.state is not WorldState.STOPPING or not state_report.at_rest:
                     self._end_world(f"{world.name(member)}: {reason}")
+                world.blame(blamed, f"it held up the others: {reason}", self._now)
             case messages.MeetingFailed(reason=reason, missing=ranks):
                 missing = [self.members[rank] for rank in ranks if 0 <= rank < len(self.members)]
                 self._meetings.complain(missing or [member.id], self.members[0], reason)
@@ -264,11 +265,8 @@ class Authority:
         if not self._limits.allows(self.epoch + 1):
             self._refuse_change(staying)
         elif is_joined or 0 < staying < len(living):  # if nobody can take over the state, it trains on as long as it can
-            world.enter(WorldState.PREPARING)
-            world.change, world.boundaries = world.change + 1, {}
             self._history.began(self._now)
-            wait = Expectation.of("boundary", self._now, self._limits)
-            self._commands += world.send(living, messages.PrepareStop(world.change), wait)
+            self._commands += world.prepare_stop(self._now)
 
     def _refuse_change(self, staying: int) -> None:
         """Tell the user what the reset limit leaves out, when this changes; under Horovod's rule end the job instead."""

@@ -40,6 +40,7 @@ class Limits:
         elastic_timeout: seconds for which the job waits for `start_np` slots at the start, and for `min_np` members later.
         quiesce_timeout: seconds after which a member for which others wait, and whose process is stopped, is killed.
         heartbeat: seconds after which a member that does not answer is killed, though its process is not stopped.
+        stall_shutdown: seconds after which a member that was to stop is killed though it computes.
         cooldown: seconds after which a failed slot or a barred host is used again: (10, 60) for 10, 20, 40, 60, 60 ... after
             the first, second ... time. None: never, unless discovery loses the host or slot and finds it again.
         whole_host: a single failure bars the host, and its members leave with the next world, as in Horovod. Else it costs
@@ -59,6 +60,7 @@ class Limits:
     elastic_timeout: float = 600.0
     quiesce_timeout: float = 10.0
     heartbeat: float = 60.0
+    stall_shutdown: float = 600.0
     cooldown: tuple[float, float] | None = None
     whole_host: bool = False
     failures_per_host: int = 3

@@ -41,6 +41,8 @@ SURVIVING: Final = (_S.READY, _S.MEETING, _S.TRAINING, _S.FINISHED, _S.IDLE)
 """These members go on in the next world when theirs is lost; others, which are not in elastic.run, end."""
 _SAME: Final = {state: state for state in IN_WORLD}
 
+BLAMED_SECONDS: Final = 1.0
+"""See `JobWorld.blame`."""
 JOINERS_WAIT: Final = (1.0, 30.0)
 """Seconds; see `JobWorld.next_joining`."""
 
@@ -90,6 +92,7 @@ class Expectation:
         kill_at: when it is killed, if it has not done so.
         ask_at: when it is asked whether it lives.
         give_up_at: when it is killed though it lives.
+        why: why it is killed then, if others have blamed it.
         stopped_until: when it is killed because its process is stopped, if it has not answered.
         is_noted: whether the user has been informed that others wait for it.
     """
@@ -99,6 +102,7 @@ class Expectation:
     ask_at: float = math.inf
     give_up_at: float = math.inf
     is_noted: bool = False
+    why: str = ""
     stopped_until: float = math.inf
 
     @staticmethod
@@ -284,9 +288,15 @@ class JobWorld:
             member.state, member.wait = TRANSITIONS[type(order)][member.state], wait or member.wait
         return [SendOrder(member.id, order) for member in members]
 
+    def prepare_stop(self, now: float) -> list[Command]:
+        """Ask all members for their boundaries, for a graceful change."""
+        self.enter(WorldState.PREPARING)
+        self.change, self.boundaries = self.change + 1, {}
+        return self.send(self.living(), messages.PrepareStop(self.change), Expectation.of("boundary", now, self.limits))
+
     def stop(self, members: Iterable[Member], reason: str, now: float) -> list[Command]:
         """Order members to end the world at once, unless this has been done."""
-        timeout, give_up_at = self.limits.quiesce_timeout, now + self.limits.elastic_timeout
+        timeout, give_up_at = self.limits.quiesce_timeout, now + self.limits.stall_shutdown
         stopping = [each for each in members if each.state in IN_WORLD and each.wait.what != "stop"]
         for member in stopping:
             kill_at = now + (self.limits.heartbeat if member.survives else timeout)  # the others end in any case
@@ -317,6 +327,13 @@ class JobWorld:
         if member.wait != NOTHING and member.wait.ask_at == math.inf:
             member.wait = dataclasses.replace(member.wait, stopped_until=now + self.limits.quiesce_timeout / 2)
 
+    def blame(self, ranks: Iterable[int], why: str, now: float) -> None:
+        """Kill the members that others have waited for in vain, unless they stop within `BLAMED_SECONDS`: they may hang."""
+        until = now + BLAMED_SECONDS
+        for member in [self.members[rank] for rank in ranks if rank < len(self.members)]:
+            if member.wait.what == "stop" and not member.wait.why:
+                member.wait = dataclasses.replace(member.wait, kill_at=until, give_up_at=until, why=why)
+
     def expire(self, now: float) -> list[Command]:
         """Kill and ask the members whose time has come."""
         done: list[Command] = []
@@ -331,13 +348,14 @@ class JobWorld:
                 done += [] if wait.what == "exit" else self.send([member], messages.AskAlive(self.epoch))
                 done.append(Look(member.id))
             elif min(wait.kill_at, wait.stopped_until) <= now:
-                given = limits.elastic_timeout if wait.give_up_at <= now else limits.heartbeat
-                reason = f"it did not {'answer' if self.state is WorldState.FINISHED else 'stop'} within {given:g} s"
+                given = limits.stall_shutdown if wait.give_up_at <= now else limits.heartbeat
+                expected = "answer" if self.state is WorldState.FINISHED else "stop"
+                reason = wait.why or f"it did not {expected} within {given:g} s"
                 if wait.stopped_until <= now:
                     reason = "its process was stopped while others waited for it"
                 if wait.what == "exit":
                     reason = "it did not exit when it was dismissed"
-                elif wait.what != "stop" or member.survives:  # else others are the reason
+                elif wait.why or wait.what != "stop" or member.survives:  # else others are the reason
                     member.fault = reason
                 done += self.kill(member, reason)
         return done
@@ -351,7 +369,8 @@ class JobWorld:
         member.wait = dataclasses.replace(member.wait, is_noted=True)
         where, limit = "reached the boundary at which all ranks stop", "as long as it computes"
         if self.state is WorldState.ENDING:
-            where, limit = "stopped", f"{self.limits.elastic_timeout:g} s"
+            where = "stopped"
+            limit = f"{self.limits.stall_shutdown:g} s" if self.limits.stall_shutdown < math.inf else limit
         elif self.state is WorldState.FINISHED:
             where = "called elastic.run again"
         return [Note(f"{self.name(member)} has not {where}; the others wait for it, at most "

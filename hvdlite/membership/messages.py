@@ -56,6 +56,7 @@ class MemberIdle(MembershipMessage, frozen=True):
     epoch: Number
     state_report: StateReport
     reason: str = ""  # why it ended, in a line; "" for a stop at a boundary
+    blamed: tuple[Number, ...] = ()  # the ranks that others have waited for in vain, if that is why
 
 
 class Alive(MembershipMessage, frozen=True):

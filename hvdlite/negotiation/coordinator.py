@@ -109,10 +109,10 @@ class Coordinator:
         if self._failure is None:
             self._failure, self.has_news = failure, True
 
-    def lose(self, rank: int, reason: str) -> None:
-        """End the job because a rank is gone, unless it had left."""
+    def lose(self, rank: int, reason: str, *, is_silent: bool = False) -> None:
+        """End the job because a rank is gone, or does not answer, unless it had left."""
         if rank not in self.negotiator.left:
-            self.fail(FailureNotice(rank, "lost", reason))
+            self.fail(FailureNotice(rank, "lost", reason, blamed=(rank,) if is_silent else ()))
 
     # --- what is ordered ---------------------------------------------------------------------------------------------
 

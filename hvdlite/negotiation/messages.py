@@ -129,6 +129,7 @@ class FailureNotice(Message, frozen=True):
     kind: str  # "lost", "stopped", or the type of the exception that rank raised
     message: str
     traceback: str = ""
+    blamed: tuple[int, ...] = ()  # the ranks that hold up the others though their processes live, as far as is known
 
 
 class GpuProgress(Message, frozen=True):

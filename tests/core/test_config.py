@@ -14,6 +14,16 @@ from hvdlite.core.config import Config, socket_timeout, timeout_or_inf
 from hvdlite.core.errors import ConfigError
 
 
+def test_in_elastic_jobs_a_stall_ends_the_missing_ranks() -> None:
+    def shutdown_time(**given: str) -> float:
+        return Config.from_environment({"HVDLITE_MEMBER": "0", **given}).stall_shutdown_time_seconds
+
+    assert Config.from_environment({}).stall_shutdown_time_seconds == 0 and shutdown_time() == 600
+    assert shutdown_time(HVDLITE_STALL_SHUTDOWN_TIME_SECONDS="0") == 0
+    assert shutdown_time(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="0") == 0
+    assert shutdown_time(HVDLITE_STALL_CHECK_TIME_SECONDS="900") == 900, "not before the warning"
+
+
 def test_a_config_file_by_names_and_in_horovods_sections(tmp_path: Path) -> None:
     file = tmp_path / "knobs.yaml"
     file.write_text("fusion_threshold: 2M\nshm-slot: 1M\ndeterministic: true\ntimeline: {filename: /tmp/t.json}\n"

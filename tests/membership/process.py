@@ -238,8 +238,9 @@ class Process:
         if self.doing == "ending" and self.epoch == epoch:
             self.doing = "idle"
             self.forget_world()
+            blamed = tuple(rank for rank, each in enumerate(self.world()) if each.is_frozen and reason != "told")
             self.say(MemberIdle(epoch, StateReport(
-                has_state=self.has_state, commits=self.commits, at_rest=self.at_rest), reason))
+                has_state=self.has_state, commits=self.commits, at_rest=self.at_rest), reason, blamed))
 
     def forget_world(self) -> None:
         self.arrived = self.waits_at_boundary = False

@@ -79,9 +79,9 @@ class Talk:
         return self._each(members, MemberFinished(self.epoch))
 
     def idle(self, *members: int, commits: int = 0, at_rest: bool = False, has_state: bool = True,
-             reason: str = "a peer was lost") -> Talk:
+             reason: str = "a peer was lost", blamed: tuple[int, ...] = ()) -> Talk:
         return self._each(members, MemberIdle(
-            self.epoch, StateReport(has_state=has_state, commits=commits, at_rest=at_rest), reason))
+            self.epoch, StateReport(has_state=has_state, commits=commits, at_rest=at_rest), reason, blamed))
 
     def alive(self, *members: int, in_user_code: bool = True) -> Talk:
         return self._each(members, Alive(self.epoch, in_user_code))

@@ -10,7 +10,7 @@ from tests.membership.talk import founded
 
 
 def test_a_member_that_computes_is_waited_for_and_a_stopped_one_is_killed() -> None:
-    talk = founded(3, elastic_timeout=100)
+    talk = founded(3, stall_shutdown=100, elastic_timeout=20)
     talk.gone(0)
     assert talk.wait(5).asked() == talk.looked_at() == [1, 2]
     assert talk.notes[-2:] == [f"rank {rank} on a has not stopped; the others wait for it, at most 60 s if it does not "
@@ -46,7 +46,7 @@ def test_a_member_that_ends_in_any_case_is_not_waited_for() -> None:
 
 
 def test_no_heartbeat_time_waits_without_a_limit() -> None:
-    talk = founded(2, heartbeat=math.inf, elastic_timeout=math.inf)
+    talk = founded(2, heartbeat=math.inf, stall_shutdown=math.inf)
     assert talk.gone(0).wait(10_000).killed() == []
     assert talk.idle(1).order().members == (1,)
 
@@ -60,12 +60,35 @@ def test_a_member_that_hangs_in_the_end_of_its_world_is_killed_though_it_answers
 
 
 def test_an_authority_that_stood_still_asks_before_it_kills() -> None:
-    talk = founded(3, elastic_timeout=100)
+    talk = founded(3, stall_shutdown=100, elastic_timeout=20)
     talk.gone(0)
     talk.now += 62
     assert talk.handle(TimePassed()).asked() == [1, 2] and talk.killed() == [], "nobody has asked them yet"
     talk.alive(1).seen_stopped(2).wait(4.9)
     assert talk.killed() == [] and talk.wait(0.1).killed() == [2], "it has been asked, and has not answered"
+
+
+def test_a_member_that_others_blame_is_killed_unless_it_stops() -> None:
+    talk = founded(4)
+    assert talk.idle(0, blamed=(1, 2, 9), reason="StallError: rank 1 is in sleep()").stopped() == [1, 2, 3]
+    talk.idle(2)
+    assert talk.alive(1).wait(0.9).killed() == [] and talk.wait(0.1).killed() == [1], "that it computes is no excuse"
+    assert talk.gone(1).notes[-1].startswith("rank 1 on a: it held up the others: StallError: rank 1 is in sleep() (killed")
+    assert talk.idle(3).order().members == (0, 2, 3)
+
+
+def test_of_two_members_that_blame_each_other_both_go_on() -> None:
+    """The link between them was cut."""
+    talk = founded(3)
+    talk.idle(0, blamed=(1,)).idle(1, blamed=(0, 2))
+    assert talk.wait(20).killed() == []
+    assert talk.idle(2).order().members == (0, 1, 2)
+
+
+def test_what_others_say_of_a_member_that_was_asked_before_counts() -> None:
+    talk = founded(3)
+    talk.gone(0).wait(5).alive(1, 2)
+    assert talk.idle(2, blamed=(1,)).wait(1).killed() == [1]
 
 
 def test_a_member_whose_background_thread_ends_late_is_asked_again() -> None:

@@ -87,7 +87,7 @@ def test_every_option_of_horovodrun_is_taken() -> None:
     settings = job_settings(options, {"PATH": PATH})
     notice = settings.notice
     assert options.command == ["sh"] and "--cycle-time-ms does nothing here" in notice
-    assert settings.limits == Limits(2, 1, 2, 3, 9.0, cooldown=(1.0, 9.0), hosts_are_fixed=True)
+    assert settings.limits == Limits(2, 1, 2, 3, 9.0, cooldown=(1.0, 9.0), hosts_are_fixed=True, stall_shutdown=2.0)
     assert "--mpi-args does nothing without --mpi" in notice
     assert "--slots-per-host does nothing without --host-discovery-script" in notice
     for other in (["-hostfile", "f"], ["--hostfile", "f"], ["--host-discovery-script", "f"], ["--mpi"], ["-cb"],

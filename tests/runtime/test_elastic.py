@@ -116,6 +116,23 @@ def test_a_rank_that_computes_while_another_one_dies_is_waited_for_and_a_stopped
         assert any("rank 1 on a: its process was stopped while others waited" in note for note in job.notes), f"{job}"
 
 
+@pytest.mark.parametrize(("victim", "environment", "why"), [
+    (2, {"HVDLITE_STALL_CHECK_TIME_SECONDS": "1", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "2"}, "StallError: rank 2 never"),
+    (2, {"HVDLITE_SILENCE_CHECK_SECONDS": "0.3", "HVDLITE_HEARTBEAT_TIMEOUT": "2"}, "PeerLostError: rank 2 was lost"),
+    (0, {"HVDLITE_SILENCE_CHECK_SECONDS": "0.3", "HVDLITE_HEARTBEAT_TIMEOUT": "2"}, "PeerLostError: rank 0 was lost")])
+def test_a_rank_that_holds_up_the_others_is_ended_with_the_world(
+        tmp_path: Path, victim: int, environment: dict[str, str], why: str) -> None:
+    gate = tmp_path / "gate"
+    with ElasticJob(compute, str(gate), slots={"a": 3}, min_np=1, environment=environment) as job:
+        for member in range(3):
+            job.until_printed(member, "world of 3")
+        if "HVDLITE_HEARTBEAT_TIMEOUT" in environment:
+            job.kill(victim, signal.SIGSTOP)
+        job.until(lambda: any(f"rank {victim} on a: it held up the others: {why}" in note for note in job.notes))
+        gate.touch()
+        assert set(job.finish()) == {0, 1, 2} - {victim}
+
+
 def test_replicas_that_differ_after_a_change_end_the_job() -> None:
     """See docs/protocol.md#equal-replicas."""
     with ElasticJob(with_a_corrupt_replica, slots={"a": 3}, min_np=1) as job:

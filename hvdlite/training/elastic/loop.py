@@ -121,23 +121,26 @@ class _Training:
         """
         if isinstance(error, ReplicaMismatchError):  # a new world would bring it again
             return False
-        current = self._worlds.runtime
-        if current is not None and current.failure is not None:
+        if self._failure is not None:
             return True
         if isinstance(error, (HostsUpdatedInterrupt, _MeetingFailed)):
             return True
         return isinstance(error, HorovodInternalError) and not isinstance(error, (NotInitializedError, ForkedProcessError))
 
     def _end_world(self, reason: str) -> None:
-        at_rest = self._member.is_at_rest
+        at_rest, failure = self._member.is_at_rest, self._failure
         self._worlds.end_world(reason or "members come or go", at_rest=at_rest)
         self._member.idle(self._epoch, StateReport(has_state=self._has_state, commits=self._state._commits, at_rest=at_rest),
-                          reason)
+                          reason, failure.blamed if isinstance(failure, PeerLostError) else ())
+
+    @property
+    def _failure(self) -> HorovodInternalError | None:
+        """What has ended the present world; None if nothing has."""
+        return None if self._worlds.runtime is None else self._worlds.runtime.failure
 
     def _explain(self, error: BaseException) -> None:
         """Log why a world has ended on this rank, if nobody else does."""
-        current = self._worlds.runtime
-        failure = None if current is None else current.failure
+        failure = self._failure
         if isinstance(error, (PeerLostError, HostsUpdatedInterrupt)) or (
                 isinstance(failure, PeerLostError) and str(failure) in str(error)):  # TensorFlow wraps it in its own error
             return  # the launcher reports it
