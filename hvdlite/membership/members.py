@@ -89,7 +89,7 @@ class Expectation:
 
     Attributes:
         what: what it has to do; "" if others do not wait for it.
-        kill_at: when it is killed, if it has not done so.
+        kill_at: when it is killed, if it has not done so; for most, the heartbeat time after they were asked.
         ask_at: when it is asked whether it lives.
         give_up_at: when it is killed though it lives.
         why: why it is killed then, if others have blamed it.
@@ -105,11 +105,6 @@ class Expectation:
     why: str = ""
     stopped_until: float = math.inf
 
-    @staticmethod
-    def of(what: Expected, now: float, limits: Limits) -> Expectation:
-        """Return an expectation that a member which lives meets at once."""
-        return Expectation(what, now + limits.heartbeat, now + limits.quiesce_timeout / 2)
-
     def prolonged(self, now: float, limits: Limits, *, computes: bool, survives: bool) -> Expectation:
         """Return how long a member that has reported that it lives is waited for.
 
@@ -123,7 +118,7 @@ class Expectation:
         if self.what != "stop" or not survives:
             return wait
         if computes:
-            return dataclasses.replace(wait, kill_at=min(now + limits.heartbeat, self.give_up_at), ask_at=now + timeout / 2)
+            return dataclasses.replace(wait, kill_at=self.give_up_at, ask_at=now + timeout / 2)
         return dataclasses.replace(wait, ask_at=now + timeout / 8)
 
 
@@ -292,15 +287,16 @@ class JobWorld:
         """Ask all members for their boundaries, for a graceful change."""
         self.enter(WorldState.PREPARING)
         self.change, self.boundaries = self.change + 1, {}
-        return self.send(self.living(), messages.PrepareStop(self.change), Expectation.of("boundary", now, self.limits))
+        wait = Expectation("boundary", ask_at=now + self.limits.quiesce_timeout / 2)
+        return self.send(self.living(), messages.PrepareStop(self.change), wait)
 
     def stop(self, members: Iterable[Member], reason: str, now: float) -> list[Command]:
         """Order members to end the world at once, unless this has been done."""
         timeout, give_up_at = self.limits.quiesce_timeout, now + self.limits.stall_shutdown
         stopping = [each for each in members if each.state in IN_WORLD and each.wait.what != "stop"]
         for member in stopping:
-            kill_at = now + (self.limits.heartbeat if member.survives else timeout)  # the others end in any case
-            member.wait = Expectation("stop", min(kill_at, give_up_at), now + timeout / 2, give_up_at, member.wait.is_noted)
+            kill_at = give_up_at if member.survives else min(now + timeout, give_up_at)  # the others end in any case
+            member.wait = Expectation("stop", kill_at, now + timeout / 2, give_up_at, member.wait.is_noted)
         return self.send(stopping, messages.StopNow(self.epoch, reason))
 
     def dismiss(self, members: Iterable[Member], reason: str, now: float) -> list[Command]:
@@ -310,7 +306,8 @@ class JobWorld:
             if member.state is MemberState.STARTING:
                 ended += self.kill(member, reason)
             else:
-                ended += self.send([member], messages.Dismissed(reason), Expectation.of("exit", now, self.limits))
+                wait = Expectation("exit", ask_at=now + self.limits.quiesce_timeout / 2)
+                ended += self.send([member], messages.Dismissed(reason), wait)
         return ended
 
     def kill(self, member: Member, reason: str) -> list[Command]:

@@ -121,7 +121,7 @@ def test_rule_37_members_that_were_killed_because_they_hung_have_not_the_same_ex
     talk = founded(4)
     talk.gone(0)
     talk.idle(1, commits=5)
-    assert talk.wait(60).killed() == [2, 3]
+    assert talk.wait(65).killed() == [2, 3]
     talk.gone(2)
     assert talk.gone(3).order().members == (1,)
 
