@@ -69,10 +69,11 @@ class Authority:
                 self._lost(host, reason)
             case events.SeenStopped(id) if id in world.everybody:
                 world.seen_stopped(world.everybody[id], now)
+            case events.TimePassed():  # what members have said meanwhile comes before it
+                self._commands += world.expire(now)
         if self._limits.one_world:
             self._follow_only_world()
             return self._commands
-        self._commands += world.expire(now)
         state = None
         while state is not world.state and not self.is_over:
             state = world.state

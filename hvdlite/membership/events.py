@@ -7,7 +7,7 @@ What the launcher guarantees:
 - There is a `MemberGone` for each process that it has started, in an elastic job when its descendants are dead, too; after a
   `Kill`, soon.
 - `HostLost` stands for the `MemberGone` of all members of the host. It comes when they cannot be alive any more.
-- `TimePassed` comes at `wake_at`. `now` never falls.
+- `TimePassed` comes at `wake_at`, behind what members have said by then. `now` never falls.
 - After `EndJob` no event has an effect.
 """
 
