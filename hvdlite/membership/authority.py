@@ -151,8 +151,8 @@ class Authority:
         world, before, survives, code = self.world, member.state, member.survives, event.code
         world.bury(member)
         in_world, has_finished = member in world.members, world.state is WorldState.FINISHED
-        failure = Failure(member.id, world.name(member), code, event.cause, member.fault, world.epoch,
-                          in_training=in_world and before is not MemberState.IDLE and not has_finished)
+        failure = Failure(member.id, (member.host, member.slot), world.name(member), code, event.cause, member.fault,
+                          world.epoch, in_training=in_world and before is not MemberState.IDLE and not has_finished)
         if before is MemberState.DISMISSED:
             return
         if before is MemberState.KILLED and not member.fault:
@@ -185,8 +185,8 @@ class Authority:
         failed = sorted((member for member in world.living() if member.host == host), key=lambda each: each.id)
         for member in [each for each in world.alive() if each.host == host]:
             world.bury(member)
-        for member in failed:
-            self._failed(Failure(member.id, world.name(member), None, "", reason, world.epoch, in_training=False))
+        for member, slot in [(each, (host, each.slot)) for each in failed]:
+            self._failed(Failure(member.id, slot, world.name(member), None, "", reason, world.epoch, in_training=False))
         if barred:
             self._note_barred(host)
 
@@ -299,7 +299,8 @@ class Authority:
         recovery = recover({member.id: member.state_report for member in survivors if member.state_report is not None})
         has_lost = len(survivors) < len(world.members)
         error, world.reason = "" if has_lost or self._meetings.complaints else world.reason, ""
-        why = self._history.conclude(recovery.commits, error) if recovery.donors else "no rank that has the state is left"
+        why = "no rank that has the state is left" if not recovery.donors else self._history.conclude(
+            recovery.commits, error, are_enough=len(survivors) >= limits.min_np)
         if not why and not limits.allows(world.epoch + 1):
             why = limits.reset_limit_reached
         self._meetings.conclude(explained=has_lost)

@@ -6,6 +6,7 @@ import dataclasses
 import signal
 from collections.abc import Collection, Mapping, Sequence
 
+from hvdlite.membership.hosts import Slot
 from hvdlite.membership.messages import WorldOrder
 
 
@@ -14,6 +15,7 @@ class Failure:
     """A member that has failed.
 
     Attributes:
+        slot: where it ran.
         who: its rank and host, for people.
         code: its exit code, negative for a signal; None if it was lost with its host.
         exception: its type and message; "" if it is not known.
@@ -23,6 +25,7 @@ class Failure:
     """
 
     member: int
+    slot: Slot
     who: str
     code: int | None
     exception: str
@@ -49,7 +52,8 @@ class Failure:
 class History:
     """The failures of members and the changes of worlds.
 
-    It detects that members fail again and again at the same place.
+    It detects that members fail again and again at the same place. One slot alone is no sign of this: it is used more and
+    more rarely, and the others go on.
 
     Args:
         limit: so many worlds in a row that are lost by failures without a new commit are too many.
@@ -67,7 +71,7 @@ class History:
         self._without_progress: list[Failure] = []  # in training, since the last commit
         self._blamed: Failure | None = None
         self._commits = -1  # the greatest number of commits when a world was last lost by a failure
-        self._worlds = 0  # how many worlds have been lost by failures without a new commit
+        self._worlds = 0  # how many worlds have been lost by failures without a new commit; one slot alone counts once
         self._errors = 0  # worlds in a row that errors have ended, though all members live
         self._commits_at_error = -1  # the greatest number of commits then
         self._since: float | None = None  # when the first world began to end since one has met
@@ -100,12 +104,13 @@ class History:
         """The failure to which the job's end is put down: the first one since training made progress."""
         return _first(self._new) or self._blamed
 
-    def conclude(self, commits: int, error: str = "") -> str:
+    def conclude(self, commits: int, error: str = "", *, are_enough: bool = True) -> str:
         """Judge the failures since the last call, when a world has ended.
 
         Args:
             commits: the most that any member has that is left.
             error: why the world has ended, if all its members live and did not agree to stop.
+            are_enough: the members that are left can go on without others.
 
         Returns:
             Why the job must end; "" if it can go on.
@@ -122,7 +127,8 @@ class History:
         if commits > self._commits:
             self._commits, self._without_progress, self._worlds = commits, [], 0
         self._without_progress += new
-        self._worlds += 1
+        is_one_slot = len({failure.slot for failure in self._without_progress}) == 1
+        self._worlds = 1 if is_one_slot and are_enough else self._worlds + 1
         reason = self._judge()
         if reason:
             self._blamed = self._without_progress[0]
@@ -142,9 +148,9 @@ class History:
         self._without_progress, self._worlds, self._errors = [], 0, 0
 
     def _judge(self) -> str:
-        first: dict[str, Failure] = {}
+        first: dict[str, Slot] = {}
         for failure in self._without_progress:
-            if failure.exception and first.setdefault(failure.exception, failure).member != failure.member:
+            if failure.exception and first.setdefault(failure.exception, failure.slot) != failure.slot:
                 return f"two members have failed in the same way after commit {self._commits}"
         if self._worlds >= self._limit:
             return f"members have failed {self._worlds} times in a row after commit {self._commits}, without another commit"

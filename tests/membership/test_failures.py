@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hvdlite.membership.events import MemberReported
+from hvdlite.membership.members import WorldState
 from hvdlite.membership.messages import MeetingFailed, MemberFinished, MemberHello, MemberIdle, PrepareStop, StateReport
 from tests.membership.talk import Talk, founded
 
@@ -124,6 +127,40 @@ def test_rule_37_members_that_were_killed_because_they_hung_have_not_the_same_ex
     assert talk.wait(65).killed() == [2, 3]
     talk.gone(2)
     assert talk.gone(3).order().members == (1,)
+
+
+def slot_that_always_fails(**limits: Any) -> Talk:
+    """Return a job after three failures of slot 2, each time it was used again, without a commit between them."""
+    talk = founded(3, cooldown=(10.0, 600.0), hosts_are_fixed=True, **limits)
+    member = 2
+    for delay in (10, 20, 40):
+        lose(talk, member, 7, 1, "RuntimeError: the memory has an error")
+        if talk.authority.is_over:
+            break
+        talk.met()
+        ((member, _, slot),) = talk.wait(delay).started()
+        assert slot == 2
+        talk.ready(member)
+        if talk.authority.world.state is WorldState.PREPARING:
+            talk.boundary(m0=50, m1=50)
+            talk.idle(0, 1, commits=7, at_rest=True)
+        talk.met()
+    return talk
+
+
+def test_rule_37_a_slot_that_always_fails_does_not_end_the_job() -> None:
+    assert len(slot_that_always_fails().world) == 3
+
+
+def test_rule_37_a_slot_that_always_fails_ends_the_job_if_others_cannot_go_on_without_it() -> None:
+    end = slot_that_always_fails(min_np=3).end()
+    assert "members have failed 3 times in a row after commit 7" in end.reason
+
+
+def test_rule_37_a_failure_elsewhere_counts_beside_a_slot_that_always_fails() -> None:
+    talk = slot_that_always_fails()
+    assert not lose(talk, 0, 7).authority.is_over
+    assert lose(talk.met(), 1, 7).end().reason.startswith("members have failed 3 times in a row after commit 7")
 
 
 def test_failures_of_members_that_wait_say_nothing_about_training() -> None:
