@@ -330,9 +330,9 @@ class Authority:
             self._left(member, why)
             self._dismiss([member], why)
             if id in planned.unreachable and member.host == donor.host:
-                self._hosts.retire(member.host, member.slot, self._now)
+                self._hosts.retire(member.host, member.slot, self._now, for_good=True)
             elif id in planned.unreachable and not self._hosts.is_barred(member.host, self._now):
-                self._hosts.bar(member.host, self._now)
+                self._hosts.leave_out(member.host)
                 self._note(f"{member.host} cannot be reached from {donor.host}: no more processes are started there")
 
     def _run_again(self) -> None:

@@ -1,7 +1,8 @@
 """The hosts of an elastic job: which slots discovery has found, which have failed, and which hosts are barred.
 
 A failed slot is not used again until its cooldown has passed, or until discovery has lost it and found it again. Several
-failures within a time bar the whole host, for the cooldown or for good.
+failures within a time bar the whole host, for the cooldown or for good. What other ranks cannot reach has no cooldown: it
+stays out until discovery has lost it, because each try interrupts training.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ class _Cooldowns:
         self._times: dict[object, int] = {}
         self._until: dict[object, float] = {}
 
-    def start(self, key: object, now: float) -> None:
+    def start(self, key: object, now: float, *, for_good: bool = False) -> None:
         times = self._times[key] = self._times.get(key, 0) + 1
-        delay = math.inf if self._range is None else min(self._range[0] * 2.0 ** min(times - 1, 60), self._range[1])
-        self._until[key] = now + delay
+        self._until[key] = math.inf if for_good or self._range is None else now + min(
+            self._range[0] * 2.0 ** min(times - 1, 60), self._range[1])
 
     def forget(self, key: object) -> None:
         self._until.pop(key, None)
@@ -49,6 +50,7 @@ class HostSlots:
         self._limits = limits
         self._slots: dict[str, int] = {}  # as discovery saw them last, in its order
         self._lost: set[str] = set()  # hosts that cannot be reached, until discovery has lost them
+        self._left_out: set[str] = set()  # hosts that other ranks cannot reach, until then
         self._failures: dict[str, list[float]] = {}  # those within the window that have not barred the host yet
         self._retired = _Cooldowns(limits)  # slots
         self._barred = _Cooldowns(limits)  # hosts
@@ -60,6 +62,7 @@ class HostSlots:
                 self._retired.forget((host, slot))
             if host not in slots:
                 self._lost.discard(host)
+                self._left_out.discard(host)
         self._slots = dict(slots)
 
     def has(self, host: str, slot: int) -> bool:
@@ -78,18 +81,17 @@ class HostSlots:
             self._retired.start((host, slot), now)
         return self._count(host, now)
 
-    def retire(self, host: str, slot: int, now: float) -> None:
-        """Retire a slot without counting a failure."""
-        self._retired.start((host, slot), now)
+    def retire(self, host: str, slot: int, now: float, *, for_good: bool = False) -> None:
+        """Retire a slot without counting a failure; for good: until discovery has lost it."""
+        self._retired.start((host, slot), now, for_good=for_good)
 
-    def bar(self, host: str, now: float) -> None:
-        """Start no more members on a host."""
-        self._failures.pop(host, None)
-        self._barred.start(host, now)
+    def leave_out(self, host: str) -> None:
+        """Start no more members on a host until discovery has lost it."""
+        self._left_out.add(host)
 
     def is_barred(self, host: str, now: float) -> bool:
         """Return whether no members may be started on a host."""
-        return self._barred.is_running(host, now)
+        return host in self._left_out or self._barred.is_running(host, now)
 
     def free(self, taken: Collection[Slot], now: float) -> list[Slot]:
         """Return the slots on which members can be started, by host in discovery's order.
@@ -97,7 +99,7 @@ class HostSlots:
         Args:
             taken: the slots of living members.
         """
-        return [(host, slot) for host, count in self._slots.items() if not self._barred.is_running(host, now)
+        return [(host, slot) for host, count in self._slots.items() if not self.is_barred(host, now)
                 for slot in range(count) if (host, slot) not in taken and not self._is_retired(host, slot, now)]
 
     def next_end(self, now: float) -> float:
@@ -112,6 +114,7 @@ class HostSlots:
         recent = [when for when in self._failures.get(host, ()) if now - when < self._limits.failure_window] + [now]
         self._failures[host] = recent
         if not self.is_barred(host, now) and len(recent) >= enough:
-            self.bar(host, now)
+            del self._failures[host]
+            self._barred.start(host, now)
             return True
         return False

@@ -69,6 +69,7 @@ class Job:
         self.killed: set[int] = set()
         self.cut: set[frozenset[str]] = set()  # hosts that cannot reach each other
         self.barred: set[str] = set()
+        self.unreachable: set[str] = set()  # from other hosts
         self.used: set[tuple[str, int]] = set()
         self.has_cut = False  # ever
         self.end: EndJob | None = None
@@ -128,7 +129,7 @@ class Job:
         if isinstance(command, StartMember):
             taken = {(other.host, other.start.slot) for other in self.processes.values() if other.id not in self.gone}
             assert (command.host, command.slot) not in taken and command.slot < self.hosts[command.host]
-            assert command.host not in self.barred
+            assert command.host not in self.barred | self.unreachable
             self.used.add((command.host, command.slot))
             process = self.processes[command.member] = self.make_process(command)
             if not command.is_joiner:
@@ -156,9 +157,10 @@ class Job:
             self.begun(command)
         elif isinstance(command, Note):
             assert command.text
-            if "no more processes are started" in command.text and self.limits.cooldown is None:
-                self.barred |= {host for host in "abcdef" if f"started on {host}" in command.text
-                                or command.text.startswith(f"{host} cannot")}
+            if "no more processes are started" in command.text:
+                self.unreachable |= {host for host in "abcdef" if command.text.startswith(f"{host} cannot")}
+                if self.limits.cooldown is None:
+                    self.barred |= {host for host in "abcdef" if f"started on {host}" in command.text}
         elif isinstance(command, EndJob):
             self.end = command
 
@@ -204,6 +206,7 @@ class Job:
         self.tell_authority(HostLost(host, "the connection was lost"))
 
     def discover(self) -> None:
+        self.unreachable &= set(self.hosts)
         self.tell_authority(HostsSeen(dict(self.hosts)))
 
     def fault(self) -> None:
@@ -252,8 +255,8 @@ class Job:
         if self.limits.reset_limit is None and len(members) < (self.limits.max_np or 99):
             placed = {(process.host, process.start.slot) for process in alive}
             slots = {(host, slot) for host, count in self.hosts.items() for slot in range(count)}
-            spoiled = {slot for slot in slots if slot in self.used or slot[0] in self.barred}
-            usable = slots if self.limits.cooldown else slots - spoiled
+            spoiled = {slot for slot in slots if slot[0] in self.barred or (slot in self.used and not self.limits.cooldown)}
+            usable = {slot for slot in slots - spoiled if slot[0] not in self.unreachable}
             assert usable <= placed, f"{usable - placed} are not used"
 
     def check_end(self) -> None:
