@@ -54,8 +54,8 @@ def command(kind: str, ranks: int, folder: Path, megabytes: int, steps: int, eve
                 "--max-restarts=3", *last, "ddp"]
     if kind == "plain":
         return [*HVDRUN, "-np", str(ranks), sys.executable, *last, "plain"]
-    return [*HVDRUN, "-np", str(ranks), "--min-np", "1", "--blacklist-cooldown-range", "never",
-            sys.executable, *last, "turns" if kind == "turns" else "hvdlite"]
+    return [*HVDRUN, "-np", str(ranks), "--min-np", "1", "--blacklist-for-good", sys.executable, *last,
+            "turns" if kind == "turns" else "hvdlite"]
 
 
 def wait_for(condition: object, what: str, seconds: float = 120.0) -> None:

@@ -45,6 +45,8 @@ MEANINGLESS_FLAGS: Final = {
 }
 """Horovod's flags that are accepted without effect, with the reason."""
 _COOLDOWN: Final = (10.0, 600.0)
+"""Seconds: when a failed slot is used again for the first time, and how long the wait becomes at most."""
+_NEVER: Final = (math.inf, math.inf)
 ELASTIC_ONLY: Final = ("slots_per_host", "elastic_timeout", "reset_limit", "blacklist", "blacklist_cooldown_range")
 """Options that have an effect in elastic jobs only."""
 
@@ -58,14 +60,6 @@ class _Parser(argparse.ArgumentParser):
         hint = f"; did you mean {near[0]}?" if near else "; see hvdrun --help"
         print(f"hvdrun: {message}{hint}", file=sys.stderr)
         raise SystemExit(USAGE_ERROR)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words = list(sys.argv[1:] if args is None else args)
-        for at in range(1, len(words)):
-            if words[at - 1:at + 1] == ["--blacklist-cooldown-range", "never"]:
-                words.insert(at, "never")  # argparse has no option with one value or two
-                break
-        return super().parse_known_args(words, namespace)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -157,9 +151,13 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--blacklist", choices=["slot", "host"], help="what is not used any more after a failure: the slot "
                        "of the rank, and the host after three failures in ten minutes; or the host at once, as in Horovod "
                        "(default: slot; host with --horovod-compat)")
-    group.add_argument("--blacklist-cooldown-range", type=_cooldown, nargs=2, metavar=("LO", "HI"), help="use a slot or "
-                       "host again LO seconds after a failure, then 2 LO, 4 LO, ... up to HI; or never (default: 10 600; "
-                       "never with --blacklist host or --horovod-compat)")
+    again = group.add_mutually_exclusive_group()
+    again.add_argument("--blacklist-cooldown-range", type=_seconds, nargs=2, metavar=("LO", "HI"), help="use a slot or "
+                       "host again LO seconds after a failure, then 2 LO, 4 LO, ... up to HI (default: "
+                       f"{_COOLDOWN[0]:g} {_COOLDOWN[1]:g})")
+    again.add_argument("--blacklist-for-good", dest="blacklist_cooldown_range", action="store_const", const=_NEVER,
+                       help="use it again only when discovery has lost it and finds it again (the default with --blacklist "
+                       "host or --horovod-compat)")
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
@@ -242,10 +240,6 @@ def _seconds(text: str) -> float:
     return min(value, MOST_SECONDS)
 
 
-def _cooldown(text: str) -> float:
-    return math.inf if text == "never" else _seconds(text)
-
-
 def _numbers(text: str) -> list[int]:
     return [_positive(part.strip()) for part in text.split(",")]
 
@@ -287,7 +281,7 @@ def elastic_limits(options: argparse.Namespace, environ: Mapping[str, str], host
         raise LaunchError(f"-np {size} is more than the {sum(slots.values())} slots of {offered_slots}")
     rule = options.blacklist or ("host" if options.horovod_compat else "slot")
     never = rule == "host" or options.horovod_compat
-    cooldown = tuple(options.blacklist_cooldown_range or ((math.inf, math.inf) if never else _COOLDOWN))
+    cooldown = tuple(options.blacklist_cooldown_range or (_NEVER if never else _COOLDOWN))
     if cooldown[0] > cooldown[1]:
         raise LaunchError(f"--blacklist-cooldown-range {cooldown[0]:g} {cooldown[1]:g}: the first number is the smaller one")
     timeout = options.elastic_timeout or _timeout_of(environ)
@@ -295,7 +289,7 @@ def elastic_limits(options: argparse.Namespace, environ: Mapping[str, str], host
     limits = Limits(size, least, options.max_np, options.reset_limit, timeout,
                     heartbeat=timeout_or_inf(config.heartbeat_timeout),
                     stall_shutdown=timeout_or_inf(config.stall_shutdown_time_seconds),
-                    cooldown=None if cooldown[0] == math.inf else cooldown, whole_host=rule == "host",
+                    cooldown=None if cooldown == _NEVER else cooldown, whole_host=rule == "host",
                     hosts_are_fixed=not script, ends_at_reset_limit=options.horovod_compat,
                     starts_with_all=options.horovod_compat or (options.np is None and options.min_np is not None))
     return limits, slots

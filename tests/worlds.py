@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHON_PATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 """Where processes find the packages and the tests; without an empty entry, which is the working directory."""
 HVDRUN = [sys.executable, "-m", "hvdlite_runner"]
-SHRINKS = ["--blacklist-cooldown-range", "never"]
+SHRINKS = ["--blacklist-for-good"]
 """Flags of an elastic job whose failed slots are not used again, so that its worlds only shrink."""
 HANGS_SECONDS = 150.0
 """After so long, what a test waits for has hung: tests run on busy machines too, and none asserts how fast something is."""

@@ -63,7 +63,7 @@ def pickled_result(value: object) -> bytes:
 
 def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,
         num_proc: int | None = None, min_num_proc: int | None = None, max_num_proc: int | None = None,
-        slots: int | None = None, reset_limit: int | None = None, cooldown_range: Sequence[float | str] | None = None, *,
+        slots: int | None = None, reset_limit: int | None = None, cooldown_range: Sequence[float] | None = None, *,
         np: int | None = None, min_np: int | None = None, max_np: int | None = None, hosts: str | None = None,
         hostfile: str | None = None, host_discovery_script: str | None = None, start_timeout: float | None = None,
         ssh_port: int | None = None, ssh_identity_file: str | None = None, output_filename: str | None = None,
@@ -84,8 +84,7 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
             `max_num_proc`).
         slots: slots of a discovered host that names none.
         reset_limit: how often the ranks of an elastic job may change.
-        cooldown_range: for how many seconds at least and at most what has failed is not used; ("never",): it is not used
-            again. Default: (10, 600).
+        cooldown_range: for how many seconds at least and at most what has failed is not used; default: as hvdrun's.
         host_discovery_script: a program that prints the hosts, one a line: host:slots.
         hosts: as `hvdrun -H`: "a:2,b:4"; default: this host, or the scheduler's allocation.
         output_filename: keep each rank's output under this directory.
@@ -111,9 +110,8 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
     if not is_elastic and any(given is not None for given in (slots, reset_limit, cooldown_range)):
         raise ValueError("slots, reset_limit and cooldown_range are for elastic jobs: give min_np, max_np or "
                          "host_discovery_script, too")
-    if cooldown_range is not None and tuple(cooldown_range) != ("never",) and len(cooldown_range) != 2:
-        raise ValueError("cooldown_range is a pair of seconds, the least and the greatest, or ('never',), not "
-                         f"{cooldown_range!r}")
+    if cooldown_range is not None and (isinstance(cooldown_range, str) or len(cooldown_range) != 2):
+        raise ValueError(f"cooldown_range is a pair of seconds, the least and the greatest, not {cooldown_range!r}")
     if use_gloo and use_mpi:
         raise ValueError("give either use_gloo or use_mpi")
     if use_mpi:

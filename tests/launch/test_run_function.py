@@ -170,7 +170,7 @@ def test_an_elastic_job_returns_the_results_of_the_ranks_with_which_it_ended(cap
 
         return train(ObjectState(step=0)), hvd.rank(), hvd.size()
 
-    assert hvdlite.run(work, (8,), np=3, min_np=2, max_np=3, cooldown_range=("never",)) == [(8, 0, 2), (8, 1, 2)]
+    assert hvdlite.run(work, (8,), np=3, min_np=2, max_np=3, options=["--blacklist-for-good"]) == [(8, 0, 2), (8, 1, 2)]
     told = capsys.readouterr().err
     assert "world 2, 2 ranks, goes on after commit" in told and "left: rank 0 on localhost (killed by signal 9" in told, told
 
@@ -179,7 +179,8 @@ def test_what_cannot_be_started_or_makes_no_sense() -> None:
     with pytest.raises(LaunchError, match="2 slots"):
         hvdlite.run(len, ("x",), np=3, hosts="localhost:2")
     for arguments in ({"hosts": "a", "hostfile": "b"}, {"use_gloo": True, "use_mpi": True}, {"slots": 2},
-                      {"min_np": 1, "cooldown_range": (1,)}, {"hosts": "a", "host_discovery_script": "b"}):
+                      {"min_np": 1, "cooldown_range": (1,)}, {"min_np": 1, "cooldown_range": "12"},
+                      {"hosts": "a", "host_discovery_script": "b"}):
         with pytest.raises(ValueError):
             hvdlite.run(len, ("x",), **arguments)  # type: ignore[arg-type]
 

@@ -123,10 +123,12 @@ def test_when_what_has_failed_is_used_again() -> None:
         return elastic("-np", "2", "--min-np", "1", *arguments, "sh", "never").limits.cooldown
 
     assert cooldown() == (10.0, 600.0) and cooldown("--blacklist-cooldown-range", "1", "9") == (1.0, 9.0)
-    assert cooldown("--blacklist-cooldown-range", "5", "never") == (5.0, float("inf"))
-    for never in (["--blacklist-cooldown-range", "never"], ["--horovod-compat"], ["--blacklist", "host"],
+    for never in (["--blacklist-for-good"], ["--horovod-compat"], ["--blacklist", "host"],
                   ["--horovod-compat", "--blacklist", "slot"]):
         assert cooldown(*never) is None
+    assert cooldown("--horovod-compat", "--blacklist-cooldown-range", "1", "9") == (1.0, 9.0)
+    command = ["sh", "--blacklist-cooldown-range", "never", "--blacklist-for-good"]
+    assert parser().parse_args(["-np", "2", *command]).command == command
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
