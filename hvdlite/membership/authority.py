@@ -273,10 +273,11 @@ class Authority:
         """Tell the user what the reset limit leaves out, when this changes; under Horovod's rule end the job instead."""
         world, limits = self.world, self._limits
         leaving = [world.name(member) for member in world.living() if staying and self.leaves(member)]
-        free = 0 if self._has_finished else len(self._free(world.living()))
-        text, is_another_change = self._history.refused(leaving, limits.room(free, staying))
-        if text and is_another_change and limits.ends_at_reset_limit:
-            self._end_job(1, f"{limits.reset_limit_reached}; {text}")
+        free, discovered = (0 if self._has_finished else limits.room(len(self._free(world.living(), now)), staying)
+                            for now in (self._now, math.inf))
+        text, is_change = self._history.refused(leaving, free, discovered)
+        if is_change and limits.ends_at_reset_limit:
+            self._end_job(1, f"{limits.reset_limit_reached}, and the hosts have changed; {text}")
         elif text:
             self._note(f"{limits.reset_limit_reached}; {text}")
 
@@ -381,9 +382,9 @@ class Authority:
         """Return how many members of the world do not leave."""
         return sum(not self.leaves(member) for member in self.world.living())
 
-    def _free(self, members: Iterable[Member] | None = None) -> list[Slot]:
-        taken = self.world.alive() if members is None else members
-        return self._hosts.free({(member.host, member.slot) for member in taken}, self._now)
+    def _free(self, members: Iterable[Member] | None = None, now: float | None = None) -> list[Slot]:
+        taken = {(member.host, member.slot) for member in (self.world.alive() if members is None else members)}
+        return self._hosts.free(taken, self._now if now is None else now)
 
     def _dismiss(self, members: Iterable[Member], reason: str) -> None:
         self._commands += self.world.dismiss(members, reason, self._now)
@@ -396,10 +397,9 @@ class Authority:
 
     def _give_up(self, when: str) -> None:
         """End the job because there are too few slots or members."""
-        limits = self._limits
-        needed, there = f"{limits.min_np} ranks", self._staying()
+        needed, there = f"{self._limits.min_np} ranks", self._staying()
         if self.world.state is WorldState.FOUNDING:
-            needed, there = f"{limits.start_np} slots", len(self._free())
+            needed, there = f"{self._limits.start_np} slots", len(self._free())
         self._end_job(events.TOO_FEW, f"{needed} are needed; there were {there}{when}")
 
     def _end_job(self, code: int, reason: str, blamed: Failure | None = None) -> None:

@@ -49,7 +49,8 @@ class Limits:
         failures_without_progress: so many worlds in a row that are lost by failures without a new commit end the job.
         hosts_are_fixed: no other hosts or slots can come, so a job below `min_np` does not wait for them.
         one_world: the job is not elastic: the first failure or lost host ends it.
-        ends_at_reset_limit: a graceful change after `reset_limit` worlds ends the job, as in Horovod. Else it is left out.
+        ends_at_reset_limit: more room, or the removal of a host in use, after `reset_limit` worlds ends the job, as in
+            Horovod. Else it is left out.
         starts_with_all: the founders are as many as there are slots, up to `max_np`, once there are `start_np`.
     """
 

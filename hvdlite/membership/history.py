@@ -77,7 +77,7 @@ class History:
         self._since: float | None = None  # when the first world began to end since one has met
         self._left: list[str] = []  # since then
         self._joined: list[str] = []
-        self._refused: list[str] | None = None  # by the reset limit; None: it has not been reached
+        self._refused: tuple[Sequence[str], Sequence[str], int, int] | None = None  # of the last call
         self._departures: list[str] = []  # of members that have not failed, in the whole job
 
     # --- failures ----------------------------------------------------------------------------------------------------------
@@ -176,21 +176,24 @@ class History:
         """Note the hosts of the members that a new world has more."""
         self._joined += [f"a rank on {host}" for host in hosts]
 
-    def refused(self, leaving: Sequence[str], room: int) -> tuple[str, bool]:
+    def refused(self, leaving: Sequence[str], room: int, discovered: int) -> tuple[str, bool]:
         """Note what the reset limit leaves out.
 
         Args:
             leaving: the members that would leave.
             room: the free slots that would be used.
+            discovered: the same, with those that have failed.
 
         Returns:
-            What is left out, in words, if it has changed, else ""; and whether this is another change than the one that has
-            reached the limit, which may have left out something itself.
+            What is left out, in words, if it has changed, else ""; and whether that is because discovery has removed a host
+            or found more room, since the limit was reached. The last change may have left out something itself.
         """
         slots = f"{room} free {'slot' if room == 1 else 'slots'}"
         what = [*(f"the removal of {who}" for who in leaving), *([slots] if room else [])]
-        before, self._refused = self._refused, what
-        return f"left out: {', '.join(what)}" if what and what != before else "", before is not None
+        is_first, (told, left, most, found) = self._refused is None, self._refused or ([], [], 0, 0)
+        self._refused = what, leaving, room, discovered
+        is_change = not is_first and (not set(leaving) <= set(left) or (room > most and discovered > found))
+        return f"left out: {', '.join(what)}" if what and what != told else "", is_change
 
     def reason(self) -> str:
         """Return what has changed, in a line."""

@@ -283,7 +283,19 @@ def test_the_next_change_after_the_reset_limit_ends_the_job_under_horovods_rule(
         talk.gone(0)
         assert not talk.idle(1, 2).met().authority.is_over
         end = talk.hosts(**slots).end()
-        assert end.code == 1 and end.reason.startswith("the limit of 1 resets has been reached; left out: ")
+        assert end.code == 1 and end.reason.startswith(
+            "the limit of 1 resets has been reached, and the hosts have changed; left out: ")
+
+
+def test_fewer_free_slots_and_the_end_of_a_cooldown_end_no_job_under_horovods_rule() -> None:
+    talk = founded(3, reset_limit=0, slots={"a": 3, "b": 5}, ends_at_reset_limit=True)
+    assert not talk.hosts(a=3, b=4).authority.is_over and talk.notes[-1].endswith("left out: 4 free slots")
+    assert talk.hosts(a=3, b=6).end().reason.endswith("left out: 6 free slots")
+    talk = founded(3, reset_limit=1, ends_at_reset_limit=True, cooldown=(10.0, 600.0))
+    talk.gone(0)
+    talk.idle(1, 2).met()
+    assert not talk.wait(20).authority.is_over and talk.notes[-1].endswith("left out: 1 free slot")
+    assert talk.hosts(a=4).end().code == 1
 
 
 def test_what_the_last_change_leaves_out_does_not_end_the_job() -> None:
