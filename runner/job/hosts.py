@@ -302,7 +302,7 @@ class HostPool:
     def _check(self, now: float) -> None:
         stood_still = standstill(self._last_check, now, _CHECK_SECONDS) if self.remotes else 0.0
         if stood_still:
-            self._note(f"this process itself stood still for {stood_still:.0f} s")
+            self._note(f"this process itself was busy or stood still for {stood_still:.0f} s")
         for remote in self.remotes:
             remote.last_received = min(now, remote.last_received + stood_still)  # it answers to the next ping
             if remote.timed_out(now):
