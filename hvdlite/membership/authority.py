@@ -302,15 +302,15 @@ class Authority:
         error, world.reason = "" if has_lost or self._meetings.complaints else world.reason, ""
         why = "no rank that has the state is left" if not recovery.donors else self._history.conclude(
             recovery.commits, error, are_enough=len(survivors) >= limits.min_np)
-        if not why and not limits.allows(world.epoch + 1):
-            why = limits.reset_limit_reached
+        why = why or ("" if limits.allows(world.epoch + 1) else limits.reset_limit_reached)
         self._meetings.conclude(explained=has_lost)
         planned = None if why else plan(survivors, world.alive([MemberState.READY]), leaves=self.leaves,
                                         meetings=self._meetings, max_np=limits.max_np)
         if planned is None:
             first = self._history.blamed
             why = why or f"the ranks cannot meet: {self._meetings.reason}"
-            self._end_job(first.shell_code if first else 1, f"{why}; the first failure: {first}" if first else why, first)
+            why += f"; the first failure: {first}" if first and first.fault else ""  # the launcher names others
+            self._end_job(first.shell_code if first else 1, why, first)
         elif len(planned.members) >= limits.min_np:
             self._leave_out(planned)
             members = [world.everybody[id] for id in planned.members]
