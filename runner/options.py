@@ -278,7 +278,8 @@ def elastic_limits(options: argparse.Namespace, environ: Mapping[str, str], host
         slots = {LOCAL: options.max_np or size}
     if slots and size > sum(slots.values()):
         offered_slots = ",".join(f"{name}:{count}" for name, count in slots.items())
-        raise LaunchError(f"-np {size} is more than the {sum(slots.values())} slots of {offered_slots}")
+        asked = f"{'-np' if options.np else '--min-np'} {size}"
+        raise LaunchError(f"{asked} is more than the {sum(slots.values())} slots of {offered_slots}")
     rule = options.blacklist or ("host" if options.horovod_compat else "slot")
     never = rule == "host" or options.horovod_compat
     cooldown = tuple(options.blacklist_cooldown_range or (_NEVER if never else _COOLDOWN))

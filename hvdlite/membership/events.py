@@ -32,7 +32,7 @@ class Limits:
     """What a job may do, by its options.
 
     Attributes:
-        start_np: the slots for which the start waits, and the founders.
+        start_np: the slots for which the start waits; so many are the founders, too, unless `starts_with_all`.
         min_np: below this, members wait for others.
         max_np: the greatest size of a world; None: every slot is used.
         reset_limit: worlds after the first one; None: as many as are needed. When it is reached, the world does not grow any

@@ -216,7 +216,7 @@ class Job:
             if limits.hosts_are_fixed:
                 raise LaunchError("\n".join(self._hosts.problems()))
             offered = ",".join(f"{name}:{count}" for name, count in usable.items()) or "no host"
-            self._output.note(f"-np {limits.start_np} is more than the {needed} slots that were discovered ({offered}); "
+            self._output.note(f"{limits.start_np} slots are needed, and {needed} were discovered ({offered}); "
                               f"waiting for more, at most {limits.elastic_timeout:g} s (--elastic-timeout)")
         self._events.append(HostsSeen(usable))
 

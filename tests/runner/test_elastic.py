@@ -76,7 +76,7 @@ def test_it_waits_for_slots_at_the_start(folder: Path) -> None:
     hosts = HostsFile(folder)
     hosts.write("localhost:1")
     with Job(folder, "-np", "2", "--elastic-timeout", "50", *hosts.flags) as job:
-        assert "-np 2 is more than the 1 slots that were discovered (localhost:1); waiting for more, at most 50 s" in (
+        assert "2 slots are needed, and 1 were discovered (localhost:1); waiting for more, at most 50 s" in (
             job.wait_for("waiting"))
         hosts.write("localhost:2")
         job.wait_for("begun", 2)

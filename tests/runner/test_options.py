@@ -135,6 +135,7 @@ def test_when_what_has_failed_is_used_again() -> None:
     ("-np 2 --min-np 3 sh", "--min-np 3 is more than -np 2"),
     ("-np 3 --max-np 2 sh", "--max-np 2 is less than -np 3"),
     ("--min-np 3 --max-np 2 sh", "--max-np 2 is less than --min-np 3"),
+    ("--min-np 3 -H localhost:2 sh", "--min-np 3 is more than the 2 slots of localhost:2"),
     ("-np 3 --min-np 1 -H localhost:2 sh", "-np 3 is more than the 2 slots of localhost:2"),
     ("-np 2 --min-np 1 --mpi sh", "--mpi excludes elastic training: an MPI job ends when one of its processes ends"),
     ("-np 2 --min-np 1 --cpu-operations mpi sh", "HVDLITE_CPU_OPERATIONS=mpi excludes elastic training"),
