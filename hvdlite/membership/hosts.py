@@ -26,8 +26,9 @@ class _Cooldowns:
 
     def start(self, key: object, now: float, *, for_good: bool = False) -> None:
         times = self._times[key] = self._times.get(key, 0) + 1
-        self._until[key] = math.inf if for_good or self._range is None else now + min(
+        delay = math.inf if for_good or self._range is None else min(
             self._range[0] * 2.0 ** min(times - 1, 60), self._range[1])
+        self._until[key] = max(now + delay, self._until.get(key, now))  # what is out for good stays out
 
     def forget(self, key: object) -> None:
         self._until.pop(key, None)

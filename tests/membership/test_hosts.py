@@ -61,6 +61,16 @@ def test_a_cooldown_doubles_each_time_up_to_its_limit() -> None:
     assert delays == [10.0, 20.0, 35.0, 35.0]
 
 
+def test_a_slot_that_is_retired_for_good_stays_out_when_its_process_fails_later() -> None:
+    hosts = seen(Limits(1, cooldown=(10.0, 35.0)), a=1)
+    hosts.retire("a", 0, 0.0, for_good=True)
+    hosts.fail("a", 0, 5.0)
+    assert hosts.free([], 1e9) == []
+    hosts.see({})
+    hosts.see({"a": 1})
+    assert hosts.free([], 6.0) == [("a", 0)]
+
+
 def test_a_barred_host_is_used_again_after_the_cooldown() -> None:
     hosts = seen(Limits(1, cooldown=(10.0, 35.0), whole_host=True), a=2)
     assert hosts.fail("a", 0, 0.0) and hosts.free([], 9.0) == [] and len(hosts.free([], 10.0)) == 2
