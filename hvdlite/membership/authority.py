@@ -301,7 +301,7 @@ class Authority:
         has_lost = len(survivors) < len(world.members)
         error, world.reason = "" if has_lost or self._meetings.complaints else world.reason, ""
         why = "no rank that has the state is left" if not recovery.donors else self._history.conclude(
-            recovery.commits, error, are_enough=len(survivors) >= limits.min_np)
+            (recovery.commits, recovery.boundaries), error, are_enough=len(survivors) >= limits.min_np)
         why = why or ("" if limits.allows(world.epoch + 1) else limits.reset_limit_reached)
         self._meetings.conclude(explained=has_lost)
         planned = None if why else plan(survivors, world.alive([MemberState.READY]), leaves=self.leaves,

@@ -46,7 +46,8 @@ class Limits:
         whole_host: a single failure bars the host, and its members leave with the next world, as in Horovod. Else it costs
             the slot, and several failures bar the host.
         failures_per_host: so many failures of a host within `failure_window` seconds bar it.
-        failures_without_progress: so many worlds in a row that are lost by failures without a new commit end the job.
+        failures_without_progress: so many worlds in a row that are lost by failures, and in which training got no further,
+            end the job.
         hosts_are_fixed: no other hosts or slots can come, so a job below `min_np` does not wait for them.
         one_world: the job is not elastic: the first failure or lost host ends it.
         ends_at_reset_limit: more room, or the removal of a host in use, after `reset_limit` worlds ends the job, as in

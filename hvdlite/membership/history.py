@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 import signal
 from collections.abc import Collection, Mapping, Sequence
+from typing import Final
 
 from hvdlite.membership.hosts import Slot
 from hvdlite.membership.messages import WorldOrder
+
+Progress = tuple[int, int]
+"""How far training is: commits, and boundaries in the same world since the last one."""
+_NONE: Final = (-1, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +61,7 @@ class History:
     more rarely, and the others go on.
 
     Args:
-        limit: so many worlds in a row that are lost by failures without a new commit are too many.
+        limit: so many worlds in a row that are lost by failures without progress are too many.
 
     Attributes:
         failures: all that there have been.
@@ -68,12 +73,12 @@ class History:
         self.failures: list[Failure] = []
         self.failed_at_end: Failure | None = None
         self._new: list[Failure] = []  # since `conclude`
-        self._without_progress: list[Failure] = []  # in training, since the last commit
+        self._without_progress: list[Failure] = []  # in training, since it got further
         self._blamed: Failure | None = None
-        self._commits = -1  # the greatest number of commits when a world was last lost by a failure
-        self._worlds = 0  # how many worlds have been lost by failures without a new commit; one slot alone counts once
+        self._progress = _NONE  # the greatest when a world was lost by a failure
+        self._worlds = 0  # how many worlds have been lost by failures without progress; one slot alone counts once
         self._errors = 0  # worlds in a row that errors have ended, though all members live
-        self._commits_at_error = -1  # the greatest number of commits then
+        self._progress_at_error = _NONE  # the greatest then
         self._since: float | None = None  # when the first world began to end since one has met
         self._left: list[str] = []  # since then
         self._joined: list[str] = []
@@ -104,11 +109,11 @@ class History:
         """The failure to which the job's end is put down: the first one since training made progress."""
         return _first(self._new) or self._blamed
 
-    def conclude(self, commits: int, error: str = "", *, are_enough: bool = True) -> str:
+    def conclude(self, progress: Progress, error: str = "", *, are_enough: bool = True) -> str:
         """Judge the failures since the last call, when a world has ended.
 
         Args:
-            commits: the most that any member has that is left.
+            progress: the greatest of any member that is left.
             error: why the world has ended, if all its members live and did not agree to stop.
             are_enough: the members that are left can go on without others.
 
@@ -118,14 +123,14 @@ class History:
         self._blamed = _first(self._new) or self._blamed
         new, self._new = [failure for failure in self._new if failure.in_training], []
         if error:
-            self._errors = self._errors + 1 if commits <= self._commits_at_error else 1
-            self._commits_at_error = commits
+            self._errors = self._errors + 1 if progress <= self._progress_at_error else 1
+            self._progress_at_error = progress
             if self._errors >= self._limit:
-                return f"{self._errors} worlds in a row have ended with an error after commit {commits}: {error}"
+                return f"{self._errors} worlds in a row have ended with an error after commit {progress[0]}: {error}"
         if not new:
             return ""
-        if commits > self._commits:
-            self._commits, self._without_progress, self._worlds = commits, [], 0
+        if progress > self._progress:
+            self._progress, self._without_progress, self._worlds = progress, [], 0
         self._without_progress += new
         is_one_slot = len({failure.slot for failure in self._without_progress}) == 1
         self._worlds = 1 if is_one_slot and are_enough else self._worlds + 1
@@ -144,16 +149,17 @@ class History:
         for member, who in missing.items():
             self.left(who, failures.get(member, "it did not call elastic.run again"), failed=member in failures)
         self.failed_at_end = None
-        self._commits = self._commits_at_error = -1
+        self._progress = self._progress_at_error = _NONE
         self._without_progress, self._worlds, self._errors = [], 0, 0
 
     def _judge(self) -> str:
         first: dict[str, Slot] = {}
         for failure in self._without_progress:
             if failure.exception and first.setdefault(failure.exception, failure.slot) != failure.slot:
-                return f"two members have failed in the same way after commit {self._commits}"
+                return f"two members have failed in the same way after commit {self._progress[0]}"
         if self._worlds >= self._limit:
-            return f"members have failed {self._worlds} times in a row after commit {self._commits}, without another commit"
+            return (f"members have failed {self._worlds} times in a row after commit {self._progress[0]}, and training got "
+                    "no further (--failures-without-progress)")
         return ""
 
     # --- changes -----------------------------------------------------------------------------------------------------------

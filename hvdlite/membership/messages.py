@@ -27,12 +27,14 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         has_state: whether it has a state at all; a joiner has none until it has been synchronised.
         commits: how many commits it has made or received; 0: the state with which it began.
+        boundaries: how many it has passed in this world since its last commit.
         at_rest: whether it stopped at a boundary that all members had agreed on, so that its state is current; else it goes
             on from its last commit.
     """
 
     has_state: bool = True
     commits: Number = 0
+    boundaries: Number = 0
     at_rest: bool = False
 
 

@@ -27,11 +27,13 @@ class Recovery:
             state.
         restore: whether members with a state go back to their last commit first.
         commits: how many commits the donors have; 0 without donors.
+        boundaries: the most that one of them has passed since.
     """
 
     donors: tuple[int, ...]
     restore: bool
     commits: int
+    boundaries: int
 
 
 def recover(reports: Mapping[int, StateReport]) -> Recovery:
@@ -43,7 +45,8 @@ def recover(reports: Mapping[int, StateReport]) -> Recovery:
     with_state = {member: report for member, report in reports.items() if report.has_state}
     commits = max((report.commits for report in with_state.values()), default=0)
     donors = tuple(member for member, report in with_state.items() if report.commits == commits)
-    return Recovery(donors, not all(report.at_rest for report in with_state.values()), commits)
+    boundaries = max((with_state[member].boundaries for member in donors), default=0)
+    return Recovery(donors, not all(report.at_rest for report in with_state.values()), commits, boundaries)
 
 
 def ranks(donor: int, survivors: Sequence[int], joiners: Sequence[int]) -> tuple[int, ...]:

@@ -123,8 +123,8 @@ def key(authority: Authority, now: float) -> bytes:
         world.state.value, world.epoch, authority.members, members, world.until - now, sorted(world.boundaries.items()),
         bool(world.reason), hosts._slots, sorted(hosts._lost), sorted(hosts._left_out), hosts._failures,
         vars(hosts._retired), vars(hosts._barred),
-        now if hosts._failures or hosts._retired._until else 0.0, history._commits, history._worlds, history._errors,
-        history._commits_at_error, [(each.member, each.in_training) for each in history._new],
+        now if hosts._failures or hosts._retired._until else 0.0, history._progress, history._worlds, history._errors,
+        history._progress_at_error, [(each.member, each.in_training) for each in history._new],
         [(each.member, each.slot) for each in history._without_progress], history._blamed and history._blamed.member,
         history.failed_at_end is None, sorted(meetings.complaints),
         sorted(meetings._unreached), meetings.count, authority._has_finished)

@@ -78,10 +78,11 @@ class Talk:
     def finished(self, *members: int) -> Talk:
         return self._each(members, MemberFinished(self.epoch))
 
-    def idle(self, *members: int, commits: int = 0, at_rest: bool = False, has_state: bool = True,
+    def idle(self, *members: int, commits: int = 0, boundaries: int = 0, at_rest: bool = False, has_state: bool = True,
              reason: str = "a peer was lost", blamed: tuple[int, ...] = ()) -> Talk:
         return self._each(members, MemberIdle(
-            self.epoch, StateReport(has_state=has_state, commits=commits, at_rest=at_rest), reason, blamed))
+            self.epoch, StateReport(has_state=has_state, commits=commits, boundaries=boundaries, at_rest=at_rest), reason,
+            blamed))
 
     def alive(self, *members: int, in_user_code: bool = True) -> Talk:
         return self._each(members, Alive(self.epoch, in_user_code))

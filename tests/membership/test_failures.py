@@ -16,6 +16,19 @@ def lose(talk: Talk, member: int, commits: int, code: int = 1, cause: str = "") 
     return talk.idle(*(other for other in talk.world if other != member), commits=commits)
 
 
+def test_rule_37_a_boundary_further_on_is_progress() -> None:
+    """Three kills without a commit between them end no job that gets further from one to the next."""
+    talk = founded(6)
+    for member, boundaries in ((5, 21), (4, 41), (3, 61)):
+        talk.gone(member, -9)
+        talk.idle(*range(member), boundaries=boundaries).met()
+    assert talk.world == (0, 1, 2)
+    for member in (2, 1):
+        talk.gone(member, -9)
+        talk.idle(*range(member), boundaries=61)
+    assert talk.end().reason.startswith("members have failed 3 times in a row after commit 0, and training got no further")
+
+
 def test_rule_36_a_failure_costs_the_slot_and_not_the_host() -> None:
     talk = founded(2, max_np=2, slots={"a": 3})
     talk.gone(0)
@@ -78,7 +91,8 @@ def test_rule_37_three_failures_in_a_row_without_a_commit_end_the_job_with_the_f
     lose(talk, 1, 5, 8, "ValueError: second")
     end = lose(talk, 2, 5, 9, "ValueError: third").end()
     assert end.code == 7 and end.member == 0, "the launcher names it"
-    assert end.reason == "members have failed 3 times in a row after commit 5, without another commit"
+    assert end.reason == (
+        "members have failed 3 times in a row after commit 5, and training got no further (--failures-without-progress)")
 
 
 def test_rule_37_errors_that_end_no_process_end_the_job_when_they_come_back() -> None:

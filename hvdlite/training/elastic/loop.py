@@ -130,8 +130,10 @@ class _Training:
     def _end_world(self, reason: str) -> None:
         at_rest, failure = self._member.is_at_rest, self._failure
         self._worlds.end_world(reason or "members come or go", at_rest=at_rest)
-        self._member.idle(self._epoch, StateReport(has_state=self._has_state, commits=self._state._commits, at_rest=at_rest),
-                          reason, failure.blamed if isinstance(failure, PeerLostError) else ())
+        report = StateReport(has_state=self._has_state, commits=self._state._commits, boundaries=self._state._boundaries,
+                             at_rest=at_rest)
+        self._state._boundaries = 0
+        self._member.idle(self._epoch, report, reason, failure.blamed if isinstance(failure, PeerLostError) else ())
 
     @property
     def _failure(self) -> HorovodInternalError | None:

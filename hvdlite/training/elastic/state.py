@@ -44,6 +44,8 @@ class State:
     _commits = 0
     """The number of the last commit that this state holds; 0 is the state with which training begins. Private, because
     scripts count their own commits in an attribute `commits`."""
+    _boundaries = 0
+    """How many boundaries were passed in this world since the last commit."""
     _reset_callbacks: tuple[Callable[[], object], ...] = ()
     _bcast_object: Callable[[Any], Any] = staticmethod(_broadcast_object)
 
@@ -86,7 +88,7 @@ class State:
             HostsUpdatedInterrupt: on all ranks at the same commit, when members come or go.
         """
         self.save()
-        self._commits += 1
+        self._commits, self._boundaries = self._commits + 1, 0
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -95,6 +97,7 @@ class State:
         Raises:
             HostsUpdatedInterrupt: on all ranks at the same call, when members come or go. `hvd.elastic.run` handles it.
         """
+        self._boundaries += 1
         try:
             api.boundary()
         except HostsUpdatedInterrupt:
