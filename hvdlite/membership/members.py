@@ -224,9 +224,11 @@ class JobWorld:
         return [member for member in self.members if member.state not in (MemberState.GONE, MemberState.DISMISSED)]
 
     def name(self, member: Member) -> str:
-        """Return a member's name, for people."""
-        rank = f"rank {self.members.index(member)}" if member in self.members else "a new process"
-        return f"{rank} on {member.host}"
+        """Return a member's name, for people: the number of its process, which it keeps, where that is not its rank."""
+        if member not in self.members:
+            return f"new process {member.id} on {member.host}"
+        rank = self.members.index(member)
+        return f"rank {rank}{'' if rank == member.id else f' (process {member.id})'} on {member.host}"
 
     # --- what changes states -------------------------------------------------------------------------------------------
 

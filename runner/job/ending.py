@@ -305,4 +305,5 @@ class WorkerProcesses(dict[int, WorkerProcess]):
         """Return how a process is called in a message; its host is named if there are several."""
         process = self[key]
         where = f" on {process.host}" if len({each.host for each in self.values()}) > 1 else ""
-        return (f"rank {process.rank}" if process.rank >= 0 else f"new process {key}") + where
+        number = "" if process.rank == key else f" (process {key})"
+        return (f"rank {process.rank}{number}" if process.rank >= 0 else f"new process {key}") + where

@@ -16,6 +16,16 @@ def lose(talk: Talk, member: int, commits: int, code: int = 1, cause: str = "") 
     return talk.idle(*(other for other in talk.world if other != member), commits=commits)
 
 
+def test_the_number_of_a_process_tells_apart_who_had_one_rank() -> None:
+    talk = founded(4)
+    for member in (1, 2, 3):
+        talk.gone(member)
+        talk.idle(*(other for other in talk.world if other > member or not other), commits=member).met()
+    killed = "killed by signal 9 (SIGKILL)"
+    assert [note for note in talk.notes if note.endswith(killed)] == [
+        f"rank 1 on a: {killed}", f"rank 1 (process 2) on a: {killed}", f"rank 1 (process 3) on a: {killed}"]
+
+
 def test_rule_37_a_boundary_further_on_is_progress() -> None:
     """Three kills without a commit between them end no job that gets further from one to the next."""
     talk = founded(6)
@@ -63,7 +73,7 @@ def test_rule_36_whole_host_ends_all_members_of_a_host_at_the_first_failure() ->
 def test_a_joiner_that_fails_before_it_is_ready_costs_its_slot_only() -> None:
     talk = founded(1, slots={"a": 2})
     assert talk.gone(1, 1, "ImportError: x").stopped() == [] and talk.started() == []
-    assert talk.notes == ["a new process on a: ImportError: x (exit code 1)"]
+    assert talk.notes == ["new process 1 on a: ImportError: x (exit code 1)"]
 
 
 def test_a_lost_host_is_one_failure_and_does_not_count_against_training() -> None:
@@ -286,7 +296,7 @@ def test_the_reset_limit() -> None:
     assert talk.notes[-1] == "the limit of 1 resets has been reached; left out: 3 free slots"
     assert talk.hosts(b=3, a=3).commands == [], "the user knows"
     talk.hosts(a=2)
-    assert talk.notes[-1] == "the limit of 1 resets has been reached; left out: the removal of rank 1 on a"
+    assert talk.notes[-1] == "the limit of 1 resets has been reached; left out: the removal of rank 1 (process 2) on a"
     assert talk.hosts(a=3).commands == []
     talk.gone(1, 4, "ValueError: no")
     end = talk.idle(2, commits=1).end()
