@@ -53,8 +53,9 @@ class Job:
         self._output = folder / "output"
         self._file = self._output.open("wb")
         launcher = HVDRUN if hosts is None else hosts.hvdrun()
+        shrinks = [] if "--blacklist-cooldown-range" in flags else SHRINKS
         self.process = subprocess.Popen(
-            [*launcher, *SHRINKS, *flags, sys.executable, "-m", f"tests.elastic.programs.{program}", str(self.told),
+            [*launcher, *shrinks, *flags, sys.executable, "-m", f"tests.elastic.programs.{program}", str(self.told),
              str(steps)],
             stdin=subprocess.DEVNULL, stdout=self._file, stderr=self._file, cwd=ROOT,
             env={**(clean_environment() if hosts is None else hosts.environment()), "PYTHONPATH": PYTHON_PATH,

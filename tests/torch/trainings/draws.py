@@ -317,10 +317,12 @@ COMING: dict[str, Callable[[Training], bool]] = {
     "zeros that a script writes over gradients that no step has used": lambda it: (
         it.clears in ZEROS
         and (it.event == "skip" or it.amp == "infinity" or it.structure == "in turns")),
+    "zeros written by hand to parts that not all ranks use, in join()": lambda it: (
+        it.uneven and not it.scoped and it.model == "experts" and it.clears in ZEROS),
     "disjoint losses with backward_passes_per_step": lambda it: it.accumulation == "passes" and it.loss == "disjoint",
     "gradients that a script sets": lambda it: it.gradients in ("autograd.grad", "func.grad"),
 }
-LATER: tuple[str, ...] = ()
+LATER: tuple[str, ...] = ("zeros written by hand to parts that not all ranks use, in join()",)  # an error: seed 333
 """What of these does not work yet, and is not drawn."""
 
 
