@@ -150,7 +150,8 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--reset-limit", type=_count, metavar="N", help="number of times that the ranks of a running job may "
                        "change (default: any)")
     group.add_argument("--failures-without-progress", type=_positive, metavar="N", help="end the job when so many worlds in "
-                       "a row were lost by failures, and none reached a later boundary than those before (default: 3)")
+                       "a row were lost by failures, and none reached a later boundary than those before (default: "
+                       f"{Limits.failures_without_progress})")
     group.add_argument("--blacklist", choices=["slot", "host"], help="what is not used any more after a failure: the slot "
                        "of the rank, and the host after three failures in ten minutes; or the host at once, as in Horovod "
                        "(default: slot; host with --horovod-compat)")
@@ -294,7 +295,7 @@ def elastic_limits(options: argparse.Namespace, environ: Mapping[str, str], host
                     heartbeat=timeout_or_inf(config.heartbeat_timeout),
                     stall_shutdown=timeout_or_inf(config.stall_shutdown_time_seconds),
                     cooldown=None if cooldown == _NEVER else cooldown, whole_host=rule == "host",
-                    failures_without_progress=options.failures_without_progress or 3,
+                    failures_without_progress=options.failures_without_progress or Limits.failures_without_progress,
                     hosts_are_fixed=not script, ends_at_reset_limit=options.horovod_compat,
                     starts_with_all=options.horovod_compat or (options.np is None and options.min_np is not None))
     return limits, slots
