@@ -95,6 +95,8 @@ CHECKS = (
     Check("situations", "reentrant checkpoints, another stream, peak memory, a nearly full GPU", 45, 2),
     Check("nccl", "NCCL through CuPy against torch.distributed, on the same buffers", 55, 3, ranks=2),
     Check("several ranks", "the host's time of a step beside DDP's, and launches, where others take part", 90, 3, ranks=2),
+    Check("random trainings", "random scripts equal one process, with torch and with Keras on it", 120, 3,
+          tests="tests/gpu/test_random.py"),
     Check("kernels", "the kernels under compute-sanitizer's memory checker", 120, 3, under=SANITIZER),
 )
 PARTS = (1, 2, 3)

@@ -20,6 +20,7 @@ from hvdlite import api
 from hvdlite.core.errors import MismatchError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
+from hvdlite.handoff.handle import is_foreign_thread
 from hvdlite.runtime.followers import Learner
 from hvdlite.runtime.names import Names
 from hvdlite.runtime.runtime import Runtime
@@ -27,6 +28,8 @@ from hvdlite.training.arguments import check_compression, factors, group_ids
 from hvdlite.training.gradients.arrays import ArrayReducer, Gradient, Rows, scaled
 
 _samples: ContextVar[Any] = ContextVar("hvdlite_samples", default=None)
+_open: dict[object, Any] = {}
+"""The samples of the contexts that are open, of all threads, in their order."""
 
 
 @contextmanager
@@ -36,15 +39,22 @@ def weighted_by_samples(samples: Any) -> Iterator[None]:
     Args:
         samples: this rank's number of samples, a number or a scalar tensor; None to weight all ranks equally.
     """
-    token = _samples.set(samples)
+    token, key = _samples.set(samples), object()
+    _open[key] = samples
     try:
         yield
     finally:
+        del _open[key]
         _samples.reset(token)
 
 
 def current_samples() -> Any:
-    """Return the number of samples of the current `weighted_by_samples` context, or None."""
+    """Return the number of samples of the current `weighted_by_samples` context, or None.
+
+    torch carries out backward passes on a GPU in threads of its own. There, the newest context of any thread is current.
+    """
+    if is_foreign_thread():
+        return next(iter(list(_open.values())[-1:]), None)
     return _samples.get()
 
 

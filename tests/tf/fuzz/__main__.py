@@ -16,11 +16,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.tf.fuzz")
     parser.add_argument("--seeds", default="0:1000", help="BEGIN:END, or one seed; dealt out to the backends")
     parser.add_argument("--backend", choices=BACKENDS, action="append", help="run all seeds on this backend")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     options = parser.parse_args()
     seeds = seeds_of(options.seeds)
     parts = ((seeds if options.backend else seeds[:round(len(seeds) * SHARES[backend])], backend)
              for backend in options.backend or BACKENDS)
-    return report(len(seeds), itertools.chain.from_iterable(fuzz(part, backend, tell=print) for part, backend in parts))
+    return report(len(seeds), itertools.chain.from_iterable(
+        fuzz(part, backend, device=options.device, tell=print) for part, backend in parts))
 
 
 if __name__ == "__main__":

@@ -15,11 +15,16 @@ SECONDS_A_SEED = 40.0
 """For a job on a busy machine."""
 
 
-def fuzz(seeds: Sequence[int], backend: str, *, tell: Tell = lambda text: None) -> Iterator[Failure]:
+def fuzz(seeds: Sequence[int], backend: str, *, device: str = "cpu", tell: Tell = lambda text: None) -> Iterator[Failure]:
     """Carry out the trainings of some seeds on two ranks, many in one job, and return those that fail.
 
     Args:
+        device: "cpu", or "cuda": Keras then uses the GPU that it finds, which the ranks may share.
         tell: gets a line a job.
     """
-    return failures(seeds, 2, main, [backend], lambda seed: draw(seed, backend),
-                    {**ENVIRONMENT, "KERAS_BACKEND": backend, **STALLED}, imported(backend), SECONDS_A_SEED, tell)
+    environment = {**ENVIRONMENT, "KERAS_BACKEND": backend, **STALLED}
+    if device == "cuda":
+        del environment["CUDA_VISIBLE_DEVICES"], environment["JAX_PLATFORMS"]
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    return failures(seeds, 2, main, [backend, device], lambda seed: draw(seed, backend), environment,
+                    imported(backend) if device == "cpu" else [], SECONDS_A_SEED, tell)

@@ -15,14 +15,17 @@ from tests.tf.fuzz.draws import Training, draw
 FEATURES, CLASSES = 4, 7
 
 
-def main(seeds: Sequence[int], backend: str) -> None:
+def main(seeds: Sequence[int], backend: str, device: str = "cpu") -> None:
     """Carry out the trainings of some seeds; both ranks of a job call this with the same ones."""
     os.environ["KERAS_BACKEND"] = backend
-    import hvdlite_tf.keras as hvd
-    hvd.init()
     if backend == "torch":
         import torch
+
+        from tests.torch.devices import prepare
         torch.set_num_threads(1)
+        prepare(device)
+    import hvdlite_tf.keras as hvd
+    hvd.init()
     for seed in seeds:
         print(BEGUN, seed, flush=True)
         try:

@@ -17,13 +17,14 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--without", default="", help=f"features that are not drawn, with commas: {', '.join(FEATURES)}")
     parser.add_argument("--only", default="", help="draw these features only")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--setting", type=int, help=f"use one environment only, 0 to {len(SETTINGS) - 1}")
     options = parser.parse_args()
     seeds = seeds_of(options.seeds)
     without, only = options.without.split(","), options.only.split(",")
     features = [name for name in FEATURES if name not in without and (name in only or not options.only)]
     settings = SETTINGS if options.setting is None else SETTINGS[options.setting:options.setting + 1]
-    return report(len(seeds), fuzz(seeds, options.ranks, features, settings=settings, tell=print))
+    return report(len(seeds), fuzz(seeds, options.ranks, features, device=options.device, settings=settings, tell=print))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ SECONDS_A_SEED = 20.0
 """For a job on a busy machine."""
 
 
-def fuzz(seeds: Sequence[int], size: int, features: Sequence[str] = FEATURES, *, stalled: Mapping[str, str] = STALLED,
+def fuzz(seeds: Sequence[int], size: int, features: Sequence[str] = FEATURES, *, device: str = "cpu",
+         stalled: Mapping[str, str] = STALLED,
          settings: Sequence[Mapping[str, str]] = SETTINGS,
          tell: Tell = lambda text: None) -> Iterator[Failure]:
     """Run the programs of some seeds, many in one job, and yield those that fail.
@@ -32,6 +33,6 @@ def fuzz(seeds: Sequence[int], size: int, features: Sequence[str] = FEATURES, *,
     """
     for number, environment in enumerate(settings):
         yield from failures(seeds[number::len(settings)], size,
-                            main, [list(features)],
-                            lambda seed: draw(seed, size, features).told(), {**environment, **stalled}, TORCH,
+                            main, [list(features), device],
+                            lambda seed: draw(seed, size, features, device).told(), {**environment, **stalled}, TORCH,
                             SECONDS_A_SEED, tell)

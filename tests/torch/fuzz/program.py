@@ -129,7 +129,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A training program. Steps `joins[0]`..`joins[1]` are in `optimizer.join()`."""
+    """A training program on a device, "cpu" or "cuda". Steps `joins[0]`..`joins[1]` are in `optimizer.join()`."""
 
     seed: int
     size: int
@@ -137,6 +137,7 @@ class Program:
     optimizers: tuple[Optimizer, ...]
     steps: tuple[Step, ...]
     joins: tuple[int, int] | None
+    device: str = "cpu"
 
     def told(self) -> str:
         """Return the program as lines for people."""
@@ -151,9 +152,9 @@ class Program:
         return "\n".join(lines)
 
 
-def draw(seed: int, size: int, features: Sequence[str] = FEATURES) -> Program:
+def draw(seed: int, size: int, features: Sequence[str] = FEATURES, device: str = "cpu") -> Program:
     """Return the program of a seed."""
-    return _Draw(seed, size, frozenset(features)).program()
+    return dataclasses.replace(_Draw(seed, size, frozenset(features)).program(), device=device)
 
 
 class _Draw:

@@ -12,6 +12,7 @@ import torch
 import hvdlite_torch as hvd
 from tests.fuzzing import BEGUN, FINE, WrongError
 from tests.torch import invariants
+from tests.torch.devices import prepare
 from tests.torch.fuzz.program import Change, Program, Step, Turn, draw
 from tests.torch.fuzz.replica import Replica, Simulation, differences, plain_optimizer
 
@@ -141,14 +142,15 @@ def run(program: Program, sets: dict[tuple[int, ...], Any]) -> None:
     own.check_replicas()
 
 
-def main(seeds: Sequence[int], features: Sequence[str]) -> None:
+def main(seeds: Sequence[int], features: Sequence[str], device: str = "cpu") -> None:
     """Run the programs of some seeds; every rank of a job calls this with the same ones."""
     torch.set_num_threads(1)
+    prepare(device)
     invariants.watch()
     hvd.init()
     sets: dict[tuple[int, ...], Any] = {}
     for seed in seeds:
         print(BEGUN, seed, flush=True)
-        run(draw(seed, hvd.size(), features), sets)
+        run(draw(seed, hvd.size(), features, device), sets)
         print(FINE, seed, flush=True)
     hvd.shutdown()

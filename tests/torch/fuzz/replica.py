@@ -15,10 +15,10 @@ LONGEST = 0.5
 """To what norm gradients are clipped."""
 
 
-def made(parameter: Parameter, seed: int) -> torch.nn.Parameter:
+def made(parameter: Parameter, seed: int, device: str) -> torch.nn.Parameter:
     """Return a parameter with values that follow from the seed."""
     values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
-    values = values.to(getattr(torch, parameter.dtype))
+    values = values.to(device, getattr(torch, parameter.dtype))
     if parameter.layout == "channels_last":
         values = values.to(memory_format=torch.channels_last)
     elif parameter.layout == "transposed":
@@ -27,13 +27,13 @@ def made(parameter: Parameter, seed: int) -> torch.nn.Parameter:
 
 
 def plain_optimizer(kind: str, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """Return an optimizer of torch's."""
+    """Return an optimizer of torch's. With foreach, the default on GPUs, its state cannot have another dtype than parameters."""
     if kind == "adam":
-        return torch.optim.Adam(parameters, lr=LEARNING_RATE)
+        return torch.optim.Adam(parameters, lr=LEARNING_RATE, foreach=False)
     if kind == "sparse_adam":
         return torch.optim.SparseAdam(list(parameters), lr=LEARNING_RATE)
     more = {"momentum": 0.9, "weight_decay": 0.01} if kind == "momentum" else {}
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, **more)
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, foreach=False, **more)
 
 
 class Replica:
@@ -46,7 +46,7 @@ class Replica:
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rank = program, rank
-        self.model = torch.nn.ParameterList(made(parameter, 1000 * program.seed + index)
+        self.model = torch.nn.ParameterList(made(parameter, 1000 * program.seed + index, program.device)
                                             for index, parameter in enumerate(program.parameters))
         self.members = [list(optimizer.members) for optimizer in program.optimizers]
         self.optimizers = [self.optimizer(index) for index in range(len(program.optimizers))]
@@ -83,11 +83,12 @@ class Replica:
 
     def loss(self, backward: Backward, number: int) -> torch.Tensor:
         """Return a loss whose gradients depend on the parameters, the rank, the step and the pass."""
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self.program.device)
         for index in backward.uses:
             parameter = self.model[index]
             if self.program.parameters[index].sparse:
-                rows = torch.tensor([(number + index) % len(parameter), (3 * self.rank + number) % len(parameter), 0])
+                rows = torch.tensor([(number + index) % len(parameter), (3 * self.rank + number) % len(parameter), 0],
+                                    device=self.program.device)
                 parameter = torch.nn.functional.embedding(rows, parameter, sparse=True)
             total = total + ((parameter * backward.scale + index).sin() * (1 + self.rank)).sum().double()
         return total

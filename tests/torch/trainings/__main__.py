@@ -14,11 +14,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.torch.trainings")
     parser.add_argument("--seeds", default="0:1000", help="BEGIN:END, or one seed")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--setting", type=int, help=f"use one environment only, 0 to {len(SETTINGS) - 1}")
     options = parser.parse_args()
     seeds = seeds_of(options.seeds)
     settings = SETTINGS if options.setting is None else SETTINGS[options.setting:options.setting + 1]
-    return report(len(seeds), fuzz(seeds, options.ranks, settings=settings, tell=print))
+    return report(len(seeds), fuzz(seeds, options.ranks, device=options.device, settings=settings, tell=print))
 
 
 if __name__ == "__main__":

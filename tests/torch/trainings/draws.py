@@ -91,10 +91,12 @@ class Training:
         batches: of a step.
         steps: in each epoch.
         size: how many ranks there are.
+        device: where the model and the data are, "cpu" or "cuda".
     """
 
     seed: int
     size: int = 2
+    device: str = "cpu"
     scoped: bool = False
     model: str = "mlp"
     optimizer: str = "SGD"
@@ -209,6 +211,8 @@ RULES: dict[str, Callable[[Training], bool]] = {
     "torch neither clamps complex numbers nor scales them": lambda it: it.model == "complex" and (
         it.clips == "value" or it.amp != "none" or it.optimizer in ("AdamW fused", "Adamax")),
     "only closures return losses": lambda it: it.returns != "mean" and it.gradients != "closure",
+    "Adagrad of older torch has no state for a group that is added": lambda it: (
+        it.optimizer == "Adagrad" and it.event == "add_param_group"),
     "most schedulers of torch refuse a group that is added": lambda it: it.event == "add_param_group" and (
         it.scheduler not in ("none", "StepLR", "StepLR first")),
     "a closure is one backward pass, without a scaler": lambda it: it.gradients == "closure" and (
@@ -225,6 +229,8 @@ RULES: dict[str, Callable[[Training], bool]] = {
         it.loss == "penalty" and it.gradients == "func.grad"),
     "state of the old dtype is not for parameters of the new one": lambda it: it.event == "double" and (
         it.optimizer != "SGD" or it.averaged or it.amp != "none" or it.model in MIXED),
+    "on a GPU, torch unscales no bfloat16": lambda it: (
+        it.device == "cuda" and it.scales and it.model in ("bfloat16 part", "float32 gradients")),
     "a scaler unscales once between two steps": lambda it: it.event == "skip" and it.scales,
     "of torch's optimizers, SGD takes gradients of another dtype": lambda it: it.model == "float32 gradients" and (
         it.optimizer not in ("SGD", "momentum", "nesterov") or it.averaged),
@@ -326,10 +332,10 @@ LATER: tuple[str, ...] = ("zeros written by hand to parts that not all ranks use
 """What of these does not work yet, and is not drawn."""
 
 
-def draw(seed: int, size: int = 2) -> Training:
+def draw(seed: int, size: int = 2, device: str = "cpu") -> Training:
     """Return the training of a seed on so many ranks."""
     rng = random.Random(f"training {seed}")
-    training = Training(seed, size)
+    training = Training(seed, size, device)
     features = list(FEATURES)
     rng.shuffle(features)
     features.sort(key=lambda name: name not in FIRST)

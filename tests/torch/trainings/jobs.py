@@ -17,7 +17,7 @@ SECONDS_A_SEED = 10.0
 """For a job on a busy machine."""
 
 
-def fuzz(seeds: Sequence[int], size: int = 2, *, stalled: Mapping[str, str] = STALLED,
+def fuzz(seeds: Sequence[int], size: int = 2, *, device: str = "cpu", stalled: Mapping[str, str] = STALLED,
          settings: Sequence[Mapping[str, str]] = SETTINGS, tell: Tell = lambda text: None) -> Iterator[Failure]:
     """Carry out the trainings of some seeds, many in one job, and yield those that fail.
 
@@ -26,5 +26,5 @@ def fuzz(seeds: Sequence[int], size: int = 2, *, stalled: Mapping[str, str] = ST
         tell: gets a line a job.
     """
     for number, environment in enumerate(settings):
-        yield from failures(seeds[number::len(settings)], size, main, [], lambda seed: draw(seed, size),
+        yield from failures(seeds[number::len(settings)], size, main, [device], lambda seed: draw(seed, size, device),
                             {**environment, **stalled}, TORCH, SECONDS_A_SEED, tell)

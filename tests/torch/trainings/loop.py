@@ -51,7 +51,7 @@ class Script:
             torch._dynamo.reset()  # of what other trainings have compiled
         self.found: dict[str, torch.Tensor] = {}
         self.number = 0
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2,
+        self.scaler = torch.amp.GradScaler(training.device, init_scale=64.0, growth_interval=2,
                                            enabled=training.scales)
         self.kept: dict[int, torch.Tensor] = {}  # gradients that the script clears, by parameter; or flat buffers
         self.build(side.seed)
@@ -73,7 +73,7 @@ class Script:
             self.model = self.side.converted(self.model)
             self.critic: Any = None
             if training.structure == "in turns":
-                self.critic = Discriminator().to(getattr(torch, training.dtype))
+                self.critic = Discriminator().to(training.device, getattr(torch, training.dtype))
             if training.hooks in ("tensor", "before wrapping"):
                 self.hook()
             self.optimizers = self.plain()
@@ -93,7 +93,7 @@ class Script:
             return
         for parameter in (parameter for module in self.modules() for parameter in module.parameters()):
             if parameter.requires_grad:
-                flat = torch.zeros(parameter.numel(), dtype=parameter.grad_dtype)
+                flat = torch.zeros(parameter.numel(), dtype=parameter.grad_dtype, device=parameter.device)
                 parameter.grad = flat.view(parameter.shape)
                 self.kept[id(parameter)] = flat
 
@@ -205,7 +205,7 @@ class Script:
 
     def autocast(self) -> Any:
         """Return what a forward pass is in."""
-        return torch.autocast("cpu", torch.bfloat16, enabled="autocast" in self.training.amp)
+        return torch.autocast(self.training.device, torch.bfloat16, enabled="autocast" in self.training.amp)
 
     def backward(self, x: torch.Tensor, y: torch.Tensor, factor: float, *, is_last: bool) -> float:
         """Compute gradients of a batch; return its loss."""
@@ -381,7 +381,7 @@ class Script:
         """Keep tensors to be compared."""
         for name, value in named:
             if isinstance(value, torch.Tensor):
-                self.found[f"{what} {name}"] = value.detach().clone()
+                self.found[f"{what} {name}"] = value.detach().cpu().clone()
 
     def results(self) -> dict[str, torch.Tensor]:
         """Return everything that was found."""

@@ -97,7 +97,7 @@ class Model(nn.Module):
                 self.first = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 5))
 
     def typed(self, training: Training) -> Model:
-        """Return the model in the dtypes it trains in."""
+        """Return the model in the dtypes and on the device it trains in."""
         dtype = getattr(torch, training.dtype)
         for parameter in (*self.parameters(), *self.buffers()):
             if parameter.is_floating_point():
@@ -107,7 +107,7 @@ class Model(nn.Module):
         if self.kind == "float32 gradients":
             for parameter in self.middle.parameters():
                 parameter.grad_dtype = torch.float32
-        return self
+        return self.to(training.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "all reentrant":
@@ -181,7 +181,7 @@ def samples(training: Training, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     if "embedding" in training.model:
         x = torch.randint(0, WORDS, (rows, 3), generator=generator)
     y = torch.randn(rows, OUTPUTS, generator=generator, dtype=torch.float64).to(getattr(torch, training.dtype))
-    return x, y
+    return x.to(training.device), y.to(training.device)
 
 
 def losses(training: Training, model: Model, x: torch.Tensor, y: torch.Tensor, *, at: Any = None) -> list[torch.Tensor]:

@@ -11,14 +11,16 @@ import torch
 import hvdlite_torch as hvd
 from tests.fuzzing import BEGUN, FINE, WRONG, WrongError
 from tests.torch import invariants
+from tests.torch.devices import prepare
 from tests.torch.trainings.draws import Training, draw
 from tests.torch.trainings.loop import train
 from tests.torch.trainings.sides import Alone, Outside, Scoped
 
 
-def main(seeds: Sequence[int]) -> None:
+def main(seeds: Sequence[int], device: str = "cpu") -> None:
     """Carry out the trainings of some seeds; all ranks of a job call this with the same ones."""
     torch.set_num_threads(1)
+    prepare(device)
     warnings.simplefilter("ignore")
     invariants.watch()
     hvd.init()
@@ -26,7 +28,7 @@ def main(seeds: Sequence[int]) -> None:
     for seed in seeds:
         print(BEGUN, seed, flush=True)
         try:
-            check(draw(seed, hvd.size()))
+            check(draw(seed, hvd.size(), device))
         except WrongError as error:
             print(WRONG, seed, error, flush=True)
         print(FINE, seed, flush=True)
