@@ -1,5 +1,5 @@
-"""Random trainings on GPUs, a few of them. `--device cuda` of the comparisons' commands carries out more: tests/torch/trainings,
-tests/torch/fuzz and tests/tf/fuzz.
+"""Random trainings on GPUs, a few of them; the commands of tests/torch/trainings, tests/torch/fuzz and tests/tf/fuzz carry
+out more, with `--device cuda`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.torch.fuzz.jobs import SETTINGS, fuzz
 from tests.torch.trainings.jobs import fuzz as fuzz_trainings
 
 PATIENT = {"HVDLITE_STALL_CHECK_TIME_SECONDS": "30", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "60"}
-UNEVEN = [seed for seed in range(50) if draw(seed, "torch").scoped and draw(seed, "torch").rows % draw(seed, "torch").batch % 2]
+UNEVEN = [each.seed for each in (draw(seed, "torch") for seed in range(50)) if each.scoped and each.rows % each.batch % 2]
 """Seeds of trainings whose last batches give the two ranks different numbers of samples."""
 
 

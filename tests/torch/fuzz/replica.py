@@ -27,7 +27,7 @@ def made(parameter: Parameter, seed: int, device: str) -> torch.nn.Parameter:
 
 
 def plain_optimizer(kind: str, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """Return an optimizer of torch's. With foreach, the default on GPUs, its state cannot have another dtype than parameters."""
+    """Return an optimizer of torch's. With foreach, the default on GPUs, parameters could not change their dtype."""
     if kind == "adam":
         return torch.optim.Adam(parameters, lr=LEARNING_RATE, foreach=False)
     if kind == "sparse_adam":
