@@ -95,7 +95,7 @@ class Member(Generic[Parameter]):
     trailing: Gradient | None = None  # what was accumulated after that
     reduced: Callable[[], Gradient | None] = lambda: None  # gives the gradient that the last round left
     version: int = -1  # how often that had been written to
-    zeroed: int = -1  # `version` when the optimizer has set it to zero
+    zeroed: bool = False  # whether the optimizer has set it to zero since
 
 
 def set_on_all(field: str) -> Callable[[Iterable[Member[Any]], Iterable[Any]], None]:
@@ -109,7 +109,7 @@ def set_on_all(field: str) -> Callable[[Iterable[Member[Any]], Iterable[Any]], N
 
 _parameter_of = operator.attrgetter("parameter")
 set_state, set_before, set_held = set_on_all("state"), set_on_all("before"), set_on_all("held")
-set_reduced, set_version = set_on_all("reduced"), set_on_all("version")
+set_reduced, set_version, set_zeroed = set_on_all("reduced"), set_on_all("version"), set_on_all("zeroed")
 
 
 class Members(Generic[Parameter]):
@@ -229,6 +229,7 @@ class Members(Generic[Parameter]):
         set_gradients(self.framework, map(_parameter_of, members), gradients)
         set_reduced(members, map(self.framework.reference, gradients))
         set_version(members, map(self.framework.version, gradients))
+        set_zeroed(members, itertools.repeat(False))
         set_state(members, itertools.repeat(REDUCED))
 
     def add_trailing(self, trailing: Iterable[Member[Parameter]]) -> tuple[list[Member[Parameter]], list[Member[Parameter]]]:
@@ -294,7 +295,7 @@ class Members(Generic[Parameter]):
         if self.framework.version(gradient) == member.version:
             return Origin.OLD
         # Zeros of a frozen parameter, and zeros that were zeros before (they are multiplied to clip).
-        adds_nothing = member.zeroed == member.version or not self.framework.is_trainable(member.parameter)
+        adds_nothing = member.zeroed or not self.framework.is_trainable(member.parameter)
         return Origin.OLD if adds_nothing and self.framework.is_zero(gradient) else Origin.REWRITTEN
 
     def counts(self, origin: Origin, written_too: bool) -> bool:
@@ -359,7 +360,7 @@ class Members(Generic[Parameter]):
         """The optimizer has set the reduced gradients to zero; that does not make them new ones."""
         for member in self:
             if (gradient := member.reduced()) is not None:
-                member.version = member.zeroed = self.framework.version(gradient)
+                member.version, member.zeroed = self.framework.version(gradient), True
 
     def note_last(self, member: Member[Parameter], gradient: Gradient, *, is_written: bool = False) -> None:
         """This is the gradient that was reduced last.
@@ -368,6 +369,7 @@ class Members(Generic[Parameter]):
             is_written: whether it has been written to since.
         """
         member.reduced, member.version = self.framework.reference(gradient), self.framework.version(gradient) - is_written
+        member.zeroed = member.zeroed and not is_written
 
     def _last(self, member: Member[Parameter]) -> Gradient | None:
         """Return the gradient that was reduced last; None when the parameter has another one, or none."""
