@@ -214,6 +214,27 @@ def test_origins_of_gradients_and_what_they_are_before_the_step(by_bucket: bool)
     assert own.value(2) == 2.0
 
 
+@BY_BUCKET
+def test_zeros_that_the_script_writes_count_in_the_backward_pass(by_bucket: bool) -> None:
+    own = Set(by_bucket=by_bucket)
+    own.runtime.other = lambda number, mine: mine
+    own.backward(0, 1)
+    own.step()
+    own.slots[1].gradient *= 2  # type: ignore[operator]
+    own.backward(0)  # leaves it out; a copy, where its place in the bucket is needed
+    own.slots[1].gradient *= 0  # type: ignore[operator]
+    assert own.origin(1) is Origin.REWRITTEN
+    own.step()
+    own.backward(1)
+    own.step()
+    own.slots[1].gradient *= 0  # type: ignore[operator]
+    before = own.reducer.set.round_id
+    own.backward(0)
+    assert own.state(1) is REDUCED and own.value(1) == 0.0
+    own.step()
+    assert own.reducer.set.round_id == before + 1, "no second round in the step"
+
+
 def test_a_replaced_gradient_where_reducing_again_is_not_exact() -> None:
     own = Set(op=ReduceOp.SUM)
     own.backward(0)

@@ -32,7 +32,7 @@ The *origin* of a gradient is computed when somebody asks:
 | REDUCED | the tensor that was reduced; state REDUCED | READY if I, else UNUSED | all zeros: a round is due |
 | REPLACED | another tensor; state REDUCED | READY | a round is due if I, else an error |
 | OLD | the tensor that was reduced, not written to since, or zeros that add nothing; state IDLE | UNUSED | - |
-| REWRITTEN | it has been written to; state IDLE | READY if I and `written_too` | a round is due if I |
+| REWRITTEN | it has been written to; state IDLE | READY if I and all zeros, or if I and `written_too` | a round is due if I |
 | OWN | another tensor; state IDLE | READY | a round is due |
 """
 
@@ -298,15 +298,17 @@ class Members(Generic[Parameter]):
         adds_nothing = member.zeroed or not self.framework.is_trainable(member.parameter)
         return Origin.OLD if adds_nothing and self.framework.is_zero(gradient) else Origin.REWRITTEN
 
-    def counts(self, origin: Origin, written_too: bool) -> bool:
+    def counts(self, gradient: Gradient | None, origin: Origin, written_too: bool) -> bool:
         """Return whether a gradient of this origin counts in a round that is closed.
 
         Args:
-            written_too: whether what was written since an older reduction counts.
+            written_too: whether what was written since an older reduction counts, and not only zeros.
         """
-        if origin is Origin.REDUCED or (origin is Origin.REWRITTEN and written_too):
-            return self.is_idempotent
-        return origin not in (Origin.NONE, Origin.OLD, Origin.REWRITTEN)
+        if gradient is None or origin is Origin.OLD:
+            return False
+        if origin is Origin.REWRITTEN:
+            return self.is_idempotent and (written_too or self.framework.is_zero(gradient))
+        return self.is_idempotent or origin is not Origin.REDUCED
 
     def needs_round(self, origin: Origin) -> bool:
         """Return whether a gradient of this origin, which no backward pass has given, is to be reduced in the step."""

@@ -339,7 +339,7 @@ class Reducer(Generic[Parameter]):
         """Give a member that no backward pass has given, or leave it out, by its gradient's origin."""
         member.held = self.members.gradient(member)
         origin = self.members.origin(member, member.held)
-        if self.members.counts(origin, self.written_too):
+        if self.members.counts(member.held, origin, self.written_too):
             is_again = origin is Origin.AGAIN or origin is Origin.REDUCED
             self._hand_over(current, member, is_again=is_again, is_own=origin is not Origin.NEW and not is_again)
         else:
