@@ -32,7 +32,7 @@ The *origin* of a gradient is computed when somebody asks:
 | REDUCED | the tensor that was reduced; state REDUCED | READY if I, else UNUSED | all zeros: a round is due |
 | REPLACED | another tensor; state REDUCED | READY | a round is due if I, else an error |
 | OLD | the tensor that was reduced, not written to since, or zeros that add nothing; state IDLE | UNUSED | - |
-| REWRITTEN | it has been written to; state IDLE | READY if I and all zeros, or if I and `written_too` | a round is due if I |
+| REWRITTEN | it has been written to; state IDLE | READY if I and zeros, or I and `written_too` | a round is due if I |
 | OWN | another tensor; state IDLE | READY | a round is due |
 """
 
