@@ -18,7 +18,7 @@ from hvdlite.bootstrap.store import KeyValues
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
 from hvdlite.core.config import environment_name
-from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.errors import PeerLeftError, UnsupportedError
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import ReduceOp
 from hvdlite.groups.group import Group
@@ -153,7 +153,25 @@ def boundary() -> None:
         HostsUpdatedInterrupt: on all ranks at the same boundary, when they do.
     """
     if _worlds.member is not None and _worlds.runs_elastically:
-        _worlds.member.boundary()
+        _worlds.member.boundary(0 if _worlds.runtime is None else _worlds.runtime.joins)
+
+
+def join(runtime: Runtime) -> int:
+    """Take no further part until all ranks have called this; return the rank that came last. See `hvd.join`.
+
+    In an elastic job, a rank that waits in this is at a boundary: members may come and go.
+
+    Raises:
+        HostsUpdatedInterrupt: when they do.
+        PeerLeftError: when a rank leaves without joining.
+    """
+    try:
+        last: int = runtime.join().wait()
+    except PeerLeftError:
+        if _worlds.member is not None and _worlds.runs_elastically:
+            _worlds.member.left_in_join()
+        raise
+    return last
 
 
 def story(name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from hvdlite import api
 from hvdlite.api import rank, runtime, set_id
 from hvdlite.core.array import Array
 from hvdlite.core.device import AnyArray, DeviceArray
@@ -313,10 +314,10 @@ def join(device: int = -1) -> int:
 
     Raises:
         PeerLeftError: when a rank leaves without joining.
+        HostsUpdatedInterrupt: in an elastic job, when members come or go.
     """
     del device
-    last: int = runtime().join().wait()
-    return last
+    return api.join(runtime())
 
 
 def poll(handle: Handle | Handles) -> bool:

@@ -253,7 +253,7 @@ def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = "", compre
 @_collective
 def join() -> tf.Tensor:
     """Wait until all ranks have called this, contributing zeros to their collectives; return the last rank (int32)."""
-    return _int32_tensor(lambda: api.runtime().join().wait())
+    return _int32_tensor(lambda: api.join(api.runtime()))
 
 
 @_collective

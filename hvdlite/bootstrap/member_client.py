@@ -22,6 +22,7 @@ from hvdlite.core.launch_contract import MEMBER_SOCKET
 from hvdlite.core.sockets import connect_unix, routes_to
 from hvdlite.core.system_limits import explained
 from hvdlite.membership.messages import (
+    JOIN,
     Alive,
     AllFinished,
     AskAlive,
@@ -58,7 +59,8 @@ class MemberClient:
 
     Attributes:
         number: the member's id.
-        is_at_rest: whether `boundary` has stopped this member in its present world.
+        is_at_rest: whether this member has stopped at a boundary in its present world.
+        is_behind: whether it waited in `join()` then.
 
     Raises:
         LaunchError: when nobody serves members there.
@@ -66,7 +68,7 @@ class MemberClient:
 
     def __init__(self, directory: str, number: int) -> None:
         self.number = number
-        self.is_at_rest = False
+        self.is_at_rest = self.is_behind = False
         self._pid = os.getpid()
         self._changed = threading.Condition()  # guards what follows
         self._lost = ""  # why there is no authority any more
@@ -77,7 +79,7 @@ class MemberClient:
         self._stopped = StopNow(0, "")  # the last world that was stopped
         self._attached: tuple[int, Callable[[str], None]] | None = None  # what to stop, and the world to which it belongs
         self._has_ended: Callable[[], bool] = lambda: False  # the background thread of that world
-        self._boundaries = 0  # that this member has reached in this world
+        self._boundaries = 0  # that this member has reached in this world, and `JOIN` for each `join()` of all
         self._change: PrepareStop | None = None  # a stop that is being agreed on
         self._stop_at: StopAt | None = None
         self._socket = _connected(directory)
@@ -193,8 +195,11 @@ class MemberClient:
                 self._check_link()
                 self._changed.wait()
 
-    def boundary(self) -> None:
+    def boundary(self, joins: int) -> None:
         """Pass a boundary of the training loop, at which all members may be stopped.
+
+        Args:
+            joins: how often all have called `join()` in this world.
 
         Raises:
             HostsUpdatedInterrupt: on all members of the world at the same boundary, when members come or go.
@@ -203,18 +208,35 @@ class MemberClient:
         if self.in_child:
             return
         with self._changed:
-            self._boundaries += 1
-            while self._change is not None:
-                if self._stop_at is not None:
-                    if self._boundaries < self._stop_at.boundary:
-                        return
-                    self._change = self._stop_at = None
-                    self.is_at_rest = True
-                    raise HostsUpdatedInterrupt
-                if self._stopped.epoch >= self._epoch:
-                    raise PeerLostError(self._stopped.reason)
-                self._check_link()
-                self._changed.wait()
+            self._boundaries = max(self._boundaries, joins * JOIN) + 1
+            stop_at = self._agreed_stop()
+            if stop_at is not None and self._boundaries >= stop_at.boundary:
+                self._rest(is_behind=False)
+
+    def left_in_join(self) -> None:
+        """Others have left the world while this member waits in `join()`. If they stop at a boundary, this is one, too.
+
+        Raises:
+            HostsUpdatedInterrupt: if they do.
+            PeerLostError: Like `boundary`.
+        """
+        with self._changed:
+            if not self.in_child and self._agreed_stop() is not None:
+                self._rest(is_behind=True)
+
+    def _agreed_stop(self) -> StopAt | None:
+        """Return the boundary at which all members stop; None if they do not. Block while it is agreed on."""
+        while self._change is not None and self._stop_at is None:
+            if self._stopped.epoch >= self._epoch:
+                raise PeerLostError(self._stopped.reason)
+            self._check_link()
+            self._changed.wait()
+        return self._stop_at
+
+    def _rest(self, *, is_behind: bool) -> None:
+        self._change = self._stop_at = None
+        self.is_at_rest, self.is_behind = True, is_behind
+        raise HostsUpdatedInterrupt
 
     def close_in_child(self) -> None:
         """In a forked child: close the copy of the descriptor."""
@@ -287,7 +309,7 @@ class MemberClient:
                 case WorldOrder():
                     self._epoch, self._host_names, self._boundaries = order.epoch, order.host_names, 0
                     self._change = self._stop_at = None
-                    self.is_at_rest = False
+                    self.is_at_rest = self.is_behind = False
                     self._orders.append(order)
                 case CoordinatorAt():
                     self._coordinator = order

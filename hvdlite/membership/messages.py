@@ -14,6 +14,8 @@ from hvdlite.core.frames import FrameReader, to_frame
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 """A count, or an id; the authority computes with them, so a message with another one is no message."""
+JOIN: Final = 1 << 24
+"""More than the boundaries between two `join()`s."""
 Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 
 
@@ -30,12 +32,15 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
         boundaries: how many it has passed in this world since its last commit.
         at_rest: whether it stopped at a boundary that all members had agreed on, so that its state is current; else it goes
             on from its last commit.
+        is_behind: whether it waited in `join()` then, so that the others have gone on without it; its last commit counts as
+            any other.
     """
 
     has_state: bool = True
     commits: Number = 0
     boundaries: Number = 0
     at_rest: bool = False
+    is_behind: bool = False
 
 
 # --- from a member -----------------------------------------------------------------------------------------------------
@@ -76,7 +81,8 @@ class Alive(MembershipMessage, frozen=True):
 class BoundaryReport(MembershipMessage, frozen=True):
     """The answer to `PrepareStop`: the boundaries that the member has passed in this world; it waits at the next one.
 
-    The count begins at 0 in every world, because joiners have passed none of the earlier ones.
+    The count begins at 0 in every world, because joiners have passed none of the earlier ones. When all have come out of
+    `join()`, before which their counts may differ, it goes on at the next multiple of `JOIN`.
     """
 
     change: Number

@@ -43,10 +43,12 @@ def recover(reports: Mapping[int, StateReport]) -> Recovery:
         reports: of the members that are left, by seniority: their order in the world that has ended.
     """
     with_state = {member: report for member, report in reports.items() if report.has_state}
-    commits = max((report.commits for report in with_state.values()), default=0)
-    donors = tuple(member for member, report in with_state.items() if report.commits == commits)
-    boundaries = max((with_state[member].boundaries for member in donors), default=0)
-    return Recovery(donors, not all(report.at_rest for report in with_state.values()), commits, boundaries)
+    newest = {member: report for member, report in with_state.items() if not report.is_behind} or with_state
+    commits = max((report.commits for report in newest.values()), default=0)
+    donors = tuple(member for member, report in newest.items() if report.commits == commits)
+    boundaries = max((newest[member].boundaries for member in donors), default=0)
+    restore = not all(report.at_rest and not report.is_behind for report in newest.values())
+    return Recovery(donors, restore, commits, boundaries)
 
 
 def ranks(donor: int, survivors: Sequence[int], joiners: Sequence[int]) -> tuple[int, ...]:

@@ -204,7 +204,7 @@ class DistributedBase(Learner):
             return
         if self._process_set != GLOBAL_PROCESS_SET_ID:
             raise UnsupportedError("join() is for all ranks; this optimizer shares gradients with some only")
-        joined.last_rank = self._runtime.join().wait()
+        joined.last_rank = api.join(self._runtime)
         if synchronize:
             assert isinstance(self, torch.optim.Optimizer)
             take_over(self._runtime, self, joined.last_rank, models)

@@ -15,6 +15,7 @@ from hvdlite.bootstrap.rendezvous import Cancellation
 from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostError
 from hvdlite.core.launch_contract import MEMBER_SOCKET
 from hvdlite.membership.messages import (
+    JOIN,
     Alive,
     AllFinished,
     AskAlive,
@@ -96,14 +97,14 @@ def beside(action: Callable[[], object]) -> Callable[[], Any]:
 def test_all_members_stop_at_the_same_boundary(launcher: Launcher) -> None:
     member = launcher.member
     for _ in range(3):
-        member.boundary()
+        member.boundary(0)
     launcher.order(PrepareStop(1))
     assert launcher.heard() == BoundaryReport(1, 3)
-    fourth = beside(member.boundary)  # waits for the answers of others
+    fourth = beside(lambda: member.boundary(0))  # waits for the answers of others
     launcher.order(StopAt(1, 5))  # one of them had passed the fourth
     fourth()
     with pytest.raises(HostsUpdatedInterrupt):
-        member.boundary()
+        member.boundary(0)
     assert member.is_at_rest
     launcher.order(world(2))
     assert member.next_order() == world(2)
@@ -112,10 +113,50 @@ def test_all_members_stop_at_the_same_boundary(launcher: Launcher) -> None:
     assert launcher.heard() == BoundaryReport(2, 0)  # joiners have passed none of the earlier ones
 
 
+def test_boundaries_before_a_join_of_all_count_less_than_any_after_it(launcher: Launcher) -> None:
+    member = launcher.member
+    for _ in range(3):
+        member.boundary(0)
+    launcher.order(PrepareStop(1))
+    assert launcher.heard() == BoundaryReport(1, 3)
+    launcher.order(StopAt(1, 41))  # another member has passed 40 of them
+    with pytest.raises(HostsUpdatedInterrupt):
+        member.boundary(1)
+    launcher.order(world(2))
+    member.next_order()
+    member.boundary(0)
+    member.boundary(1)
+    member.boundary(1)
+    launcher.order(PrepareStop(2))
+    assert launcher.heard() == BoundaryReport(2, JOIN + 2)
+
+
+def test_a_member_that_waits_in_join_stops_when_the_others_do(launcher: Launcher) -> None:
+    member = launcher.member
+    member.left_in_join()  # others have left for a reason of theirs
+    launcher.order(PrepareStop(1))
+    assert launcher.heard() == BoundaryReport(1, 0)
+    waiting = beside(member.left_in_join)
+    launcher.order(StopAt(1, 41))
+    with pytest.raises(HostsUpdatedInterrupt):
+        waiting()
+    assert member.is_at_rest and member.is_behind
+    launcher.order(world(2))
+    member.next_order()
+    assert not member.is_at_rest and not member.is_behind
+    launcher.order(PrepareStop(2))
+    launcher.heard()
+    waiting = beside(member.left_in_join)
+    launcher.order(StopNow(2, "rank 1 was lost"))
+    with pytest.raises(PeerLostError, match="rank 1 was lost"):
+        waiting()
+    assert not member.is_at_rest
+
+
 def test_a_death_replaces_a_stop_that_is_being_agreed_on(launcher: Launcher) -> None:
     launcher.order(PrepareStop(1))
     launcher.heard()
-    waiting = beside(launcher.member.boundary)
+    waiting = beside(lambda: launcher.member.boundary(0))
     launcher.order(StopNow(1, "rank 1 was lost"))
     with pytest.raises(PeerLostError, match="rank 1 was lost"):
         waiting()
@@ -175,14 +216,14 @@ def test_training_finishes_on_all_members_or_goes_on_in_another_world(launcher: 
 
 def test_a_stop_that_was_prepared_when_training_finished_stops_nothing_later(launcher: Launcher) -> None:
     for _ in range(3):
-        launcher.member.boundary()
+        launcher.member.boundary(0)
     launcher.order(PrepareStop(1))
     assert launcher.heard() == BoundaryReport(1, 3)
     finishing = beside(lambda: launcher.member.finish(1))
     assert launcher.heard() == MemberFinished(1)
     launcher.order(AllFinished())
     assert finishing() is True
-    launcher.member.boundary()  # it would block
+    launcher.member.boundary(0)  # it would block
     launcher.member.ready()
     assert launcher.heard() == MemberReady()
     launcher.order(PrepareStop(2))

@@ -61,6 +61,7 @@ class Job:
         self.steps = draw.randint(5, 150) if draw.random() < 0.3 else NEVER  # until training finishes
         self.has_finished = False
         self.commit_every = draw.randint(1, 4)
+        self.joins = draw.choice([0.0, 0.0, 0.1])  # how probable it is that a process joins after a step
         self.processes: dict[int, Process] = {}
         self.worlds: dict[int, tuple[int, ...]] = {}
         self.gone: set[int] = set()  # as the authority knows
@@ -171,7 +172,8 @@ class Job:
         size = len(command.members)
         assert self.limits.min_np <= size <= (self.limits.max_np or size) and len(set(command.members)) == size
         assert command.epoch == len(self.worlds) + (command.epoch > 1) and self.gone.isdisjoint(command.members)
-        best = [(state_report.commits, member) for member, (epoch, state_report) in self.state_reports.items()
+        best = [((not state_report.is_behind, state_report.commits), member)
+                for member, (epoch, state_report) in self.state_reports.items()
                 if epoch == command.epoch - 1 and member not in self.gone and state_report.has_state]
         if command.epoch > 1:
             assert (max(best)[0], command.members[0]) in best, "the donor must have the greatest state_report"
@@ -180,7 +182,9 @@ class Job:
     def check_order(self, process: Process, order: WorldOrder) -> None:
         assert process.id in order.members and process.doing in ("idle", "joining", "dead")
         told = [self.state_reports[member][1] for member in order.members if member in self.state_reports]
-        assert order.restore or all(state_report.at_rest for state_report in told if state_report.has_state)
+        having = [state_report for state_report in told if state_report.has_state]
+        assert order.restore or (all(state_report.at_rest for state_report in having)
+                                 and not all(state_report.is_behind for state_report in having))
         assert sorted(rank for ranks in order.ranks_by_machine for rank in ranks) == list(range(len(order.members)))
         assert order.host_names == tuple(self.processes[member].host for member in order.members)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hvdlite.membership.events import StartMember
 from hvdlite.membership.messages import (
+    JOIN,
     Alive,
     AllFinished,
     AskAlive,
@@ -52,7 +53,8 @@ class Process:
         self.is_ready = False
         self.has_state = not start.is_joiner
         self.commits = 0
-        self.at_rest = False
+        self.at_rest = self.is_behind = False
+        self.has_joined, self.joins = False, 0  # waits in join(); how often all of this world have
         self.order: WorldOrder | None = None
         self.has_address = False  # of rank 0, if it needs one
         self.step = _SYNC
@@ -152,10 +154,11 @@ class Process:
     def _complete(self) -> None:
         """Complete the collective of a step if all members of the world have come to it."""
         world, step, epoch = self.world(), self.step, self.epoch
-        if all(each.epoch == epoch and (each.step > step or (each.step == step and each.arrived)) for each in world):
+        if all(each.epoch == epoch and (each.has_joined or each.step > step or (each.step == step and each.arrived))
+               for each in world):
             assert self.job.authority.epoch == epoch, "an old world completes a collective"
             for each in world:
-                if each.step == step and each.is_alive:
+                if each.step == step and each.is_alive and not each.has_joined:
                     each.later(0.1, lambda each=each: each._completed(epoch, step))  # type: ignore[misc]
 
     def _completed(self, epoch: int, step: int) -> None:
@@ -174,7 +177,32 @@ class Process:
 
     def go_on(self) -> None:
         """Train on after a boundary."""
-        self._arrive_later()
+        if self.job.random.random() < self.job.joins:
+            self.join()
+        else:
+            self._arrive_later()
+
+    def join(self) -> None:
+        """Take no further part until all have joined; then they go on alike."""
+        world, self.has_joined = self.world(), True
+        if all(each.has_joined and each.epoch == self.epoch for each in world):
+            for each in world:
+                each.has_joined, each.joins = False, each.joins + 1
+                each.step = max(other.step for other in world)
+                if each.is_alive:
+                    each.later(0.1, each.reach_boundary)
+        for each in world:
+            if each.arrived and each.epoch == self.epoch:
+                each._complete()
+
+    def _left_in_join(self, epoch: int) -> None:
+        """Others have left the world, perhaps for a change that this process hears of later."""
+        if self.doing == "training" and self.has_joined and self.epoch == epoch:
+            if self.stop_at is None:
+                self.later(1, lambda: self._left_in_join(epoch))
+            else:
+                self.at_rest = self.is_behind = True
+                self.end_world("")
 
     # --- boundaries --------------------------------------------------------------------------------------------------------
 
@@ -186,19 +214,20 @@ class Process:
 
     def pass_boundary(self) -> None:
         self.waits_at_boundary = False
-        self.passed += 1
-        if self.stop_at == self.passed:
+        self.passed = max(self.passed, self.joins * JOIN) + 1
+        if self.stop_at is not None and self.passed >= self.stop_at:
             self.at_rest = True
             at = {each.step for each in self.world() if each.doing in ("ending", "idle") and each.at_rest
-                  and each.epoch == self.epoch}
+                  and not each.is_behind and each.epoch == self.epoch}
             assert at <= {self.step}, "members stop at different boundaries"
             self.end_world("")
         elif self.step >= self.job.steps:
-            assert self.stop_at is None or self.stop_at > self.passed
+            if any(each.has_joined for each in self.world()):
+                self.join()
+                return
             self.doing = "finished"
             self.say(MemberFinished(self.epoch))
         else:
-            assert self.stop_at is None or self.stop_at > self.passed, "it has passed the boundary already"
             self.go_on()
 
     # --- ending a world ----------------------------------------------------------------------------------------------------
@@ -239,11 +268,14 @@ class Process:
             self.doing = "idle"
             self.forget_world()
             blamed = tuple(rank for rank, each in enumerate(self.world()) if each.is_frozen and reason != "told")
-            self.say(MemberIdle(epoch, StateReport(
-                has_state=self.has_state, commits=self.commits, at_rest=self.at_rest), reason, blamed))
+            self.say(MemberIdle(epoch, StateReport(has_state=self.has_state, commits=self.commits, at_rest=self.at_rest,
+                                                   is_behind=self.is_behind), reason, blamed))
+            for each in self.world() if self.at_rest else ():
+                if each.has_joined:
+                    each.later(0.5, lambda each=each: each._left_in_join(epoch))  # type: ignore[misc]
 
     def forget_world(self) -> None:
-        self.arrived = self.waits_at_boundary = False
+        self.arrived = self.waits_at_boundary = self.has_joined = False
         self.asked = self.stop_at = None
 
     def die(self, code: int, cause: str = "", *, tell: bool = True) -> None:
@@ -293,7 +325,8 @@ class Process:
             assert self.doing in ("idle", "joining") and self.epoch < order.epoch
             self.epoch, self.order, self.has_address = order.epoch, order, False
             self.step, self.passed, self.asked, self.stop_at = _SYNC, 0, None, None
-            self.arrived = self.at_rest = False
+            self.arrived = self.at_rest = self.is_behind = False
+            self.joins = 0
             self.enter_meeting()
         elif isinstance(order, CoordinatorAt):
             if order.epoch == self.epoch:

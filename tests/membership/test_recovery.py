@@ -10,7 +10,8 @@ from hvdlite.membership.messages import StateReport
 from hvdlite.membership.recovery import ranks, recover
 
 STANDINGS = [StateReport(has_state=False), *(
-    StateReport(commits=commits, at_rest=at_rest) for commits in (0, 1, 2) for at_rest in (False, True))]
+    StateReport(commits=commits, at_rest=at_rest) for commits in (0, 1, 2) for at_rest in (False, True)), *(
+    StateReport(commits=commits, at_rest=True, is_behind=True) for commits in (0, 2))]
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4])
@@ -20,6 +21,7 @@ def test_the_greatest_standing_counts_and_the_senior_of_equals_is_the_donor(size
             state_reports = dict(zip(order, combination, strict=True))
             recovery = recover(state_reports)
             having = [member for member in order if state_reports[member].has_state]
+            having = [member for member in having if not state_reports[member].is_behind] or having
             if not having:
                 assert recovery.donors == () and recovery.commits == 0
                 continue
@@ -28,7 +30,8 @@ def test_the_greatest_standing_counts_and_the_senior_of_equals_is_the_donor(size
             assert all(state_reports[member].commits == recovery.commits for member in recovery.donors)
             assert list(recovery.donors) == [
                 member for member in having if state_reports[member].commits == state_reports[donor].commits]
-            assert recovery.restore == any(not state_reports[member].at_rest for member in having)
+            assert recovery.restore == any(
+                not state_reports[member].at_rest or state_reports[member].is_behind for member in having)
             survivors = ranks(donor, order, [12, 11])
             assert survivors[0] == donor and survivors[-2:] == (11, 12)
             assert [member for member in survivors[1:-2]] == [member for member in order if member != donor]

@@ -12,6 +12,7 @@ from tests.elastic_jobs import ElasticJob
 from tests.runtime.programs.elastic import (
     change,
     compute,
+    join_early,
     train,
     train_twice,
     until_the_launcher_ends,
@@ -73,6 +74,23 @@ def test_a_job_grows_onto_a_second_host_where_rank_0_dies(tmp_path: Path) -> Non
         results = job.finish()
     agree(results)
     assert sorted(results) == [2, 3] and len({result["steps"] for result in results.values()}) == 1
+
+
+def test_a_rank_that_waits_in_join_is_taken_along_when_the_job_grows(tmp_path: Path) -> None:
+    """See docs/protocol.md#boundaries, #donors."""
+    gate = tmp_path / "gate"
+    with ElasticJob(join_early, str(gate), slots={"a": 2}, min_np=1) as job:
+        job.until_printed(0, "joins")
+        job.until_printed(1, "step 20 in 2")
+        job.see({"a": 3})
+        order = job.until_members(0, 1, 2)
+        assert not order.restore and order.members == (1, 0, 2), "who was in join() has missed steps"
+        job.until_printed(2, "in 3")
+        gate.touch()
+        results = job.finish()
+    (first, second), last = results[1]
+    assert first == (0, 2) and second[0] > 20 and second[1] == 3, results
+    assert results[0] == ([(0, 2), second], last) and results[2] == ([second], last), results
 
 
 def test_fifty_worlds_hold_no_more_than_two() -> None:

@@ -131,7 +131,7 @@ class _Training:
         at_rest, failure = self._member.is_at_rest, self._failure
         self._worlds.end_world(reason or "members come or go", at_rest=at_rest)
         report = StateReport(has_state=self._has_state, commits=self._state._commits, boundaries=self._state._boundaries,
-                             at_rest=at_rest)
+                             at_rest=at_rest, is_behind=self._member.is_behind)
         self._state._boundaries = 0
         self._member.idle(self._epoch, report, reason, failure.blamed if isinstance(failure, PeerLostError) else ())
 

@@ -129,6 +129,37 @@ def train_twice(gate: str) -> list[tuple[int, int]]:
     return worlds
 
 
+def join_early(gate: str) -> tuple[list[tuple[int, int]], int]:
+    """Train until the file `gate` exists, in a world of two without rank 0, which joins after three steps.
+
+    Returns:
+        step and size at the beginning of each world, and the last step.
+    """
+    api.init()
+    worlds: list[tuple[int, int]] = []
+
+    @run
+    def loop(state: Any) -> None:
+        worlds.append((state.step, api.size()))
+        left = 3 if (api.rank(), api.size()) == (0, 2) else -1
+        while left:
+            done = ops.allreduce(np.array(float(os.path.exists(gate))), op=api.Max, name="done")
+            left -= 1
+            state.step += 1
+            print(f"step {state.step} in {api.size()}", flush=True)
+            if done:
+                break
+            state.check_host_updates()
+        print("joins", flush=True)
+        ops.join()
+        state.commit()
+
+    state: Any = ObjectState(step=0)
+    loop(state)
+    api.shutdown()
+    return worlds, state.step
+
+
 def _twice(state: Any) -> int:
     """Run another training after the first one."""
     @run
