@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostError, ProtocolError
+from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostError, ProtocolError, WorldEnded
 from hvdlite.core.launch_contract import MEMBER_SOCKET
 from hvdlite.core.sockets import connect_unix, routes_to
 from hvdlite.core.system_limits import explained
@@ -60,7 +60,7 @@ class MemberClient:
     Attributes:
         number: the member's id.
         is_at_rest: whether this member has stopped at a boundary in its present world.
-        is_behind: whether it waited in `join()` then.
+        is_behind: whether it waited in `join()` then, or has trained on.
 
     Raises:
         LaunchError: when nobody serves members there.
@@ -204,10 +204,15 @@ class MemberClient:
         Raises:
             HostsUpdatedInterrupt: on all members of the world at the same boundary, when members come or go.
             PeerLostError: when the world is stopped while it is agreed on such a boundary.
+            WorldEnded: when the script has caught the first of these, and trained on.
         """
         if self.in_child:
             return
         with self._changed:
+            if self.is_at_rest:
+                self.is_behind = True
+                raise WorldEnded("the script has caught HostsUpdatedInterrupt, for which hvd.elastic.run waits, and has gone on: "
+                                 "let it pass, so that ranks can come and go without a loss of steps")
             self._boundaries = max(self._boundaries, joins * JOIN) + 1
             stop_at = self._agreed_stop()
             if stop_at is not None and self._boundaries >= stop_at.boundary:

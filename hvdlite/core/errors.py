@@ -114,4 +114,4 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class WorldEnded(BaseException):
-    """Raised in elastic jobs when a script catches the error that ended its world and goes on calling collectives."""
+    """Raised in elastic jobs when a script catches what ended its world (an error, or a change of members) and trains on."""

@@ -32,8 +32,8 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
         boundaries: how many it has passed in this world since its last commit.
         at_rest: whether it stopped at a boundary that all members had agreed on, so that its state is current; else it goes
             on from its last commit.
-        is_behind: whether it waited in `join()` then, so that the others have gone on without it; its last commit counts as
-            any other.
+        is_behind: whether it waited in `join()` then, so that the others have gone on without it, or whether it has trained
+            on afterwards, so that the state may be half of a step's; its last commit counts as any other.
     """
 
     has_state: bool = True

@@ -12,7 +12,7 @@ import pytest
 
 from hvdlite.bootstrap.member_client import MemberClient
 from hvdlite.bootstrap.rendezvous import Cancellation
-from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostError
+from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostError, WorldEnded
 from hvdlite.core.launch_contract import MEMBER_SOCKET
 from hvdlite.membership.messages import (
     JOIN,
@@ -105,7 +105,10 @@ def test_all_members_stop_at_the_same_boundary(launcher: Launcher) -> None:
     fourth()
     with pytest.raises(HostsUpdatedInterrupt):
         member.boundary(0)
-    assert member.is_at_rest
+    assert member.is_at_rest and not member.is_behind
+    with pytest.raises(WorldEnded, match="has caught HostsUpdatedInterrupt"):
+        member.boundary(0)
+    assert member.is_behind
     launcher.order(world(2))
     assert member.next_order() == world(2)
     assert not member.is_at_rest

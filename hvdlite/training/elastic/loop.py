@@ -123,7 +123,7 @@ class _Training:
             return False
         if self._failure is not None:
             return True
-        if isinstance(error, (HostsUpdatedInterrupt, _MeetingFailed)):
+        if isinstance(error, (HostsUpdatedInterrupt, WorldEnded, _MeetingFailed)):
             return True
         return isinstance(error, HorovodInternalError) and not isinstance(error, (NotInitializedError, ForkedProcessError))
 
