@@ -211,8 +211,8 @@ class MemberClient:
         with self._changed:
             if self.is_at_rest:
                 self.is_behind = True
-                raise WorldEnded("the script has caught HostsUpdatedInterrupt, for which hvd.elastic.run waits, and trained on: "
-                                 "let it pass, so that ranks can come and go without a loss of steps")
+                raise WorldEnded("the script has caught HostsUpdatedInterrupt, for which hvd.elastic.run waits, and trained "
+                                 "on: let it pass, so that ranks can come and go without a loss of steps")
             self._boundaries = max(self._boundaries, joins * JOIN) + 1
             stop_at = self._agreed_stop()
             if stop_at is not None and self._boundaries >= stop_at.boundary:
