@@ -159,7 +159,7 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: 
         command, limits, slots, options.host_discovery_script if is_elastic(options) else None, options.slots_per_host or 1,
         environ.get("SLURMD_NODENAME", ""), settings, shell, working_directory=options.working_directory or "",
         start_timeout=timeout_or_inf(Config.from_environment({**environ, **settings}).start_timeout),
-        interfaces=_interfaces(options), coordinator_port=options.coordinator_port,
+        grace=options.grace, interfaces=_interfaces(options), coordinator_port=options.coordinator_port,
         over_tcp=settings.get(control, environ.get(control)) == "tcp", share_cores="OMP_NUM_THREADS" not in environ,
         output=OutputSettings(options.output_filename, options.prefix, options.timestamps, options.show, options.fold),
         bind=options.bind, has_input=options.stdin and not is_elastic(options), verbose=options.verbose,
@@ -203,7 +203,7 @@ def mpi_command(options: argparse.Namespace, environ: Mapping[str, str]) -> list
         {**environ, **_environment(options, environ)}, command, arguments=shlex.split(options.mpi_args),
         binding=shlex.split(options.binding_args), ssh=shell.ssh_arguments,
         interfaces=_interfaces(options), root=os.geteuid() == 0, output_directory=options.output_filename,
-        prefix=options.prefix)
+        prefix=options.prefix, grace=options.grace)
 
 
 def _command(options: argparse.Namespace) -> list[str]:

@@ -8,7 +8,8 @@ sides; no message is ever unpickled.
 
 from __future__ import annotations
 
-from typing import Any
+import signal
+from typing import Any, Final
 
 import msgspec
 
@@ -80,8 +81,12 @@ class ToMember(AgentMessage, frozen=True):
     order: MemberOrder
 
 
+FORWARDED: Final = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that the user sends through hvdrun to the ranks; they do not end the job."""
+
+
 class Signal(AgentMessage, frozen=True):
-    """Send a signal to the ranks that still run."""
+    """Send a signal to the ranks that still run; one of `FORWARDED` to those that handle it."""
 
     signum: int
 

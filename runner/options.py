@@ -73,6 +73,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--bind", action="store_true", help="bind each rank to an equal part of its host's cores")
     result.add_argument("--stdin", action="store_true", help="give rank 0, which must be on this host, the standard input "
                         "of hvdrun; that of the other ranks is empty")
+    result.add_argument("--grace", type=_seconds, metavar="S", help="seconds that the ranks have to end when hvdrun gets a "
+                        "signal, before they are killed (default: 5 after Ctrl-C, 30 after SIGTERM and SIGHUP)")
     result.add_argument("--horovod-compat", action="store_true", help="make `import horovod...` in the script import "
                         "hvdlite")
     result.add_argument("--task-directory", help=argparse.SUPPRESS)  # of hvdlite.run

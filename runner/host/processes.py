@@ -12,6 +12,7 @@ import math
 import os
 import resource
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,9 +59,25 @@ class RankProcess:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def send(self, signum: int) -> None:
-        """Send a signal to the rank and the processes of its group."""
+        """Send a signal to the rank and the processes of its group.
+
+        A rank that handles SIGTERM gets it alone: it may want to save its state with the help of its workers.
+        """
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it and all processes of its group have ended
-            os.killpg(self.pid, signum)
+            if signum == signal.SIGTERM and self.handles(signum):
+                os.kill(self.pid, signum)
+            else:
+                os.killpg(self.pid, signum)
+
+    def forward(self, signum: int) -> None:
+        """Send a signal to the rank alone, if it handles it; else that would end it."""
+        if self.handles(signum):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
+
+    def handles(self, signum: int) -> bool:
+        """Return whether the rank has a handler for a signal; False on systems other than Linux."""
+        return reaper.handles(self.pid, signum)
 
     def close(self) -> None:
         """Reap the process and close its descriptors."""

@@ -67,6 +67,12 @@ def look_up(pid: int) -> Process | None:
         return None
 
 
+def handles(pid: int, signum: int) -> bool:
+    """Return whether a process has a handler for a signal; always False on systems other than Linux."""
+    caught = _content(pid, "status").partition(b"SigCgt:")[2].split(maxsplit=1)[:1]
+    return bool(caught and int(caught[0], 16) >> (signum - 1) & 1)
+
+
 def members(table: dict[int, Process], ranks: set[int], marked: set[int] | None = None) -> set[int]:
     """Return the live processes of a job.
 

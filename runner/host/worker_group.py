@@ -28,6 +28,7 @@ from hvdlite_runner.host.member_server import MemberServer
 from hvdlite_runner.host.processes import RankProcess, Reaper, kill_descendants
 from hvdlite_runner.host.reaper import look_up
 from hvdlite_runner.messages import (
+    FORWARDED,
     PIECE_BYTES,
     Event,
     Exited,
@@ -130,6 +131,9 @@ class WorkerGroup:
             self._start(order)
         elif isinstance(order, TaskPiece):
             self._add_task(order)
+        elif isinstance(order, Signal) and order.signum in FORWARDED:
+            for process in self.running.values():
+                process.forward(order.signum)
         elif isinstance(order, Signal):
             self._asked = True
             for process in self.running.values():

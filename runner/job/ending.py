@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import selectors
 import signal
@@ -15,12 +16,17 @@ from typing import Final
 from hvdlite.core.launch_contract import RESULTS_LOST, FailureRecord
 from hvdlite.membership.events import EndJob
 from hvdlite.membership.history import exit_text, shell_code
+from hvdlite_runner.messages import FORWARDED
 from hvdlite_runner.placement import format_ranks
 
 KILL_AFTER: Final = 1.5
 """Seconds between SIGTERM and SIGKILL after a failure."""
 INTERRUPT_GRACE: Final = 5.0
-"""Seconds between the user's signal and SIGKILL."""
+"""Seconds between Ctrl-C and SIGKILL."""
+TERMINATE_GRACE: Final = 30.0
+"""Seconds between the user's SIGTERM or SIGHUP and SIGKILL, as Slurm and Kubernetes have it."""
+SLURM_END: Final = "SLURM_JOB_END_TIME"
+"""The variable with the time, in seconds since 1970, at which Slurm ends the job."""
 
 
 class Ending:
@@ -29,22 +35,33 @@ class Ending:
     | what happens | the processes get |
     |---|---|
     | the job is over (`EndJob`) | SIGTERM after its grace, SIGKILL `KILL_AFTER` later |
-    | Ctrl-C | SIGINT, and SIGKILL after `INTERRUPT_GRACE` |
-    | SIGTERM or SIGHUP | SIGTERM, and SIGKILL after `INTERRUPT_GRACE` |
+    | Ctrl-C | SIGINT, and SIGKILL after the grace: `INTERRUPT_GRACE` if it is not given |
+    | SIGTERM or SIGHUP | SIGTERM, and SIGKILL after the grace: `TERMINATE_GRACE` if it is not given |
     | a second signal of the user | SIGKILL |
+    | SIGUSR1 or SIGUSR2 | the same, if they handle it |
     | a signal while the job is cleaned up | nothing; it ends the wait for readers of the output |
 
     The first row counts once, and not after a signal of the user.
+
+    Args:
+        grace: in seconds; None for the defaults.
 
     Attributes:
         user_signal: the first signal of the user; 0 for none.
         later_signal: the first one while or after the job is cleaned up.
         is_over: whether the job is being cleaned up.
+        grace: between the user's signal and SIGKILL, when there was one.
+        is_grace_over: whether what was left then has been killed for this reason.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace: float | None = None) -> None:
         self.user_signal = self.later_signal = 0
         self.is_over = False
+        self.grace = math.inf if grace is None else grace
+        self.is_grace_over = False
+        self._is_given = grace is not None
+        self._is_pressed = False  # there was a second signal
+        self._forwarded: list[int] = []
         self._pending: list[tuple[float, int]] = []  # (time, signal), in order
 
     def has_ended(self, grace: float) -> None:
@@ -60,24 +77,50 @@ class Ending:
             self.later_signal = self.later_signal or signum
             return
         if self.user_signal:
-            self._pending = [(now, signal.SIGKILL)]
+            self._pending, self._is_pressed = [(now, signal.SIGKILL)], True
         else:
             self.user_signal = signum
             first = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
-            self._pending = [(now, first), (now + INTERRUPT_GRACE, signal.SIGKILL)]
+            if not self._is_given:
+                self.grace = INTERRUPT_GRACE if signum == signal.SIGINT else TERMINATE_GRACE
+            self._pending = [(now, first), (now + self.grace, signal.SIGKILL)]
+
+    def forward(self, signum: int, frame: FrameType | None = None) -> None:
+        """Pass on a signal that does not end the job by itself."""
+        if not self.is_over:
+            self._forwarded.append(signum)
 
     def due(self) -> Iterator[int]:
         """Yield the signals that are due, and remove them from the schedule."""
+        while self._forwarded:
+            yield self._forwarded.pop(0)
         while self._pending and self._pending[0][0] <= time.monotonic():
-            yield self._pending.pop(0)[1]
+            signum = self._pending.pop(0)[1]
+            self.is_grace_over = self.is_grace_over or (signum == signal.SIGKILL and not self._is_pressed)
+            yield signum
 
     def wait(self) -> float | None:
         """Return the seconds until the next signal; None if none is scheduled."""
+        if self._forwarded:
+            return 0.0
         return max(0.0, self._pending[0][0] - time.monotonic()) if self._pending else None
+
+    def explain(self, signum: int, environ: Mapping[str, str]) -> str:
+        """Return a line about a signal that is due, where it is not plain what becomes of it; else "".
+
+        Args:
+            environ: where the scheduler may say when it ends the job itself.
+        """
+        if signum in FORWARDED:
+            return f"{signal.Signals(signum).name} goes to the ranks that handle it"
+        end = environ.get(SLURM_END, "")
+        left = int(end) - time.time() if end.isdecimal() and self.user_signal and signum != signal.SIGKILL else 0.0
+        return f"Slurm ends this job in {left:.0f} s ({SLURM_END}), before --grace {self.grace:g}" if (
+            0 < left < self.grace) else ""
 
     @contextmanager
     def handlers(self, selector: selectors.BaseSelector) -> Iterator[None]:
-        """Handle SIGINT, SIGTERM and SIGHUP (but not under nohup) by an orderly end of the job.
+        """Handle SIGINT, SIGTERM and SIGHUP (but not under nohup) by an orderly end of the job; pass SIGUSR1 and SIGUSR2 on.
 
         SIGCHLD is handled as well: it wakes the loop for adopted orphans. If it were ignored, as inherited from some
         parents, the kernel would not keep exit codes.
@@ -90,6 +133,7 @@ class Ending:
             ending.remove(signal.SIGHUP)
         before = {signal.SIGTSTP: signal.getsignal(signal.SIGTSTP)}
         before |= {signum: signal.signal(signum, self.interrupt) for signum in ending}
+        before |= {signum: signal.signal(signum, self.forward) for signum in FORWARDED}
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         try:
@@ -199,21 +243,35 @@ class Verdict:
     reason: str = ""
 
 
-def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, FailureRecord], *, user_signal: int = 0,
+def verdict_on_signal(ending: Ending, exits: Sequence[Exit]) -> Verdict | None:
+    """Return how a job has ended by a signal of the user: with 128 + its number, or with 137 where processes were killed
+    when the grace was over. None if there was no signal.
+    """
+    if not ending.user_signal:
+        return None
+    killed = format_ranks(each.key for each in exits if each.ended_by_us and each.code == -signal.SIGKILL)
+    how = "all ranks ended in time"
+    if killed:
+        how = f"killed after {ending.grace:g} s (--grace)" if ending.is_grace_over else "killed by a second signal"
+        how += f": ranks {killed}"
+    code = signal.SIGKILL if killed and ending.is_grace_over else ending.user_signal
+    return Verdict(128 + code, [f"ended by {signal.Signals(ending.user_signal).name}; {how}"])
+
+
+def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, FailureRecord], *,
             lost: Sequence[str] = (), problem: str = "", name: Callable[[int], str] = lambda key: "", worlds: int = 1,
             one_world: bool = True, repeats: bool = False) -> Verdict:
-    """Return how a job has ended. The first that applies:
+    """Return how a job has ended that no signal of the user has ended. The first that applies:
 
     | what has happened | code |
     |---|---|
-    | a signal of the user | 128 + its number |
     | all have finished | 0; `RESULTS_LOST` where their results could not be kept |
     | not elastic: a host was lost, before a process had failed by itself | 1 |
     | a failure is the reason of the end | its own |
     | any other reason: too few ranks, no progress | that of `EndJob` |
 
     Args:
-        end: the authority's command; None if it was not asked, because of the user's signal.
+        end: the authority's command, which there is if no signal has ended the job.
         exits: all ends of processes, in the order in which they were seen.
         records: by the keys of processes.
         lost: why hosts were lost, in a job that is not elastic.
@@ -222,8 +280,6 @@ def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, Fai
         worlds: how many there were.
         repeats: whether a traceback that the rank has printed is printed again.
     """
-    if user_signal:
-        return Verdict(128 + user_signal, [f"ended by {signal.Signals(user_signal).name}"])
     assert end is not None
     if end.code == 0:
         return Verdict(RESULTS_LOST, [problem]) if problem else Verdict(0)

@@ -45,7 +45,7 @@ from hvdlite_runner.agents.host_probe import own_addresses
 from hvdlite_runner.host import commands
 from hvdlite_runner.host.worker_group import KILL_SECONDS, POLL_WITHOUT_PIDFD, WorkerGroup
 from hvdlite_runner.job.discovery import DiscoveryScript
-from hvdlite_runner.job.ending import Ending, Exit, WorkerProcess, WorkerProcesses, dated, verdict
+from hvdlite_runner.job.ending import Ending, Exit, WorkerProcess, WorkerProcesses, dated, verdict, verdict_on_signal
 from hvdlite_runner.job.hosts import HostPool, Stopped
 from hvdlite_runner.job.settings import JobSettings
 from hvdlite_runner.job.starts import Starts, address_for
@@ -90,8 +90,9 @@ class Job:
 
     def __init__(self, settings: JobSettings, inherited: Mapping[str, str], observer: ProgressObserver) -> None:
         self.selector = selectors.DefaultSelector()
-        self.ending = Ending()
+        self.ending = Ending(settings.grace)
         self._settings = settings
+        self._inherited = inherited
         self._observer = observer
         self._is_elastic = not settings.limits.one_world
         self._processes = WorkerProcesses()
@@ -130,10 +131,10 @@ class Job:
             for line in self._authority.summary():
                 self._output.note(line)
         self._task.write_members(self._authority.members)
-        ended = verdict(self._end, self._processes.exits, self._processes.records(), user_signal=self.ending.user_signal,
-                        lost=self._lost, problem=self._task.problem, name=self._processes.name,
-                        worlds=self._authority.epoch, one_world=not self._is_elastic,
-                        repeats=self._settings.output.show == "rank0")
+        ended = verdict_on_signal(self.ending, self._processes.exits) or verdict(
+            self._end, self._processes.exits, self._processes.records(), lost=self._lost, problem=self._task.problem,
+            name=self._processes.name, worlds=self._authority.epoch, one_world=not self._is_elastic,
+            repeats=self._settings.output.show == "rank0")
         if ended.key >= 0:
             self._output.console.reveal(ended.key)
         for line in ended.lines:
@@ -183,6 +184,8 @@ class Job:
         self._hosts.take_events(min((wait for wait in waits if wait is not None), default=None))
         self._local.notice()
         for signum in self.ending.due():
+            if line := self.ending.explain(signum, self._inherited):
+                self._output.note(line)
             self._local.obey(orders.Signal(signum))
             self._hosts.send(orders.Signal(signum))
         now = time.monotonic()

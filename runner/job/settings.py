@@ -26,6 +26,7 @@ class JobSettings:
         environment: added to the inherited environment.
         working_directory: on other hosts; "" for the launcher's.
         start_timeout: seconds for an agent to start.
+        grace: seconds between the user's signal and SIGKILL; None for the defaults.
         coordinator_port: where rank 0 listens; 0 for any.
         over_tcp: whether ranks of one host use TCP among themselves too.
         share_cores: whether to set OMP_NUM_THREADS to each rank's share of its host's cores.
@@ -44,6 +45,7 @@ class JobSettings:
     shell: Shell = dataclasses.field(default_factory=Shell)
     working_directory: str = ""
     start_timeout: float = 60.0
+    grace: float | None = None
     interfaces: Sequence[str] = ()
     coordinator_port: int = 0
     over_tcp: bool = False

@@ -57,6 +57,8 @@ ENVIRON = {"PATH": "/bin", "LANG": "C", "HOME": "/root", "HVDLITE_LOG_LEVEL": "i
 
 
 def test_open_mpi() -> None:
+    with_grace = mpirun_command(OPEN_MPI, "mpirun", 2, [], ENVIRON, ["python", "train.py"], grace=9.5)
+    assert with_grace[-5:] == ["-mca", "odls_base_sigkill_timeout", "10", "python", "train.py"]
     assert mpirun_command(OPEN_MPI, "mpirun", 2, [], ENVIRON, ["python", "train.py"]) == [
         "mpirun", "--tag-output", "-np", "2", "--oversubscribe", "-bind-to", "none", "-map-by", "slot",
         "-x", "AWS_SECRET", "-x", "HVDLITE_LOG_LEVEL", "-x", "LANG", "-x", "PATH", "python", "train.py"]

@@ -11,7 +11,16 @@ import pytest
 from hvdlite.core.launch_contract import RESULTS_LOST, FailureRecord
 from hvdlite.membership.events import EndJob
 from hvdlite_runner.job import ending as module
-from hvdlite_runner.job.ending import INTERRUPT_GRACE, KILL_AFTER, Ending, Exit, Verdict, verdict
+from hvdlite_runner.job.ending import (
+    INTERRUPT_GRACE,
+    KILL_AFTER,
+    TERMINATE_GRACE,
+    Ending,
+    Exit,
+    Verdict,
+    verdict,
+    verdict_on_signal,
+)
 
 INT, TERM, HUP, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL
 
@@ -42,12 +51,15 @@ def signals(ending: Ending, clock: Clock) -> list[tuple[float, int]]:
 
 
 @pytest.mark.parametrize(("first", "sent"), [
-    (INT, [(0.0, INT), (INTERRUPT_GRACE, KILL)]), (TERM, [(0.0, TERM), (INTERRUPT_GRACE, KILL)]),
-    (HUP, [(0.0, TERM), (INTERRUPT_GRACE, KILL)])])
+    (INT, [(0.0, INT), (INTERRUPT_GRACE, KILL)]), (TERM, [(0.0, TERM), (TERMINATE_GRACE, KILL)]),
+    (HUP, [(0.0, TERM), (TERMINATE_GRACE, KILL)])])
 def test_the_users_signals(clock: Clock, first: int, sent: list[tuple[float, int]]) -> None:
     ending = Ending()
     ending.interrupt(first)
     assert ending.user_signal == first and signals(ending, clock) == sent
+    given = Ending(grace=2.0)
+    given.interrupt(first)
+    assert signals(given, clock) == [sent[0], (2.0, KILL)]
 
 
 @pytest.mark.parametrize("grace", [0.0, 1.0, 3.0])
@@ -72,7 +84,7 @@ def test_the_users_signal_comes_before_the_end_of_the_job(clock: Clock) -> None:
     ending.has_ended(3.0)
     ending.interrupt(TERM)
     ending.has_ended(0.0)
-    assert signals(ending, clock) == [(0.0, TERM), (INTERRUPT_GRACE, KILL)]
+    assert signals(ending, clock) == [(0.0, TERM), (TERMINATE_GRACE, KILL)]
 
 
 def test_a_signal_while_the_job_is_cleaned_up(clock: Clock) -> None:
@@ -95,10 +107,42 @@ def lines(ended: Verdict) -> list[str]:
     return list(ended.lines)
 
 
-def test_a_signal_of_the_user_comes_first() -> None:
-    ended = verdict(EndJob(3, "rank 1: exit code 3"), [Exit(1, 3)], {}, user_signal=INT, lost=["host b was lost"])
-    assert ended == Verdict(130, ["ended by SIGINT"])
-    assert verdict(None, [], {}, user_signal=HUP).code == 129
+def test_the_end_by_a_signal_of_the_user(clock: Clock) -> None:
+    exits = [Exit(1, 3), Exit(0, -9, ended_by_us=True), Exit(3, -9, ended_by_us=True), Exit(2, -9)]
+    assert verdict_on_signal(Ending(), exits) is None
+    ending = Ending()
+    ending.interrupt(INT)
+    assert verdict_on_signal(ending, exits[:1]) == Verdict(130, ["ended by SIGINT; all ranks ended in time"])
+    ending.interrupt(INT)
+    signals(ending, clock)
+    assert verdict_on_signal(ending, exits) == Verdict(130, ["ended by SIGINT; killed by a second signal: ranks 0,3"])
+    ending = Ending(grace=7.5)
+    ending.interrupt(TERM)
+    signals(ending, clock)
+    assert verdict_on_signal(ending, exits) == Verdict(137, ["ended by SIGTERM; killed after 7.5 s (--grace): ranks 0,3"])
+    assert verdict_on_signal(ending, exits[:1]) == Verdict(143, ["ended by SIGTERM; all ranks ended in time"])
+
+
+def test_signals_that_are_passed_on_change_nothing_else(clock: Clock) -> None:
+    ending = Ending()
+    ending.forward(signal.SIGUSR1)
+    assert ending.wait() == 0.0 and list(ending.due()) == [signal.SIGUSR1]
+    assert ending.wait() is None and not ending.user_signal
+    assert ending.explain(signal.SIGUSR1, {}) == "SIGUSR1 goes to the ranks that handle it"
+    ending.is_over = True
+    ending.forward(signal.SIGUSR2)
+    assert list(ending.due()) == []
+
+
+def test_a_limit_of_slurms_that_is_shorter_than_the_grace_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.time, "time", lambda: 1000.0)
+    ending = Ending()
+    environ = {"SLURM_JOB_END_TIME": "1012"}
+    assert ending.explain(TERM, environ) == "", "after a failure there is no grace to speak of"
+    ending.interrupt(TERM)
+    assert ending.explain(TERM, environ) == "Slurm ends this job in 12 s (SLURM_JOB_END_TIME), before --grace 30"
+    assert ending.explain(KILL, environ) == ending.explain(TERM, {}) == ""
+    assert ending.explain(TERM, {"SLURM_JOB_END_TIME": "1031"}) == ending.explain(TERM, {"SLURM_JOB_END_TIME": "999"}) == ""
 
 
 def test_all_have_finished() -> None:

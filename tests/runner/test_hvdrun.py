@@ -17,8 +17,8 @@ from hvdlite_runner.host.reaper import marked_processes
 from tests.worlds import HANGS_SECONDS, HVDRUN, clean_environment, shared_memory
 
 PYTHON = sys.executable
-FAULTY, STUBBORN, DEAF, BARE = (str(Path(__file__).parent / f"programs/{name}.py") for name in (
-    "faulty", "stubborn", "deaf", "bare"))
+FAULTY, STUBBORN, DEAF, BARE, HANDLING = (str(Path(__file__).parent / f"programs/{name}.py") for name in (
+    "faulty", "stubborn", "deaf", "bare", "handling"))
 
 
 def hvdrun(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -217,7 +217,7 @@ def test_the_users_signals_end_every_rank(number: int, code: int) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_stubborn_ranks_and_their_own_sessions_end_too(number: int) -> None:
     """SIGKILL cannot be handled: then the reaper ends the job."""
-    run = Running("-np", "2", PYTHON, STUBBORN)
+    run = Running("-np", "2", "--grace", "2", PYTHON, STUBBORN)
     run.wait_for("ready")
     run.process.send_signal(number)
     run.process.wait(HANGS_SECONDS)
@@ -232,7 +232,30 @@ def test_a_second_interrupt_kills_at_once() -> None:
     run.wait_for("asked")
     run.process.send_signal(signal.SIGINT)
     code, errors = run.end()
-    assert code == 130 and errors == "hvdrun: ended by SIGINT\n"
+    assert code == 130 and errors == "hvdrun: ended by SIGINT; killed by a second signal: ranks 0\n"
+
+
+def test_ranks_that_take_longer_than_the_grace_are_killed() -> None:
+    run = Running("-np", "2", "--grace", "0.5", PYTHON, DEAF)
+    for _ in range(2):
+        run.wait_for("ready")
+    run.process.send_signal(signal.SIGINT)
+    code, errors = run.end()
+    assert code == 128 + signal.SIGKILL and errors == "hvdrun: ended by SIGINT; killed after 0.5 s (--grace): ranks 0-1\n"
+
+
+def test_a_rank_that_handles_sigterm_saves_its_state_with_its_workers() -> None:
+    run = Running("-np", "2", PYTHON, HANDLING)
+    for text, number in (("ready", signal.SIGUSR1), ("told", signal.SIGUSR2)):  # which would end them
+        for _ in range(2):
+            run.wait_for(text)
+        run.process.send_signal(number)
+    run.process.send_signal(signal.SIGTERM)
+    for _ in range(2):
+        run.wait_for("saved by a worker")
+    code, errors = run.end()
+    assert code == 128 + signal.SIGTERM and "hvdrun: ended by SIGTERM; all ranks ended in time\n" in errors
+    assert "hvdrun: SIGUSR1 goes to the ranks that handle it\n" in errors
 
 
 def test_a_rank_that_hangs_after_anothers_death_is_ended() -> None:
@@ -346,7 +369,7 @@ def test_ctrl_c_ends_a_job_whose_output_nobody_reads(tmp_path: Path) -> None:
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(HANGS_SECONDS) == 130
     _, errors = run.process.communicate()
-    assert "hvdrun: ended by SIGINT\n" in errors and "bytes of output were not read, and are lost\n" in errors
+    assert "hvdrun: ended by SIGINT; all ranks ended in time\n" in errors and "bytes of output were not read, and are lost\n" in errors
 
 
 def test_a_list_of_hosts_that_is_not_text_and_a_directory_that_is_deleted(tmp_path: Path) -> None:
