@@ -18,7 +18,7 @@ from hvdlite.bootstrap.store import KeyValues
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
 from hvdlite.core.config import environment_name
-from hvdlite.core.errors import PeerLeftError, UnsupportedError
+from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import ReduceOp
 from hvdlite.groups.group import Group
@@ -144,34 +144,6 @@ def is_elastic() -> bool:
 def follow(follower: Follower) -> None:
     """Tell an object of the ends and beginnings of worlds, as long as it lives: objects in order of construction."""
     _worlds.followers.add(follower)
-
-
-def boundary() -> None:
-    """Pass a boundary of the training function: a point at which members of an elastic job may come and go.
-
-    Raises:
-        HostsUpdatedInterrupt: on all ranks at the same boundary, when they do.
-    """
-    if _worlds.member is not None and _worlds.runs_elastically:
-        _worlds.member.boundary(0 if _worlds.runtime is None else _worlds.runtime.joins)
-
-
-def join(runtime: Runtime) -> int:
-    """Take no further part until all ranks have called this; return the rank that came last. See `hvd.join`.
-
-    In an elastic job, a rank that waits in this is at a boundary: members may come and go.
-
-    Raises:
-        HostsUpdatedInterrupt: when they do.
-        PeerLeftError: when a rank leaves without joining.
-    """
-    try:
-        last: int = runtime.join().wait()
-    except PeerLeftError:
-        if _worlds.member is not None and _worlds.runs_elastically:
-            _worlds.member.left_in_join()
-        raise
-    return last
 
 
 def story(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hvdlite import api
+from hvdlite import boundaries
 from hvdlite.api import rank, runtime, set_id
 from hvdlite.core.array import Array
 from hvdlite.core.device import AnyArray, DeviceArray
@@ -317,7 +317,7 @@ def join(device: int = -1) -> int:
         HostsUpdatedInterrupt: in an elastic job, when members come or go.
     """
     del device
-    return api.join(runtime())
+    return boundaries.join(runtime())
 
 
 def poll(handle: Handle | Handles) -> bool:

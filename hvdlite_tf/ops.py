@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import api
+from hvdlite import api, boundaries
 from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
@@ -253,7 +253,7 @@ def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = "", compre
 @_collective
 def join() -> tf.Tensor:
     """Wait until all ranks have called this, contributing zeros to their collectives; return the last rank (int32)."""
-    return _int32_tensor(lambda: api.join(api.runtime()))
+    return _int32_tensor(lambda: boundaries.join(api.runtime()))
 
 
 @_collective

@@ -26,7 +26,7 @@ except ImportError:
         raise ImportError("hvdlite_torch.lightning needs Lightning 2: pip install 'hvdlite[lightning]'") from None
 
 import hvdlite_torch as hvd
-from hvdlite import api
+from hvdlite import api, boundaries
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite_torch.collectives.buffers import BufferBroadcast
@@ -90,6 +90,8 @@ class HvdliteStrategy(ParallelStrategy):
     Args:
         optimizer_arguments: for every `hvdlite_torch.DistributedOptimizer`, such as `compression=Compression.bf16`.
         broadcast_buffers: like DDP's: give all ranks rank 0's buffers before each training step.
+        stop_on_request: end `fit` after the same batch on all ranks when one of them is asked to; see `hvd.stop_requested`.
+            `Trainer(min_epochs=...)` comes first.
         arguments: of Lightning's `ParallelStrategy`.
 
     Raises:
@@ -101,7 +103,7 @@ class HvdliteStrategy(ParallelStrategy):
     model: Any
 
     def __init__(self, optimizer_arguments: dict[str, Any] | None = None, broadcast_buffers: bool = False,
-                 **arguments: Any) -> None:
+                 stop_on_request: bool = False, **arguments: Any) -> None:
         hvd.init()
         if api.is_elastic():
             raise UnsupportedError("HvdliteStrategy does not work in an elastic job: Lightning's Trainer keeps the ranks "
@@ -109,7 +111,7 @@ class HvdliteStrategy(ParallelStrategy):
                                    "job without --min-np and --host-discovery-script")
         super().__init__(cluster_environment=HvdliteEnvironment(), **arguments)
         self._optimizer_arguments = dict(optimizer_arguments or {})
-        self._broadcasts_buffers = broadcast_buffers
+        self._broadcasts_buffers, self._stops_on_request = broadcast_buffers, stop_on_request
         self._buffers: BufferBroadcast | None = None
         rank_zero_only.rank = hvd.rank()
 
@@ -148,6 +150,11 @@ class HvdliteStrategy(ParallelStrategy):
         if self._buffers is not None:
             self._buffers()
         return super().training_step(*args, **kwargs)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Let this batch be the last one, if it is time to stop."""
+        if self._stops_on_request and boundaries.stop_requested():
+            self.lightning_module.trainer.should_stop = True
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Return all ranks' tensors, stacked along a new first dimension.

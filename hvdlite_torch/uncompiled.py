@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._dynamo import eval_frame
 
-from hvdlite import ops
+from hvdlite import boundaries, ops
 
 F = TypeVar("F")
 
@@ -41,5 +41,5 @@ def leave_module_to_python(module: Mapping[str, Any]) -> None:
                     leave_to_python(each.__func__)
 
 
-for _function in (ops.barrier, ops.join):
+for _function in (ops.barrier, ops.join, boundaries.stop_requested):
     leave_to_python(_function)

@@ -27,6 +27,7 @@ from hvdlite.api import (
     stop_timeline,
     story,
 )
+from hvdlite.boundaries import stop_requested
 from hvdlite.core.errors import (
     ConfigError,
     DuplicateNameError,
@@ -69,5 +70,5 @@ __all__ = [
     "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "local_rank",
     "local_size", "log_slowness", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank",
     "record_metrics", "record_step", "remove_process_set", "rocm_built", "shutdown", "size", "slot", "slowness",
-    "start_timeline", "stop_timeline", "story", "sycl_built",
+    "start_timeline", "stop_requested", "stop_timeline", "story", "sycl_built",
 ]

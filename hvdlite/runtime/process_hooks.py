@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType, TracebackType
 from typing import Final
 
@@ -61,6 +61,37 @@ def answer_signal(signum: int, current: Callable[[], Runtime | None]) -> None:
             runtime.request_report()
 
     signal.signal(signum, ask)
+
+
+class StopNotice:
+    """Signals that ask this process to stop: SIGTERM, and those with which schedulers warn.
+
+    Attributes:
+        is_given: whether one has come since `watch`.
+    """
+
+    def __init__(self) -> None:
+        self.is_given = self._watches = False
+
+    def watch(self, others: Collection[int]) -> None:
+        """Handle the signals from now on; the script's own handlers are still called. Again changes nothing.
+
+        Args:
+            others: signals with another meaning.
+        """
+        if self._watches or threading.current_thread() is not threading.main_thread():
+            return
+        self._watches = True
+        for signum in {signal.SIGTERM, *(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))}:
+            if signum not in others:
+                signal.signal(signum, self._handler(signal.getsignal(signum)))
+
+    def _handler(self, before: object) -> Callable[[int, FrameType | None], None]:
+        def handle(signum: int, frame: FrameType | None) -> None:
+            self.is_given = True
+            if callable(before):
+                before(signum, frame)
+        return handle
 
 
 def tell_failure(runtime: Runtime, error: BaseException) -> tuple[int, str]:

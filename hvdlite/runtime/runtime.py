@@ -38,6 +38,7 @@ from hvdlite.planes.base import Plane
 from hvdlite.runtime.collectives import Collectives
 from hvdlite.runtime.gradient_sets import GradientSets
 from hvdlite.runtime.names import Names
+from hvdlite.runtime.stop_request import StopRequest
 
 _log = logging.getLogger("hvdlite")
 
@@ -54,6 +55,7 @@ class Runtime(Collectives):
         hosts: which ranks share a host.
         gradients: the calls of gradient reducers.
         names: for calls without one, and for gradient sets.
+        stop_request: for `stop_requested`.
         connections, handoff, engine, recorder: for `groups`, which live on it.
     """
 
@@ -66,6 +68,7 @@ class Runtime(Collectives):
         self.hosts = hosts or Hosts((tuple(range(world.size)),))
         self.connections, self.handoff = connections, handoff
         self.gradients, self.names = GradientSets(self, handoff), Names(handoff.state)
+        self.stop_request = StopRequest(world.rank, world.size, connections.oob)
         self.recorder = FlightRecorder(connections.plane.name, connections.clock)
         self.engine, self._rank_zero = build_engine(world, config, connections, coordinator, self.handoff, self.recorder)
         if connections.devices is not None:
@@ -126,6 +129,7 @@ class Runtime(Collectives):
     def leave(self) -> None:
         """Begin a `shutdown`, and do not wait for its end. Idempotent; nothing in a forked child."""
         if not (self.in_child or self._inbox.closed):
+            self.stop_request.leave()
             self._inbox.closed = True
             self._inbox.post(Task(self.engine.leave))
 

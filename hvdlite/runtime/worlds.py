@@ -28,7 +28,7 @@ from hvdlite.planes.arithmetic import Casts
 from hvdlite.runtime import tracebacks
 from hvdlite.runtime.assemble import Learned, assemble
 from hvdlite.runtime.followers import Followers
-from hvdlite.runtime.process_hooks import configure_logging, origin_of, record_failure, tell_failure
+from hvdlite.runtime.process_hooks import StopNotice, configure_logging, origin_of, record_failure, tell_failure
 from hvdlite.runtime.registered_sets import RegisteredSets
 from hvdlite.runtime.runtime import Runtime
 
@@ -51,6 +51,7 @@ class Worlds:
         casts: conversions of 16-bit floats.
         defaults: environment variables of knobs, as if they were set when they are not.
         runs_elastically: whether `hvd.elastic.run` is running.
+        stop_notice: whether this process has been asked to stop.
     """
 
     def __init__(self, environ: MutableMapping[str, str]) -> None:
@@ -61,6 +62,7 @@ class Worlds:
         self.casts = Casts.of_numpy()
         self.defaults: dict[str, str] = {}
         self.runs_elastically = False
+        self.stop_notice = StopNotice()
         self._environ = environ
         self._key = JobKey(environ)
         self._process_sets = RegisteredSets()

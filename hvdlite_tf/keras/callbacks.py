@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from hvdlite import api
+from hvdlite import api, boundaries
 from hvdlite.training.slowness import log_slowness
 from hvdlite_tf.keras.backends import with_errors_of_backend
 from hvdlite_tf.keras.broadcast import broadcast_variables, read_back
@@ -15,7 +15,8 @@ from hvdlite_tf.keras.stopping import StopTogetherCallback, averaged, refuse_une
 from hvdlite_tf.keras.variable_mirror import optimizers_of
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
-           "LearningRateWarmupCallback", "MetricAverageCallback", "SlownessCallback", "StopTogetherCallback"]
+           "LearningRateWarmupCallback", "MetricAverageCallback", "SlownessCallback", "StopOnRequestCallback",
+           "StopTogetherCallback"]
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -217,6 +218,18 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         placeholder = "best.weights.h5" if save_weights_only else "best.keras"
         super().__init__(filepath=filepath or placeholder, monitor=monitor, verbose=verbose, save_best_only=True,
                          save_weights_only=save_weights_only, mode=mode, save_freq=save_freq)
+
+
+class StopOnRequestCallback(keras.callbacks.Callback):
+    """Ends `fit` after the same batch on all ranks when one of them is asked to stop; see `hvd.stop_requested`.
+
+    Put it before callbacks that save. `fit` returns as usual; `hvd.stop_requested()` after it is True from then on.
+    """
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Stop, if it is time."""
+        if boundaries.stop_requested():
+            self.model.stop_training = True
 
 
 class SlownessCallback(keras.callbacks.Callback):

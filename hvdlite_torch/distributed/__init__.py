@@ -10,7 +10,7 @@ import torch
 
 from hvdlite_torch.distributed.registration import NAME, register
 
-__all__ = ["NAME", "dump_fr_trace", "monitored_barrier", "register", "set_environment"]
+__all__ = ["NAME", "dump_fr_trace", "monitored_barrier", "register", "set_environment", "stop_requested"]
 
 register()
 
@@ -46,6 +46,13 @@ def monitored_barrier(group: Any = None, timeout: datetime.timedelta | float | N
     if isinstance(timeout, (int, float)):
         timeout = datetime.timedelta(seconds=timeout)
     group.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+
+def stop_requested() -> bool:
+    """Return whether to stop: False, then True in the same call on all ranks. See `hvdlite_torch.stop_requested`."""
+    from hvdlite import boundaries
+
+    return boundaries.stop_requested()
 
 
 def set_environment() -> None:

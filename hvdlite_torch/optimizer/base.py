@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hvdlite import api
+from hvdlite import api, boundaries
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, global_process_set
 from hvdlite.runtime.followers import Learner
@@ -204,7 +204,7 @@ class DistributedBase(Learner):
             return
         if self._process_set != GLOBAL_PROCESS_SET_ID:
             raise UnsupportedError("join() is for all ranks; this optimizer shares gradients with some only")
-        joined.last_rank = api.join(self._runtime)
+        joined.last_rank = boundaries.join(self._runtime)
         if synchronize:
             assert isinstance(self, torch.optim.Optimizer)
             take_over(self._runtime, self, joined.last_rank, models)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdlite import api
+from hvdlite import api, boundaries
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt, ReplicaMismatchError, UnsupportedError
 from hvdlite.training import objects
@@ -99,7 +99,7 @@ class State:
         """
         self._boundaries += 1
         try:
-            api.boundary()
+            boundaries.boundary()
         except HostsUpdatedInterrupt:
             self.on_hosts_updated(time.time(), 3)
             raise

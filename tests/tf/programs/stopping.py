@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,6 +131,25 @@ def ranks_stop_together() -> None:
 
     assert not hasattr(keras.callbacks, "OrbaxCheckpoint") or keras.callbacks.OrbaxCheckpoint in WRITERS
     _ranks_with_other_numbers_of_steps(rank)
+
+
+def a_signal_to_one_rank_stops_all() -> None:
+    """Run last: the stop remains requested."""
+    _, rank = begin()
+
+    class Warned(keras.callbacks.Callback):
+        """Gets a scheduler's warning on one rank."""
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if rank == 1 and batch == 1:
+                signal.raise_signal(signal.SIGUSR1)
+
+    model, counting = compiled(sgd), Counting()
+    assert not hvd.stop_requested()
+    model.fit(X[:100], Y[:100], batch_size=10, epochs=50, verbose=0, callbacks=[
+        Warned(), counting, hvd.callbacks.StopOnRequestCallback()])
+    assert hvd.allgather_object(counting.seen) == [counting.seen] * 2 and counting.seen[-1] == "end", counting.seen
+    assert counting.seen.count("end") < 50 and hvd.stop_requested(), counting.seen
 
 
 def _ranks_with_other_numbers_of_steps(rank: int) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import lightning.pytorch as pl
 import torch
 import torchmetrics
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 import hvdlite_torch as hvd
 from hvdlite import api
@@ -159,6 +161,27 @@ def metrics_of_all_ranks() -> None:
     assert [tuple(each.shape) for each in hvd.gather_all_tensors(torch.ones(0, 2 + rank))] == [(0, 2), (0, 3)]
 
 
+def a_signal_to_one_rank_stops_all() -> None:
+    """Run last: the stop remains requested."""
+    class Warned(pl.Callback):
+        """Gets a scheduler's warning on one rank."""
+
+        seen = 0
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            self.seen += 1
+            if hvd.rank() == 1 and self.seen == 3:
+                signal.raise_signal(signal.SIGUSR2)
+
+    warned = Warned()
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=9, strategy=HvdliteStrategy(stop_on_request=True),
+                         logger=False, callbacks=[warned], enable_progress_bar=False, enable_model_summary=False,
+                         enable_checkpointing=False)
+    model, rows = BoringModel(), cast(Any, torch.randn(40, 32))
+    trainer.fit(model, train_dataloaders=torch.utils.data.DataLoader(rows, 2))
+    assert hvd.allgather_object(warned.seen) == [warned.seen] * 2 and 3 <= warned.seen < 20, warned.seen
+
+
 def elastic_jobs_are_refused() -> None:
     with mock.patch.object(hvd, "init"), mock.patch.object(api, "is_elastic", lambda: True):
         raises(UnsupportedError, "HvdliteStrategy does not work in an elastic job", HvdliteStrategy)
@@ -170,3 +193,4 @@ if __name__ == "__main__":
     fits(sys.argv[1])
     metrics_of_all_ranks()
     elastic_jobs_are_refused()
+    a_signal_to_one_rank_stops_all()

@@ -1,0 +1,88 @@
+"""`stop_requested`: all ranks stop at the same step, whichever of them is asked."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlite.core.types import ReduceOp
+from hvdlite.runtime.process_hooks import StopNotice
+from hvdlite.runtime.runtime import Runtime
+from tests.runtime.programs.stopping import until_stopped
+from tests.worlds import HANGS_SECONDS, Processes, threads
+
+
+def train(runtime: Runtime, asked: dict[int, int], ends: dict[int, int], joins: bool) -> int | None:
+    """Take steps until the stop, and return which; None on a rank that leaves before.
+
+    Args:
+        asked: by rank, the step at which it is asked to stop.
+        ends: by rank, the step after which it leaves.
+        joins: whether rank 0 joins after ten steps, the others after forty.
+    """
+    rank = runtime.world.rank
+    generator = random.Random(rank)
+    for step in range(1, 5000):
+        if runtime.stop_request.is_due(step >= asked.get(rank, 5000), runtime.joins):
+            return step
+        time.sleep(generator.random() * 0.002)
+        if step >= ends.get(rank, 5000):
+            return None
+        if joins and runtime.joins == 0 and step == (10 if rank == 0 else 40):
+            runtime.join().wait()
+        if step % 50 == 0 and not ends and not joins:
+            runtime.allreduce("step", np.ones(1), np.empty(1), ReduceOp.SUM).wait()
+    raise AssertionError("nobody has stopped")
+
+
+@pytest.mark.parametrize("asked", [{0: 30}, {3: 30}, {1: 1, 2: 30, 3: 31}], ids=["rank 0", "another", "several"])
+def test_all_ranks_stop_at_the_same_step(asked: dict[int, int]) -> None:
+    steps = threads(4, train, asked, {}, False)
+    assert len(set(steps)) == 1 and steps[0] >= min(asked.values()), steps
+
+
+@pytest.mark.long
+def test_64_ranks_stop_at_the_same_step() -> None:
+    assert len(set(threads(64, train, {17: 30}, {}, False))) == 1
+
+
+def test_a_rank_that_has_left_counts_no_more() -> None:
+    steps = threads(3, train, {2: 300}, {1: 20}, False)
+    assert steps[1] is None and steps[0] == steps[2] and steps[0] >= 300
+
+
+def test_steps_count_from_the_same_number_after_a_join() -> None:
+    first, *others = threads(3, train, {1: 100}, {}, True)
+    assert set(others) == {first + 30}, "rank 0 has made thirty steps less before it"
+
+
+def test_a_signal_to_one_rank_stops_all_and_the_scripts_handler_still_runs() -> None:
+    with Processes(3, until_stopped, 7) as world:
+        world.wait_for_all("trains")
+        world.kill(1, signal.SIGUSR1)
+        ended = world.wait(HANGS_SECONDS)
+    assert [each.code for each in ended] == [0, 0, 0], ended
+    steps, handled = zip(*[each.result for each in ended], strict=True)
+    assert len(set(steps)) == 1 and handled == (0, 1, 0)
+
+
+def test_signals_with_another_meaning_are_left_alone() -> None:
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+    try:
+        called: list[Any] = []
+        signal.signal(signal.SIGUSR1, lambda number, frame: called.append(number))
+        notice = StopNotice()
+        notice.watch({signal.SIGUSR2})
+        notice.watch(set())
+        assert signal.getsignal(signal.SIGUSR2) is before[signal.SIGUSR2]
+        assert not notice.is_given
+        signal.raise_signal(signal.SIGUSR1)
+        assert notice.is_given and called == [signal.SIGUSR1]
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
