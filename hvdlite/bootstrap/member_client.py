@@ -93,6 +93,11 @@ class MemberClient:
         """Whether this process is a forked child, which is no member."""
         return self._pid != os.getpid()
 
+    @property
+    def is_to_stop(self) -> bool:
+        """Whether the present world ends soon, or has ended: at a boundary that is agreed on, by a loss, or with the job."""
+        return self._change is not None or self._stopped.epoch >= self._epoch or bool(self._lost)
+
     # --- what the member reports -------------------------------------------------------------------------------------
 
     def ready(self) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from hvdlite import api
+from hvdlite.horovod_compat import elastic
 
 MODULES = {
     "horovod": "hvdlite.horovod_compat.package",
@@ -108,6 +109,7 @@ def install() -> None:
     sys.meta_path.insert(0, _Finder(MODULES))
     sys.meta_path.append(_Finder(_aliases()))
     api.set_default("wait_in", "step")
+    elastic.install()
 
 
 install()

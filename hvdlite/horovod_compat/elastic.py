@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable
 from typing import Any
 
+from hvdlite import api
 from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.training.elastic import run
 from hvdlite.training.elastic.state import ObjectState, State
@@ -23,9 +24,23 @@ class HostUpdateResult(enum.IntFlag):
     mixed = 3
 
 
+class HostMessages:
+    """What scripts use of a private queue in Horovod's states, `state._host_messages`: to wait for a change of ranks."""
+
+    def empty(self) -> bool:
+        """Return whether the ranks stay as they are; else one of the next commits ends their world."""
+        member = api.worlds().member
+        return member is None or not member.is_to_stop
+
+
 def run_fn(func: Callable[..., Any], reset: Callable[[], object]) -> Callable[..., Any]:
     """Return `hvd.elastic.run(func)`; the runtime needs no function that resets it."""
     return run(func)
+
+
+def install() -> None:
+    """Give all states what scripts for Horovod may ask them for."""
+    State._host_messages = HostMessages()  # type: ignore[attr-defined]
 
 
 class HorovodVersionMismatchError(ImportError):

@@ -98,8 +98,10 @@ def test_all_members_stop_at_the_same_boundary(launcher: Launcher) -> None:
     member = launcher.member
     for _ in range(3):
         member.boundary(0)
+    assert not member.is_to_stop
     launcher.order(PrepareStop(1))
     assert launcher.heard() == BoundaryReport(1, 3)
+    assert member.is_to_stop
     fourth = beside(lambda: member.boundary(0))  # waits for the answers of others
     launcher.order(StopAt(1, 5))  # one of them had passed the fourth
     fourth()
@@ -111,7 +113,7 @@ def test_all_members_stop_at_the_same_boundary(launcher: Launcher) -> None:
     assert member.is_behind
     launcher.order(world(2))
     assert member.next_order() == world(2)
-    assert not member.is_at_rest
+    assert not member.is_at_rest and not member.is_to_stop
     launcher.order(PrepareStop(2))
     assert launcher.heard() == BoundaryReport(2, 0)  # joiners have passed none of the earlier ones
 
@@ -163,7 +165,7 @@ def test_a_death_replaces_a_stop_that_is_being_agreed_on(launcher: Launcher) -> 
     launcher.order(StopNow(1, "rank 1 was lost"))
     with pytest.raises(PeerLostError, match="rank 1 was lost"):
         waiting()
-    assert not launcher.member.is_at_rest
+    assert not launcher.member.is_at_rest and launcher.member.is_to_stop
 
 
 def test_the_links_thread_says_whether_the_training_thread_computes(launcher: Launcher) -> None:

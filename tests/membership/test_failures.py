@@ -70,6 +70,32 @@ def test_rule_36_whole_host_ends_all_members_of_a_host_at_the_first_failure() ->
     assert len(talk.authority.summary()) == 3, "the member that was ended with its host has not failed"
 
 
+def test_a_member_of_a_barred_host_that_alone_has_the_last_commit_hands_it_over() -> None:
+    talk = founded(4, whole_host=True, slots={"a": 2, "b": 2})
+    talk.gone(0)
+    talk.idle(1, commits=11)
+    assert talk.idle(2, 3, commits=10).order().members == (1, 2, 3)
+    talk.met()
+    assert set(talk.told(PrepareStop)) == {1, 2, 3}, "its host is barred: it leaves at the next boundary"
+    talk.boundary(m1=0, m2=0, m3=0)
+    assert talk.idle(1, 2, 3, commits=11, at_rest=True).order().members == (2, 3)
+    assert talk.dismissed() == [1]
+
+
+def test_when_all_hosts_are_barred_one_member_keeps_the_state_and_waits_for_another_host() -> None:
+    for fixed in (True, False):
+        talk = founded(4, min_np=2, whole_host=True, slots={"a": 2, "b": 2}, hosts_are_fixed=fixed)
+        talk.gone(0)
+        talk.gone(2)
+        talk.idle(1, 3, commits=11)
+        if fixed:
+            assert talk.end().reason == "2 ranks are needed; there were 0; no other processes can be started"
+    assert talk.notes[-1] == "1 of at least 2 ranks are left: they wait for others, at most 600 s"
+    assert talk.hosts(a=2, b=2, c=1).started() == [(4, "c", 0)]
+    assert talk.ready(4).order().members == (1, 4)
+    assert talk.dismissed() == [3]
+
+
 def test_a_joiner_that_fails_before_it_is_ready_costs_its_slot_only() -> None:
     talk = founded(1, slots={"a": 2})
     assert talk.gone(1, 1, "ImportError: x").stopped() == [] and talk.started() == []

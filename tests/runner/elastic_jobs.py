@@ -30,8 +30,9 @@ class Job:
         self.folder, self.lines, self.members = folder, [], {}  # type: ignore[var-annotated]
         (folder / "tmp").mkdir(exist_ok=True)
         self._mark = f"TEST_JOB={folder}"
+        shrinks = [] if "--blacklist-cooldown-range" in flags else SHRINKS
         self.process = subprocess.Popen(
-            [*(launcher or HVDRUN), *SHRINKS, *flags, *(program or [sys.executable, PROGRAM, str(folder)])],
+            [*(launcher or HVDRUN), *shrinks, *flags, *(program or [sys.executable, PROGRAM, str(folder)])],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**(environment or clean_environment()), "OMP_NUM_THREADS": "1", "TEST_JOB": str(folder),
                  "TMPDIR": str(folder / "tmp")})

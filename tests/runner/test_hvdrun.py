@@ -178,10 +178,11 @@ class Running:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                         env=_environment(), preexec_fn=before)
 
-    def wait_for(self, text: str) -> str:
+    def wait_for(self, text: str, times: int = 1) -> str:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if text in line:
+            times -= text in line
+            if times == 0:
                 return line
         raise AssertionError(f"{text!r} was never printed: {self.process.communicate()}")
 
@@ -237,8 +238,7 @@ def test_a_second_interrupt_kills_at_once() -> None:
 
 def test_ranks_that_take_longer_than_the_grace_are_killed() -> None:
     run = Running("-np", "2", "--grace", "0.5", PYTHON, DEAF)
-    for _ in range(2):
-        run.wait_for("ready")
+    run.wait_for("ready", 2)
     run.process.send_signal(signal.SIGINT)
     code, errors = run.end()
     assert code == 128 + signal.SIGKILL and errors == "hvdrun: ended by SIGINT; killed after 0.5 s (--grace): ranks 0-1\n"
@@ -247,12 +247,10 @@ def test_ranks_that_take_longer_than_the_grace_are_killed() -> None:
 def test_a_rank_that_handles_sigterm_saves_its_state_with_its_workers() -> None:
     run = Running("-np", "2", PYTHON, HANDLING)
     for text, number in (("ready", signal.SIGUSR1), ("told", signal.SIGUSR2)):  # which would end them
-        for _ in range(2):
-            run.wait_for(text)
+        run.wait_for(text, 2)
         run.process.send_signal(number)
     run.process.send_signal(signal.SIGTERM)
-    for _ in range(2):
-        run.wait_for("saved by a worker")
+    run.wait_for("saved by a worker", 2)
     code, errors = run.end()
     assert code == 128 + signal.SIGTERM and "hvdrun: ended by SIGTERM; all ranks ended in time\n" in errors
     assert "hvdrun: SIGUSR1 goes to the ranks that handle it\n" in errors
