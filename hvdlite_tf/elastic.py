@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvdlite_tf.functions import broadcast_variables, refuse_session
+from hvdlite_tf.functions import refuse_session
 from hvdlite_tf.keras.elastic import (
     HorovodInternalError,
     HostsUpdatedInterrupt,
@@ -41,7 +41,7 @@ class TensorFlowState(VariablesState):
         kwargs: plain attributes.
 
     Raises:
-        ValueError: without variables, because TensorFlow 2 has no list of all variables.
+        ValueError: without variables, because TensorFlow 2 has no list of all variables; for what is no variable.
         NotImplementedError: for a session.
         UnsupportedError: when an attribute cannot be copied or pickled, naming it.
     """
@@ -54,13 +54,13 @@ class TensorFlowState(VariablesState):
             raise ValueError("TensorFlow 2 has no list of all variables: give TensorFlowState(variables=[...]), or use "
                              "TensorFlowKerasState(model, optimizer)")
         self.variables = list(variables)
+        for each in self.variables:
+            if not hasattr(each, "assign"):
+                raise ValueError(f"TensorFlowState takes variables, such as model.variables, and no {type(each).__name__}")
         super().__init__(**kwargs)
 
     def _parts(self) -> list[str]:
         return [*super()._parts(), f"{len(self.variables)} variables"]
 
-    def _variables(self) -> list[Any]:
-        return self.variables
-
-    def _broadcast(self) -> None:
-        broadcast_variables(self.variables, 0)
+    def _groups(self) -> dict[str, list[Any]]:
+        return {"variables": self.variables}

@@ -24,7 +24,6 @@ _DIGEST = 16
 """Bytes of the digest in front of the variables."""
 
 
-@with_errors_of_backend
 def broadcast_variables(variables: Sequence[Any], root_rank: int, name: str = "keras.variables") -> None:
     """Overwrite Keras variables with rank `root_rank`'s, outside of any compiled function.
 
@@ -35,6 +34,21 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, name: str = "k
     """
     if api.is_provisional():  # this process joins an elastic job: hvd.elastic.run synchronises the state
         return
+    rank = api.runtime().world.rank
+    arrays = values_of_root(variables, root_rank, name)
+    if rank == root_rank:
+        return
+    for variable, array in zip(variables, arrays, strict=True):
+        variable.assign(moved_on(array, rank, root_rank) if is_random_state(variable) else array)
+
+
+@with_errors_of_backend
+def values_of_root(variables: Sequence[Any], root_rank: int, name: str) -> list[Array]:
+    """Return copies of the values that Keras variables have on rank `root_rank`; changes nothing.
+
+    Raises:
+        MismatchError: when a shape or dtype differs between ranks.
+    """
     runtime = api.runtime()
     arrays = [array_of(variable) for variable in variables]
     small = [index for index, array in enumerate(arrays) if array.nbytes <= _SMALL]
@@ -51,11 +65,9 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, name: str = "k
     except MismatchError as error:
         raise MismatchError(f"rank {runtime.world.rank} has other variables than another rank: {_listed(variables)}. Make "
                             f"the same model and optimizer on all ranks. ({error})") from None
-    if runtime.world.rank == root_rank:
-        return
-    _unpack(packed, [arrays[index] for index in small])
-    for variable, array in zip(variables, arrays, strict=True):
-        variable.assign(moved_on(array, runtime.world.rank, root_rank) if is_random_state(variable) else array)
+    if runtime.world.rank != root_rank:
+        _unpack(packed, [arrays[index] for index in small])
+    return arrays
 
 
 def array_of(variable: Any) -> Array:

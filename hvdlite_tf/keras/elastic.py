@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import keras
 
+from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.training.elastic import run
+from hvdlite.training.elastic.comparison import ComparedState, Part
 from hvdlite.training.elastic.state import ObjectState, State
-from hvdlite_tf.keras.broadcast import array_of, broadcast_variables, read_back
+from hvdlite.training.replicas import digest
+from hvdlite_tf.keras.broadcast import array_of, read_back, values_of_root
 from hvdlite_tf.keras.elastic_callbacks import (
     CommitStateCallback,
     UpdateBatchStateCallback,
     UpdateEpochStateCallback,
 )
-from hvdlite_tf.variables import is_random_state
+from hvdlite_tf.variables import is_random_state, moved_on
 
 __all__ = ["CommitStateCallback", "HorovodInternalError", "HostsUpdatedInterrupt", "KerasState", "ObjectState", "State",
            "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 
 
-class VariablesState(ObjectState):
+_RANDOM = "random states"
+"""The part of a state with the random states of layers, which differ between ranks."""
+
+
+class VariablesState(ComparedState):
     """A state with variables, beside plain attributes; subclasses define which ones."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -45,28 +53,47 @@ class VariablesState(ObjectState):
     def sync(self) -> None:
         """Take rank 0's state, and save it; random states of layers are advanced by the rank.
 
+        Groups of variables and attributes that differ on some rank are sent. Nothing changes before everything has come.
+
         Raises:
             MismatchError: when rank 0 has other variables.
+            UnsupportedError: on all ranks, when one of rank 0's attributes cannot be pickled.
             ValueError: when rank 0's state was made of other parts than this rank's.
+            ReplicaMismatchError: on all ranks, when the states are not equal afterwards.
         """
-        self._check_parts(self._bcast_object(self._parts()))
-        self._broadcast()
-        values = self._copied_values()
-        super().sync()
-        self._values = values
+        groups = {name: [each for each in group if not is_random_state(each)] for name, group in self._groups().items()}
+        random = [each for each in self._variables() if is_random_state(each)]
+        states = {name: Part([], group, [digest(array_of(each)) for each in group]) for name, group in groups.items()}
+        states[_RANDOM] = Part(list(map(array_of, random)))  # a few numbers
+        found = self._compare(states, {name: Part(value) for name, value in self._attributes().items()})
+        sent = [variable for name, group in groups.items() if name in found.sent for variable in group]
+        arrays = values_of_root(sent, 0, "elastic.variables") if sent else []
+        if found.lacking:
+            rank = api.runtime().world.rank
+            arrays += [moved_on(array, rank, 0) for array in found.parts[_RANDOM].structure]
+            for variable, array in zip([*sent, *random], arrays, strict=True):
+                variable.assign(array)
+        self._assign({name: found.parts[name].structure for name in found.lacking - states.keys()})
+        self._commits = found.commits
+        VariablesState.save(self)
+        known = {id(each): number for name, group in groups.items() if name not in found.lacking
+                 for each, number in zip(group, states[name].digests, strict=True)}
+        self._check_replicas(self._replicated(found.parts.keys() - states.keys(), known))
 
-    def _replicated(self, sent: Collection[str]) -> Iterator[tuple[str, Array | int]]:
+    def _replicated(self, sent: Collection[str], known: Mapping[int, Any] = MappingProxyType({})
+                    ) -> Iterator[tuple[str, Array | int]]:
         yield from super()._replicated(sent)
         for index, variable in enumerate(self._variables()):
             if not is_random_state(variable):  # these differ between ranks
-                yield f"variables.{index} {getattr(variable, 'path', variable.name)}", array_of(variable)
+                name = f"variables.{index} {getattr(variable, 'path', variable.name)}"
+                yield name, known.get(id(variable)) or array_of(variable)
+
+    def _groups(self) -> dict[str, list[Any]]:
+        """Return the variables, in groups that are compared and sent."""
+        raise NotImplementedError
 
     def _variables(self) -> list[Any]:
-        raise NotImplementedError
-
-    def _broadcast(self) -> None:
-        """Give the variables rank 0's values."""
-        raise NotImplementedError
+        return [variable for group in self._groups().values() for variable in group]
 
     def _copied_values(self) -> list[Any]:
         """Return copies of the values, on their devices. TensorFlow copies them when the variable next changes."""
@@ -107,17 +134,22 @@ class KerasState(VariablesState):
             self.model._jax_state_synced = True  # what a broken-off step has left is not to be written back
         super().restore()
 
-    def _parts(self) -> list[str]:
-        count = len(self.model.variables)
-        return [*super()._parts(), f"a model with {count} variables", f"an optimizer with {len(self._variables()) - count}"]
-
-    def _variables(self) -> list[Any]:
-        own = getattr(self.optimizer, "variables", [])
-        return [*self.model.variables, *(own() if callable(own) else own)]
-
-    def _broadcast(self) -> None:
+    def sync(self) -> None:
+        """Take rank 0's state, and save it; see `VariablesState`."""
         read_back(self.model)
-        broadcast_variables(self._variables(), 0, "elastic.variables")
+        super().sync()
+
+    def _parts(self) -> list[str]:
+        own, others, optimizer = map(len, self._groups().values())
+        return [*super()._parts(), f"a model with {own} trainable and {others} other variables",
+                f"an optimizer with {optimizer}"]
+
+    def _groups(self) -> dict[str, list[Any]]:
+        own = getattr(self.optimizer, "variables", [])
+        trained = {id(variable) for variable in self.model.trainable_variables}
+        return {"model": [each for each in self.model.variables if id(each) in trained],
+                "model's other variables": [each for each in self.model.variables if id(each) not in trained],
+                "optimizer": list(own() if callable(own) else own)}
 
     def _copied_values(self) -> list[Any]:
         read_back(self.model)

@@ -208,6 +208,9 @@ class Placeholder:
         self.shape, self.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         self.strides, self.device = dense_strides(tensor), tensor.device.type
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({vars(self)})"
+
     def fits(self, room: torch.Tensor) -> bool:
         """Return whether the tensor can be received in the memory of another one."""
         return (room.layout is torch.strided and tuple(room.shape) == self.shape and room.device.type == self.device

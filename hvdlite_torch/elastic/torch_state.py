@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
-from hvdlite.training import objects
+from hvdlite.training.elastic.comparison import ComparedState, Part
 from hvdlite.training.elastic.state import ObjectState, explained, pickled
 from hvdlite.training.replicas import digest, named_parts
 from hvdlite_torch.arrays.tensors import on_host
@@ -22,11 +21,8 @@ from hvdlite_torch.elastic.handlers import StateDictHandler, StateHandler, handl
 _ALIKE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, ElasticSampler)
 """Types whose state dicts are equal on all ranks after `sync`, if scripts do not change how they are loaded."""
 
-_PLAIN = frozenset((bool, float, complex, str, bytes, type(None), torch.dtype, torch.device))
-"""Types whose values are equal bit by bit if they have the same `repr`."""
 
-
-class TorchState(ObjectState):
+class TorchState(ComparedState):
     """The state of a training with PyTorch, for `hvd.elastic.run`; has Horovod's arguments.
 
     A commit copies everything on its own device, over the older of two copies. `sync` sends those attributes of rank 0 that
@@ -43,7 +39,8 @@ class TorchState(ObjectState):
         ValueError: for the name of a method.
     """
 
-    _plain = (*ObjectState._plain, torch.Tensor)
+    _plain = (*ComparedState._plain, torch.Tensor)
+    _same_by_repr = ComparedState._same_by_repr | {torch.dtype, torch.device, Placeholder}
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         self._handlers: dict[str, StateHandler] = {}
@@ -91,70 +88,37 @@ class TorchState(ObjectState):
         runtime = api.runtime()
         is_root = runtime.world.rank == 0
         handlers, digests = self._built_in(), Digests()
-        states = {name: Part(name, self._checked(name, handler.value.state_dict), digests)
+        states = {name: _part(name, self._checked(name, handler.value.state_dict), digests)
                   for name, handler in handlers.items()}
-        attributes = {name: Part(name, value, digests) for name, value in self._attributes().items()}
-        commits, theirs = self._broadcast_parts(states, attributes)
-        own = {**states, **attributes}
-        differs = [not is_root and (name not in own or not own[name].equals(part)) for name, part in theirs.items()]
-        everywhere = runtime.allgather("elastic.differs", np.array([differs], np.uint8)).wait()
-        is_sent = dict(zip(theirs, everywhere.any(axis=0).tolist(), strict=True))  # what differs on any rank
+        found = self._compare(states, {name: _part(name, value, digests) for name, value in self._attributes().items()})
         tensors: list[torch.Tensor] = []
         values: dict[str, Any] = {}
-        for name, part in theirs.items():
+        for name, part in found.parts.items():
+            is_sent = name in found.sent
             if name in handlers:
-                copy = is_root or not is_sent[name]
+                copy = is_root or not is_sent
                 value = handlers[name].stage() if copy else handlers[name].stage_received(part.structure)
-            elif is_sent[name]:
+            elif is_sent:
                 value = part.tensors if is_root else values.setdefault(name, with_rooms(part.structure, None))
-            if is_sent[name]:
+            if is_sent:
                 taken_out(value, tensors)
         broadcast_tensors(runtime, tensors, 0, "elastic.tensors")
         self._let_others(lambda other: other.sync())
-        for name, is_other in zip(theirs, differs, strict=True):
-            if name in handlers:
-                is_sampler = isinstance(handlers[name].value, ElasticSampler)  # all ranks divide anew what is left
-                handlers[name].receive_staged(load=is_other or is_sampler)
-        if any(differs) or self._others():
+        for name, handler in handlers.items():
+            is_sampler = isinstance(handler.value, ElasticSampler)  # all ranks divide anew what is left
+            handler.receive_staged(load=name in found.lacking or is_sampler)
+        if found.lacking or self._others():
             digests = Digests()
         self._assign(values)
-        self._commits = commits
+        self._commits = found.commits
         ObjectState.save(self)
-        self._check_replicas(self._replicated(theirs.keys() - handlers, digests))
+        self._check_replicas(self._replicated(found.parts.keys() - handlers, digests))
 
     def reset(self) -> None:
         """Divide what samplers have left among the ranks of the new world."""
         for handler in self._handlers.values():
             if isinstance(handler.value, ElasticSampler):
                 handler.value.reset()
-
-    def _broadcast_parts(self, states: dict[str, Part], attributes: dict[str, Part]) -> tuple[int, dict[str, Part]]:
-        """Return rank 0's number of commits, and its parts; on the other ranks these have no tensors.
-
-        Raises:
-            UnsupportedError, ValueError: see `sync`.
-        """
-        runtime = api.runtime()
-        is_root = runtime.world.rank == 0
-        sent: tuple[dict[str, bytes], ...] = ({}, {})
-        refusal = ""
-        try:
-            if is_root:
-                sent = tuple({name: pickled(name, part) for name, part in parts.items()} for parts in (states, attributes))
-        except UnsupportedError as error:
-            refusal = f"rank 0: {error}"
-        names, commits, sent, refusal = objects.broadcast_object(
-            runtime, (self._parts(), self._commits, sent, refusal), 0, "elastic.state")
-        if refusal:
-            raise UnsupportedError(refusal)
-        self._check_parts(names)
-        if sorted(sent[0]) != sorted(states):
-            raise ValueError(f"rank 0's elastic state has {', '.join(sorted(sent[0])) or 'nothing'} with a state of its "
-                             f"own, and rank {runtime.world.rank}'s has {', '.join(sorted(states)) or 'nothing'}: make the "
-                             "same state on all ranks")
-        if is_root:
-            return commits, {**states, **attributes}
-        return commits, {name: objects.loads(part) for parts in sent for name, part in parts.items()}
 
     def _replicated(self, sent: Collection[str], digests: Digests | None = None) -> Iterator[tuple[str, Array | int]]:
         states = {name: _equal_part(handler.value) for name, handler in self._built_in().items()}
@@ -255,27 +219,11 @@ class Digests:
         return self._known[key][1]
 
 
-class Part:
-    """What an attribute consists of.
-
-    Attributes:
-        structure: with placeholders for tensors.
-        tensors: this rank's; they are not pickled.
-        digests: of the tensors; None for one that cannot be compared.
-    """
-
-    def __init__(self, name: str, value: Any, digests: Digests) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.structure = taken_out(value, self.tensors)
-        self.digests = [digests.of(name, tensor) for tensor in self.tensors]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "tensors": []}
-
-    def equals(self, other: Part) -> bool:
-        """Return whether another rank's part is the same, bit by bit; False also where they cannot be compared."""
-        return (None not in self.digests and self.digests == other.digests
-                and _is_same(self.structure, other.structure))
+def _part(name: str, value: Any, digests: Digests) -> Part:
+    """Return what an attribute consists of."""
+    tensors: list[torch.Tensor] = []
+    structure = taken_out(value, tensors)
+    return Part(structure, tensors, [digests.of(name, tensor) for tensor in tensors])
 
 
 def _digest(name: str, tensor: torch.Tensor) -> int | None:
@@ -284,19 +232,3 @@ def _digest(name: str, tensor: torch.Tensor) -> int | None:
     except UnsupportedError:
         return None
     return digest(array)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Compare structures of plain data, of the same types and in the same order."""
-    kind = type(one)
-    if kind is not type(other):
-        return False
-    if isinstance(one, Mapping):
-        more = (getattr(each, "__dict__", None) for each in (one, other))  # a subclass may have more than its items
-        return (_is_same(*more) and _is_same(list(one), list(other))
-                and _is_same(list(one.values()), list(other.values())))
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if kind is Placeholder:
-        return bool(vars(one) == vars(other))
-    return bool(one == other) if kind is int else kind in _PLAIN and repr(one) == repr(other)

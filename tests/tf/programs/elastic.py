@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -9,6 +11,7 @@ import numpy as np
 
 import hvdlite_tf.keras as hvd
 from hvdlite.core.errors import ReplicaMismatchError
+from hvdlite.runtime.runtime import Runtime
 from tests.raising import raises
 
 X, Y = np.random.default_rng(0).random((80, 4), np.float32), np.random.default_rng(1).random((80, 1), np.float32)
@@ -113,7 +116,7 @@ def states_and_their_errors() -> None:
     own.restore()
     assert [float(each[0]) for each in variables] == [1.0, 0.0] and own.step == 3
     if hvd.rank() == 0:
-        own._check_parts(own._bcast_object(own._parts()))
+        own._broadcast_parts({}, {})
     else:
         other = frontend.elastic.TensorFlowState(variables=variables[:1])
         raises(ValueError, "rank 0's elastic state has step, 2 variables, and rank 1's has 1 variables", other.sync)
@@ -138,3 +141,109 @@ def a_position_is_divided_among_the_ranks() -> None:
     vars(state)["_position_in_epoch"] = (3, 12)  # as 3 ranks leave it after 4 batches
     model.fit(X, Y, batch_size=8, epochs=1, callbacks=callbacks, verbose=0)
     assert [batch for _, batch in interrupted.seen] == [*range(6, 10)], interrupted.seen
+
+
+@contextlib.contextmanager
+def collectives(lost_at: str = "") -> Iterator[Callable[[], int]]:
+    """Return a function that returns the bytes of variables broadcast since it was called last.
+
+    Args:
+        lost_at: the name of the collective that fails, when a part of what it brings has come.
+    """
+    original = {name: getattr(Runtime, name) for name in ("broadcast", "allgather")}
+    sizes: list[int] = []
+
+    def replace(method: str) -> None:
+        def call(self: Any, name: str, array: Any, *arguments: Any, **named: Any) -> Any:
+            if name == lost_at:
+                array.fill(0)
+                raise hvd.HorovodInternalError("lost")
+            if name.startswith("elastic.variables"):
+                sizes.append(array.nbytes - (DIGEST if name.endswith(".small") else 0))
+            return original[method](self, name, array, *arguments, **named)
+        setattr(Runtime, method, call)
+
+    def count() -> int:
+        counted = sum(sizes)
+        sizes.clear()
+        return counted
+    for method in original:
+        replace(method)
+    try:
+        yield count
+    finally:
+        for method, function in original.items():
+            setattr(Runtime, method, function)
+
+
+DIGEST = 16
+"""Bytes in front of small variables."""
+
+
+def size(variables: list[Any]) -> int:
+    return sum(np.array(keras.ops.convert_to_numpy(variable.value)).nbytes for variable in variables)
+
+
+def random_state(model: Any) -> list[int]:
+    return np.array(keras.ops.convert_to_numpy(model.layers[1].seed_generator.state.value)).tolist()
+
+
+def only_what_differs_is_sent() -> None:
+    """Synchronise states that are equal, or differ in one part."""
+    hvd.init()
+    model = compiled(1 + hvd.rank())
+    state = hvd.elastic.KerasState(model, batch=0, table=[hvd.rank()])
+    with collectives() as sent:
+        state.sync()
+        assert sent() == size(model.trainable_variables) and state.table == [0]
+        seeds = hvd.allgather_object(random_state(model))
+        assert seeds[1] == [seeds[0][0] + 1, *seeds[0][1:]], seeds
+        state.batch = 1
+        state.commit()
+        state.sync()
+        assert sent() == 0, "all ranks have the same"
+        assert seeds == hvd.allgather_object(random_state(model)), "rank 1's random state is derived from rank 0's again"
+
+        model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
+        state.sync()
+        assert sent() == size(model.layers[2].non_trainable_variables), "each rank has its own moving statistics"
+        if hvd.rank() == 1:
+            model.optimizer.learning_rate = 0.5
+        state.sync()
+        assert sent() == size(model.optimizer.variables)
+        assert float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)) == np.float32(0.01)
+        state.batch = 1 + hvd.rank()
+        state.sync()
+        assert sent() == 0 and state.batch == 1
+    assert equal(*hvd.allgather_object([*values(model), *model.layers[2].get_weights()]))
+
+
+def a_loss_in_the_middle_of_sync_leaves_a_whole_state() -> None:
+    """Fail in each collective of `sync`: the state is the old one, or rank 0's, and so is the last commit."""
+    hvd.init()
+    model = compiled(1 + hvd.rank())
+    state = hvd.elastic.KerasState(model, batch=hvd.rank())
+
+    def whole() -> list[Any]:
+        return [*values(model), np.array(random_state(model)), np.array([state.batch, state._commits])]
+
+    state.commit()
+    committed = whole()
+    if hvd.rank() == 0:
+        state.commit()
+    model.layers[0].kernel.assign_add(np.ones((4, 8), np.float32))
+    state.batch += 5
+    own = whole()
+    for name in ("elastic.differs", "elastic.variables.small"):
+        with collectives(name):
+            raises(hvd.HorovodInternalError, "lost", state.sync)
+        assert equal(whole(), own), name
+    state.restore()
+    assert equal(whole()[:-1], committed[:-1]) and state.batch == hvd.rank()
+    with collectives("elastic.replicas"):
+        raises(hvd.HorovodInternalError, "lost", state.sync)
+    received = whole()
+    assert received[-1].tolist() == [0, 2]
+    state.restore()
+    assert equal(whole(), received), "the commit is rank 0's, with variables and attributes"
+    assert equal(*hvd.allgather_object(values(model)))
