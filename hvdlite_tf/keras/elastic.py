@@ -26,6 +26,9 @@ from hvdlite_tf.variables import is_random_state, moved_on
 __all__ = ["CommitStateCallback", "HorovodInternalError", "HostsUpdatedInterrupt", "KerasState", "ObjectState", "State",
            "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 
+_WRITERS = (keras.callbacks.BackupAndRestore, keras.callbacks.CSVLogger, keras.callbacks.ModelCheckpoint,
+            keras.callbacks.TensorBoard)
+"""Callbacks that a script may make on one rank only; see `training/elastic/writers.py`."""
 
 _RANDOM = "random states"
 """The part of a state with the random states of layers, which differ between ranks."""
@@ -91,6 +94,9 @@ class VariablesState(ComparedState):
     def _groups(self) -> dict[str, list[Any]]:
         """Return the variables, in groups that are compared and sent."""
         raise NotImplementedError
+
+    def _kinds_of_writers(self) -> tuple[type, ...]:
+        return _WRITERS
 
     def _variables(self) -> list[Any]:
         return [variable for group in self._groups().values() for variable in group]

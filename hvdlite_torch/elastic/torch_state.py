@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -124,6 +125,10 @@ class TorchState(ComparedState):
         states = {name: _equal_part(handler.value) for name, handler in self._built_in().items()}
         known = digests or Digests()
         return named_parts("state", {**states, **{name: getattr(self, name) for name in sent}}, known.of)
+
+    def _kinds_of_writers(self) -> tuple[type, ...]:
+        writer = getattr(sys.modules.get("torch.utils.tensorboard"), "SummaryWriter", None)  # its import takes seconds
+        return () if writer is None else (writer,)
 
     def _built_in(self) -> dict[str, StateDictHandler]:
         """Return the handlers whose copies are made and sent together with those of others."""

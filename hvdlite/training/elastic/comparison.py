@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.training.elastic.state import ObjectState, pickled
+from hvdlite.training.elastic.writers import names_of_writers, warn_of_writers
 from hvdlite.training.objects import loads
 
 
@@ -64,6 +65,16 @@ class ComparedState(ObjectState):
 
     _same_by_repr: frozenset[type] = frozenset((bool, float, complex, str, bytes, type(None)))
     """Types whose values are equal bit by bit if they have the same `repr`."""
+    _writers: Sequence[str] = ()
+    """Names of the writers that the function of `run` finds; empty in jobs that are not elastic."""
+
+    def _note_writers(self, func: Callable[..., Any], *given: Any) -> None:
+        """Note which writers exist before `run` calls a function; `sync` compares them with rank 0's."""
+        self._writers = names_of_writers(self._kinds_of_writers(), func, *given)
+
+    def _kinds_of_writers(self) -> tuple[type, ...]:
+        """Return the framework's classes whose objects one rank makes, to write files."""
+        return ()
 
     def _compare(self, states: dict[str, Part], attributes: dict[str, Part]) -> Comparison:
         """Compare this rank's parts with rank 0's; changes nothing.
@@ -100,10 +111,13 @@ class ComparedState(ObjectState):
                 sent = tuple({name: pickled(name, part) for name, part in parts.items()} for parts in (states, attributes))
         except UnsupportedError as error:
             refusal = f"rank 0: {error}"
-        names, commits, sent, refusal = self._bcast_object((self._parts(), self._commits, sent, refusal))
+        names, commits, sent, refusal, writers = self._bcast_object(
+            (self._parts(), self._commits, sent, refusal, self._writers))
         if refusal:
             raise UnsupportedError(refusal)
         self._check_parts(names)
+        if rank == 1:  # the next rank 0, if that is lost
+            warn_of_writers(writers, self._writers)
         if sorted(sent[0]) != sorted(states):
             raise ValueError(f"rank 0's elastic state has {', '.join(sorted(sent[0])) or 'nothing'} with a state of its "
                              f"own, and rank {rank}'s has {', '.join(sorted(states)) or 'nothing'}: make the same state on "

@@ -30,6 +30,7 @@ from hvdlite.core.errors import (
     WorldEnded,
 )
 from hvdlite.membership.messages import StateReport, WorldOrder
+from hvdlite.training.elastic.comparison import ComparedState
 from hvdlite.training.elastic.state import State
 
 _log = logging.getLogger("hvdlite")
@@ -63,6 +64,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
             if member is None:
                 state.sync()
                 return func(state, *args, **kwargs)
+            if isinstance(state, ComparedState):
+                state._note_writers(func, *args, *kwargs.values())
             return _Training(member, state, lambda: func(state, *args, **kwargs)).run()
     return wrapper
 

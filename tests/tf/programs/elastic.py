@@ -85,6 +85,7 @@ def states_and_their_errors() -> None:
     import hvdlite_tf as frontend
     hvd.init()
     model = compiled(1 + hvd.rank())
+    interrupted = Interrupted(None, ())
     state = frontend.elastic.TensorFlowKerasState(model, backend=keras.backend, batch=5 * hvd.rank())
     assert state.optimizer.built
     state.sync()
@@ -103,6 +104,9 @@ def states_and_their_errors() -> None:
     state.model.layers[0].kernel.assign_add(np.full((4, 8), hvd.rank(), np.float32))
     raises(ReplicaMismatchError, "replicas differ in 'variables.0 sequential",
            lambda: state._check_replicas(state._replicated([])))
+    logger, best = keras.callbacks.CSVLogger("log.csv"), hvd.callbacks.BestModelCheckpoint()
+    state._note_writers(lambda: (logger, interrupted), [best])
+    assert state._writers == ["BestModelCheckpoint", "CSVLogger"]
     raises(ValueError, "has no variables yet", lambda: hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)])))
 
     variables = [tf.Variable([float(hvd.rank())]), keras.Variable([2.0 * hvd.rank()])]
@@ -123,6 +127,7 @@ def states_and_their_errors() -> None:
     variables[1].assign([float(hvd.rank())])
     raises(ReplicaMismatchError, "replicas differ in 'variables.1 ", lambda: own._check_replicas(own._replicated([])))
     raises(ValueError, "TensorFlow 2 has no list of all variables", frontend.elastic.TensorFlowState)
+    raises(ValueError, "no ndarray", lambda: frontend.elastic.TensorFlowState([np.zeros(1)]))
     raises(NotImplementedError, "sessions", lambda: frontend.elastic.TensorFlowState(variables, session=1))
     assert frontend.elastic.run is hvd.elastic.run
 
