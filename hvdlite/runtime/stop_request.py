@@ -40,7 +40,7 @@ class StopRequest:
         self._is_asked = False
         self._has_told = False
         self._stop_at: int | None = None
-        self._asks = False  # on rank 0
+        self._asks = self._has_named = False  # on rank 0: whether it has asked all, and told them the call
         self._answers: dict[int, int] = {}  # there
         channel.subscribe(_LABEL, self._receive)
 
@@ -84,7 +84,8 @@ class StopRequest:
             self._send(0, _CALLS, calls)
         elif kind == _CALLS:
             self._answers[sender] = _LEFT if self._answers.get(sender) == _LEFT else number
-            if self._asks and len(self._answers) == self._size:
+            if self._asks and not self._has_named and len(self._answers) == self._size:
+                self._has_named = True
                 self._send(None, _STOP_AT, max(self._answers.values()) + 1)
         elif kind == _STOP_AT and self._stop_at is None:
             self._stop_at = number
