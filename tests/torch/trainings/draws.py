@@ -229,6 +229,8 @@ RULES: dict[str, Callable[[Training], bool]] = {
         it.loss == "penalty" and it.gradients == "func.grad"),
     "state of the old dtype is not for parameters of the new one": lambda it: it.event == "double" and (
         it.optimizer != "SGD" or it.averaged or it.amp != "none" or it.model in MIXED),
+    "on a GPU, nobody looks for zeros that a script writes to unused parts": lambda it: (
+        it.device == "cuda" and it.uneven and not it.scoped and it.model in ("experts", "unused") and it.clears in ZEROS),
     "on a GPU, torch unscales no bfloat16": lambda it: (
         it.device == "cuda" and it.scales and it.model in ("bfloat16 part", "float32 gradients")),
     "a scaler unscales once between two steps": lambda it: it.event == "skip" and it.scales,
