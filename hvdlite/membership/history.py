@@ -13,6 +13,8 @@ from hvdlite.membership.messages import WorldOrder
 Progress = tuple[int, int]
 """How far training is: commits, and boundaries in the same world since the last one."""
 _NONE: Final = (-1, 0)
+_FROM_OUTSIDE: Final = frozenset(-each for each in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+"""Exit codes of processes that others have ended: a user, a scheduler, the kernel where memory is short."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,11 @@ class Failure:
         cause = self.exception or self.fault
         return f"{cause} ({ending})" if cause else ending
 
+    @property
+    def is_from_outside(self) -> bool:
+        """Whether somebody else has ended it; hvdrun does so because of a fault."""
+        return self.code in _FROM_OUTSIDE and not self.fault
+
     def __str__(self) -> str:
         return f"{self.who}: {self.why}"
 
@@ -57,8 +64,8 @@ class Failure:
 class History:
     """The failures of members and the changes of worlds.
 
-    It detects that members fail again and again at the same place. One slot alone is no sign of this: it is used more and
-    more rarely, and the others go on.
+    It detects that members fail again and again at the same place. One slot alone is no sign of this, nor are signals from
+    outside: slots that fail are used more and more rarely, and the others go on.
 
     Args:
         limit: so many worlds in a row that are lost by failures without progress are too many.
@@ -76,7 +83,8 @@ class History:
         self._without_progress: list[Failure] = []  # in training, since it got further
         self._blamed: Failure | None = None
         self._progress = _NONE  # the greatest when a world was lost by a failure
-        self._worlds = 0  # how many worlds have been lost by failures without progress; one slot alone counts once
+        self._worlds = 0  # how many were lost by failures without progress; one slot, and signals from outside, count once
+        self._were_ended = False  # some of these by signals from outside
         self._errors = 0  # worlds in a row that errors have ended, though all members live
         self._progress_at_error = _NONE  # the greatest then
         self._since: float | None = None  # when the first world began to end since one has met
@@ -130,10 +138,15 @@ class History:
         if not new:
             return ""
         if progress > self._progress:
-            self._progress, self._without_progress, self._worlds = progress, [], 0
+            self._progress, self._without_progress, self._worlds, self._were_ended = progress, [], 0, False
         self._without_progress += new
         is_one_slot = len({failure.slot for failure in self._without_progress}) == 1
-        self._worlds = 1 if is_one_slot and are_enough else self._worlds + 1
+        were_ended = are_enough and all(failure.is_from_outside for failure in new)
+        if is_one_slot and are_enough:
+            self._worlds = 1
+        elif not (were_ended and self._were_ended):
+            self._worlds += 1
+        self._were_ended = self._were_ended or were_ended
         reason = self._judge()
         if reason:
             self._blamed = self._without_progress[0]
@@ -150,7 +163,7 @@ class History:
             self.left(who, failures.get(member, "it did not call elastic.run again"), failed=member in failures)
         self.failed_at_end = None
         self._progress = self._progress_at_error = _NONE
-        self._without_progress, self._worlds, self._errors = [], 0, 0
+        self._without_progress, self._worlds, self._errors, self._were_ended = [], 0, 0, False
 
     def _judge(self) -> str:
         first: dict[str, Slot] = {}

@@ -34,9 +34,19 @@ def test_rule_37_a_boundary_further_on_is_progress() -> None:
         talk.idle(*range(member), boundaries=boundaries).met()
     assert talk.world == (0, 1, 2)
     for member in (2, 1):
-        talk.gone(member, -9)
+        talk.gone(member, 1)
         talk.idle(*range(member), boundaries=61)
     assert talk.end().reason.startswith("members have failed 3 times in a row after commit 0, and training got no further")
+
+
+def test_rule_37_signals_from_outside_count_once_a_boundary() -> None:
+    talk = founded(8)
+    for member, code in ((7, -9), (6, -15), (5, -9), (4, 1)):
+        talk.gone(member, code)
+        talk.idle(*range(member), boundaries=20).met()
+    assert talk.world == (0, 1, 2, 3)
+    talk.gone(3, -11)  # a crash of its own
+    assert talk.idle(0, 1, 2, boundaries=20).end().reason.startswith("members have failed 3 times in a row")
 
 
 def test_rule_36_a_failure_costs_the_slot_and_not_the_host() -> None:
