@@ -1,4 +1,4 @@
-"""Random failures in many elastic jobs: no hang, nothing left, exit code 0, survivors keep their processes, replicas agree.
+"""Random failures in many elastic jobs: no hang, nothing left, exit code 0, healthy members go on, replicas agree.
 
 A third of the jobs are on two hosts in network namespaces; without root these are left out.
 """
@@ -44,7 +44,7 @@ def one(seed: int, hosts: Hosts | None = None) -> tuple[int, str]:
             job.wait_for_step(chance.randrange(job.steps // 2))
             most = 6 if "--blacklist-cooldown-range" in job.flags else 2  # else few slots are left
             injuries.hurt(chance.randint(1, most), seconds=chance.choice([0.1, 1.0, 4.0]))
-            job.succeed(lost=injuries.lost)
+            job.succeed(lost=injuries.lost, lost_hosts=injuries.lost_hosts)
         except Exception as error:  # of any kind: the other jobs are tried, too
             return injuries.kills, f"seed {seed}: {job.flags}: {injuries.done}: {type(error).__name__}: {error}"
         finally:

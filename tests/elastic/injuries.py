@@ -27,6 +27,7 @@ class Injuries:
     Attributes:
         done: what was done, for people.
         lost: the members that were killed, or whose host was lost.
+        lost_hosts: the hosts whose agent was killed, or whose cable was cut.
         kills: how many members and hosts were taken away.
     """
 
@@ -34,6 +35,7 @@ class Injuries:
         self._job, self._chance = job, chance
         self.done: list[str] = []
         self.lost: set[int] = set()
+        self.lost_hosts: set[str] = set()
         self.kills = 0
         self._stopped: dict[int, int] = {}  # process ids by member
         self._remote = job.hosts.names[1] if job.hosts is not None else ""
@@ -100,7 +102,7 @@ class Injuries:
         lost = self._on_remote()
         if agents and self._spares_one(lost):
             os.kill(agents[0], signal.SIGKILL)
-            self._record(f"agent of {self._remote}", lost)
+            self._record_host(f"agent of {self._remote}", lost)
 
     def cut(self) -> None:
         """Cut the cable of the second host; for a moment, until its loss is noticed, or until the end."""
@@ -111,7 +113,7 @@ class Injuries:
         self._job.hosts.cut(self._remote)
         self._is_cut = True
         how = self._chance.choice(["moment", "noticed", "end"])
-        self._record(f"cable of {self._remote}, mended: {how}", lost)
+        self._record_host(f"cable of {self._remote}, mended: {how}", lost)
         before = self._losses()
         if how == "moment":
             time.sleep(self._chance.uniform(0.1, 2.0))
@@ -141,6 +143,11 @@ class Injuries:
         self.done.append(what)
         self.lost |= lost
         self.kills += 1
+
+    def _record_host(self, what: str, lost: set[int]) -> None:
+        assert self._job.hosts is not None
+        self.lost_hosts.add(self._job.hosts.address(self._remote))
+        self._record(what, lost)
 
     def _spares_one(self, lost: set[int]) -> bool:
         """Return whether a member that trains is left without these, on a host that can be reached."""

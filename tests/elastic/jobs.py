@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hvdlite_runner.host.reaper import marked_processes
+from tests.elastic.judge import spared
 from tests.runner.networks import Hosts
 from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, ROOT, SHRINKS, clean_environment, shared_memory
+
+HEALTHY_ENDED = "members that nobody had hurt were ended"
 
 
 @dataclasses.dataclass
@@ -131,12 +134,14 @@ class Job:
             told[int(path.suffix[1:])] = Told(**fields)
         return told
 
-    def succeed(self, timeout: float = HANGS_SECONDS, lost: Iterable[int] = ()) -> dict[int, Told]:
+    def succeed(self, timeout: float = HANGS_SECONDS, lost: Iterable[int] = (),
+                lost_hosts: Collection[str] | None = None) -> dict[int, Told]:
         """Wait for the end of a job that is to succeed: the last members agree, and have done every step once.
 
         Args:
             lost: members that were killed. One of them may have been killed after its last step, when the job was not
                 elastic any more; then the job's exit code is that of the failure.
+            lost_hosts: the hosts that were lost. If they are given, no other members may have been ended.
         """
         told = self.end(timeout)
         pids = self.members()
@@ -153,6 +158,10 @@ class Job:
             assert [step for step, _ in each.history] == list(range(length)), f"{member}: {each.history}"
             assert each.right, f"member {member}'s weights are not those of its history {each.history}"
         assert len({(each.digest, str(each.history)) for each in told.values()}) == 1, f"replicas differ\n{errors}"
+        if lost_hosts is not None and not at_end:
+            trained = [member for member in pids if self.step_of(member) >= 0]
+            ended = spared(errors, trained, told, set(lost), lost_hosts)
+            assert not ended, f"{HEALTHY_ENDED}: {ended}\n{errors}"
         return told
 
     def close(self) -> None:
