@@ -13,16 +13,7 @@ from typing import Final
 from hvdlite.membership import events, messages
 from hvdlite.membership.history import Failure, History
 from hvdlite.membership.hosts import HostSlots, Slot
-from hvdlite.membership.members import (
-    IN_FORCE,
-    IN_WORLD,
-    JOINING,
-    NOTHING,
-    JobWorld,
-    Member,
-    MemberState,
-    WorldState,
-)
+from hvdlite.membership.members import IN_FORCE, IN_WORLD, JOINING, NOTHING, JobWorld, Member, MemberState, WorldState
 from hvdlite.membership.recovery import FailedMeetings, NextWorld, order, plan, recover
 
 _HAVE_MET: Final = {MemberState.OUTSIDE, MemberState.TRAINING, MemberState.FINISHED}
@@ -237,7 +228,10 @@ class Authority:
         if not living:  # all have ended with 0, and none has entered elastic.run
             self._end_job(0, "")
         elif not is_whole and any(member.survives for member in living):
-            self._end_world("a rank has ended before it entered elastic.run")
+            for member in world.members if not self._has_finished else ():  # else they have been noted, in `_run_again`
+                if member.state is MemberState.GONE:
+                    self._left(member, "it ended with code 0, and had not called elastic.run")
+            self._end_world("a rank has ended before it called elastic.run again")
         elif is_whole and states == {MemberState.FINISHED}:
             world.enter(WorldState.FINISHED)
             self._has_finished = True
@@ -314,14 +308,14 @@ class Authority:
         elif len(planned.members) >= limits.min_np:
             self._leave_out(planned)
             members = [world.everybody[id] for id in planned.members]
-            self._history.joined([member.host for member in members if member not in world.members])
+            self._history.joined(each.name_as(rank) for rank, each in enumerate(members) if each not in world.members)
             self._commands += world.begin(members, order(
                 planned, world.epoch + 1, [member.host for member in members], self._machine_of, self._history.reason()))
         elif world.state is WorldState.ENDING:
             world.enter(WorldState.WAITING)
             world.until = self._now + limits.elastic_timeout
             self._note(f"{len(planned.members)} of at least {limits.min_np} ranks are left: they wait for others, "
-                       f"at most {limits.elastic_timeout:g} s")
+                       f"at most {limits.elastic_timeout:g} s; {self._history.reason()}")
 
     def _leave_out(self, planned: NextWorld) -> None:
         """Dismiss the members that are not in the next world."""

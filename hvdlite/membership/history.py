@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from hvdlite.membership.hosts import Slot
@@ -191,9 +191,9 @@ class History:
         if not failed:
             self._departures.append(f"{who} left: {why}")
 
-    def joined(self, hosts: Collection[str]) -> None:
-        """Note the hosts of the members that a new world has more."""
-        self._joined += [f"a rank on {host}" for host in hosts]
+    def joined(self, who: Iterable[str]) -> None:
+        """Note the members that a new world has more, with their ranks in it."""
+        self._joined += who
 
     def refused(self, leaving: Sequence[str], room: int, discovered: int) -> tuple[str, bool]:
         """Note what the reset limit leaves out.

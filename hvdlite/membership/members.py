@@ -153,6 +153,10 @@ class Member:
         """Whether it goes on when others are lost."""
         return self.state in SURVIVING
 
+    def name_as(self, rank: int) -> str:
+        """Return its name, for people: the number of its process, which it keeps, where that is not its rank."""
+        return f"rank {rank}{'' if rank == self.id else f' (process {self.id})'} on {self.host}"
+
 
 class WorldState(enum.Enum):
     """Where the present world is."""
@@ -224,11 +228,10 @@ class JobWorld:
         return [member for member in self.members if member.state not in (MemberState.GONE, MemberState.DISMISSED)]
 
     def name(self, member: Member) -> str:
-        """Return a member's name, for people: the number of its process, which it keeps, where that is not its rank."""
+        """Return a member's name in this world, for people."""
         if member not in self.members:
             return f"new process {member.id} on {member.host}"
-        rank = self.members.index(member)
-        return f"rank {rank}{'' if rank == member.id else f' (process {member.id})'} on {member.host}"
+        return member.name_as(self.members.index(member))
 
     # --- what changes states -------------------------------------------------------------------------------------------
 

@@ -329,13 +329,17 @@ class WorkerProcess:
 class WorkerProcesses(dict[int, WorkerProcess]):
     """All processes that there have been, by their keys.
 
+    Args:
+        names_hosts: whether `name` has the host although there is only one.
+
     Attributes:
         running: the keys of those that have not ended.
         exits: their ends, in the order in which they were seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, names_hosts: bool = False) -> None:
         super().__init__()
+        self._names_hosts = names_hosts
         self.running: set[int] = set()
         self.exits: list[Exit] = []
 
@@ -358,8 +362,8 @@ class WorkerProcesses(dict[int, WorkerProcess]):
         return self[key].rank
 
     def name(self, key: int) -> str:
-        """Return how a process is called in a message; its host is named if there are several."""
+        """Return how a process is called in a message."""
         process = self[key]
-        where = f" on {process.host}" if len({each.host for each in self.values()}) > 1 else ""
+        where = f" on {process.host}" if self._names_hosts or len({each.host for each in self.values()}) > 1 else ""
         number = "" if process.rank == key else f" (process {key})"
         return (f"rank {process.rank}{number}" if process.rank >= 0 else f"new process {key}") + where

@@ -95,7 +95,7 @@ class Job:
         self._inherited = inherited
         self._observer = observer
         self._is_elastic = not settings.limits.one_world
-        self._processes = WorkerProcesses()
+        self._processes = WorkerProcesses(names_hosts=self._is_elastic)
         self._output = JobOutput(settings.output, observer, self._processes.rank_of)
         self._local = WorkerGroup(self.selector, lambda event: self._take(LOCAL, event), inherited, self._is_ended_by_user)
         self._task = TaskFiles(settings.task_directory)

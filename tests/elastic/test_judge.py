@@ -7,7 +7,7 @@ import pytest
 from tests.elastic.judge import spared
 
 KILLED = "hvdrun: rank 1 on localhost: killed by signal 9 (SIGKILL)\n"
-HELD_UP = "rank 1 (process 3) on fd77::2: it held up the others: PeerLostError: rank 1 was lost (killed by signal 9 (SIGKILL))"
+HELD_UP = "rank 1 (process 3) on fd77::2: it held up the others: PeerLostError: rank 1 lost (killed by signal 9 (SIGKILL))"
 
 
 def test_members_that_were_hurt_are_no_finding() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -69,10 +70,18 @@ def test_too_few_members_end_the_job_with_the_first_failure(tmp_path: Path) -> N
 
 
 def test_a_script_that_catches_every_exception_comes_into_the_next_world(tmp_path: Path) -> None:
-    job = Job(["-np", "3", "--min-np", "1"], tmp_path, 100, {"TROUBLE": "2:30:kill"}, program="swallowing")
+    """And a timeline that cannot be written there is a warning."""
+    (tmp_path / "trace.2.json").mkdir()
+    environment = {"TROUBLE": "2:30:kill", "HVDLITE_TIMELINE": str(tmp_path / "trace.json")}
+    job = Job(["-np", "3", "--min-np", "1"], tmp_path, 100, environment, program="swallowing")
     try:
         told = job.succeed()
     finally:
         job.close()
     assert set(told) == {0, 1}
-    assert job.errors().count("a world that has ended, the first in swallowing(), swallowing.py:") == 2
+    errors = job.errors()
+    for rank in ("[0]<stderr>:", "[1]<stderr>:"):
+        warning = re.escape(rank) + r".* a world that has ended, the first in swallowing\(\), swallowing.py:"
+        assert re.search(warning, errors), errors
+    assert "[0]<stderr>:" in errors and "world 2 has no timeline: " in errors, errors
+    assert "world 2, 2 ranks, goes on after commit 6; left: rank 2 on localhost (killed by signal 9 (SIGKILL)); it" in errors

@@ -299,6 +299,9 @@ def test_a_rank_that_leaves_before_elastic_run_is_not_waited_for() -> None:
     talk = founded(2, met=False).met()
     talk.gone(1, 0)
     assert talk.ready(0).stopped() == [0] and talk.idle(0).order().members == (0,)
+    talk.met()
+    left = "left: rank 1 on a (it ended with code 0, and had not called elastic.run)"
+    assert f"world 2, 1 rank, goes on from the beginning; {left}; it took" in talk.notes[-1]
 
 
 def test_messages_of_other_epochs_and_of_strangers_are_dropped() -> None:

@@ -86,7 +86,10 @@ def test_rule_6_below_the_minimum_members_wait_idle_until_the_timeout() -> None:
     talk.gone(0)
     talk.gone(1)
     talk.idle(2, commits=3)
-    assert not talk.commands[:-1] and talk.notes[-1] == "1 of at least 2 ranks are left: they wait for others, at most 600 s"
+    killed = "(killed by signal 9 (SIGKILL))"
+    assert not talk.commands[:-1] and talk.notes[-1] == (
+        "1 of at least 2 ranks are left: they wait for others, at most 600 s; "
+        f"left: rank 0 on a {killed}, rank 1 on a {killed}")
     talk.wait(600)
     assert (talk.end().code, talk.end().reason) == (TOO_FEW, "2 ranks are needed; there were 1 after 600 s")
 
@@ -383,9 +386,9 @@ def test_a_line_for_each_change_and_a_summary() -> None:
     talk.ready(2)
     talk.now += 0.25
     talk.idle(1, commits=7)
-    assert talk.order().reason == "left: rank 0 on a (ValueError: 3 (exit code 1)); joined: a rank on b"
+    assert talk.order().reason == "left: rank 0 on a (ValueError: 3 (exit code 1)); joined: rank 1 (process 2) on b"
     talk.met()
     assert talk.notes[-1] == ("world 2, 2 ranks, goes on after commit 7; left: rank 0 on a (ValueError: 3 (exit code 1)); "
-                              "joined: a rank on b; it took 0.25 s")
+                              "joined: rank 1 (process 2) on b; it took 0.25 s")
     assert talk.authority.summary() == ["2 worlds; the last one had 2 ranks",
                                         "failed: rank 0 on a: ValueError: 3 (exit code 1) (world 1)"]

@@ -62,11 +62,15 @@ def test_a_host_comes_and_goes(folder: Path) -> None:
         assert line.startswith(("[+1]<stdout>:", "[1]<stdout>:"))
         assert begun(line)[2:] == ["1", "2", "0", "0", "127.0.0.1", "1", "1"]
         assert "[1]<stdout>:heard 2 0 1 localhost 127.0.0.1 ((0, 1),)" in job.wait_for("[1]<stdout>:heard 2")
-        assert "goes on where training stopped" in job.wait_for("world 2")
+        assert "world 2, 2 ranks, goes on where training stopped; joined: rank 1 on 127.0.0.1; it took" in (
+            job.wait_for("world 2"))
         hosts.path.write_text("nonsense here\n")
         assert "the hosts stay as they were" in job.wait_for("--host-discovery-script")
+        hosts.path.write_text("")
+        assert job.wait_for("prints no host").endswith("prints no host; ranks that run go on")
         hosts.write("127.0.0.1:1")
-        assert "left: rank 0 on localhost (its host was removed)" in job.wait_for("world 3")
+        assert "world 3, 1 rank, goes on where training stopped; left: rank 0 on localhost (its host was removed); it" in (
+            job.wait_for("world 3"))
         job.tell(1, "finish")
         assert job.end() == 0 and job.text.count("did not print a list of hosts") == 1, job.text
         assert "[0]<stdout>:heard AllFinished" in job.text
