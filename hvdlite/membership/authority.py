@@ -314,8 +314,9 @@ class Authority:
         elif world.state is WorldState.ENDING:
             world.enter(WorldState.WAITING)
             world.until = self._now + limits.elastic_timeout
+            leaving = {world.name(world.everybody[id]): why for id, why in planned.left_out.items()}
             self._note(f"{len(planned.members)} of at least {limits.min_np} ranks are left: they wait for others, "
-                       f"at most {limits.elastic_timeout:g} s; {self._history.reason()}")
+                       f"at most {limits.elastic_timeout:g} s; {self._history.reason(leaving)}")
 
     def _leave_out(self, planned: NextWorld) -> None:
         """Dismiss the members that are not in the next world."""

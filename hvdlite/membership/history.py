@@ -214,9 +214,14 @@ class History:
         is_change = not is_first and (not set(leaving) <= set(left) or (room > most and discovered > found))
         return f"left out: {', '.join(what)}" if what and what != told else "", is_change
 
-    def reason(self) -> str:
-        """Return what has changed, in a line."""
-        both = (("left", self._left), ("joined", self._joined))
+    def reason(self, leaving: Mapping[str, str] | None = None) -> str:
+        """Return what has changed, in a line.
+
+        Args:
+            leaving: members that leave with the next world, with the reasons.
+        """
+        left = [*self._left, *(f"{who} ({why})" for who, why in (leaving or {}).items())]
+        both = (("left", left), ("joined", self._joined))
         return "; ".join(f"{what}: {', '.join(who)}" for what, who in both if who) or "no rank has left or joined"
 
     def met(self, order: WorldOrder, now: float) -> str:

@@ -101,6 +101,7 @@ def test_rule_6_members_that_leave_are_not_counted() -> None:
     talk.met().hosts(a=1)
     talk.boundary(m0=1, m1=1)
     talk.idle(0, 1, commits=4, at_rest=True)
+    assert talk.notes[-1].endswith("at most 600 s; left: rank 1 on b (its host was removed)"), talk.notes
     assert talk.wait(600).end().reason == "2 ranks are needed; there were 1 after 600 s"
 
 
