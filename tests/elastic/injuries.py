@@ -26,7 +26,7 @@ class Injuries:
 
     Attributes:
         done: what was done, for people.
-        lost: the members that were killed, or whose host was lost.
+        lost: the members that were killed, whose host was lost, or that are stopped and do not go on.
         lost_hosts: the hosts whose agent was killed, or whose cable was cut.
         kills: how many members and hosts were taken away.
     """
@@ -83,6 +83,7 @@ class Injuries:
             return self.kill()
         stopped, killed = self._chance.choice(pairs)
         pause, rest = self._chance.uniform(0, 0.5), self._chance.choice([0.0, 0.3, 4.0, None])
+        was_lost = stopped in self.lost
         with contextlib.suppress(ProcessLookupError):
             os.kill(members[stopped], signal.SIGSTOP)
             self._stopped[stopped] = members[stopped]
@@ -95,6 +96,8 @@ class Injuries:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._stopped.pop(stopped), signal.SIGCONT)
                 self.done.append(f"member {stopped} goes on")
+                if not was_lost:  # nobody is ended for so short a stop
+                    self.lost.discard(stopped)
 
     def kill_agent(self) -> None:
         """Kill the agent of the second host."""
