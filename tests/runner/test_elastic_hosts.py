@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.runner.elastic_jobs import PROGRAM, HostsFile, Job, begun
+from tests.worlds import clean_environment
 
 
 @pytest.fixture
@@ -62,11 +63,13 @@ def test_members_whose_processes_are_stopped_are_given_up(folder: Path) -> None:
         assert finish(running, 0) == 0
 
 
-def test_a_host_joins_and_is_lost(folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_host_joins_and_is_lost(folder: Path, number: int) -> None:
     (folder / "open-b").touch()
     hosts = HostsFile(folder)
     hosts.write("localhost:1")
-    with job(folder, "--verbose", "-np", "1", *hosts.flags) as running:
+    with Job(folder, "--remote-shell", str(folder / "rsh"), "--verbose", "-np", "1", *hosts.flags,
+             environment={**clean_environment(), "HVDLITE_AGENT_TIMEOUT": "3"}) as running:
         running.wait_for("begun")
         hosts.write("localhost:1", "b:2")
         agent = re.search(r"agent (\d+)", running.wait_for("hvdrun: host b is"))
@@ -74,7 +77,7 @@ def test_a_host_joins_and_is_lost(folder: Path) -> None:
         assert {tuple(begun(running.wait_for("begun"))[6:]) for _ in range(2)} == {("b", "1", "1")}
         running.wait_for("3 ranks, goes on where training stopped; joined: rank 1 on b, rank 2 on b; it took")
         (folder / "open-b").unlink()
-        os.kill(int(agent[1]), signal.SIGKILL)
+        os.kill(int(agent[1]), number)
         reason = running.wait_for("host b was lost: ").partition("host b was lost: ")[2]
         lost = f"({reason} (lost with its host))"
         running.wait_for(f"1 rank, goes on after commit 12; left: rank 1 on b {lost}, rank 2 on b {lost}; it took")

@@ -322,7 +322,8 @@ def test_an_elastic_job_goes_on_without_a_host_that_is_cut_off_and_takes_it_back
             job.wait_for("begun", 4)
             network.cut("b")
             job.wait_for("host 10.77.0.2 was lost")
-            job.wait_for("world 2, 2 ranks")
+            left = job.wait_for("world 2, 2 ranks").partition("; left: ")[2]
+            assert left.startswith("rank 1 on 10.77.0.2 (") and "), rank 2 on 10.77.0.2 (" in left, left
             network.wait_until_empty(15, "b")
             network.mend("b")
             job.wait_for(", 4 ranks, goes on where training stopped")
