@@ -121,7 +121,8 @@ class Injuries:
         if how == "moment":
             time.sleep(self._chance.uniform(0.1, 2.0))
         elif how == "noticed":
-            self._job.wait_for("the loss of the host", lambda: self._losses() > before)
+            self._job.wait_for("the loss of the host",  # unless it was lost already, and the job ends meanwhile
+                               lambda: self._losses() > before or self._job.process.poll() is not None)
             time.sleep(self._chance.choice([0.0, 0.5, 6.0]))
         if how != "end":
             self._mend()
