@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdlite import api
-from hvdlite.core.errors import PeerLeftError
+from hvdlite.core.errors import ForkedProcessError, PeerLeftError
 from hvdlite.runtime.runtime import Runtime
 
 
@@ -40,13 +40,17 @@ def join(runtime: Runtime) -> int:
 def stop_requested() -> bool:
     """Return whether to stop: False, and then True in the same call on all ranks, when one of them has been asked to.
 
-    Call it once a step on all ranks, save, and leave the loop when it is True. What asks is a signal to any rank: SIGTERM
-    (from hvdrun, which gets it from a scheduler that takes the machine away), SIGUSR1 or SIGUSR2. From the first call on, in
-    the main thread, they no longer end the process; handlers of the script are still called. Nothing is sent until then.
+    Call it once a step on all ranks, save, and leave the loop when it is True; ranks that call it at other times stop at
+    other steps. What asks is a signal to any rank: SIGTERM (from hvdrun, which gets it from a scheduler that takes the
+    machine away), SIGUSR1 or SIGUSR2. From the first call on, in the main thread, until `shutdown()`, they no longer end
+    the process; handlers of the script are still called. Nothing is sent until a signal comes.
 
     Raises:
+        ForkedProcessError: in a process that was forked from a rank.
         HorovodInternalError: when the job ends while the ranks agree.
     """
     runtime, notice = api.runtime(), api.worlds().stop_notice
+    if runtime.in_child:
+        raise ForkedProcessError("stop_requested() was called in a process that was forked from a rank: only the rank knows")
     notice.watch({runtime.config.report_signal, runtime.config.traceback_signal})
     return runtime.stop_request.is_due(notice.is_given, runtime.joins)

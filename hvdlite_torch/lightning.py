@@ -6,6 +6,7 @@ Lightning had a Horovod strategy until 2.0; this one has its behaviour, with gra
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -153,8 +154,10 @@ class HvdliteStrategy(ParallelStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Let this batch be the last one, if it is time to stop."""
-        if self._stops_on_request and boundaries.stop_requested():
-            self.lightning_module.trainer.should_stop = True
+        if self._stops_on_request:
+            _leave_out_lightnings_own()
+            if boundaries.stop_requested():
+                self.lightning_module.trainer.should_stop = True
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Return all ranks' tensors, stacked along a new first dimension.
@@ -199,3 +202,13 @@ class HvdliteStrategy(ParallelStrategy):
     def _names(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [(name, parameter) for name, parameter in self.model.named_parameters() if id(parameter) in own]
+
+
+def _leave_out_lightnings_own() -> None:
+    """Take Lightning's handler of SIGTERM out, which raises an exception after the batch on the rank that has got it."""
+    composed = signal.getsignal(signal.SIGTERM)
+    if type(composed).__name__ != "_HandlersCompose":
+        return
+    others = [each for each in getattr(composed, "signal_handlers", ())
+              if type(getattr(each, "__self__", None)).__name__ != "_SignalConnector"]
+    signal.signal(signal.SIGTERM, others[-1] if others else signal.SIG_DFL)

@@ -54,6 +54,7 @@ class Start(AgentMessage, frozen=True):
     environment: dict[str, bytes]  # added to the worker group's environment; may contain the job's key
     is_elastic: bool = False  # they have the members' socket; one that ends takes its descendants with it, and is reaped
     has_input: bool = False  # whether rank 0 is among them and gets the standard input of the worker group's process
+    grace: float = 0.0  # seconds that they have to end when the agent gets a signal
 
 
 class TaskPiece(AgentMessage, frozen=True):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection
 from types import FrameType, TracebackType
-from typing import Final
+from typing import Any, Final
 
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
@@ -20,6 +21,7 @@ from hvdlite.runtime.runtime import Runtime
 
 _log = logging.getLogger("hvdlite")
 
+_STOPS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 _LEFT_AT: Final = "_hvdlite_left_at"
 """The attribute of an exception that has the time when a process first left its job or a group because of it."""
 
@@ -67,31 +69,48 @@ class StopNotice:
     """Signals that ask this process to stop: SIGTERM, and those with which schedulers warn.
 
     Attributes:
-        is_given: whether one has come since `watch`.
+        is_given: whether one has come while this watched.
     """
 
     def __init__(self) -> None:
-        self.is_given = self._watches = False
+        self.is_given = False
+        self._before: dict[int, Any] = {}  # handlers, by the signals that are watched
+        self._has_warned = self._is_at_fork = False
 
     def watch(self, others: Collection[int]) -> None:
-        """Handle the signals from now on; the script's own handlers are still called. Again changes nothing.
+        """Handle the signals from now on; handlers that there were are still called.
+
+        Call it again and again: others may take the signals over.
 
         Args:
             others: signals with another meaning.
         """
-        if self._watches or threading.current_thread() is not threading.main_thread():
+        taken = [signum for signum in _STOPS if signum not in others and signal.getsignal(signum) != self._handle]
+        if not taken:
             return
-        self._watches = True
-        for signum in {signal.SIGTERM, *(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))}:
-            if signum not in others:
-                signal.signal(signum, self._handler(signal.getsignal(signum)))
+        if threading.current_thread() is not threading.main_thread():
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("stop_requested() hears of no signal: call it in the main thread first")
+            return
+        if not self._is_at_fork:
+            self._is_at_fork = True
+            os.register_at_fork(after_in_child=self.release)  # or nobody could end the script's own workers
+        for signum in taken:
+            self._before[signum] = signal.signal(signum, self._handle)
 
-    def _handler(self, before: object) -> Callable[[int, FrameType | None], None]:
-        def handle(signum: int, frame: FrameType | None) -> None:
-            self.is_given = True
-            if callable(before):
-                before(signum, frame)
-        return handle
+    def release(self) -> None:
+        """Put the handlers back that there were before."""
+        for signum, handler in self._before.items():
+            if signal.getsignal(signum) == self._handle:
+                signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        self.is_given = True
+        before = self._before.get(signum)
+        if callable(before):
+            before(signum, frame)
 
 
 def tell_failure(runtime: Runtime, error: BaseException) -> tuple[int, str]:

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping, MutableMapping
 
 from hvdlite.bootstrap.environments import JobKey, LaunchInfo
@@ -154,6 +155,8 @@ class Worlds:
             self._leaving.progress.withdraw()
         if waits:
             self._wait_until_left()
+        if threading.current_thread() is threading.main_thread():
+            self.stop_notice.release()
         self._process_sets.clear()
         if not self.is_child_of_rank:
             self._environ.pop(launch_contract.JOINED, None)

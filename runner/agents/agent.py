@@ -10,6 +10,7 @@ Rules
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import select
@@ -30,6 +31,7 @@ from hvdlite_runner.agents.shells import PROBLEM_CODE
 from hvdlite_runner.host.commands import cores
 from hvdlite_runner.host.worker_group import POLL_WITHOUT_PIDFD, WorkerGroup
 from hvdlite_runner.messages import (
+    FORWARDED,
     MAGIC,
     AgentDone,
     AgentFrames,
@@ -87,6 +89,9 @@ class Agent:
         self._last_received = time.monotonic()
         self._ending = False
         self._reason = ""  # why it ends, if the launcher has not ordered it to
+        self._signals: list[int] = []  # that have come, in order
+        self._asked, self._ends_at = "", math.inf  # by which signal to end, when the ranks have, or then
+        self._grace = 0.0  # of the ranks
         self._launcher_pauses = False
         self._probe_server: host_probe.ProbeServer | None = None
         self._held_ports: tuple[HeldPort, ...] = ()  # at which rank 0 will listen
@@ -103,6 +108,7 @@ class Agent:
                     key.data()
                 self._workers.notice()
                 now = time.monotonic()
+                self._answer_signals(now)
                 self._last_received = min(now, self._last_received + standstill(turn, now, wait))
                 if now - self._last_received > self._silence:
                     self._end(f"it had heard nothing of hvdrun for {self._silence:g} s")
@@ -112,15 +118,29 @@ class Agent:
         self._wait_for_launcher(0)
 
     def _wake_for_signals(self) -> None:
-        """Install handlers: SIGCHLD wakes the loop for adopted orphans; signals to end count as the launcher's end."""
+        """Install handlers: SIGCHLD wakes the loop for adopted orphans; others are for the ranks (`_answer_signals`)."""
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            signal.signal(signum, lambda number, frame: self._end(f"it got {signal.Signals(number).name}"))
+        for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, *FORWARDED):
+            signal.signal(signum, lambda number, frame: self._signals.append(number))
         self._selector.register(reader, selectors.EVENT_READ, lambda: os.read(reader, 4096))
+
+    def _answer_signals(self, now: float) -> None:
+        """Pass signals on to the ranks, as hvdrun does. After one to end, end with them, or when their grace is over."""
+        while self._signals:
+            signum = self._signals.pop(0)
+            if self._asked and signum not in FORWARDED:
+                self._ends_at = now
+                continue
+            if signum not in FORWARDED:
+                self._asked, self._ends_at = f"it got {signal.Signals(signum).name}", now + self._grace
+                signum = signal.SIGTERM
+            self._workers.obey(Signal(signum))
+        if self._asked and (now >= self._ends_at or not self._workers.running):
+            self._end(self._asked)
 
     def _end(self, reason: str) -> None:
         self._ending, self._reason = True, reason
@@ -140,6 +160,7 @@ class Agent:
     def _obey(self, order: object) -> None:
         if isinstance(order, (Start, TaskPiece, KillMember, Look, ToMember, Signal)):
             if isinstance(order, Start):
+                self._grace = order.grace
                 self._free_port()
             self._workers.obey(order)
         elif isinstance(order, Pause):
@@ -181,7 +202,7 @@ class Agent:
                           store_port=self._probe_server.store.port)
 
     def _send(self, event: Event) -> None:
-        if self._reason and isinstance(event, Exited):
+        if isinstance(event, Exited) and (self._reason or (self._asked and event.code == -signal.SIGTERM)):
             return  # it was killed because of this reason
         self._unsent += frame(event)
         self._push()

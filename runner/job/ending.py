@@ -25,6 +25,7 @@ INTERRUPT_GRACE: Final = 5.0
 """Seconds between Ctrl-C and SIGKILL."""
 TERMINATE_GRACE: Final = 30.0
 """Seconds between the user's SIGTERM or SIGHUP and SIGKILL, as Slurm and Kubernetes have it."""
+_A_DAY: Final = 86_400.0  # to wait at once; selectors overflow at a few weeks
 SLURM_END: Final = "SLURM_JOB_END_TIME"
 """The variable with the time, in seconds since 1970, at which Slurm ends the job."""
 
@@ -38,6 +39,7 @@ class Ending:
     | Ctrl-C | SIGINT, and SIGKILL after the grace: `INTERRUPT_GRACE` if it is not given |
     | SIGTERM or SIGHUP | SIGTERM, and SIGKILL after the grace: `TERMINATE_GRACE` if it is not given |
     | a second signal of the user | SIGKILL |
+    | a signal after a failure | the same, but SIGKILL no later than without it |
     | SIGUSR1 or SIGUSR2 | the same, if they handle it |
     | a signal while the job is cleaned up | nothing; it ends the wait for readers of the output |
 
@@ -52,13 +54,14 @@ class Ending:
         is_over: whether the job is being cleaned up.
         grace: between the user's signal and SIGKILL, when there was one.
         is_grace_over: whether what was left then has been killed for this reason.
+        came_late: whether the job had ended by itself before.
     """
 
     def __init__(self, grace: float | None = None) -> None:
         self.user_signal = self.later_signal = 0
         self.is_over = False
         self.grace = math.inf if grace is None else grace
-        self.is_grace_over = False
+        self.is_grace_over = self.came_late = False
         self._is_given = grace is not None
         self._is_pressed = False  # there was a second signal
         self._forwarded: list[int] = []
@@ -83,7 +86,8 @@ class Ending:
             first = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
             if not self._is_given:
                 self.grace = INTERRUPT_GRACE if signum == signal.SIGINT else TERMINATE_GRACE
-            self._pending = [(now, first), (now + self.grace, signal.SIGKILL)]
+            self.came_late = bool(self._pending)
+            self._pending = [(now, first), min([(now + self.grace, signal.SIGKILL), *self._pending[-1:]])]
 
     def forward(self, signum: int, frame: FrameType | None = None) -> None:
         """Pass on a signal that does not end the job by itself."""
@@ -96,14 +100,15 @@ class Ending:
             yield self._forwarded.pop(0)
         while self._pending and self._pending[0][0] <= time.monotonic():
             signum = self._pending.pop(0)[1]
-            self.is_grace_over = self.is_grace_over or (signum == signal.SIGKILL and not self._is_pressed)
+            if signum == signal.SIGKILL and self.user_signal and not self._is_pressed:
+                self.is_grace_over = True
             yield signum
 
     def wait(self) -> float | None:
         """Return the seconds until the next signal; None if none is scheduled."""
         if self._forwarded:
             return 0.0
-        return max(0.0, self._pending[0][0] - time.monotonic()) if self._pending else None
+        return min(max(0.0, self._pending[0][0] - time.monotonic()), _A_DAY) if self._pending else None
 
     def explain(self, signum: int, environ: Mapping[str, str]) -> str:
         """Return a line about a signal that is due, where it is not plain what becomes of it; else "".
@@ -153,6 +158,7 @@ class Exit:
     key: int  # the process's: its rank, or in an elastic job the member's id
     code: int  # negative: killed by that signal
     ended_by_us: bool = False  # after the launcher had ordered it to end
+    by_user: bool = False  # because of a signal of the user
 
     def __str__(self) -> str:
         return exit_text(self.code)
@@ -201,7 +207,7 @@ def root_cause(exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> C
 
     A record that names another rank as its origin is a consequence, even if its rank exited first. Origins may form a chain.
     Among ranks that failed by themselves, the earliest recorded failure wins over the earliest exit. A rank without a record
-    that ended by the launcher's SIGTERM did not fail, also if it is named: a stalled one, for instance.
+    that ended by the launcher's signals did not fail, also if it is named: a stalled one, for instance.
     """
     failed = {exit.key: exit for exit in exits if exit.code}
     if not failed:
@@ -210,7 +216,7 @@ def root_cause(exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> C
                   if rank in failed and record.origin != rank)
     blamed = [rank for _, rank in named if rank in failed and (
         records[rank].origin == rank if rank in records else
-        not (failed[rank].ended_by_us and failed[rank].code == -signal.SIGTERM))]
+        not (failed[rank].ended_by_us and failed[rank].code in (-signal.SIGTERM, -signal.SIGKILL)))]
     own = sorted((records[rank].when, rank) for rank in failed if rank in records and records[rank].origin == rank)
     unrecorded = [exit.key for exit in exits if exit.code and exit.key not in records and not exit.ended_by_us]
     first = next(iter((*blamed, *(rank for _, rank in own), *unrecorded, *failed)))
@@ -243,13 +249,16 @@ class Verdict:
     reason: str = ""
 
 
-def verdict_on_signal(ending: Ending, exits: Sequence[Exit]) -> Verdict | None:
+def verdict_on_signal(ending: Ending, exits: Sequence[Exit], rank_of: Callable[[int], int] = int) -> Verdict | None:
     """Return how a job has ended by a signal of the user: with 128 + its number, or with 137 where processes were killed
-    when the grace was over. None if there was no signal.
+    when the grace was over. None if there was no signal, or if it came after a failure.
+
+    Args:
+        rank_of: returns a process's rank, by its key.
     """
-    if not ending.user_signal:
+    if not ending.user_signal or ending.came_late:
         return None
-    killed = format_ranks(each.key for each in exits if each.ended_by_us and each.code == -signal.SIGKILL)
+    killed = format_ranks(rank_of(each.key) for each in exits if each.by_user and each.code == -signal.SIGKILL)
     how = "all ranks ended in time"
     if killed:
         how = f"killed after {ending.grace:g} s (--grace)" if ending.is_grace_over else "killed by a second signal"

@@ -91,9 +91,7 @@ class Job:
     def __init__(self, settings: JobSettings, inherited: Mapping[str, str], observer: ProgressObserver) -> None:
         self.selector = selectors.DefaultSelector()
         self.ending = Ending(settings.grace)
-        self._settings = settings
-        self._inherited = inherited
-        self._observer = observer
+        self._settings, self._inherited, self._observer = settings, inherited, observer
         self._is_elastic = not settings.limits.one_world
         self._processes = WorkerProcesses(names_hosts=self._is_elastic)
         self._output = JobOutput(settings.output, observer, self._processes.rank_of)
@@ -131,7 +129,7 @@ class Job:
             for line in self._authority.summary():
                 self._output.note(line)
         self._task.write_members(self._authority.members)
-        ended = verdict_on_signal(self.ending, self._processes.exits) or verdict(
+        ended = verdict_on_signal(self.ending, self._processes.exits, self._processes.rank_of) or verdict(
             self._end, self._processes.exits, self._processes.records(), lost=self._lost, problem=self._task.problem,
             name=self._processes.name, worlds=self._authority.epoch, one_world=not self._is_elastic,
             repeats=self._settings.output.show == "rank0")
@@ -166,6 +164,7 @@ class Job:
             now = time.monotonic()
             if not self._is_ended_by_user():
                 self._discover(now)
+            if self._authority.epoch or not self._is_ended_by_user():  # members may need orders to come to their end
                 self._decide(now)
             if not self._processes.running and (self._is_ended_by_user() or self._end is not None):
                 return
@@ -177,7 +176,7 @@ class Job:
         """Wait until something happens or is due, and handle it."""
         wake_at = self._authority.wake_at()
         waits = [self.ending.wait(), self._output.console.flush_due(), self._hosts.wait(now),
-                 None if self._discovery is None else self._discovery.wait(now),
+                 None if self._discovery is None or self._is_ended_by_user() else self._discovery.wait(now),
                  None if wake_at is None else max(0.0, wake_at - now),
                  _SAMPLE_SECONDS if self._observer.wants_samples else None,
                  POLL_WITHOUT_PIDFD if self._local.needs_polling() else None]
@@ -234,7 +233,8 @@ class Job:
             self._events.clear()
 
     def _carry_out(self, commanded: Sequence[Command]) -> None:
-        self._start([command for command in commanded if isinstance(command, StartMember)])
+        if not self._is_ended_by_user():
+            self._start([command for command in commanded if isinstance(command, StartMember)])
         for command in commanded:
             match command:
                 case SendOrder(member, order):
@@ -358,8 +358,8 @@ class Job:
         if event.key not in self._processes.running:
             return  # its host has been given up
         self._processes.running.discard(event.key)
-        process, ended = self._processes[event.key], Exit(event.key, event.code, ended_by_us=event.by_us)
-        self._processes.exits.append(ended)
+        process, by_user = self._processes[event.key], event.by_us and self._is_ended_by_user()
+        self._processes.exits.append(ended := Exit(event.key, event.code, ended_by_us=event.by_us, by_user=by_user))
         cause = process.problem
         if event.record is not None:
             process.record = dated(event.record, time.time())

@@ -17,6 +17,7 @@ from hvdlite.membership.events import StartMember
 from hvdlite_runner.agents import host_probe
 from hvdlite_runner.agents.remote_agent import RemoteAgent
 from hvdlite_runner.host import commands
+from hvdlite_runner.job.ending import TERMINATE_GRACE
 from hvdlite_runner.job.hosts import HostPool
 from hvdlite_runner.job.settings import JobSettings
 from hvdlite_runner.messages import ProbeReply, ProbeRequest, ProcessStart, RouteReply, RouteRequest, Start
@@ -65,7 +66,8 @@ class Starts:
     def _order(self, machine: str, processes: list[ProcessStart], shared: Mapping[str, str]) -> Start:
         threads = {"OMP_NUM_THREADS": str(self._threads(machine)[0])} if self._settings.share_cores else {}
         return Start(processes, commands.to_bytes(self._settings.command), commands.values_to_bytes({**threads, **shared}),
-                     self._is_elastic, has_input=self._settings.has_input and machine == LOCAL)
+                     self._is_elastic, self._settings.has_input and machine == LOCAL,
+                     TERMINATE_GRACE if self._settings.grace is None else self._settings.grace)
 
     def _process(self, each: StartMember, world: World) -> ProcessStart:
         machine = self._hosts.machine_of(each.host)

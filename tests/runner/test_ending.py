@@ -81,10 +81,17 @@ def test_a_second_signal_kills(clock: Clock, second: int) -> None:
 
 def test_the_users_signal_comes_before_the_end_of_the_job(clock: Clock) -> None:
     ending = Ending()
-    ending.has_ended(3.0)
     ending.interrupt(TERM)
     ending.has_ended(0.0)
-    assert signals(ending, clock) == [(0.0, TERM), (TERMINATE_GRACE, KILL)]
+    assert signals(ending, clock) == [(0.0, TERM), (TERMINATE_GRACE, KILL)] and ending.is_grace_over
+
+
+def test_a_signal_after_a_failure_postpones_nothing_and_hides_nothing(clock: Clock) -> None:
+    ending = Ending()
+    ending.has_ended(3.0)
+    ending.interrupt(TERM)
+    assert signals(ending, clock) == [(0.0, TERM), (3.0 + KILL_AFTER, KILL)]
+    assert verdict_on_signal(ending, [Exit(0, 3)]) is None, "the failure is the cause"
 
 
 def test_a_signal_while_the_job_is_cleaned_up(clock: Clock) -> None:
@@ -108,7 +115,8 @@ def lines(ended: Verdict) -> list[str]:
 
 
 def test_the_end_by_a_signal_of_the_user(clock: Clock) -> None:
-    exits = [Exit(1, 3), Exit(0, -9, ended_by_us=True), Exit(3, -9, ended_by_us=True), Exit(2, -9)]
+    exits = [Exit(1, 3), Exit(0, -9, ended_by_us=True, by_user=True), Exit(3, -9, ended_by_us=True, by_user=True),
+             Exit(2, -9), Exit(4, -9, ended_by_us=True)]
     assert verdict_on_signal(Ending(), exits) is None
     ending = Ending()
     ending.interrupt(INT)

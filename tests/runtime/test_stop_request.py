@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -78,11 +79,20 @@ def test_signals_with_another_meaning_are_left_alone() -> None:
         signal.signal(signal.SIGUSR1, lambda number, frame: called.append(number))
         notice = StopNotice()
         notice.watch({signal.SIGUSR2})
-        notice.watch(set())
+        notice.watch({signal.SIGUSR2})
         assert signal.getsignal(signal.SIGUSR2) is before[signal.SIGUSR2]
         assert not notice.is_given
         signal.raise_signal(signal.SIGUSR1)
         assert notice.is_given and called == [signal.SIGUSR1]
+        signal.signal(signal.SIGTERM, before[signal.SIGTERM])  # a framework takes it over, and gives it back
+        notice.watch({signal.SIGUSR2})
+        assert signal.getsignal(signal.SIGTERM) == notice._handle
+        child = os.fork()
+        if child == 0:
+            os._exit(signal.getsignal(signal.SIGTERM) is not before[signal.SIGTERM])
+        assert os.waitpid(child, 0)[1] == 0, "or nobody could end the script's own workers"
+        notice.release()
+        assert all(signal.getsignal(each) is before[each] for each in (signal.SIGTERM, signal.SIGUSR2))
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

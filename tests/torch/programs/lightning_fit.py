@@ -171,7 +171,7 @@ def a_signal_to_one_rank_stops_all() -> None:
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
             self.seen += 1
             if hvd.rank() == 1 and self.seen == 3:
-                signal.raise_signal(signal.SIGUSR2)
+                signal.raise_signal(signal.SIGTERM)
 
     warned = Warned()
     trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=9, strategy=HvdliteStrategy(stop_on_request=True),
