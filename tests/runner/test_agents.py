@@ -274,6 +274,25 @@ def test_an_agent_that_is_ended_is_a_lost_host_with_the_signal(
     assert errors.splitlines()[-1] == "hvdrun: host b was lost: its agent has ended: it got SIGTERM (with ranks 0)", errors
 
 
+def test_an_agent_passes_signals_on_as_hvdrun_does(shell: Path) -> None:
+    """Slurm sends them to what srun has started: the agents."""
+    handling = """
+import os, signal, sys, time
+def save(*_):
+    time.sleep(1.5)
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, lambda *_: print("warned", flush=True))
+signal.signal(signal.SIGTERM, save)
+for number in (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM):
+    os.kill(os.getppid(), number)
+    time.sleep(0.3)
+time.sleep(1000)
+"""
+    ended = hvdrun(shell, "-H", "b:1", sys.executable, "-c", handling)
+    assert ended.stdout.split() == ["warned", "saved"], ended
+
+
 def _is_shell(pid: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return Path(f"/proc/{pid}/comm").read_text() == "sh\n"

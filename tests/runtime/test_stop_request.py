@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -15,7 +17,7 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.process_hooks import StopNotice
 from hvdlite.runtime.runtime import Runtime
 from tests.runtime.programs.stopping import until_stopped
-from tests.worlds import HANGS_SECONDS, Processes, threads
+from tests.worlds import HANGS_SECONDS, HVDRUN, PYTHON_PATH, Processes, clean_environment, threads
 
 
 def train(runtime: Runtime, asked: dict[int, int], ends: dict[int, int], joins: bool) -> int | None:
@@ -70,6 +72,16 @@ def test_a_signal_to_one_rank_stops_all_and_the_scripts_handler_still_runs() -> 
     assert [each.code for each in ended] == [0, 0, 0], ended
     steps, handled = zip(*[each.result for each in ended], strict=True)
     assert len(set(steps)) == 1 and handled == (0, 1, 0)
+
+
+def test_an_elastic_job_comes_out_of_run_after_sigterm() -> None:
+    """hvdrun still tells its members that all have finished."""
+    ended = subprocess.run([*HVDRUN, "-np", "3", "--min-np", "1", "--no-prefix", sys.executable, "-m",
+                            "tests.runtime.programs.stopping"], capture_output=True, text=True, timeout=HANGS_SECONDS,
+                           check=False, env={**clean_environment(), "PYTHONPATH": PYTHON_PATH})
+    assert ended.returncode == 143 and "ended by SIGTERM; all ranks ended in time" in ended.stderr, ended
+    first, *others = ended.stdout.splitlines()
+    assert first.startswith("stopped at") and others == [first, first], ended
 
 
 def test_signals_with_another_meaning_are_left_alone() -> None:

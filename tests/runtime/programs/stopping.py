@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 import signal
 import time
@@ -10,6 +12,25 @@ import numpy as np
 
 from hvdlite import api, ops
 from hvdlite.boundaries import stop_requested
+from hvdlite.training.elastic import run
+from hvdlite.training.elastic.state import ObjectState
+
+
+def main() -> None:
+    """The same in `hvd.elastic.run`, as a script: rank 0 warns its launcher, as a scheduler does."""
+    api.init()
+
+    @run
+    def train(state: ObjectState) -> int:
+        while not stop_requested():
+            ops.allreduce(np.ones(1), name="step")
+            state.commit()
+            if next(steps) == 20 and api.rank() == 0:
+                os.kill(os.getppid(), signal.SIGTERM)
+        return next(steps)
+
+    steps = itertools.count()
+    print("stopped at", train(ObjectState()), flush=True)
 
 
 def until_stopped(every: int) -> tuple[int, int]:
@@ -33,3 +54,7 @@ def until_stopped(every: int) -> tuple[int, int]:
     assert stop_requested(), "it stays true"
     api.shutdown()
     return step, len(handled)
+
+
+if __name__ == "__main__":
+    main()
