@@ -141,7 +141,7 @@ def streams_order_the_work_and_the_host_goes_on() -> None:
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         late = torch.zeros(1 << 20, device=gpu)
-        torch.cuda._sleep(1_000_000_000)  # about half a second
+        torch.cuda._sleep(4_000_000_000)  # about two seconds
         late.fill_(3.0)
         began = time.perf_counter()
         handle = hvd.allreduce_async_(late, op=hvd.Sum, name="late")
