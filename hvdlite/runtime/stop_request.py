@@ -1,4 +1,4 @@
-"""`stop_requested()`: all ranks agree on the step after which they stop, when one of them has been asked to.
+"""`stop_requested()`: all ranks agree on the step after which they stop (docs/protocol.md#stopping-together).
 
 Nothing is sent before somebody is asked. Then, over rank 0:
 
