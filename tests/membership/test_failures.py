@@ -100,7 +100,9 @@ def test_when_all_hosts_are_barred_one_member_keeps_the_state_and_waits_for_anot
         talk.idle(1, 3, commits=11)
         if fixed:
             assert talk.end().reason == "2 ranks are needed; there were 0; no other processes can be started"
-    assert talk.notes[-1] == "1 of at least 2 ranks are left: they wait for others, at most 600 s"
+    killed = "killed by signal 9 (SIGKILL)"
+    assert talk.notes[-1] == ("1 of at least 2 ranks are left: they wait for others, at most 600 s; left: rank 0 on a "
+                              f"({killed}), rank 2 on b ({killed}), rank 3 on b (another process has failed on b)")
     assert talk.hosts(a=2, b=2, c=1).started() == [(4, "c", 0)]
     assert talk.ready(4).order().members == (1, 4)
     assert talk.dismissed() == [3]

@@ -219,7 +219,7 @@ def test_three_failures_in_a_row_without_progress(folder: Path) -> None:
         follows(job, 2, "3 ranks, goes on after commit 12; left: rank 1 on localhost (ValueError: early (exit code 1))")
         job.tell(2, "kill")
         follows(job, 3, f"2 ranks, goes on after commit 12; left: rank 1 (process 2) on localhost ({KILLED})")
-        job.tell(3, "kill")
+        job.tell(3, "raise late")
         assert job.end() == 1
         reason = ("hvdrun: members have failed 3 times in a row after commit 12, and training got no further "
                   "(--failures-without-progress)")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hvdlite
-from hvdlite import api
+from hvdlite import boundaries
 from hvdlite.core.errors import HostsUpdatedInterrupt, UnsupportedError
 from hvdlite.training import elastic
 from hvdlite.training.elastic.state import ObjectState, State
@@ -189,7 +189,7 @@ def test_a_commit_is_saved_before_the_interrupt(monkeypatch: pytest.MonkeyPatch)
         raise HostsUpdatedInterrupt
 
     own = Own(lambda value: value, batch=0)
-    monkeypatch.setattr(api, "boundary", interrupt)
+    monkeypatch.setattr(boundaries, "boundary", interrupt)
     own.batch = 1
     with pytest.raises(HostsUpdatedInterrupt):
         own.commit()

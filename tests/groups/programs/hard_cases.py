@@ -288,7 +288,8 @@ def stress(folder: str, size: int, rounds: int) -> None:
         runtime.allreduce(f"turn {turn}", total, total, api.Sum).wait()
         runtime.connections.heaps[RANK].take_back()
     assert not runtime._state.groups and not runtime.connections.heaps[RANK]._lent
-    assert not runtime.connections.oob._listeners and not runtime.connections.oob._announced
+    channel = runtime.connections.oob
+    assert {*channel._listeners, *channel._announced} == {"announced.stop_request"} and not any(channel._announced.values())
     api.shutdown()
 
 
