@@ -1,4 +1,4 @@
-"""`stop_requested`: all ranks stop at the same step, whichever of them is asked."""
+"""`stop_requested`: all ranks stop at the same step, whichever of them is asked (docs/protocol.md#stopping-together)."""
 
 from __future__ import annotations
 
