@@ -1,6 +1,6 @@
 """`stop_requested()`: all ranks agree on the step after which they stop (docs/protocol.md#stopping-together).
 
-Nothing is sent before somebody is asked. Then, over rank 0:
+Before somebody is asked, ranks only tell rank 0 when they leave the job. Then, over rank 0:
 
     a rank that was asked        ->  rank 0      NOTICED
     rank 0                       ->  all         ASK

@@ -183,13 +183,18 @@ def test_a_rank_is_killed_and_another_one_stopped_when_training_has_finished(fol
         assert job.end() == 0 and "rank 2" not in job.text, job.text
 
 
+def finish_and_stay(job: Job) -> None:
+    """Let two members finish training, and not end."""
+    job.wait_for("begun", 2)
+    for member in range(2):
+        tell(job, member, "be staying", "is staying")
+        job.tell(member, "finish")
+    job.wait_for("AllFinished", 2)
+
+
 def test_rank_0_is_lost_when_training_has_finished(folder: Path) -> None:
     with Job(folder, "-np", "2", "--min-np", "1") as job:
-        job.wait_for("begun", 2)
-        for member in range(2):
-            tell(job, member, "be staying", "is staying")
-            job.tell(member, "finish")
-        job.wait_for("AllFinished", 2)
+        finish_and_stay(job)
         job.tell(0, "kill")
         job.wait_for(f"hvdrun: rank 0 on localhost: {KILLED}")
         job.tell(1, "exit 0")
@@ -198,11 +203,7 @@ def test_rank_0_is_lost_when_training_has_finished(folder: Path) -> None:
 
 def test_a_rank_that_does_not_call_run_again(folder: Path) -> None:
     with Job(folder, "-np", "2", "--min-np", "1") as job:
-        job.wait_for("begun", 2)
-        for member in range(2):
-            tell(job, member, "be staying", "is staying")
-            job.tell(member, "finish")
-        job.wait_for("AllFinished", 2)
+        finish_and_stay(job)
         job.tell(1, "exit 0")
         job.tell(0, "again")
         follows(job, 2, "1 rank, goes on after commit 12; left: rank 1 on localhost (it did not call elastic.run again)")
