@@ -74,6 +74,17 @@ def test_a_signal_to_one_rank_stops_all_and_the_scripts_handler_still_runs() -> 
     assert len(set(steps)) == 1 and handled == (0, 1, 0)
 
 
+def test_a_rank_that_dies_while_ranks_agree_ends_the_wait() -> None:
+    with Processes(3, until_stopped, 10**9) as world:
+        world.wait_for_all("trains")
+        world.kill(2, signal.SIGSTOP)
+        world.kill(1, signal.SIGUSR1)
+        time.sleep(0.5)  # the others wait for its answer, or are about to
+        world.kill(2)
+        ended = world.wait(HANGS_SECONDS)
+    assert [each.code for each in ended] == [1, 1, -9] and all("rank 2" in each.stderr for each in ended[:2]), ended
+
+
 def test_an_elastic_job_comes_out_of_run_after_sigterm() -> None:
     """hvdrun still tells its members that all have finished."""
     ended = subprocess.run([*HVDRUN, "-np", "3", "--min-np", "1", "--no-prefix", sys.executable, "-m",
