@@ -9,6 +9,7 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "hvdlite/_version.py").read_text(encoding="utf-8")).group(1)
 REPOSITORY = "https://github.com/hvdlite/hvdlite"  # nowhere else
 AUTOTUNE = ["optuna>=3.6"]
+CHECKPOINTS = ["safetensors>=0.5"]
 NVML = "nvidia-ml-py>=12.535,<14"  # what hvdrun --doctor tells about GPUs
 RAY, SPARK, PLOT = ["ray>=2.9"], ["pyspark>=3.4"], ["matplotlib>=3.7"]
 TORCH, MPI = ["torch>=2.4"], ["mpi4py>=4.1"]
@@ -16,7 +17,7 @@ LIGHTNING = [*TORCH, "lightning>=2.2"]
 HUGGING_FACE = ["accelerate>=1.4", "transformers>=5"]
 SITE = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 BENCH = [*MPI, "mpich>=4.2", *PLOT]
-TEST = [*AUTOTUNE, *LIGHTNING, *HUGGING_FACE, *RAY, *SPARK, *BENCH, "pytest>=8", "pytest-timeout>=2.3",
+TEST = [*AUTOTUNE, *CHECKPOINTS, *LIGHTNING, *HUGGING_FACE, *RAY, *SPARK, *BENCH, "pytest>=8", "pytest-timeout>=2.3",
         "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", "import-linter>=2.1", *SITE,
         "nbclient>=0.10", "ipykernel>=6.29",
         "build>=1.2", "twine>=5", "check-wheel-contents>=0.6"]
@@ -61,6 +62,7 @@ setup(
                         "nvidia-cuda-runtime-cu12", NVML],
         "nccl-cuda13": ["cupy-cuda13x>=14", "nvidia-nccl-cu13>=2.27.7", "nvidia-cuda-nvrtc>=13,<14",
                         "nvidia-cuda-runtime>=13,<14", NVML],
+        "checkpoints": CHECKPOINTS,
         "autotune": AUTOTUNE,
         "ray": RAY,
         "spark": SPARK,

@@ -86,7 +86,19 @@ def shutdown() -> None:
     Process sets are then unregistered; you can register them again after another `init()`.
     """
     begin_to_leave()
+    if _users <= 1 and sys.exc_info()[1] is None:
+        for finish in _to_finish:
+            finish()
     _release(waits=True)
+
+
+_to_finish: list[Callable[[], None]] = []
+
+
+def finish_before_leaving(finish: Callable[[], None]) -> None:
+    """Call a function before this process leaves the job, unless it fails: it waits for what all ranks do together."""
+    if finish not in _to_finish:
+        _to_finish.append(finish)
 
 
 def begin_to_leave() -> None:

@@ -24,6 +24,7 @@ _HOMES = {
     "keras.optimizer": ["DistributedOptimizer", "PartialDistributedOptimizer"],
     "sync_batch_norm": ["SyncBatchNormalization"],
     "elastic": ["elastic"],
+    "keras.checkpoints": ["load", "save"],
     "keras": ["keras"],
 }
 """Modules of the names that need TensorFlow or Keras, imported at the first use of a name."""
@@ -34,8 +35,8 @@ __all__ = [
     "PartialDistributedGradientTape", "PartialDistributedOptimizer", "SyncBatchNormalization", "allgather",
     "allgather_object", "allreduce", "alltoall", "broadcast", "broadcast_", "broadcast_global_variables",
     "broadcast_object", "broadcast_object_fn", "broadcast_variables", "elastic", "gpu_available", "grouped_allgather",
-    "grouped_allreduce", "grouped_reducescatter", "join", "keras", "local_rank_op", "local_size_op",
-    "process_set_included_op", "rank_op", "reducescatter", "size_op",
+    "grouped_allreduce", "grouped_reducescatter", "join", "keras", "load", "local_rank_op", "local_size_op",
+    "process_set_included_op", "rank_op", "reducescatter", "save", "size_op",
 ]
 __all__ += frontend.__all__
 

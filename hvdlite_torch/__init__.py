@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from hvdlite import frontend, join
     from hvdlite.frontend import *
     from hvdlite_torch import comm_hooks, elastic
+    from hvdlite_torch.checkpoints import load, save
     from hvdlite_torch.collectives.broadcasts import (
         allgather_object,
         broadcast_object,
@@ -65,12 +66,13 @@ if TYPE_CHECKING:
         "broadcast_optimizer_state", "broadcast_parameters", "check_replicas", "comm_hooks", "elastic", "gather",
         "gather_all_tensors", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
         "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
-        "join", "memory_report", "poll", "recv", "recv_async", "reduce", "reducescatter", "reducescatter_async", "scatter",
-        "send", "send_async", "sparse_allreduce_async", "synchronize", "synchronize_metrics",
+        "join", "load", "memory_report", "poll", "recv", "recv_async", "reduce", "reducescatter", "reducescatter_async",
+        "save", "scatter", "send", "send_async", "sparse_allreduce_async", "synchronize", "synchronize_metrics",
     ]
     __all__ += frontend.__all__
 else:
     _HOMES = {
+        "checkpoints": ["load", "save"],
         "collectives.broadcasts": ["allgather_object", "broadcast_object", "broadcast_optimizer_state",
                                    "broadcast_parameters", "check_replicas"],
         "collectives.buffers": ["broadcast_buffers"],

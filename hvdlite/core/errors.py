@@ -93,6 +93,10 @@ class ConfigError(HvdliteError, ValueError):
     """Raised for a knob with an unknown name or an invalid value."""
 
 
+class CheckpointError(HvdliteError, RuntimeError):
+    """Raised by `hvd.save` and `hvd.load` on all ranks when a checkpoint cannot be written, or none can be read."""
+
+
 class LaunchError(HvdliteError, RuntimeError):
     """Raised by `init()` when the launch environment is incomplete or the ranks cannot meet."""
 

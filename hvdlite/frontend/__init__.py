@@ -29,6 +29,7 @@ from hvdlite.api import (
 )
 from hvdlite.boundaries import stop_requested
 from hvdlite.core.errors import (
+    CheckpointError,
     ConfigError,
     DuplicateNameError,
     HorovodInternalError,
@@ -63,8 +64,8 @@ from hvdlite.ops import barrier
 from hvdlite.training.slowness import log_slowness, slowness
 
 __all__ = [
-    "Adasum", "Average", "ConfigError", "DuplicateNameError", "HorovodInternalError", "HvdliteError", "LaunchError",
-    "Max", "Min", "MismatchError", "NotInitializedError", "PeerFailedError", "PeerLeftError", "PeerLostError",
+    "Adasum", "Average", "CheckpointError", "ConfigError", "DuplicateNameError", "HorovodInternalError", "HvdliteError",
+    "LaunchError", "Max", "Min", "MismatchError", "NotInitializedError", "PeerFailedError", "PeerLeftError", "PeerLostError",
     "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "UnsupportedError", "__version__",
     "add_process_set", "barrier", "ccl_built", "check_extension", "cross_rank", "cross_size", "cuda_built", "ddl_built",
     "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "local_rank",

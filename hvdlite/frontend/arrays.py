@@ -35,12 +35,13 @@ from hvdlite.ops import (
     send_async,
     synchronize,
 )
+from hvdlite.training.checkpoints import load, save
 
 __all__ = [
     "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",
     "alltoall_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "gather", "grouped_allgather",
     "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
-    "grouped_reducescatter", "join", "poll", "recv", "recv_async", "reduce", "reducescatter", "reducescatter_async",
-    "run", "scatter", "send", "send_async", "synchronize",
+    "grouped_reducescatter", "join", "load", "poll", "recv", "recv_async", "reduce", "reducescatter",
+    "reducescatter_async", "run", "save", "scatter", "send", "send_async", "synchronize",
 ]
 __all__ += frontend.__all__

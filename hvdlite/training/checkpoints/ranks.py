@@ -1,0 +1,61 @@
+"""The ranks that save or load a checkpoint together; one, outside of a job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdlite import api
+from hvdlite.core.errors import CheckpointError
+from hvdlite.training import objects
+
+
+class Ranks:
+    """All ranks of the present world, which make the same calls; only this one before `init()`.
+
+    Any thread may use it: its collectives have names of their own.
+
+    Args:
+        what: for the names of collectives.
+    """
+
+    def __init__(self, what: str) -> None:
+        alone = not api.is_initialized() or api.is_provisional()
+        self._runtime = None if alone else api.runtime()
+        self.rank, self.size = (0, 1) if self._runtime is None else (self._runtime.world.rank, self._runtime.world.size)
+        self._name = "" if self._runtime is None else self._runtime.names.unnamed("checkpoint", what)
+        self._calls = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank, in rank order.
+
+        Raises:
+            HorovodInternalError: when a rank is lost.
+        """
+        if self._runtime is None:
+            return [value]
+        return objects.allgather_object(self._runtime, value, self._next_name())
+
+    def broadcast(self, value: Any, root_rank: int) -> Any:
+        """Return one rank's value on all.
+
+        Raises:
+            HorovodInternalError: when a rank is lost.
+        """
+        if self._runtime is None:
+            return value
+        return objects.broadcast_object(self._runtime, value, root_rank, self._next_name())
+
+    def refuse(self, error: Exception | None, what: str) -> None:
+        """Compare errors; all ranks call this, with None where there is none.
+
+        Raises:
+            CheckpointError: on all ranks, when there is one.
+        """
+        texts = self.gather("" if error is None else f"{type(error).__name__}: {error}")
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+        if failed:
+            raise CheckpointError(f"{what}: {'; '.join(failed)}") from error
+
+    def _next_name(self) -> str:
+        self._calls += 1
+        return f"{self._name}.{self._calls}"

@@ -1,0 +1,197 @@
+"""Writing a checkpoint (docs/checkpoints.md, docs/protocol.md#checkpoints).
+
+All ranks compare digests. What is the same on all of them is divided among the ranks that see the same directory: all, where
+it is shared; otherwise those of a host, so that each host has all of it. Each rank writes what it has for itself. When all
+have written, the first rank of each directory completes the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import uuid
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from hvdlite import api
+from hvdlite.core.array import Array
+from hvdlite.training.checkpoints import directory as disk
+from hvdlite.training.checkpoints import kinds
+from hvdlite.training.checkpoints.ranks import Ranks
+from hvdlite.training.checkpoints.structure import taken_apart
+from hvdlite.training.replicas import digest
+
+RANDOM_STATES: Final = "random states"
+"""The part with the random generators of each rank; no keyword can have this name."""
+_log = logging.getLogger("hvdlite")
+
+
+class Saving:
+    """A checkpoint that is written; `hvd.save` returns one."""
+
+    def __init__(self) -> None:
+        self._is_done = threading.Event()
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is complete, and return where it is.
+
+        Raises:
+            CheckpointError: on all ranks, when a rank could not write. Older checkpoints are whole.
+            HorovodInternalError: when a rank was lost meanwhile.
+        """
+        self._is_done.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None
+        return self._path
+
+    def _run(self, write: Callable[[], Path]) -> None:
+        try:
+            self._path = write()
+        except BaseException as error:  # it is raised by `wait`
+            self._error = error
+        self._is_done.set()
+
+
+_last: Saving | None = None
+"""The checkpoint that a thread may still write."""
+
+
+def save(directory: str | os.PathLike[str], *, blocking: bool = True, **objects: Any) -> Saving:
+    """Write a checkpoint, which is whole or does not count, however the job ends meanwhile; all ranks call this.
+
+    What is the same on all ranks is written once, what differs between them for each rank. Random states belong to it:
+    Python's, NumPy's, torch's, those of the current GPU. The newest two checkpoints of the directory are kept. They consist
+    of safetensors files and JSON; no pickle.
+
+    Args:
+        directory: of the checkpoints of this training: one that all hosts share, or one on each host.
+        blocking: False to write in the background, from a copy in host memory. The next call, and `shutdown()`, wait for it.
+        objects: by name: what has `state_dict()` and `load_state_dict()` (torch's modules, optimizers, schedulers;
+            `hvd.resumable` loaders), Keras' models and optimizers (which are saved apart: `model=model,
+            optimizer=model.optimizer`), tensors, arrays, and plain data: numbers, strings, and containers of these.
+
+    Returns:
+        A handle; its `wait()` returns the path of the checkpoint.
+
+    Raises:
+        CheckpointError: on all ranks, when a rank cannot write it (a full disk, an object that cannot be saved). Older
+            checkpoints are whole.
+        ImportError: without the package safetensors.
+        HorovodInternalError: when a rank is lost meanwhile.
+    """
+    refuse_missing_package()
+    finish()
+    ranks, path = Ranks("save"), Path(directory)
+    parts, arrays, error = _taken(objects, copies=not blocking)
+    saving = Saving()
+    if blocking:
+        saving._run(lambda: _write(ranks, path, parts, arrays, error))
+        saving.wait()
+    else:
+        global _last
+        _last = saving
+        api.finish_before_leaving(finish)
+        threading.Thread(target=saving._run, args=(lambda: _write(ranks, path, parts, arrays, error),),
+                         name="hvdlite-checkpoint").start()
+    return saving
+
+
+def finish() -> None:
+    """Wait for the checkpoint that a thread writes; log why it could not be written."""
+    global _last
+    saving, _last = _last, None
+    if saving is not None:
+        saving._is_done.wait()
+        if saving._error is not None:
+            _log.error("a checkpoint was not written: %s: %s", type(saving._error).__name__, saving._error)
+
+
+def refuse_missing_package() -> None:
+    """Raise `ImportError` without safetensors."""
+    try:
+        import safetensors.numpy  # noqa: F401 - whether it is there
+    except ImportError:
+        raise ImportError("checkpoints need the package safetensors: pip install 'hvdlite[checkpoints]'") from None
+
+
+def _taken(values: Mapping[str, Any], *, copies: bool) -> tuple[dict[str, Any], dict[str, Array], Exception | None]:
+    """Return the structures by name, their tensors, and what cannot be saved."""
+    parts: dict[str, Any] = {}
+    arrays: dict[str, Array] = {}
+    try:
+        for name, value in {**values, RANDOM_STATES: kinds.random_states()}.items():
+            parts[name], tensors = taken_apart(name, kinds.kind_of(value).state_of(value))
+            arrays.update({each: array.copy() for each, array in tensors.items()} if copies else tensors)
+    except Exception as error:  # of any kind: the objects' own methods are called
+        return {}, {}, error
+    return parts, arrays, None
+
+
+def _write(ranks: Ranks, directory: Path, parts: dict[str, Any], arrays: dict[str, Array], error: Exception | None) -> Path:
+    what = f"no checkpoint was written to {directory}"
+    ranks.refuse(error, what)
+    digests = {name: zlib.crc32(json.dumps(part, sort_keys=True).encode()) for name, part in parts.items()}
+    tensors = {name: digest(array) for name, array in arrays.items()}
+    everywhere = ranks.gather((digests, tensors))
+    own_parts = {name: part for name, part in parts.items()
+                 if any(each.get(name) != digests[name] for each, _ in everywhere)}
+    own = {name for name, number in tensors.items() if any(each.get(name) != number for _, each in everywhere)}
+    number, id = ranks.broadcast((disk.next_number(directory), uuid.uuid4().hex[:8]), 0)
+    path: Path | None = None
+    try:
+        path = disk.begin(directory, number, id, ranks.rank)
+        error = None
+    except OSError as raised:
+        error = raised
+    try:
+        ranks.refuse(error, what)
+        assert path is not None
+        here = disk.ranks_here(path)
+        files = _own_files(ranks.rank, here, arrays, own)
+        written: dict[str, dict[str, disk.SavedTensor]] = {}
+        try:
+            written = {file: disk.write(path, file, named, tensors) for file, named in files.items() if named}
+        except Exception as raised:  # of any kind, see `write`
+            error = raised
+        ranks.refuse(error, what)
+        others = ranks.gather((written, own_parts, sorted(own)))
+        if ranks.rank == here[0]:
+            try:
+                disk.commit(directory, path, disk.Manifest(
+                    number, id, ranks.size, parts={name: part for name, part in parts.items() if name not in own_parts},
+                    own_parts={rank: each[1] for rank, each in enumerate(others)},
+                    own_tensors={rank: tuple(each[2]) for rank, each in enumerate(others)},
+                    files={file: saved for rank in here for file, saved in others[rank][0].items()}))
+            except (OSError, TypeError, ValueError) as raised:
+                error = raised
+        ranks.refuse(error, what)
+    except BaseException:
+        if path is not None:
+            disk.abandon(path)
+        raise
+    return directory / f"checkpoint-{number:06d}"
+
+
+def _own_files(rank: int, here: list[int], arrays: Mapping[str, Array], own: set[str]) -> dict[str, dict[str, Array]]:
+    """Return what this rank writes, by file: what only it has, and its share of what all have.
+
+    Args:
+        here: the ranks that write to the same directory.
+        own: the names of what only this rank has.
+    """
+    shared = sorted((name for name in arrays if name not in own), key=lambda name: (-arrays[name].nbytes, name))
+    shares: list[dict[str, Array]] = [{} for _ in here]
+    sizes = [0] * len(here)
+    for name in shared:
+        least = sizes.index(min(sizes))
+        shares[least][name] = arrays[name]
+        sizes[least] += arrays[name].nbytes
+    place = here.index(rank)
+    return {disk.own_file(rank): {name: arrays[name] for name in sorted(own)}, disk.shared_file(place): shares[place]}

@@ -1,0 +1,108 @@
+"""Structures of plain data and tensors, as JSON and a dict of arrays: no pickle, so that a checkpoint cannot run code.
+
+What JSON lacks is an object with a key "!", which names its type. {"!": "tensor", "of": FRAMEWORK, "name": NAME} is a
+tensor.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from hvdlite.core.array import Array
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.training.checkpoints import kinds
+
+_TAG: Final = "!"
+_SEQUENCES: Final[dict[str, Callable[[Iterable[Any]], Any]]] = {
+    "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
+_MAPPINGS: Final[dict[str, Callable[[Any], Any]]] = {
+    "dict": dict, "OrderedDict": collections.OrderedDict, "Counter": lambda items: collections.Counter(dict(items))}
+
+
+def taken_apart(name: str, value: Any) -> tuple[Any, dict[str, Array]]:
+    """Return a structure as JSON, and its tensors by name.
+
+    Args:
+        name: what the names of its tensors begin with.
+
+    Raises:
+        UnsupportedError: for what is no plain data, naming where it is.
+    """
+    arrays: dict[str, Array] = {}
+
+    def array(where: str, kind: str, found: Array, **more: str) -> dict[str, str]:
+        key = where
+        while key in arrays:  # {"a.b": x, "a": {"b": y}}
+            key += "'"
+        arrays[key] = found
+        return {_TAG: kind, **more, "name": key}
+
+    def plain(where: str, each: Any) -> Any:
+        tensor = kinds.as_array(each)
+        if tensor is not None:
+            return array(where, "tensor", tensor[1], of=tensor[0])
+        if isinstance(each, (np.ndarray, np.generic)) and not each.dtype.hasobject and each.dtype.fields is None:
+            return array(where, "scalar" if isinstance(each, np.generic) else "array", np.asarray(each, order="C"))
+        kind = type(each)
+        if each is None or kind in (bool, int, str) or (kind is float and each - each == 0):
+            return each
+        if kind in (float, complex):
+            return {_TAG: kind.__name__, "text": repr(each)}
+        if kind in (bytes, bytearray):
+            return array(where, kind.__name__, np.frombuffer(each, np.uint8))
+        if kind is list:
+            return items(where, each)
+        if isinstance(each, (tuple, set, frozenset, collections.deque)) and not hasattr(each, "_fields"):
+            return {_TAG: kind.__name__ if kind.__name__ in _SEQUENCES else "tuple", "items": items(where, _ordered(each))}
+        if kind is dict and all(type(key) is str for key in each) and _TAG not in each:
+            return {key: plain(f"{where}.{key}", item) for key, item in each.items()}
+        if isinstance(each, dict) and kind.__name__ in _MAPPINGS:
+            return {_TAG: kind.__name__,
+                    "items": [[plain(f"{where}.key", key), plain(f"{where}.{key}", item)] for key, item in each.items()]}
+        raise UnsupportedError(
+            f"'{where}' cannot be saved: it is a {kind.__module__}.{kind.__qualname__}. hvd.save takes objects with "
+            "state_dict() and load_state_dict(), tensors, arrays, numbers, strings, and dicts, lists, tuples and sets of "
+            "these")
+
+    def items(where: str, values: Iterable[Any]) -> list[Any]:
+        return [plain(f"{where}.{index}", item) for index, item in enumerate(values)]
+
+    try:
+        return plain(name, value), arrays
+    except RecursionError:
+        raise UnsupportedError(f"'{name}' cannot be saved: it contains itself") from None
+
+
+def put_together(skeleton: Any, arrays: Mapping[str, Array]) -> Any:
+    """Return the structure that `taken_apart` has taken apart."""
+    def made(each: Any) -> Any:
+        if isinstance(each, list):
+            return [made(item) for item in each]
+        if not isinstance(each, dict):
+            return each
+        if _TAG not in each:
+            return {key: made(item) for key, item in each.items()}
+        kind = each[_TAG]
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind](map(made, each["items"]))
+        if kind in _MAPPINGS:
+            return _MAPPINGS[kind]([(made(key), made(item)) for key, item in each["items"]])
+        if kind in ("float", "complex"):
+            return {"float": float, "complex": complex}[kind](each["text"])
+        array = arrays[each["name"]]
+        if kind == "tensor":
+            return kinds.as_tensor(each["of"], array)
+        if kind in ("bytes", "bytearray"):
+            return array.tobytes() if kind == "bytes" else bytearray(array.tobytes())
+        return array[()] if kind == "scalar" else array
+
+    return made(skeleton)
+
+
+def _ordered(values: Any) -> Iterable[Any]:
+    """Return the items of a sequence; those of a set in an order that is the same on all ranks."""
+    return sorted(values, key=repr) if isinstance(values, (set, frozenset)) else values

@@ -1,0 +1,63 @@
+"""Keras' objects in checkpoints, on any backend: `hvd.save` and `hvd.load` (docs/checkpoints.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdlite.core.array import Array
+from hvdlite.training.checkpoints import kinds, load, save
+from hvdlite_tf.keras.broadcast import array_of, read_back
+
+__all__ = ["load", "save"]
+
+
+class KerasKind(kinds.Kind):
+    """Models, layers, optimizers and variables."""
+
+    name, order = "keras", 0
+
+    def owns(self, value: Any) -> bool:
+        return isinstance(value, (keras.Variable, keras.Layer, keras.optimizers.Optimizer))
+
+    def state_of(self, value: Any) -> Any:
+        return [{"name": variable.name, "value": array_of(variable)} for variable in _variables(value)]
+
+    def array_of(self, leaf: Any) -> Array | None:
+        is_tensor = not isinstance(leaf, np.ndarray) and keras.ops.is_tensor(leaf)
+        return np.array(keras.ops.convert_to_numpy(leaf), order="C") if is_tensor else None
+
+    def tensor_of(self, array: Array) -> Any:
+        return keras.ops.convert_to_tensor(array)
+
+    def check(self, name: str, value: Any, state: Any) -> None:
+        own = [(f"variable {index} ({each.name})", tuple(each.shape), keras.backend.standardize_dtype(each.dtype))
+               for index, each in enumerate(_variables(value))]
+        kinds.refuse_other(name, own, [(f"variable {index} ({each['name']})", each["value"].shape, each["value"].dtype.name)
+                                       for index, each in enumerate(state)])
+
+    def load(self, value: Any, state: Any) -> bool:
+        for variable, saved in zip(_variables(value), state, strict=True):
+            variable.assign(saved["value"])
+        return True
+
+    def random_states(self) -> dict[str, Any]:
+        return {}  # layers and datasets have variables
+
+    def set_random_states(self, states: dict[str, Any]) -> None:
+        del states
+
+
+def _variables(value: Any) -> Sequence[Any]:
+    """Return the variables of an object, in their order."""
+    if isinstance(value, keras.Variable):
+        return [value]
+    read_back(value)
+    own: Any = value.variables
+    return list(own() if callable(own) else own)
+
+
+kinds.add(KerasKind())

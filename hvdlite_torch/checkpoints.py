@@ -1,0 +1,68 @@
+"""PyTorch's objects in checkpoints: `hvd.save` and `hvd.load` (docs/checkpoints.md)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hvdlite.core.array import Array
+from hvdlite.training.checkpoints import kinds, load, save
+from hvdlite_torch.arrays.tensors import host_tensor, on_host
+from hvdlite_torch.collectives.broadcasts import load_exactly
+
+__all__ = ["load", "save"]
+
+
+class TorchKind(kinds.Kind):
+    """Modules, optimizers and tensors."""
+
+    name, order = "torch", 1
+
+    def owns(self, value: Any) -> bool:
+        return isinstance(value, (torch.nn.Module, torch.Tensor, torch.optim.Optimizer))
+
+    def state_of(self, value: Any) -> Any:
+        state = super().state_of(value)
+        return dict(state) if isinstance(value, torch.nn.Module) else state  # an OrderedDict
+
+    def array_of(self, leaf: Any) -> Array | None:
+        return on_host(leaf, "a tensor") if isinstance(leaf, torch.Tensor) else None
+
+    def tensor_of(self, array: Array) -> torch.Tensor:
+        return host_tensor(array)
+
+    def check(self, name: str, value: Any, state: Any) -> None:
+        own = value if isinstance(value, torch.Tensor) else value.state_dict()
+        kinds.refuse_other(name, *(_described(each) for each in (own, state)))
+
+    def load(self, value: Any, state: Any) -> bool:
+        if isinstance(value, torch.optim.Optimizer):
+            load_exactly(value, state)
+        elif isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                value.copy_(state)
+        else:
+            value.load_state_dict(state)
+        return True
+
+    def random_states(self) -> dict[str, Any]:
+        gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
+        return {"cpu": torch.get_rng_state(), **gpu}
+
+    def set_random_states(self, states: dict[str, Any]) -> None:
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+
+
+def _described(state: Any) -> list[tuple[str, Any, Any]]:
+    """Return what must be the same to load a state: of an optimizer its groups, otherwise its tensors."""
+    if isinstance(state, dict) and "param_groups" in state:
+        return [(f"group {index}", (len(group["params"]),), "parameters")
+                for index, group in enumerate(state["param_groups"])]
+    named = state if isinstance(state, dict) else {"it": state}
+    return [(key, tuple(each.shape), each.dtype) for key, each in named.items() if isinstance(each, torch.Tensor)]
+
+
+kinds.add(TorchKind())
