@@ -53,4 +53,5 @@ def stop_requested() -> bool:
     if runtime.in_child:
         raise ForkedProcessError("stop_requested() was called in a process that was forked from a rank: only the rank knows")
     notice.watch({runtime.config.report_signal, runtime.config.traceback_signal})
-    return runtime.stop_request.is_due(notice.is_given, runtime.joins)
+    request = runtime.stop_request
+    return request.count > 0 or request.is_due(notice.is_given, runtime.joins)

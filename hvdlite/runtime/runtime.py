@@ -35,10 +35,10 @@ from hvdlite.handoff.inbox import Task
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import FailureNotice, Layout, Wait
 from hvdlite.planes.base import Plane
+from hvdlite.runtime.agreed_call import AgreedCall
 from hvdlite.runtime.collectives import Collectives
 from hvdlite.runtime.gradient_sets import GradientSets
 from hvdlite.runtime.names import Names
-from hvdlite.runtime.stop_request import StopRequest
 
 _log = logging.getLogger("hvdlite")
 
@@ -56,6 +56,7 @@ class Runtime(Collectives):
         gradients: the calls of gradient reducers.
         names: for calls without one, and for gradient sets.
         stop_request: for `stop_requested`.
+        checkpoint_request: for checkpoints that are due after some time.
         connections, handoff, engine, recorder: for `groups`, which live on it.
     """
 
@@ -68,7 +69,8 @@ class Runtime(Collectives):
         self.hosts = hosts or Hosts((tuple(range(world.size)),))
         self.connections, self.handoff = connections, handoff
         self.gradients, self.names = GradientSets(self, handoff), Names(handoff.state)
-        self.stop_request = StopRequest(world.rank, world.size, connections.oob)
+        self.stop_request, self.checkpoint_request = (
+            AgreedCall(label, world.rank, world.size, connections.oob) for label in ("stop", "checkpoint"))
         self.recorder = FlightRecorder(connections.plane.name, connections.clock)
         self.engine, self._rank_zero = build_engine(world, config, connections, coordinator, self.handoff, self.recorder)
         if connections.devices is not None:
@@ -130,6 +132,7 @@ class Runtime(Collectives):
         """Begin a `shutdown`, and do not wait for its end. Idempotent; nothing in a forked child."""
         if not (self.in_child or self._inbox.closed):
             self.stop_request.leave()
+            self.checkpoint_request.leave()
             self._inbox.closed = True
             self._inbox.post(Task(self.engine.leave))
 

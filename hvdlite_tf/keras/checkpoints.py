@@ -61,3 +61,5 @@ def _variables(value: Any) -> Sequence[Any]:
 
 
 kinds.add(KerasKind())
+if keras.backend.backend() == "torch":
+    import hvdlite_torch.checkpoints  # noqa: F401 - torch's random states, which Keras' layers draw from

@@ -41,7 +41,17 @@ def load(directory: str | os.PathLike[str], **objects: Any) -> dict[str, Any] | 
     """
     refuse_missing_package()
     finish()
-    ranks, path = Ranks("load"), Path(directory)
+    ranks = Ranks.present("load")
+    saved = read(ranks, Path(directory))
+    return None if saved is None else _take(ranks, objects, *saved)
+
+
+def read(ranks: Ranks, path: Path) -> tuple[dict[str, Any], dict[str, Array], int] | None:
+    """Return the structures and the tensors of the newest whole checkpoint, and how many ranks have written it.
+
+    Raises:
+        CheckpointError: on all ranks, when there is none, but others.
+    """
     found, damaged = disk.checkpoints(path)
     everywhere = ranks.gather(([(each.number, each.id) for each in found], damaged))
     passed_over = list(dict.fromkeys(text for _, texts in everywhere for text in texts))
@@ -53,17 +63,13 @@ def load(directory: str | os.PathLike[str], **objects: Any) -> dict[str, Any] | 
         except disk.DamagedError as error:
             passed_over.append(f"{path / f'checkpoint-{number:06d}'}: {error}")
             continue
-        _report(ranks, passed_over)
-        return _take(ranks, objects, *saved)
+        for text in passed_over if ranks.rank == 0 else ():
+            _log.warning("a damaged or foreign checkpoint is passed over: %s", text)
+        return saved
     if passed_over:
         raise CheckpointError(f"there is no whole checkpoint in {path}: {'; '.join(passed_over)}. Move them away to begin "
                               "anew")
     return None
-
-
-def _report(ranks: Ranks, passed_over: list[str]) -> None:
-    for text in passed_over if ranks.rank == 0 else ():
-        _log.warning("a damaged or foreign checkpoint is passed over: %s", text)
 
 
 def _take(ranks: Ranks, values: Mapping[str, Any], parts: dict[str, Any], arrays: Mapping[str, Array],

@@ -6,24 +6,29 @@ from typing import Any
 
 from hvdlite import api
 from hvdlite.core.errors import CheckpointError
+from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects
 
 
 class Ranks:
-    """All ranks of the present world, which make the same calls; only this one before `init()`.
-
-    Any thread may use it: its collectives have names of their own.
+    """All ranks of a world, which make the same calls. Any thread may use it: its collectives have names of their own.
 
     Args:
+        runtime: of the world; None for one rank.
         what: for the names of collectives.
     """
 
-    def __init__(self, what: str) -> None:
-        alone = not api.is_initialized() or api.is_provisional()
-        self._runtime = None if alone else api.runtime()
-        self.rank, self.size = (0, 1) if self._runtime is None else (self._runtime.world.rank, self._runtime.world.size)
-        self._name = "" if self._runtime is None else self._runtime.names.unnamed("checkpoint", what)
+    def __init__(self, runtime: Runtime | None, what: str) -> None:
+        self._runtime = runtime
+        self.rank, self.size = (0, 1) if runtime is None else (runtime.world.rank, runtime.world.size)
+        self._name = "" if runtime is None else runtime.names.unnamed("checkpoint", what)
         self._calls = 0
+
+    @classmethod
+    def present(cls, what: str) -> Ranks:
+        """Return the ranks of this process's world; it is alone before `init()`, and before it joins an elastic job."""
+        alone = not api.is_initialized() or api.is_provisional()
+        return cls(None if alone else api.runtime(), what)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of every rank, in rank order.

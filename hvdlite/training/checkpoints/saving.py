@@ -88,17 +88,17 @@ def save(directory: str | os.PathLike[str], *, blocking: bool = True, **objects:
     """
     refuse_missing_package()
     finish()
-    ranks, path = Ranks("save"), Path(directory)
+    ranks, path = Ranks.present("save"), Path(directory)
     parts, arrays, error = _taken(objects, copies=not blocking)
     saving = Saving()
     if blocking:
-        saving._run(lambda: _write(ranks, path, parts, arrays, error))
+        saving._run(lambda: write(ranks, path, parts, arrays, error))
         saving.wait()
     else:
         global _last
         _last = saving
         api.finish_before_leaving(finish)
-        threading.Thread(target=saving._run, args=(lambda: _write(ranks, path, parts, arrays, error),),
+        threading.Thread(target=saving._run, args=(lambda: write(ranks, path, parts, arrays, error),),
                          name="hvdlite-checkpoint").start()
     return saving
 
@@ -134,7 +134,15 @@ def _taken(values: Mapping[str, Any], *, copies: bool) -> tuple[dict[str, Any], 
     return parts, arrays, None
 
 
-def _write(ranks: Ranks, directory: Path, parts: dict[str, Any], arrays: dict[str, Array], error: Exception | None) -> Path:
+def write(ranks: Ranks, directory: Path, parts: dict[str, Any], arrays: dict[str, Array], error: Exception | None) -> Path:
+    """Write structures and their tensors, on all ranks; return the checkpoint's path.
+
+    Args:
+        error: why this rank has none to write.
+
+    Raises:
+        CheckpointError, HorovodInternalError: as `Saving.wait`.
+    """
     what = f"no checkpoint was written to {directory}"
     ranks.refuse(error, what)
     digests = {name: zlib.crc32(json.dumps(part, sort_keys=True).encode()) for name, part in parts.items()}

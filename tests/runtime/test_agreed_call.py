@@ -1,4 +1,4 @@
-"""`stop_requested`: all ranks stop at the same step, whichever of them is asked (docs/protocol.md#stopping-together)."""
+"""`stop_requested`: all ranks stop at the same step, whichever of them is asked (docs/protocol.md#agreed-calls)."""
 
 from __future__ import annotations
 
@@ -47,6 +47,24 @@ def train(runtime: Runtime, asked: dict[int, int], ends: dict[int, int], joins: 
 def test_all_ranks_stop_at_the_same_step(asked: dict[int, int]) -> None:
     steps = threads(4, train, asked, {}, False)
     assert len(set(steps)) == 1 and steps[0] >= min(asked.values()), steps
+
+
+def save_now_and_then(runtime: Runtime, seed: int) -> list[int]:
+    """Take steps; return those of agreed calls, which ranks want at random."""
+    generator = random.Random(seed * 100 + runtime.world.rank)
+    due = []
+    for step in range(300):
+        if runtime.checkpoint_request.is_due(generator.random() < 0.01, runtime.joins):
+            due.append(step)
+        time.sleep(generator.random() * 0.001)
+    runtime.barrier("end").wait()
+    return due
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_agree_again_and_again(seed: int) -> None:
+    first, *others = threads(4, save_now_and_then, seed)
+    assert len(first) > 2 and all(each == first for each in others)
 
 
 @pytest.mark.long
