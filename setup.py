@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "hvdlite/_version.py").read_text(encoding="utf-8")).group(1)
 REPOSITORY = "https://github.com/hvdlite/hvdlite"  # nowhere else
 AUTOTUNE = ["optuna>=3.6"]
-CHECKPOINTS = ["safetensors>=0.5"]
+CHECKPOINTS = ["safetensors>=0.4.5"]
 NVML = "nvidia-ml-py>=12.535,<14"  # what hvdrun --doctor tells about GPUs
 RAY, SPARK, PLOT = ["ray>=2.9"], ["pyspark>=3.4"], ["matplotlib>=3.7"]
 TORCH, MPI = ["torch>=2.4"], ["mpi4py>=4.1"]

@@ -1,6 +1,7 @@
 """All ranks agree on one of the calls that each of them makes once a step: to stop, or to save, after the same step.
 
-Before somebody wants that, ranks only tell rank 0 when they leave the job. Then, over rank 0 (docs/protocol.md#agreed-calls):
+Before somebody wants that, ranks only tell rank 0 when they leave the job. Then, over rank 0
+(docs/protocol.md#agreed-calls):
 
     a rank that wants it         ->  rank 0      WANTED
     rank 0                       ->  all         ASK

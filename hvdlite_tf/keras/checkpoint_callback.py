@@ -15,8 +15,8 @@ from hvdlite_tf.keras.checkpoints import load, save
 class Checkpoint(keras.callbacks.Callback):
     """Saves model, optimizer and position with `hvd.save`, and resumes by itself when `fit` begins with such a directory.
 
-    Give it to `fit` on all ranks, before callbacks that change the model at the end of an epoch. `fit` goes on with the epoch in
-    which it was, and returns at once when all epochs are done. What it is given is saved too: with `data`, from
+    Give it to `fit` on all ranks, before callbacks that change the model at the end of an epoch. `fit` goes on with the
+    epoch in which it was, and returns at once when all epochs are done. What it is given is saved too: with `data`, from
     `hvd.resumable`, at any batch; without it at ends of epochs, because an epoch could only begin again.
 
     It also saves at the end of `fit`: after `StopOnRequestCallback` has ended it, nothing is lost.

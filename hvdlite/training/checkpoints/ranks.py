@@ -26,9 +26,17 @@ class Ranks:
 
     @classmethod
     def present(cls, what: str) -> Ranks:
-        """Return the ranks of this process's world; it is alone before `init()`, and before it joins an elastic job."""
-        alone = not api.is_initialized() or api.is_provisional()
-        return cls(None if alone else api.runtime(), what)
+        """Return the ranks of this process's world; it is alone before `init()`, and before it joins an elastic job.
+
+        Raises:
+            HorovodInternalError: when the job has failed.
+        """
+        if not api.is_initialized() or api.is_provisional():
+            return cls(None, what)
+        runtime = api.runtime()
+        if runtime.failure is not None:
+            raise runtime.failure.with_traceback(None)
+        return cls(runtime, what)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of every rank, in rank order.

@@ -1,0 +1,41 @@
+"""Programs of test_checkpoints.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+import hvdlite_tf.keras as hvd
+
+
+def fit(folder: str, epochs: int, stop_after: int) -> list[float]:
+    """Train with `Checkpoint`; return the sums of the variables.
+
+    Args:
+        stop_after: ask to stop after so many batches; 0: not at all.
+    """
+    hvd.init()
+    keras.utils.set_random_seed(hvd.rank())
+    x = np.random.default_rng(0).random((64, 4)).astype("float32")[hvd.rank()::hvd.size()]
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dropout(0.3),
+                              keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    begun = []
+
+    class Stop(keras.callbacks.Callback):
+        batches = 0
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            begun.append(epoch)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.batches += 1
+            if self.batches == stop_after:
+                self.model.stop_training = True
+
+    model.fit(x, x.sum(axis=1), batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=[
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0), Stop(), hvd.callbacks.Checkpoint(folder, every="1 h")])
+    hvd.shutdown()
+    return [*map(float, begun), *(float(np.sum(keras.ops.convert_to_numpy(each))) for each in model.trainable_variables)]

@@ -1,0 +1,25 @@
+"""`hvd.callbacks.Checkpoint`: `fit` goes on where it was, with the numbers of an undisturbed training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tf.support import BACKENDS, run
+
+pytest.importorskip("safetensors", reason="checkpoints need the package safetensors")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fit_resumes_as_if_it_had_not_ended(backend: str, tmp_path: Path) -> None:
+    def fit(folder: str, epochs: int, stop_after: int = 0) -> list[list[float]]:
+        return [each.result for each in run(2, "checkpoints:fit", str(tmp_path / folder), epochs, stop_after,
+                                            KERAS_BACKEND=backend)]
+    whole = fit("whole", 3)
+    assert fit("some", 2) != whole
+    resumed = fit("some", 3)
+    assert [each[0] for each in resumed] == [2.0, 2.0] and [each[1:] for each in resumed] == [each[3:] for each in whole]
+    assert fit("some", 3) == [each[1:] for each in resumed], "nothing is left to do"
+    assert [each[0] for each in fit("some", 5, stop_after=2)] == [3.0, 3.0]
+    assert [each[:2] for each in fit("some", 5)] == [[3.0, 4.0]] * 2, "it was stopped in epoch 3"
