@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         synchronize,
     )
     from hvdlite_torch.optimizer import DistributedOptimizer
+    from hvdlite_torch.resumable_loader import resumable
     from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 
     __all__ = [
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
         "gather_all_tensors", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
         "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
         "join", "load", "memory_report", "poll", "recv", "recv_async", "reduce", "reducescatter", "reducescatter_async",
-        "save", "scatter", "send", "send_async", "sparse_allreduce_async", "synchronize", "synchronize_metrics",
+        "resumable", "save", "scatter", "send", "send_async", "sparse_allreduce_async", "synchronize", "synchronize_metrics",
     ]
     __all__ += frontend.__all__
 else:
@@ -87,6 +88,7 @@ else:
                 "grouped_reducescatter_async", "poll", "recv", "recv_async", "reduce", "reducescatter",
                 "reducescatter_async", "scatter", "send", "send_async", "sparse_allreduce_async", "synchronize"],
         "optimizer": ["DistributedOptimizer"],
+        "resumable_loader": ["resumable"],
         "sync_batch_norm": ["SyncBatchNorm"],
     }
     _WHERE = {name: home for home, names in _HOMES.items() for name in names}
