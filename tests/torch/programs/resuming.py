@@ -21,9 +21,9 @@ class Training:
         plain = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.optimizer = hvd.DistributedOptimizer(plain, self.model.named_parameters())
         x = torch.randn(SAMPLES, 3, dtype=torch.float64)
-        sampler = DistributedSampler(x, hvd.size(), hvd.rank())
-        self.loader = hvd.resumable(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), BATCH, sampler=sampler,
-                                               num_workers=workers))
+        data = TensorDataset(x, x.sum(1, keepdim=True))
+        sampler: DistributedSampler[Any] = DistributedSampler(data, hvd.size(), hvd.rank())
+        self.loader = hvd.resumable(DataLoader(data, BATCH, sampler=sampler, num_workers=workers))
         self.losses: list[float] = []
         torch.manual_seed(10 + hvd.rank())  # of the dropout
 
