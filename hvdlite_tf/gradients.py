@@ -95,6 +95,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
     @as_tensorflow
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         if not self.is_used or not variables:
+            self._step_begins()
             return list(gradients)
         slots = self._slots_of(variables)
         sent = {slot: self._sent(gradient) for slot, gradient in zip(slots, gradients, strict=True) if gradient is not None}
@@ -196,15 +197,18 @@ class TensorFlowStepReducer(ArrayStepReducer):
             samples: this rank's number of samples, if ranks are weighted by samples.
         """
         if not self.is_shared:
+            self._step_begins()
             return list(gradients)
         weight = 1.0 if samples is None else self._weight(samples)
         reduced = reduce_together(_times(gradients, weight), f"{self.label}.gradients", self._op, self._prescale,
                                   self._postscale, self._process_set)
         if samples is None:
+            self._step_begins()
             return reduced
         own, count = np.array([weight], np.float32), np.empty(1, np.float32)
         self.take_part().allreduce(f"{self.label}.weight", own, count, self._op, prescale=self._prescale,
                                    postscale=self._postscale, process_set=self._process_set_id).wait()
+        self._step_begins()
         return _times(reduced, self._unweight(float(count[0])))
 
     def _spec(self, slot: int, variable: Any) -> tf.TensorSpec:

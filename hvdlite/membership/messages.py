@@ -29,7 +29,10 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         has_state: whether it has a state at all; a joiner has none until it has been synchronised.
         commits: how many commits it has made or received; 0: the state with which it began.
-        boundaries: how many it has passed in this world since its last commit.
+        boundaries: how many it has passed since its last commit: in this world, or, in a loop that counts bodies, in all of
+            them; there, where it would go on.
+        can_resume: whether it can run the body of its last boundary again: it has a copy of what that has changed, and no
+            optimizer has begun a step in it.
         at_rest: whether it stopped at a boundary that all members had agreed on, so that its state is current; else it goes
             on from its last commit.
         is_behind: whether it waited in `join()` then, so that the others have gone on without it, or whether it has trained
@@ -39,6 +42,7 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
     has_state: bool = True
     commits: Number = 0
     boundaries: Number = 0
+    can_resume: bool = False
     at_rest: bool = False
     is_behind: bool = False
 
@@ -163,6 +167,7 @@ class WorldOrder(MembershipMessage, frozen=True, kw_only=True):
         host_names: by rank, the name by which the hosts were given or discovered (`HOROVOD_HOSTNAME`).
         restore: whether members with a state go back to their last commit before the state is synchronised.
         commits: the commits of rank 0's state.
+        boundaries: those that it has passed since. Without `restore`, members that stand there run its body again.
         reason: what has changed, in a line.
     """
 
@@ -172,6 +177,7 @@ class WorldOrder(MembershipMessage, frozen=True, kw_only=True):
     host_names: tuple[str, ...]
     restore: bool
     commits: int
+    boundaries: int = 0
     reason: str = ""
 
 

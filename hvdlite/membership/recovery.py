@@ -1,8 +1,7 @@
 """Recovery: whose state counts after a world has ended, and who has which rank in the next one (docs/protocol.md#donors).
 
-Pure functions of what the members report of themselves (`StateReport`), and the record of meetings that failed. So far a
-report has commits only, as the training loops of Horovod do. A loop that counts boundaries can report more; then members at
-the greatest boundary that have not stepped since can be donors without going back to a commit.
+Pure functions of what the members report of themselves (`StateReport`), and the record of meetings that failed. Members
+whose loop counts bodies can go on at the last boundary without going back to a commit, if one of them has not stepped since.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ class Recovery:
     """What follows from the state reports.
 
     Attributes:
-        donors: the members with the most commits, by seniority. Each of them can be rank 0, from which all others get the
-            state.
+        donors: the members that can resume at the greatest boundary, or else those with the most commits; by seniority. Each
+            of them can be rank 0, from which all others get the state.
         restore: whether members with a state go back to their last commit first.
         commits: how many commits the donors have; 0 without donors.
         boundaries: the most that one of them has passed since.
@@ -44,6 +43,11 @@ def recover(reports: Mapping[int, StateReport]) -> Recovery:
     """
     with_state = {member: report for member, report in reports.items() if report.has_state}
     newest = {member: report for member, report in with_state.items() if not report.is_behind} or with_state
+    last = max(((report.commits, report.boundaries) for report in newest.values()), default=(0, 0))
+    resuming = tuple(member for member, report in newest.items()
+                     if report.can_resume and not report.is_behind and (report.commits, report.boundaries) == last)
+    if resuming:
+        return Recovery(resuming, False, *last)
     commits = max((report.commits for report in newest.values()), default=0)
     donors = tuple(member for member, report in newest.items() if report.commits == commits)
     boundaries = max((newest[member].boundaries for member in donors), default=0)
@@ -134,12 +138,13 @@ class NextWorld:
     """A world that can be ordered, if it is large enough.
 
     Attributes:
-        members: by rank. Rank 0 has the most commits that any survivor has.
+        members: by rank. Rank 0 is one of the donors.
         left_out: why others are not in it, by their ids: survivors that leave, and are not needed for their state, and all
             that could not meet the others.
         unreachable: the latter.
         restore: whether members go back to their last commit.
         commits: those of rank 0.
+        boundaries: the most that a donor has passed since.
     """
 
     members: tuple[int, ...]
@@ -147,6 +152,7 @@ class NextWorld:
     unreachable: frozenset[int]
     restore: bool
     commits: int
+    boundaries: int
 
 
 def plan(survivors: Sequence[Member], joiners: Sequence[Member], *, leaves: Callable[[Member], str],
@@ -177,7 +183,7 @@ def plan(survivors: Sequence[Member], joiners: Sequence[Member], *, leaves: Call
     members = ranks(donor, _without(staying, unreachable), _without(new, unreachable))
     restore = recover({member: reports[member] for member in members if member in reports}).restore
     left_out = {id: leaving.get(id, "it could not meet the other ranks") for id in sorted({*leaving, *unreachable})}
-    return NextWorld(members, left_out, unreachable, restore, recovery.commits)
+    return NextWorld(members, left_out, unreachable, restore, recovery.commits, recovery.boundaries)
 
 
 def _without(members: Sequence[int], others: Collection[int]) -> list[int]:
@@ -190,4 +196,5 @@ def order(plan: NextWorld, epoch: int, hosts: Sequence[str], machine_of: Callabl
     for rank, host in enumerate(hosts):
         machines.setdefault(machine_of(host), []).append(rank)
     return WorldOrder(epoch=epoch, members=plan.members, ranks_by_machine=tuple(map(tuple, machines.values())),
-                      host_names=tuple(hosts), restore=plan.restore, commits=plan.commits, reason=reason)
+                      host_names=tuple(hosts), restore=plan.restore, commits=plan.commits, boundaries=plan.boundaries,
+                      reason=reason)

@@ -53,6 +53,7 @@ class Worlds:
         defaults: environment variables of knobs, as if they were set when they are not.
         runs_elastically: whether `hvd.elastic.run` is running.
         stop_notice: whether this process has been asked to stop.
+        steps_begun: how many steps optimizers of this process have begun: parameters may have changed with each.
     """
 
     def __init__(self, environ: MutableMapping[str, str]) -> None:
@@ -64,6 +65,7 @@ class Worlds:
         self.defaults: dict[str, str] = {}
         self.runs_elastically = False
         self.stop_notice = StopNotice()
+        self.steps_begun = 0
         self._environ = environ
         self._key = JobKey(environ)
         self._process_sets = RegisteredSets()
@@ -198,6 +200,10 @@ class Worlds:
             self.runtime.close_in_child()
         if self.member is not None:
             self.member.close_in_child()
+
+    def step_begins(self) -> None:
+        """Note that parameters may change from now on: a member cannot run the present body again (#bodies)."""
+        self.steps_begun += 1
 
     # --- process sets --------------------------------------------------------------------------------------------------
 

@@ -190,6 +190,11 @@ class StepReducer(Learner):
         """
         raise NotImplementedError
 
+    @staticmethod
+    def _step_begins() -> None:
+        """Gradients are reduced, so variables change next."""
+        api.worlds().step_begins()
+
     def _weight(self, samples: float) -> float:
         """Return the weight of this rank's gradients: its number of samples divided by that of the first step."""
         with self._lock:
@@ -301,6 +306,7 @@ class ArrayStepReducer(StepReducer):
         """
         if not self.is_shared:
             alone, self._alone = self._alone, {}
+            self._step_begins()
             return alone
         assert self._reducer is not None
         if weight is not None:
@@ -313,6 +319,7 @@ class ArrayStepReducer(StepReducer):
                 f"rank {api.rank()}: another rank has gradients for {len(others)} variables that have none "
                 f"here in this step (the first one is '{self._name_of(others[0])}'); freeze the same variables everywhere, "
                 "and make the same ones part of the loss when a tf.function is traced")
+        self._step_begins()
         return _weighted(reduced, self._unweight(float(count[0]) if isinstance(count, np.ndarray) else None))
 
 

@@ -77,7 +77,7 @@ class VariablesState(ComparedState):
             for variable, array in zip([*sent, *random], arrays, strict=True):
                 variable.assign(array)
         self._assign({name: found.parts[name].structure for name in found.lacking - states.keys()})
-        self._commits = found.commits
+        self._take_position(found.position)
         VariablesState.save(self)
         known = {id(each): number for name, group in groups.items() if name not in found.lacking
                  for each, number in zip(group, states[name].digests, strict=True)}
@@ -95,6 +95,18 @@ class VariablesState(ComparedState):
         """Return the variables, in groups that are compared and sent."""
         raise NotImplementedError
 
+    def _small_variables(self) -> list[Any]:
+        """Return those that a body may change before an optimizer's step: moving statistics, random states, rates."""
+        raise NotImplementedError
+
+    def _small_copy(self, room: Any) -> Any:
+        return _copies(self._small_variables()), super()._small_copy(None)
+
+    def _load_small(self, small: Any) -> None:
+        for variable, value in zip(self._small_variables(), small[0], strict=True):
+            variable.assign(keras.ops.copy(value))
+        super()._load_small(small[1])
+
     def _kinds_of_writers(self) -> tuple[type, ...]:
         return _WRITERS
 
@@ -102,9 +114,12 @@ class VariablesState(ComparedState):
         return [variable for group in self._groups().values() for variable in group]
 
     def _copied_values(self) -> list[Any]:
-        """Return copies of the values, on their devices. TensorFlow copies them when the variable next changes."""
-        return [keras.ops.copy(keras.ops.stop_gradient(getattr(variable, "_value", variable)))
-                for variable in self._variables()]
+        return _copies(self._variables())
+
+
+def _copies(variables: list[Any]) -> list[Any]:
+    """Return copies of the values, on their devices. TensorFlow copies them when the variable next changes."""
+    return [keras.ops.copy(keras.ops.stop_gradient(getattr(variable, "_value", variable))) for variable in variables]
 
 
 class KerasState(VariablesState):
@@ -160,3 +175,16 @@ class KerasState(VariablesState):
     def _copied_values(self) -> list[Any]:
         read_back(self.model)
         return super()._copied_values()
+
+    def _small_variables(self) -> list[Any]:
+        groups = self._groups()
+        return [*groups["model's other variables"], *(each for each in groups["optimizer"] if not tuple(each.shape))]
+
+    def _small_copy(self, room: Any) -> Any:
+        read_back(self.model)
+        return super()._small_copy(room)
+
+    def _load_small(self, small: Any) -> None:
+        if hasattr(self.model, "_jax_state_synced"):
+            self.model._jax_state_synced = True
+        super()._load_small(small)

@@ -7,6 +7,7 @@ import zlib
 import numpy as np
 import torch
 
+from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HvdliteError, MismatchError
 from hvdlite.core.types import ReduceOp
@@ -121,6 +122,8 @@ class HookBucket(Bucket[torch.Tensor]):
                      member.held if member.held.layout is torch.strided else member.held.to_dense() for member in members]
         exchange.parameters = [member.parameter for member in members]
         exchange.active = len(self._asked.contributors)
+        if not getattr(self._hook, "is_idempotent", False):  # it may have a state, such as residuals, that it changes now
+            api.worlds().step_begins()
         self._hook.reduce([(member.name[prefix:], gradient) for member, gradient in zip(members, gradients, strict=True)],
                           exchange)
         exchange.parameters = ()

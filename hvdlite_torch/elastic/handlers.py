@@ -100,6 +100,14 @@ class StateDictHandler(StateHandler):
             self.load(self.staged)
         self.promote()
 
+    def small(self) -> Any:
+        """Return what a body may change before an optimizer's step, for `copied_over`; not parameters."""
+        return self.value.state_dict()
+
+    def load_small(self, small: Any) -> None:
+        """Load a copy of `small`, which stays as it is."""
+        self.load(small)
+
     def promote(self) -> None:
         """Make the staged copy the saved one."""
         self.saved, self.staged = self.staged, self.saved
@@ -118,6 +126,16 @@ class ModelStateHandler(StateDictHandler):
         """Copy parameters and buffers into the module's own."""
         self.value.load_state_dict(structure)
 
+    def small(self) -> Any:
+        """Return the buffers."""
+        return [module._buffers for module in self.value.modules() if module._buffers]
+
+    def load_small(self, small: Any) -> None:
+        """Copy buffers into the module's own."""
+        buffers = self.small()
+        for own, before in zip(buffers, copied_over(small, buffers), strict=True):
+            own.update(before)
+
 
 class OptimizerStateHandler(StateDictHandler):
     """Handles an optimizer: state, in its own dtypes, and hyper-parameters."""
@@ -125,6 +143,15 @@ class OptimizerStateHandler(StateDictHandler):
     def load(self, structure: Any) -> None:
         """Load a copy, in the memory of the optimizer's tensors where that fits."""
         load_exactly(self.value, copied_over(structure, self.value.state_dict()))
+
+    def small(self) -> Any:
+        """Return the hyper-parameters."""
+        return [{name: value for name, value in group.items() if name != "params"} for group in self.value.param_groups]
+
+    def load_small(self, small: Any) -> None:
+        """Go back to hyper-parameters."""
+        for group, before in zip(self.value.param_groups, copied_over(small, self.small()), strict=True):
+            group.update(before)
 
 
 class SamplerStateHandler(StateDictHandler):

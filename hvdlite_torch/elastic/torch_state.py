@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,7 +17,10 @@ from hvdlite.training.replicas import digest, named_parts
 from hvdlite_torch.arrays.tensors import on_host
 from hvdlite_torch.collectives.broadcasts import Placeholder, broadcast_tensors, taken_out, with_rooms
 from hvdlite_torch.elastic.elastic_sampler import ElasticSampler
-from hvdlite_torch.elastic.handlers import StateDictHandler, StateHandler, handler_for
+from hvdlite_torch.elastic.handlers import StateDictHandler, StateHandler, copied_over, handler_for
+from hvdlite_torch.optimizer.base import is_distributed
+from hvdlite_torch.random_states import load_torch_random_states, torch_random_states
+from hvdlite_torch.uncompiled import leave_to_python
 
 _ALIKE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, ElasticSampler)
 """Types whose state dicts are equal on all ranks after `sync`, if scripts do not change how they are loaded."""
@@ -41,6 +44,7 @@ class TorchState(ComparedState):
     """
 
     _plain = (*ComparedState._plain, torch.Tensor)
+    _keeps_gradients = True
     _same_by_repr = ComparedState._same_by_repr | {torch.dtype, torch.device, Placeholder}
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
@@ -111,9 +115,23 @@ class TorchState(ComparedState):
         if found.lacking or self._others():
             digests = Digests()
         self._assign(values)
-        self._commits = found.commits
+        self._take_position(found.position)
         ObjectState.save(self)
         self._check_replicas(self._replicated(found.parts.keys() - handlers, digests))
+
+    def _small_copy(self, room: Any) -> Any:
+        handlers = {name: handler for name, handler in self._handlers.items() if isinstance(handler, StateDictHandler)}
+        if len(handlers) < len(self._handlers):
+            return None  # a handler of the script's, of which it is not known what a body changes
+        small = {name: self._checked(name, handler.small) for name, handler in handlers.items()}
+        return copied_over(small, None if room is None else room[0]), super()._small_copy(None), torch_random_states()
+
+    def _load_small(self, small: Any) -> None:
+        states, others, generators = small
+        for name, each in states.items():
+            cast(StateDictHandler, self._handlers[name]).load_small(each)
+        super()._load_small(others)
+        load_torch_random_states(generators)
 
     def reset(self) -> None:
         """Divide what samplers have left among the ranks of the new world."""
@@ -166,6 +184,8 @@ class TorchState(ComparedState):
         if isinstance(handler, StateDictHandler):
             pickled(name, taken_out(handler.saved, []))
         self._handlers[name] = handler
+        if isinstance(value, torch.optim.Optimizer):
+            value.register_step_pre_hook(leave_to_python(_note_step))
         object.__setattr__(self, name, value)
         return True
 
@@ -181,6 +201,12 @@ class TorchState(ComparedState):
 
     def _attributes(self) -> dict[str, Any]:
         return {name: value for name, value in super()._attributes().items() if name not in self._handlers}
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """A hook: an optimizer whose gradients the script reduces itself changes parameters now; distributed ones say it."""
+    if not is_distributed(optimizer):
+        api.worlds().step_begins()
 
 
 def _keep_freed_memory() -> None:

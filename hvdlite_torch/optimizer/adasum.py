@@ -77,6 +77,7 @@ class DistributedAdasum(DistributedBase):
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Save the parameters before the step."""
+        api.worlds().step_begins()
         if not self._active:
             return
         self._show_gradients()  # if the last step failed

@@ -252,11 +252,13 @@ class Distributed(DistributedBase):
     # --- stages of a step ----------------------------------------------------------------------------------------------
 
     def _finish_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._synchronizes:
-            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
+        is_final = not self._synchronizes or not callable(closure)
+        if is_final and self._synchronizes:
             self._make_final(in_step=True)
+        if is_final or not type(self).__module__.startswith("torch.optim"):  # those call the closure first
+            api.worlds().step_begins()
+        if is_final:
             return None
         final = _final_closure(closure, self)
         return ((args[0], final, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": final})
@@ -284,7 +286,9 @@ def _final_closure(closure: Closure, optimizer: Distributed) -> Closure:
                     stack.enter_context(hooks.before_step.later_call())
             loss = closure()
             optimizer._make_final(in_step=True)
-        return optimizer._reduce_loss(loss)
+        loss = optimizer._reduce_loss(loss)
+        api.worlds().step_begins()
+        return loss
     return leave_to_python(final)
 
 

@@ -48,13 +48,13 @@ class Comparison:
     """What rank 0 has, and who lacks it.
 
     Attributes:
-        commits: rank 0's number of commits.
+        position: rank 0's, for `_take_position`.
         parts: rank 0's parts by name, in the same order on all ranks; on the other ranks these have no tensors.
         lacking: the names of those that this rank does not have; none on rank 0.
         sent: the names of those that some rank does not have; the same on all ranks.
     """
 
-    commits: int
+    position: tuple[int, int | None]
     parts: dict[str, Part]
     lacking: frozenset[str]
     sent: frozenset[str]
@@ -90,15 +90,16 @@ class ComparedState(ObjectState):
         runtime = api.runtime()
         is_root = runtime.world.rank == 0
         own = {**states, **attributes}
-        commits, parts = self._broadcast_parts(states, attributes)
+        position, parts = self._broadcast_parts(states, attributes)
         lacks = [not is_root and (name not in own or not own[name].equals(part, self._same_by_repr))
                  for name, part in parts.items()]
         everywhere = runtime.allgather("elastic.differs", np.array([lacks], np.uint8)).wait()
-        return Comparison(commits, parts, frozenset(itertools.compress(parts, lacks)),
+        return Comparison(position, parts, frozenset(itertools.compress(parts, lacks)),
                           frozenset(itertools.compress(parts, everywhere.any(axis=0))))
 
-    def _broadcast_parts(self, states: dict[str, Part], attributes: dict[str, Part]) -> tuple[int, dict[str, Part]]:
-        """Return rank 0's number of commits, and its parts.
+    def _broadcast_parts(self, states: dict[str, Part], attributes: dict[str, Part]
+                         ) -> tuple[tuple[int, int | None], dict[str, Part]]:
+        """Return rank 0's position, and its parts.
 
         Raises:
             UnsupportedError, ValueError: see `_compare`.
@@ -111,8 +112,8 @@ class ComparedState(ObjectState):
                 sent = tuple({name: pickled(name, part) for name, part in parts.items()} for parts in (states, attributes))
         except UnsupportedError as error:
             refusal = f"rank 0: {error}"
-        names, commits, sent, refusal, writers = self._bcast_object(
-            (self._parts(), self._commits, sent, refusal, self._writers))
+        names, position, sent, refusal, writers = self._bcast_object(
+            (self._parts(), self._position(), sent, refusal, self._writers))
         if refusal:
             raise UnsupportedError(refusal)
         self._check_parts(names)
@@ -123,8 +124,8 @@ class ComparedState(ObjectState):
                              f"own, and rank {rank}'s has {', '.join(sorted(states)) or 'nothing'}: make the same state on "
                              "all ranks")
         if rank == 0:
-            return commits, {**states, **attributes}
-        return commits, {name: loads(part) for parts in sent for name, part in parts.items()}
+            return position, {**states, **attributes}
+        return position, {name: loads(part) for parts in sent for name, part in parts.items()}
 
 
 def _is_same(one: Any, other: Any, plain: Collection[type]) -> bool:

@@ -5,6 +5,8 @@ Theory of operation (docs/protocol.md#members, #boundaries)
   Then this member closes its runtime, reports that, and waits for the next order.
 - In the next world it goes back to its last commit if the order requires that, takes rank 0's state, and calls the function
   again.
+- A loop that counts bodies goes on at the boundary before the body in which it was, if no optimizer of some member has begun
+  a step since (docs/protocol.md#bodies).
 - The function may return on some members before others. They wait for these, and call it again if there is another world.
 """
 
@@ -82,6 +84,7 @@ class _Training:
         self._worlds = api.worlds()
         self._has_state = not api.is_provisional()
         self._epoch = api.worlds().coordinates.epoch
+        state._forget_bodies()
 
     def run(self) -> Any:
         """Return what the function returns."""
@@ -93,6 +96,7 @@ class _Training:
                     self._enter(order)
                 self._state.sync()
                 self._has_state = True
+                self._state._synchronized()
                 result = self._call()
                 if self._member.finish(self._epoch):
                     return result
@@ -113,8 +117,8 @@ class _Training:
         except (LaunchError, ProtocolError, OSError) as error:
             self._member.meeting_failed(order.epoch, str(error), error.ranks if isinstance(error, MissingRanks) else ())
             raise _MeetingFailed(str(error)) from error
-        if order.restore and self._has_state:
-            self._state.restore()
+        if self._has_state:
+            self._state._go_back(order)
         self._state.on_reset()
 
     def _ends_world(self, error: BaseException) -> bool:
@@ -134,9 +138,8 @@ class _Training:
     def _end_world(self, reason: str) -> None:
         at_rest, failure = self._member.is_at_rest, self._failure
         self._worlds.end_world(reason or "members come or go", at_rest=at_rest)
-        report = StateReport(has_state=self._has_state, commits=self._state._commits, boundaries=self._state._boundaries,
-                             at_rest=at_rest, is_behind=self._member.is_behind)
-        self._state._boundaries = 0
+        report = StateReport(has_state=self._has_state, at_rest=at_rest, is_behind=self._member.is_behind)
+        report = self._state._stopped(report)
         self._member.idle(self._epoch, report, reason, failure.blamed if isinstance(failure, PeerLostError) else ())
 
     @property

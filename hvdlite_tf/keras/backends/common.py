@@ -20,6 +20,7 @@ class KerasStepReducer(ArrayStepReducer):
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         if not self.is_shared:
+            self._step_begins()
             return list(gradients)
         slots = self._slots_of(variables)
         given = {slot: gradient for slot, gradient in zip(slots, gradients, strict=True) if gradient is not None}

@@ -64,6 +64,7 @@ class TorchStepReducer(StepReducer):
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         if not self.is_shared:
+            self._step_begins()
             return list(gradients)
         hooks, tensors = self._member(variables), [variable.value for variable in variables]
         if hooks.reducer.round is not None:
@@ -82,6 +83,7 @@ class TorchStepReducer(StepReducer):
             hooks.finish_if_due(in_step=True)
             results = [get_grad(tensor) for tensor in tensors]
             hooks.stepped()
+            self._step_begins()
         finally:
             if not is_accumulated:
                 for tensor, gradient in zip(tensors, before, strict=True):
