@@ -16,6 +16,7 @@ from hvdlite.training.elastic.state import ObjectState, explained, pickled
 from hvdlite.training.replicas import digest, named_parts
 from hvdlite_torch.arrays.tensors import on_host
 from hvdlite_torch.collectives.broadcasts import Placeholder, broadcast_tensors, taken_out, with_rooms
+from hvdlite_torch.elastic.body_loader import SCALE, BodyLoader
 from hvdlite_torch.elastic.elastic_sampler import ElasticSampler
 from hvdlite_torch.elastic.handlers import StateDictHandler, StateHandler, copied_over, handler_for
 from hvdlite_torch.optimizer.base import is_distributed
@@ -44,6 +45,9 @@ class TorchState(ComparedState):
     """
 
     _plain = (*ComparedState._plain, torch.Tensor)
+    _loop: tuple[Any, BodyLoader] | None = None
+    """The last loader given to `loop`, and what iterates over it."""
+    _scale_callbacks: tuple[Callable[[int], object], ...] = ()
     _keeps_gradients = True
     _same_by_repr = ComparedState._same_by_repr | {torch.dtype, torch.device, Placeholder}
 
@@ -54,7 +58,7 @@ class TorchState(ComparedState):
         for name, value in {"model": model, "optimizer": optimizer, **kwargs}.items():
             if not self._handles(name, value):
                 plain[name] = value
-        super().__init__(**plain)
+        super().__init__(**plain, _place=None)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Replace an attribute; a model, an optimizer and the like are saved at once."""
@@ -64,6 +68,41 @@ class TorchState(ComparedState):
         elif name in vars(self).get("_tracked", ()) and self._handles(name, value):
             return
         super().__setattr__(name, value)
+
+    def loop(self, loader: torch.utils.data.DataLoader[Any], epochs: int,
+             global_batch: int | str | None = None) -> Iterator[Any]:
+        """Yield this rank's shards of the global batches that are left of so many epochs.
+
+        Body b of an epoch has the samples b*B to (b+1)*B whatever the world, and a change of the world goes on at the next
+        body. Shards differ by at most one row, and gradients are weighted by rows: losses are means over the batch. The last
+        batch is shared and not padded. `epoch` tells the epoch. No `commit`, `set_epoch` or sampler for ranks is needed.
+
+        Args:
+            loader: over all samples; persistent workers live on when the world changes.
+            epochs: at which the loop ends, counted from `epoch` 0.
+            global_batch: samples of all ranks together; by default the loader's batch size. With "scale" it is the loader's
+                batch size times the number of ranks (see `on_scale`).
+
+        Raises:
+            HostsUpdatedInterrupt: between bodies, when members come or go. `hvd.elastic.run` handles it.
+            TypeError: for something else than a DataLoader of samples by index.
+            ValueError: for a sampler that divides the samples itself, and for another global batch.
+        """
+        if self._loop is None or self._loop[0] is not loader:
+            self._loop = (loader, BodyLoader(loader))
+        bodies = self._loop[1]
+        rows = bodies.global_batch(global_batch)
+        if global_batch == SCALE:
+            for callback in self._scale_callbacks:
+                callback(rows)
+        return bodies.bodies(self, epochs, rows)
+
+    def on_scale(self, callback: Callable[[int], object]) -> None:
+        """Call a function with the global batch, in samples, when a loop with `global_batch="scale"` begins in a world.
+
+        It sets what depends on the batch, such as the learning rate, to a value that does not depend on the one before.
+        """
+        self._scale_callbacks = (*self._scale_callbacks, callback)
 
     def save(self) -> None:
         """Copy everything; when a copy fails, the last commit stays whole."""

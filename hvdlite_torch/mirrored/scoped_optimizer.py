@@ -47,9 +47,6 @@ class ScopedOptimizer(Distributed):
         super().add_param_group(param_group)
         self._scope.apply_weight()
 
-    def _loss_weight(self) -> float:
-        return self._scope.weight.value
-
     @contextmanager
     def join(self, *models: torch.nn.Module, synchronize: bool = True) -> Iterator[Joined]:
         """Like the base class's; mirrors first if that is due, because a rank may have no batch and take no step."""

@@ -236,16 +236,12 @@ class Distributed(DistributedBase):
         for hooks in self._sources:
             hooks.finish_if_due(in_step=in_step)
 
-    def _loss_weight(self) -> float:
-        """Return by what this rank's gradients are multiplied before they are averaged."""
-        return 1.0
-
     def _reduce_loss(self, loss: Any) -> Any:
         """Return the reduction of all ranks' losses, like that of their gradients, where it steers the optimizer."""
         if self._loss_reduction is None or not self._active:
             return loss
         name, op = self._loss_reduction
-        value = np.array((loss.item() if isinstance(loss, torch.Tensor) else float(loss)) * self._loss_weight())
+        value = np.array((loss.item() if isinstance(loss, torch.Tensor) else float(loss)) * self._hooks.own_weight)
         self._runtime.allreduce(name, value, value, op, process_set=self._process_set, blocking=True).wait()
         return torch.full_like(loss, float(value), requires_grad=False) if isinstance(loss, torch.Tensor) else float(value)
 

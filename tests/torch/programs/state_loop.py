@@ -1,0 +1,94 @@
+"""Members of an elastic job that train with `state.loop`, and tell which samples each finished step has had."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+import hvdlite_torch as hvd
+from hvdlite_torch.elastic import TorchState, run
+
+SAMPLES, EPOCHS = 22, 3
+
+
+class Samples(Dataset[Any]):
+    """Samples that tell who has loaded them."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], index, os.getpid() if get_worker_info() else 0
+
+
+def train(folder: str, batch: int | str, gates: tuple[int, ...] = (), workers: int = 0) -> dict[str, Any]:
+    """Train `EPOCHS` epochs.
+
+    Args:
+        folder: with files "gate.N", one for each number in `gates`: before the step of body N, in the order of all
+            epochs, ranks wait for it.
+        batch: the global batch.
+    """
+    hvd.init()
+    torch.manual_seed(hvd.rank())  # ranks would draw different orders
+    model = torch.nn.Linear(3, 1).double()
+    with torch.no_grad():
+        model.weight.fill_(0.3)
+        model.bias.zero_()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    data = Samples()
+    loader: DataLoader[Any] = DataLoader(data, 4, shuffle=True, num_workers=workers, persistent_workers=workers > 0,
+                                         generator=torch.Generator().manual_seed(8))
+    state: Any = TorchState(model, optimizer, ledger=[], losses=[], sizes=[], scaled=[])
+    seen: list[int] = []
+    state.on_scale(lambda rows: setattr(state, "scaled", [*state.scaled, rows]))
+
+    @run
+    def loop(state: Any) -> None:
+        print(f"world of {hvd.size()} at {len(state.ledger)}", flush=True)
+        for x, index, loaders in state.loop(loader, EPOCHS, batch):
+            seen.extend(set(loaders.tolist()))
+            optimizer.zero_grad()
+            each = (model(x) - x.sum(1, keepdim=True)).square()
+            each.mean().backward()
+            rows, losses = hvd.allgather(index), hvd.allgather(each.detach())
+            body = len(state.ledger)
+            print(f"body {body} in {hvd.size()}", flush=True)
+            while body in gates and not (Path(folder) / f"gate.{body}").exists():
+                time.sleep(0.01)
+            optimizer.step()
+            state.ledger.append((state.epoch, *dict.fromkeys(rows.tolist())))
+            state.losses.append(losses.mean().item())
+            state.sizes.append(hvd.size())
+            state.commit()
+
+    loop(state)
+    assert state.epoch == EPOCHS
+    hvd.check_replicas(model.state_dict())
+    hvd.shutdown()
+    return {"ledger": state.ledger, "losses": state.losses, "sizes": state.sizes, "scaled": state.scaled,
+            "loaders": sorted(set(seen))}
+
+
+def replay(ledger: list[tuple[int, ...]]) -> list[float]:
+    """Return the losses of a plain training in one process with these samples."""
+    weight, bias = torch.full((3,), 0.3, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    weight.requires_grad_()
+    bias.requires_grad_()
+    optimizer = torch.optim.SGD([weight, bias], lr=0.05, momentum=0.9)
+    x, losses = Samples().x, []
+    for _, *rows in ledger:
+        optimizer.zero_grad()
+        loss = (x[rows] @ weight + bias - x[rows].sum(1)).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

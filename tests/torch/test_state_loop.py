@@ -1,0 +1,157 @@
+"""`state.loop`: bodies have the same samples in any world, and the losses of an undisturbed run."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset  # noqa: E402
+
+from hvdlite import api  # noqa: E402
+from hvdlite_torch.elastic import ElasticSampler, TorchState, body_loader  # noqa: E402
+from hvdlite_torch.elastic.body_loader import BodyLoader  # noqa: E402
+from tests.elastic_jobs import ElasticJob  # noqa: E402
+from tests.torch.programs.state_loop import EPOCHS, SAMPLES, replay, train  # noqa: E402
+from tests.worlds import TORCH  # noqa: E402
+
+
+class Ended(Exception):
+    """A world has ended."""
+
+
+class Member:
+    """A member whose world ends before a body."""
+
+    def __init__(self, length: int, **options: Any) -> None:
+        self._handlers: dict[str, Any] = {}
+        self._place: Any = None
+        self.epoch = 0
+        self.left = 0
+        self.loader = BodyLoader(DataLoader(torch.arange(length), shuffle=True, **options))
+
+    def _begin_body(self) -> None:
+        if not self.left:
+            raise Ended
+        self.left -= 1
+
+    def _end_bodies(self) -> None:
+        pass
+
+
+def run_world(patch: pytest.MonkeyPatch, members: list[Member], steps: int, epochs: int, rows: int,
+              ledger: dict[tuple[int, int], list[int]]) -> None:
+    """Run steps of a world; `ledger` gets the samples of each body of each epoch."""
+    place, epoch, sent = members[0]._place, members[0].epoch, list[Any]()
+    for rank, member in enumerate(members):
+        torch.manual_seed(rank)  # others than rank 0 would draw other orders
+        member._place, member.epoch, member.left = place, epoch, steps
+        patch.setattr(api, "rank", lambda rank=rank: rank)
+        patch.setattr(api, "size", lambda: len(members))
+        patch.setattr(api, "runtime", lambda rank=rank: SimpleNamespace(world=SimpleNamespace(rank=rank)))
+        waiting = iter(sent) if rank else None
+        patch.setattr(body_loader, "broadcast_object", lambda runtime, value, *_, waiting=waiting: (
+            sent.append(value) or value if waiting is None else next(waiting)))
+        try:
+            for batch in member.loader.bodies(member, epochs, rows):
+                body = ledger[member.epoch, member._place["consumed"]]
+                body += [] if batch.tolist() == body else batch.tolist()  # a short one goes to all ranks
+        except Ended:
+            pass
+
+
+@settings(deadline=None, max_examples=60)
+@given(length=st.integers(1, 30), rows=st.integers(1, 8), drops=st.booleans(),
+       worlds=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=5))
+def test_bodies_are_the_same_whatever_the_world(length: int, rows: int, drops: bool, worlds: list[tuple[int, int]]) -> None:
+    def ledger_of(worlds: list[tuple[int, int]]) -> dict[tuple[int, int], list[int]]:
+        ledger: dict[tuple[int, int], list[int]] = collections.defaultdict(list)
+        members: list[Member] = []
+        with pytest.MonkeyPatch.context() as patch:
+            for size, steps in worlds:
+                members = [*members[:size], *(Member(length, batch_size=2, drop_last=drops)
+                                              for _ in range(len(members), size))]
+                run_world(patch, members, steps, 2, rows, ledger)
+        return ledger
+    whole = ledger_of([(1, 1000)])
+    assert ledger_of([*worlds, (1, 1000)]) == whole
+    for epoch in range(2):
+        count = collections.Counter(each for (at, _), body in whole.items() if at == epoch for each in body)
+        assert len(count) == (length // rows * rows if drops else length) and max(count.values(), default=1) == 1
+
+
+def test_what_cannot_be_cut_by_position_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "rank", lambda: 0)
+    monkeypatch.setattr(api, "size", lambda: 2)
+    data = TensorDataset(torch.arange(8))
+    state = TorchState(torch.nn.Linear(1, 1))
+    stream = type("Stream", (IterableDataset,), {"__iter__": lambda self: iter("ab")})()
+    for loader, error, text in (
+            ([1, 2], TypeError, "no list"), (DataLoader(stream), TypeError, "no DataLoader of a Stream"),
+            (DataLoader(data, sampler=DistributedSampler(data, 2, 0)), ValueError, "DistributedSampler does so, too"),
+            (DataLoader(data, sampler=ElasticSampler(data)), ValueError, "ElasticSampler does so, too"),
+            (DataLoader(data, batch_sampler=[[0, 1]]), ValueError, "instead of the list a sampler of single samples")):
+        with pytest.raises(error, match=text):
+            state.loop(loader, 1)
+    for wrong in (0, True, 2.5, "all"):
+        with pytest.raises(ValueError, match="global_batch is the number of samples of all ranks together"):
+            state.loop(DataLoader(data, 4), 1, wrong)
+    rows: list[int] = []
+    state.on_scale(rows.append)
+    state.loop(DataLoader(data, 4), 1)
+    state.loop(DataLoader(data, 4), 1, "scale")
+    assert rows == [8]
+
+
+def judge(results: dict[int, Any], batch: int = 5) -> Any:
+    """Check that members have the ledger and the losses of a run without events; return what one of them told."""
+    told = next(iter(results.values()))
+    for name in ("ledger", "losses", "sizes"):
+        assert all(result[name] == told[name] for result in results.values()), name
+    ledger = told["ledger"]
+    assert ledger == undisturbed(batch)
+    for epoch in range(EPOCHS):
+        assert sorted(each for at, *rows in ledger if at == epoch for each in rows) == list(range(SAMPLES))
+    assert torch.allclose(torch.tensor(told["losses"]), torch.tensor(replay(ledger)), rtol=1e-9, atol=0)
+    return told
+
+
+def undisturbed(batch: int) -> list[tuple[int, ...]]:
+    sampler, ledger = RandomSampler(range(SAMPLES), generator=torch.Generator().manual_seed(8)), list[tuple[int, ...]]()
+    for epoch in range(EPOCHS):
+        order = list(sampler)
+        ledger += [(epoch, *order[begin:begin + batch]) for begin in range(0, SAMPLES, batch)]
+    return ledger
+
+
+@pytest.mark.parametrize(("victim", "workers"), [(0, 0), (1, 0), (2, 2)])
+def test_a_rank_is_killed_in_the_middle_of_an_epoch(tmp_path: Path, victim: int, workers: int) -> None:
+    """The last body of an epoch has 2 rows: fewer than ranks, and then one each."""
+    with ElasticJob(train, str(tmp_path), 5, (6,), workers, slots={"a": 3}, min_np=2, hosts_are_fixed=True,
+                    imported=TORCH) as job:
+        for member in range(3):
+            job.until_printed(member, "body 6 in 3")
+        job.kill(victim)
+        (tmp_path / "gate.6").touch()
+        told = judge(job.finish())
+    assert told["sizes"] == [3] * 6 + [2] * 9
+    assert len(told["loaders"]) == (workers or 1), "workers live on"
+
+
+def test_ranks_come_and_go(tmp_path: Path) -> None:
+    with ElasticJob(train, str(tmp_path), 5, (3, 8), 0, slots={"a": 2}, min_np=1, imported=TORCH) as job:
+        for member in range(2):
+            job.until_printed(member, "body 3 in 2")
+        job.see({"a": 3})
+        job.until(lambda: 2 in job.processes and bool(job.output(2)) or job.ready(2))
+        (tmp_path / "gate.3").touch()
+        results = job.finish()
+        told = judge(results)
+    assert told["sizes"][:4] == [2] * 4 and 3 in told["sizes"]
