@@ -10,6 +10,7 @@ from hvdlite.core.array import Array
 from hvdlite.training.checkpoints import kinds, load, save
 from hvdlite_torch.arrays.tensors import host_tensor, on_host
 from hvdlite_torch.collectives.broadcasts import load_exactly
+from hvdlite_torch.random_states import load_torch_random_states, torch_random_states
 
 __all__ = ["load", "save"]
 
@@ -47,13 +48,10 @@ class TorchKind(kinds.Kind):
         return True
 
     def random_states(self) -> dict[str, Any]:
-        gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
-        return {"cpu": torch.get_rng_state(), **gpu}
+        return dict(zip(("cpu", "cuda"), torch_random_states(), strict=True))
 
     def set_random_states(self, states: dict[str, Any]) -> None:
-        torch.set_rng_state(states["cpu"])
-        if "cuda" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["cuda"])
+        load_torch_random_states((states["cpu"], states["cuda"] if torch.cuda.is_available() else None))
 
 
 def _described(state: Any) -> list[tuple[str, Any, Any]]:

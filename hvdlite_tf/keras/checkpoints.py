@@ -16,12 +16,13 @@ __all__ = ["load", "save"]
 
 
 class KerasKind(kinds.Kind):
-    """Models, layers, optimizers and variables."""
+    """Models, layers, optimizers, and variables of Keras and TensorFlow, or lists of them."""
 
     name, order = "keras", 0
 
     def owns(self, value: Any) -> bool:
-        return isinstance(value, (keras.Variable, keras.Layer, keras.optimizers.Optimizer))
+        return isinstance(value, (keras.Layer, keras.optimizers.Optimizer)) or _is_variable(value) or (
+            isinstance(value, list) and value != [] and all(map(_is_variable, value)))
 
     def state_of(self, value: Any) -> Any:
         return [{"name": variable.name, "value": array_of(variable)} for variable in _variables(value)]
@@ -53,11 +54,15 @@ class KerasKind(kinds.Kind):
 
 def _variables(value: Any) -> Sequence[Any]:
     """Return the variables of an object, in their order."""
-    if isinstance(value, keras.Variable):
-        return [value]
+    if isinstance(value, list) or _is_variable(value):
+        return value if isinstance(value, list) else [value]
     read_back(value)
     own: Any = value.variables
     return list(own() if callable(own) else own)
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, keras.Variable) or (callable(getattr(value, "assign", None)) and hasattr(value, "trainable"))
 
 
 kinds.add(KerasKind())

@@ -15,6 +15,7 @@ from hvdlite.training.elastic import run
 from hvdlite.training.elastic.comparison import ComparedState, Part
 from hvdlite.training.elastic.state import ObjectState, State
 from hvdlite.training.replicas import digest
+from hvdlite_tf.keras import checkpoints  # noqa: F401 - it knows variables
 from hvdlite_tf.keras.broadcast import array_of, read_back, values_of_root
 from hvdlite_tf.keras.elastic_callbacks import (
     CommitStateCallback,
@@ -107,6 +108,9 @@ class VariablesState(ComparedState):
             variable.assign(keras.ops.copy(value))
         super()._load_small(small[1])
 
+    def _durable_parts(self) -> dict[str, Any]:
+        return {**super()._durable_parts(), "its variables": self._variables()}
+
     def _kinds_of_writers(self) -> tuple[type, ...]:
         return _WRITERS
 
@@ -159,6 +163,10 @@ class KerasState(VariablesState):
         """Take rank 0's state, and save it; see `VariablesState`."""
         read_back(self.model)
         super().sync()
+
+    def _durable_parts(self) -> dict[str, Any]:
+        read_back(self.model)
+        return super()._durable_parts()
 
     def _parts(self) -> list[str]:
         own, others, optimizer = map(len, self._groups().values())

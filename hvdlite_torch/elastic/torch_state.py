@@ -14,6 +14,7 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.training.elastic.comparison import ComparedState, Part
 from hvdlite.training.elastic.state import ObjectState, explained, pickled
 from hvdlite.training.replicas import digest, named_parts
+from hvdlite_torch import checkpoints  # noqa: F401 - it knows torch's objects
 from hvdlite_torch.arrays.tensors import on_host
 from hvdlite_torch.collectives.broadcasts import Placeholder, broadcast_tensors, taken_out, with_rooms
 from hvdlite_torch.elastic.body_loader import SCALE, BodyLoader
@@ -171,6 +172,13 @@ class TorchState(ComparedState):
             cast(StateDictHandler, self._handlers[name]).load_small(each)
         super()._load_small(others)
         load_torch_random_states(generators)
+
+    def _durable_parts(self) -> dict[str, Any]:
+        unknown = [name for name, handler in self._handlers.items() if not isinstance(handler, StateDictHandler)]
+        if unknown:
+            raise UnsupportedError(f"attribute '{unknown[0]}' of the elastic state has a handler of the script's, so no "
+                                   "checkpoint of it can be written; call hvd.save in the training function")
+        return {**super()._durable_parts(), **{name: handler.value for name, handler in self._handlers.items()}}
 
     def reset(self) -> None:
         """Divide what samplers have left among the ranks of the new world."""

@@ -150,7 +150,7 @@ def test_ranks_come_and_go(tmp_path: Path) -> None:
         for member in range(2):
             job.until_printed(member, "body 3 in 2")
         job.see({"a": 3})
-        job.until(lambda: 2 in job.processes and bool(job.output(2)) or job.ready(2))
+        job.until(lambda: (2 in job.processes and bool(job.output(2))) or job.ready(2))
         (tmp_path / "gate.3").touch()
         results = job.finish()
         told = judge(results)

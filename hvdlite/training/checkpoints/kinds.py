@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hvdlite.core.array import Array
+from hvdlite.training import random_states
 
 
 class Kind:
@@ -58,14 +58,13 @@ class Kind:
 
     def random_states(self) -> dict[str, Any]:
         """Return the states of the framework's random generators of this process."""
-        version, numbers, following = random.getstate()
-        return {"python": (version, np.array(numbers, np.uint32), following), "numpy": np.random.get_state()}
+        (version, numbers, following), of_numpy = random_states.random_states()
+        return {"python": (version, np.array(numbers, np.uint32), following), "numpy": of_numpy}
 
     def set_random_states(self, states: dict[str, Any]) -> None:
         """Set them."""
         version, numbers, following = states["python"]
-        random.setstate((version, tuple(numbers.tolist()), following))
-        np.random.set_state(states["numpy"])
+        random_states.load_random_states(((version, tuple(numbers.tolist()), following), states["numpy"]))
 
 
 _kinds: list[Kind] = [Kind()]  # by their order; the last one takes what no other does
@@ -96,12 +95,12 @@ def as_tensor(name: str, array: Array) -> Any:
     return next((kind.tensor_of(array) for kind in _kinds if kind.name == name), array)
 
 
-def random_states() -> dict[str, Any]:
+def all_random_states() -> dict[str, Any]:
     """Return the states of this process's random generators, by framework."""
     return {kind.name: kind.random_states() for kind in _kinds}
 
 
-def set_random_states(states: dict[str, Any]) -> None:
+def set_all_random_states(states: dict[str, Any]) -> None:
     """Set those that are in use here, too."""
     for kind in _kinds:
         if kind.name in states:

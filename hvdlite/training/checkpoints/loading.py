@@ -19,7 +19,7 @@ from hvdlite.training.checkpoints.structure import put_together
 _log = logging.getLogger("hvdlite")
 
 
-def load(directory: str | os.PathLike[str], **objects: Any) -> dict[str, Any] | None:
+def load(directory: str | os.PathLike[str], /, **objects: Any) -> dict[str, Any] | None:
     """Load the newest whole checkpoint of `save`, the same on all ranks, which all call this; also without a job.
 
     A damaged checkpoint, or a foreign one, is named in a warning and passed over. The number of ranks may be another one:
@@ -39,6 +39,11 @@ def load(directory: str | os.PathLike[str], **objects: Any) -> dict[str, Any] | 
         ValueError: when an object has other tensors than the saved one; nothing is loaded then.
         ImportError: without the package safetensors.
     """
+    return load_objects(directory, objects)
+
+
+def load_objects(directory: str | os.PathLike[str], objects: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Like `load`, with objects of any names."""
     refuse_missing_package()
     finish()
     ranks = Ranks.present("load")
@@ -87,7 +92,7 @@ def _take(ranks: Ranks, values: Mapping[str, Any], parts: dict[str, Any], arrays
         if kinds.kind_of(value).load(value, states[name]):
             del states[name]
     if values and size == ranks.size:
-        kinds.set_random_states(random_states)
+        kinds.set_all_random_states(random_states)
     return states
 
 

@@ -63,7 +63,7 @@ _last: Saving | None = None
 """The checkpoint that a thread may still write."""
 
 
-def save(directory: str | os.PathLike[str], *, blocking: bool = True, **objects: Any) -> Saving:
+def save(directory: str | os.PathLike[str], /, *, blocking: bool = True, **objects: Any) -> Saving:
     """Write a checkpoint, which is whole or does not count, however the job ends meanwhile; all ranks call this.
 
     What is the same on all ranks is written once, what differs between them for each rank. Random states belong to it:
@@ -86,6 +86,11 @@ def save(directory: str | os.PathLike[str], *, blocking: bool = True, **objects:
         ImportError: without the package safetensors.
         HorovodInternalError: when a rank is lost meanwhile.
     """
+    return save_objects(directory, objects, blocking=blocking)
+
+
+def save_objects(directory: str | os.PathLike[str], objects: Mapping[str, Any], *, blocking: bool) -> Saving:
+    """Like `save`, with objects of any names."""
     refuse_missing_package()
     finish()
     ranks, path = Ranks.present("save"), Path(directory)
@@ -126,7 +131,7 @@ def _taken(values: Mapping[str, Any], *, copies: bool) -> tuple[dict[str, Any], 
     parts: dict[str, Any] = {}
     arrays: dict[str, Array] = {}
     try:
-        for name, value in {**values, RANDOM_STATES: kinds.random_states()}.items():
+        for name, value in {**values, RANDOM_STATES: kinds.all_random_states()}.items():
             parts[name], tensors = taken_apart(name, kinds.kind_of(value).state_of(value))
             arrays.update({each: array.copy() for each, array in tensors.items()} if copies else tensors)
     except Exception as error:  # of any kind: the objects' own methods are called

@@ -64,12 +64,20 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                             f"such as hvd.elastic.ObjectState(epoch=0); it is a {type(state).__name__}")
         with api.worlds().elastic_run() as member:
             if member is None:
+                _resume(state)
                 state.sync()
                 return func(state, *args, **kwargs)
             if isinstance(state, ComparedState):
                 state._note_writers(func, *args, *kwargs.values())
             return _Training(member, state, lambda: func(state, *args, **kwargs)).run()
     return wrapper
+
+
+def _resume(state: State) -> None:
+    """Load a durable checkpoint, if the state has a directory of them."""
+    durable = getattr(state, "_durable", None)
+    if durable is not None:
+        durable.resume()
 
 
 class _Training:
@@ -94,6 +102,7 @@ class _Training:
             try:
                 if order is not None:
                     self._enter(order)
+                _resume(self._state)
                 self._state.sync()
                 self._has_state = True
                 self._state._synchronized()

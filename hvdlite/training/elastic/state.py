@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt, ReplicaMismatchError, UnsupportedError
 from hvdlite.membership.messages import StateReport, WorldOrder
 from hvdlite.training import objects
+from hvdlite.training.elastic.durable import DurableCheckpoints
 from hvdlite.training.random_states import load_random_states, random_states
 from hvdlite.training.replicas import check_replicas, named_parts
 
@@ -65,6 +67,7 @@ class State:
     _is_commit_due = False
     _keeps_gradients = False
     """Whether gradients of a body without a step may be used in a later one; they are lost with a world."""
+    _durable: DurableCheckpoints | None = None
     _reset_callbacks: tuple[Callable[[], object], ...] = ()
     _bcast_object: Callable[[Any], Any] = staticmethod(_broadcast_object)
 
@@ -128,10 +131,39 @@ class State:
             self._boundaries += 1
             self._give_way()
 
+    def checkpoint(self, directory: str | os.PathLike[str], every: str | float = "10 min") -> None:
+        """Write durable checkpoints of this state, at boundaries and in the background; see `hvd.save`.
+
+        Call it before the training function, on all ranks. When `run` begins, a job goes on from the newest whole checkpoint
+        in the directory, with any number of ranks.
+
+        Args:
+            directory: one that all hosts share, or one on each host.
+            every: the time between two checkpoints: seconds, or such as "90 s", "10 min", "2 h".
+
+        Raises:
+            ImportError: without the package safetensors.
+            UnsupportedError: for a state of the script's own class, whose parts are not known.
+            ValueError: for an interval that is none.
+        """
+        self._durable = DurableCheckpoints(directory, every, self._durable_parts, self._assign_durable)
+
+    def _durable_parts(self) -> dict[str, Any]:
+        """Return what belongs to the state, by name: objects that `hvd.save` knows."""
+        raise UnsupportedError(f"what belongs to a {type(self).__name__} is not known, so no checkpoint of it can be "
+                               "written; call hvd.save in the training function")
+
+    def _assign_durable(self, parts: Mapping[str, Any]) -> None:
+        """Take parts of a checkpoint that cannot be loaded in place."""
+
     def _give_way(self) -> None:
         try:
             boundaries.boundary()
+            if self._durable is not None:
+                self._durable.boundary()
         except HostsUpdatedInterrupt:
+            if self._durable is not None:
+                self._durable.finish()
             self.on_hosts_updated(time.time(), 3)
             raise
 
@@ -310,6 +342,12 @@ class ObjectState(State):
     def _parts(self) -> list[str]:
         """Return what the state was made of, for people and to compare it between ranks."""
         return sorted(name for name in self._tracked if name[:1] != "_")
+
+    def _durable_parts(self) -> dict[str, Any]:
+        return self._attributes()
+
+    def _assign_durable(self, parts: Mapping[str, Any]) -> None:
+        self._assign(parts)
 
     def _check_parts(self, root: list[str]) -> None:
         """Compare what this state was made of with rank 0's `_parts`; before anything changes.

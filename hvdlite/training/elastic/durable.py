@@ -1,0 +1,68 @@
+"""Durable checkpoints of a state, at boundaries: `state.checkpoint(directory)` (docs/elastic.md#checkpoints)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hvdlite import api
+from hvdlite.training.checkpoints.every import Every
+from hvdlite.training.checkpoints.loading import load_objects
+from hvdlite.training.checkpoints.ranks import Ranks
+from hvdlite.training.checkpoints.saving import finish, refuse_missing_package, save_objects
+
+
+class DurableCheckpoints:
+    """Writes a state now and then, and loads it when a job begins.
+
+    Args:
+        directory: as in `hvd.save`.
+        every: the time between two checkpoints.
+        parts: returns what belongs to the state, by name.
+        assign: called with those that cannot be loaded in place.
+
+    Raises:
+        ValueError: for an interval that is none.
+        ImportError: without the package safetensors.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], every: str | float, parts: Callable[[], Mapping[str, Any]],
+                 assign: Callable[[Mapping[str, Any]], object]) -> None:
+        refuse_missing_package()
+        self._directory, self._every, self._parts, self._assign = directory, Every(every), parts, assign
+        self._is_new = True  # nobody has looked for a checkpoint yet
+
+    def resume(self) -> None:
+        """At the beginning of a world: load the newest checkpoint, if rank 0 has not looked for it yet; all ranks call this.
+
+        Raises:
+            CheckpointError, ValueError: as `hvd.load`.
+            HorovodInternalError: when a rank is lost.
+        """
+        is_new = Ranks.present("resume").broadcast(self._is_new, 0)
+        if is_new:
+            others = load_objects(self._directory, self._parts())
+            if others is not None:
+                self._assign(others)
+                if api.rank() == 0:
+                    print(f"hvdlite: training goes on from a checkpoint in {self._directory}", file=sys.stderr, flush=True)
+        self._is_new = False
+
+    def boundary(self) -> None:
+        """At a boundary: write a checkpoint in the background, if one is due on all ranks.
+
+        Raises:
+            HorovodInternalError: when a rank is lost.
+        """
+        if api.is_initialized() and not api.is_provisional() and self._every.is_due():
+            self.write(blocking=False)
+
+    def write(self, *, blocking: bool) -> None:
+        """Write a checkpoint; all ranks call this."""
+        save_objects(self._directory, self._parts(), blocking=blocking)
+
+    def finish(self) -> None:
+        """The world ends at a boundary: wait for what is written."""
+        finish()
