@@ -15,7 +15,7 @@ pytest.importorskip("safetensors", reason="checkpoints need the package safetens
 
 import hvdlite_torch as hvd  # noqa: E402
 from tests.torch.elastic_training import OPTIMIZERS, Training  # noqa: E402
-from tests.torch.programs import checkpoints  # noqa: E402
+from tests.torch.programs import checkpoints, durable  # noqa: E402
 from tests.worlds import TORCH, Processes, processes  # noqa: E402
 
 
@@ -93,3 +93,27 @@ def test_a_job_waits_for_its_checkpoint_before_it_ends_and_a_dead_rank_ends_the_
     with Processes(2, checkpoints.ends_in_the_middle, str(tmp_path), imported=TORCH) as world:
         assert [each.code for each in world.wait()][1] == -9
     assert {each.result for each in processes(2, checkpoints.loads, str(tmp_path), imported=TORCH)} <= {1, 2}
+
+
+def _trained(folder: Path, size: int, fails_at: int = 0) -> Any:
+    with Processes(size, durable.train, str(folder), 3, fails_at, imported=TORCH) as world:
+        ended = world.wait()
+    return None if fails_at else ended[0].result
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (3, 1)])
+def test_a_state_goes_on_in_another_job_with_any_number_of_ranks(sizes: tuple[int, int], tmp_path: Path) -> None:
+    losses, parameters = _trained(tmp_path / "whole", 2)
+    _trained(tmp_path / "some", sizes[0], fails_at=8)
+    resumed = hvd.load(tmp_path / "some")
+    assert resumed is not None and 3 <= len(resumed["losses"]) <= 8 and resumed["epoch"] < 3
+    again = _trained(tmp_path / "some", sizes[1])
+    assert again[0] == pytest.approx(losses, rel=1e-9) and again[1] == pytest.approx(parameters, rel=1e-9)
+    assert _trained(tmp_path / "some", 2) == again, "there is nothing left to do"
+
+
+def test_a_state_of_the_scripts_own_class_has_no_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(hvd.UnsupportedError, match="what belongs to a State is not known"):
+        hvd.elastic.State().checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="every='soon' is no interval; use seconds, or such as '90 s', '10 min', '2 h'"):
+        hvd.elastic.ObjectState().checkpoint(tmp_path, every="soon")

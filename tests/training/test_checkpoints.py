@@ -1,4 +1,4 @@
-"""Durable checkpoints: structures, files, and what ranks as threads write and read (docs/checkpoints.md)."""
+"""Durable checkpoints: structures, files, and what ranks as threads write and read (docs/protocol.md#checkpoints)."""
 
 from __future__ import annotations
 

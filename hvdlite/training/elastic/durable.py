@@ -31,6 +31,7 @@ class DurableCheckpoints:
     def __init__(self, directory: str | os.PathLike[str], every: str | float, parts: Callable[[], Mapping[str, Any]],
                  assign: Callable[[Mapping[str, Any]], object]) -> None:
         refuse_missing_package()
+        parts()  # for a state that has none
         self._directory, self._every, self._parts, self._assign = directory, Every(every), parts, assign
         self._is_new = True  # nobody has looked for a checkpoint yet
 
