@@ -34,8 +34,9 @@ def train(folder: str, epochs: int, fails_at: int) -> tuple[list[float], list[fl
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
             loss.backward()
             optimizer.step()
-            mean = hvd.allreduce(loss.detach() * len(inputs), op=hvd.Sum) / hvd.allreduce(torch.tensor(len(inputs)), op=hvd.Sum)
-            state.losses = [*state.losses, mean.item()]
+            sums = torch.tensor([loss.item() * len(inputs), len(inputs)], dtype=torch.float64)
+            total, rows = hvd.allreduce(sums, op=hvd.Sum).tolist()
+            state.losses = [*state.losses, total / rows]
             if len(state.losses) == fails_at and hvd.rank() == 1:
                 os._exit(1)
     body(state)

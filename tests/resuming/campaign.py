@@ -1,0 +1,231 @@
+"""Random jobs, their runs, and the judge of their ledgers."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import random
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests import temporary
+from tests.worlds import HANGS_SECONDS, TORCH, Ended, Processes
+
+Tell = Callable[[str], None]
+SIZES = (1, 4, 2)
+GENTLE = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals after which a job saves and ends."""
+WRITES, FULL = "while it writes", "on a full disk"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of a job.
+
+    Attributes:
+        size: ranks.
+        ending: the signal that ends it, `WRITES` (SIGKILL as soon as a checkpoint is written), or `FULL`.
+        seconds: how long it trains before that.
+        rank: which gets the signal.
+    """
+
+    size: int
+    ending: int | str
+    seconds: float
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A job that is run until it comes to its end.
+
+    Attributes:
+        workers: of its loader.
+        every: steps between its checkpoints.
+        runs: those that are ended; the last run has the size of the first.
+    """
+
+    kind: str
+    workers: int
+    every: int
+    runs: Sequence[Run]
+
+    @property
+    def has_one_size(self) -> bool:
+        """Whether all runs have as many ranks."""
+        return len({run.size for run in self.runs}) == 1
+
+    @classmethod
+    def drawn(cls, seed: int, endings: Sequence[int | str]) -> Job:
+        """Return a random job."""
+        chance = random.Random(seed)
+        count, first = chance.randint(1, 5), chance.choice(SIZES)
+        sizes = [first] * count if chance.random() < 0.5 else [chance.choice(SIZES) for _ in range(count)]
+        return cls("torch", chance.choice((0, 0, 2)), chance.randint(1, 5),
+                   [Run(size, chance.choice(endings), chance.random() * 0.5, chance.randrange(size)) for size in sizes])
+
+
+class Trial:
+    """Carries a job out, in a directory of its own.
+
+    Args:
+        folder: an empty one.
+    """
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        self._job, self._ledger, self._saved = job, folder / "ledger", folder / "checkpoints"
+        self._ledger.mkdir()
+        self._saved.mkdir()
+        self.ended = 0
+        """Runs that were ended before their job had come to its end."""
+
+    def run(self) -> list[str]:
+        """Return what was wrong."""
+        for number, run in enumerate(self._job.runs):
+            wrong = self._broken_off(number, run)
+            if wrong is not None:
+                return wrong
+        number = len(self._job.runs)
+        ended = self._start(number, self._job.runs[0].size, None)
+        wrong = [f"the last run ended with {each.code}: {each.stderr[-500:]}" for each in ended if each.code]
+        return wrong or [text for each in ended if "damaged" in (text := each.stderr)] or self._judged(number + 1)
+
+    def _broken_off(self, number: int, run: Run) -> list[str] | None:
+        ended = self._start(number, run.size, run)
+        if not all(each.code == 0 for each in ended):
+            self.ended += 1
+            if run.ending in GENTLE:
+                return [f"run {number}: a stop ended with {each.code}: {each.stderr[-500:]}" for each in ended if each.code]
+            if run.ending == FULL:
+                named = [each for each in ended if "CheckpointError" not in each.stderr and "PeerFailed" not in each.stderr]
+                return [f"run {number}: a full disk ended with {named[0].code}: {named[0].stderr[-500:]}"] if named else None
+        elif run.ending in GENTLE:
+            self.ended += 1
+        return None
+
+    def _start(self, number: int, size: int, run: Run | None) -> list[Ended]:
+        """Run the job once; return how its ranks ended."""
+        with Processes(size, "tests.resuming.programs.torch_job:train", str(self._saved), str(self._ledger), number,
+                       self._job.workers, self._job.every, imported=TORCH) as world:
+            if run is not None:
+                self._end(world, run)
+            return world.wait()
+
+    def _end(self, world: Processes, run: Run) -> None:
+        try:
+            world.wait_for(run.rank, "trains")
+        except AssertionError:
+            return  # it had nothing left to do
+        time.sleep(run.seconds)
+        if run.ending == FULL:
+            (self._saved / "full").write_bytes(b"")
+            subprocess.run(["dd", "if=/dev/zero", f"of={self._saved / 'full'}"], check=False, capture_output=True)
+            world.wait()
+            (self._saved / "full").unlink()
+            return
+        if run.ending == WRITES:
+            deadline = time.monotonic() + HANGS_SECONDS
+            while not list(self._saved.glob(".checkpoint-*")) and time.monotonic() < deadline:
+                if world.ranks[run.rank].poll() is not None:
+                    return
+        if world.ranks[run.rank].poll() is None:
+            world.kill(run.rank, signal.SIGKILL if run.ending == WRITES else int(run.ending))
+
+    def _judged(self, runs: int) -> list[str]:
+        """Return what is wrong with the ledger of finished steps."""
+        lines = {run: [self._lines(run, rank) for rank in range(len(list(self._ledger.glob(f"{run}.*"))))]
+                 for run in range(runs)}
+        begins = [min((each[0]["begins"] for each in lines[run]), default=None) for run in range(runs)]
+        wrong, counted = [], collections.Counter[tuple[int, int]]()
+        for run in range(runs):
+            following = next((each for each in begins[run + 1:] if each is not None), None)
+            for steps in lines[run]:
+                if steps and steps[0]["begins"] != begins[run]:
+                    wrong.append(f"run {run}: ranks begin at different steps")
+                last = max((each["step"] for each in steps[1:]), default=begins[run])
+                gentle = run < len(self._job.runs) and self._job.runs[run].ending in GENTLE
+                if gentle and following is not None and following != last:
+                    wrong.append(f"run {run} was stopped after step {last}, and the next one began after {following}")
+                counted.update((each["epoch"], sample) for each in steps[1:] for sample in each["samples"]
+                               if following is None or each["step"] <= following)
+        from tests.resuming.programs.torch_job import EPOCHS, SAMPLES
+        expected = {(epoch, sample): 1 for epoch in range(EPOCHS) for sample in range(SAMPLES)}
+        if counted != expected:
+            different = [(key, counted.get(key, 0)) for key in expected if counted.get(key) != 1][:5]
+            wrong.append(f"samples (epoch, number) and how often they count: {different}")
+        return wrong or self._compared(lines, begins)
+
+    def _compared(self, lines: dict[int, list[list[Any]]], begins: list[Any]) -> list[str]:
+        """Compare the losses with those of an undisturbed run."""
+        if not self._job.has_one_size:
+            return []
+        whole = Path(tempfile.mkdtemp(dir=self._ledger.parent))
+        for name in ("ledger", "checkpoints"):
+            (whole / name).mkdir()
+        size = self._job.runs[0].size
+        with Processes(size, "tests.resuming.programs.torch_job:train", str(whole / "checkpoints"), str(whole / "ledger"), 0,
+                       self._job.workers, 1000, imported=TORCH) as world:
+            world.wait()
+        wrong = []
+        for rank in range(size):
+            expected = {each["step"]: each["loss"] for each in _read(whole / f"ledger/0.{rank}")[1:]}
+            for run, ranks in lines.items():
+                for each in ranks[rank][1:] if ranks else ():
+                    if abs(each["loss"] - expected[each["step"]]) > 1e-9 * abs(expected[each["step"]]):
+                        wrong.append(f"run {run}, rank {rank}, step {each['step']}: loss {each['loss']}, undisturbed "
+                                     f"{expected[each['step']]}")
+        return wrong[:3]
+
+    def _lines(self, run: int, rank: int) -> list[Any]:
+        return _read(self._ledger / f"{run}.{rank}")
+
+
+def _read(path: Path) -> list[Any]:
+    """Return the lines of a ledger; the last one may be torn."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def campaign(ends: int, first: int, tell: Tell) -> list[str]:
+    """Run random jobs until so many runs have been ended; return what was wrong, by job."""
+    wrong: list[str] = []
+    seed, ended, counts = first, 0, collections.Counter[str]()
+    while ended < ends:
+        endings: Sequence[int | str] = (*GENTLE, signal.SIGKILL, signal.SIGKILL, WRITES)
+        job = Job.drawn(seed, endings)
+        found, count = attempt(job)
+        ended += count
+        counts.update(str(run.ending) for run in job.runs)
+        tell(f"seed {seed}: {count} ended, {ended} in all{'; ' + found[0] if found else ''}")
+        wrong += [f"seed {seed}: {job}: {each}" for each in found]
+        seed += 1
+    tell(f"endings: {dict(counts)}")
+    return wrong
+
+
+def attempt(job: Job, full_disk: bool = False) -> tuple[list[str], int]:
+    """Carry a job out; return what was wrong, and how many of its runs were ended.
+
+    Args:
+        full_disk: its checkpoints are on a small file system; needs root.
+    """
+    with tempfile.TemporaryDirectory(prefix=temporary.prefix("resuming")) as folder:
+        trial = Trial(job, Path(folder))
+        if full_disk:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", f"{folder}/checkpoints"], check=True)
+        try:
+            return trial.run(), trial.ended
+        finally:
+            if full_disk:
+                subprocess.run(["umount", f"{folder}/checkpoints"], check=True)
