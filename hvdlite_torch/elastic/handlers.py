@@ -8,6 +8,8 @@ object itself changes only after everything has come.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -100,12 +102,16 @@ class StateDictHandler(StateHandler):
             self.load(self.staged)
         self.promote()
 
-    def small(self) -> Any:
-        """Return what a body may change before an optimizer's step, for `copied_over`; not parameters."""
-        return self.value.state_dict()
+    def small_copy(self, room: Any) -> Any:
+        """Return a copy of what a body may change before an optimizer's step; not of parameters.
+
+        Args:
+            room: an older copy, over which it may be written; or None.
+        """
+        return copied_over(self.value.state_dict(), room)
 
     def load_small(self, small: Any) -> None:
-        """Load a copy of `small`, which stays as it is."""
+        """Load such a copy, which stays as it is."""
         self.load(small)
 
     def promote(self) -> None:
@@ -126,15 +132,22 @@ class ModelStateHandler(StateDictHandler):
         """Copy parameters and buffers into the module's own."""
         self.value.load_state_dict(structure)
 
-    def small(self) -> Any:
-        """Return the buffers."""
-        return [module._buffers for module in self.value.modules() if module._buffers]
+    def small_copy(self, room: Buffers | None) -> Buffers:
+        """Return a copy of the buffers that commits have, too."""
+        places = _buffers_in(self.value)
+        tensors = [owner[name] for owner, name in places]
+        if room is None or len(tensors) != len(room.tensors) or not all(map(operator.is_, tensors, room.tensors)):
+            room = Buffers(places, tensors, [torch.empty_like(tensor) for tensor in tensors])
+        if tensors:
+            with torch.no_grad():
+                torch._foreach_copy_(room.copies, tensors)
+        return room
 
-    def load_small(self, small: Any) -> None:
-        """Copy buffers into the module's own."""
-        buffers = self.small()
-        for own, before in zip(buffers, copied_over(small, buffers), strict=True):
-            own.update(before)
+    def load_small(self, small: Buffers) -> None:
+        """Copy buffers into the module's own; one that has been replaced since gets a new tensor."""
+        with torch.no_grad():
+            for (owner, name), tensor, copied in zip(small.places, small.tensors, small.copies, strict=True):
+                owner[name] = tensor.copy_(copied)
 
 
 class OptimizerStateHandler(StateDictHandler):
@@ -144,18 +157,48 @@ class OptimizerStateHandler(StateDictHandler):
         """Load a copy, in the memory of the optimizer's tensors where that fits."""
         load_exactly(self.value, copied_over(structure, self.value.state_dict()))
 
-    def small(self) -> Any:
-        """Return the hyper-parameters."""
-        return [{name: value for name, value in group.items() if name != "params"} for group in self.value.param_groups]
+    def small_copy(self, room: Any) -> Any:
+        """Return a copy of the hyper-parameters."""
+        return copied_over(self._hyper_parameters(), room)
 
     def load_small(self, small: Any) -> None:
         """Go back to hyper-parameters."""
-        for group, before in zip(self.value.param_groups, copied_over(small, self.small()), strict=True):
+        for group, before in zip(self.value.param_groups, copied_over(small, self._hyper_parameters()), strict=False):
             group.update(before)
+
+    def _hyper_parameters(self) -> list[dict[str, Any]]:
+        return [{name: value for name, value in group.items() if name != "params"} for group in self.value.param_groups]
 
 
 class SamplerStateHandler(StateDictHandler):
     """Handles a sampler, which is divided among the ranks of each new world."""
+
+
+@dataclasses.dataclass
+class Buffers:
+    """Buffers of a module, and copies.
+
+    Attributes:
+        places: of each buffer, the module's dict and the name in it.
+    """
+
+    places: list[tuple[dict[str, Any], str]]
+    tensors: list[torch.Tensor]
+    copies: list[torch.Tensor]
+
+
+def _buffers_in(module: torch.nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Return the places of a module's persistent buffers; in a quarter of the time of `named_buffers()`."""
+    places: list[tuple[dict[str, Any], str]] = []
+    left: list[Any] = [module]
+    while left:
+        own = vars(left.pop())
+        buffers = own["_buffers"]
+        if buffers:
+            others = own["_non_persistent_buffers_set"]
+            places += [(buffers, name) for name, buffer in buffers.items() if buffer is not None and name not in others]
+        left += filter(None, own["_modules"].values())
+    return places
 
 
 def copied_over(structure: Any, room: Any) -> Any:

@@ -19,7 +19,7 @@ from hvdlite_torch.arrays.tensors import on_host
 from hvdlite_torch.collectives.broadcasts import Placeholder, broadcast_tensors, taken_out, with_rooms
 from hvdlite_torch.elastic.body_loader import SCALE, BodyLoader
 from hvdlite_torch.elastic.elastic_sampler import ElasticSampler
-from hvdlite_torch.elastic.handlers import StateDictHandler, StateHandler, copied_over, handler_for
+from hvdlite_torch.elastic.handlers import StateDictHandler, StateHandler, handler_for
 from hvdlite_torch.optimizer.base import is_distributed
 from hvdlite_torch.random_states import load_torch_random_states, torch_random_states
 from hvdlite_torch.uncompiled import leave_to_python
@@ -163,8 +163,10 @@ class TorchState(ComparedState):
         handlers = {name: handler for name, handler in self._handlers.items() if isinstance(handler, StateDictHandler)}
         if len(handlers) < len(self._handlers):
             return None  # a handler of the script's, of which it is not known what a body changes
-        small = {name: self._checked(name, handler.small) for name, handler in handlers.items()}
-        return copied_over(small, None if room is None else room[0]), super()._small_copy(None), torch_random_states()
+        rooms = {} if room is None else room[0]
+        small = {name: self._checked(name, lambda name=name, handler=handler: handler.small_copy(rooms.get(name)))
+                 for name, handler in handlers.items()}
+        return small, super()._small_copy(None), torch_random_states()
 
     def _load_small(self, small: Any) -> None:
         states, others, generators = small

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from hvdlite.membership.authority import Authority
 from hvdlite.membership.events import (
@@ -62,6 +62,8 @@ class Job:
         self.has_finished = False
         self.commit_every = draw.randint(1, 4)
         self.joins = draw.choice([0.0, 0.0, 0.1])  # how probable it is that a process joins after a step
+        self.other_random = random.Random(f"bodies {seed}")
+        self.counts = self.other_random.random() < 0.4  # its loop counts bodies
         self.processes: dict[int, Process] = {}
         self.worlds: dict[int, tuple[int, ...]] = {}
         self.gone: set[int] = set()  # as the authority knows
@@ -172,21 +174,35 @@ class Job:
         size = len(command.members)
         assert self.limits.min_np <= size <= (self.limits.max_np or size) and len(set(command.members)) == size
         assert command.epoch == len(self.worlds) + (command.epoch > 1) and self.gone.isdisjoint(command.members)
-        best = [((not state_report.is_behind, state_report.commits), member)
-                for member, (epoch, state_report) in self.state_reports.items()
-                if epoch == command.epoch - 1 and member not in self.gone and state_report.has_state]
+        told = {member: state_report for member, (epoch, state_report) in self.state_reports.items()
+                if epoch == command.epoch - 1 and member not in self.gone and state_report.has_state}
+        last = self.last_position(told.values())
+        rests = [(self.resumes(each, last), not each.is_behind, each.commits) for each in told.values()]
         if command.epoch > 1:
-            assert (max(best)[0], command.members[0]) in best, "the donor must have the greatest state_report"
+            donor = told[command.members[0]]
+            assert (self.resumes(donor, last), not donor.is_behind, donor.commits) == max(rests), (donor, rests)
         self.worlds[command.epoch] = command.members
 
     def check_order(self, process: Process, order: WorldOrder) -> None:
         assert process.id in order.members and process.doing in ("idle", "joining", "dead")
         told = [self.state_reports[member][1] for member in order.members if member in self.state_reports]
         having = [state_report for state_report in told if state_report.has_state]
-        assert order.restore or (all(state_report.at_rest for state_report in having)
-                                 and not all(state_report.is_behind for state_report in having))
+        resumes = any(self.resumes(state_report, self.last_position(having)) for state_report in having)
+        assert not (order.restore and resumes), "it could go on without a commit"
+        assert order.restore or resumes or (all(state_report.at_rest for state_report in having)
+                                            and not all(state_report.is_behind for state_report in having))
+        if resumes:
+            assert (order.commits, order.boundaries) == self.last_position(having)
         assert sorted(rank for ranks in order.ranks_by_machine for rank in ranks) == list(range(len(order.members)))
         assert order.host_names == tuple(self.processes[member].host for member in order.members)
+
+    @staticmethod
+    def last_position(told: Iterable[StateReport]) -> tuple[int, int]:
+        return max(((each.commits, each.boundaries) for each in told if not each.is_behind), default=(-1, -1))
+
+    @staticmethod
+    def resumes(told: StateReport, last: tuple[int, int]) -> bool:
+        return told.can_resume and not told.is_behind and (told.commits, told.boundaries) == last
 
     # --- processes ---------------------------------------------------------------------------------------------------------
 

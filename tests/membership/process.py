@@ -53,6 +53,8 @@ class Process:
         self.is_ready = False
         self.has_state = not start.is_joiner
         self.commits = 0
+        self.body = 0  # boundaries since the commit, in a loop that counts bodies
+        self.has_stepped = False  # since the last one
         self.at_rest = self.is_behind = False
         self.has_joined, self.joins = False, 0  # waits in join(); how often all of this world have
         self.order: WorldOrder | None = None
@@ -169,10 +171,14 @@ class Process:
         if step == _SYNC:
             self.has_state = True
             self.commits = self.order.commits if self.order else 0
+            self.body = self.order.boundaries if self.order and not self.order.restore else 0
+            self.has_stepped = False
             self._arrive_later()
             return
         if self.step % self.job.commit_every == 0:
-            self.commits += 1
+            self.commits, self.body = self.commits + 1, 0
+        else:
+            self.body += 1
         self.reach_boundary()
 
     def go_on(self) -> None:
@@ -240,6 +246,7 @@ class Process:
             return
         if self.doing == "finished" and reason != "told":
             return  # it only waits for an order
+        self.may_have_stepped()
         if not self.is_ready:
             if self.doing == "training" and self.job.random.random() < 0.5:
                 self.doing = "lost"  # it sees the loss at the entrance of elastic.run only
@@ -256,6 +263,10 @@ class Process:
             self.say(MeetingFailed(epoch, reason, missing))
         self.end_world(reason)
 
+    def may_have_stepped(self) -> None:
+        """It loses the world, maybe after the step of its body."""
+        self.has_stepped |= self.arrived and self.job.other_random.random() < 0.5
+
     def end_world(self, reason: str) -> None:
         epoch = self.epoch
         if not self.is_alive:  # it died when it told the others
@@ -268,11 +279,16 @@ class Process:
             self.doing = "idle"
             self.forget_world()
             blamed = tuple(rank for rank, each in enumerate(self.world()) if each.is_frozen and reason != "told")
-            self.say(MemberIdle(epoch, StateReport(has_state=self.has_state, commits=self.commits, at_rest=self.at_rest,
-                                                   is_behind=self.is_behind), reason, blamed))
+            self.say(MemberIdle(epoch, self.state_report(), reason, blamed))
             for each in self.world() if self.at_rest else ():
                 if each.has_joined:
                     each.later(0.5, lambda each=each: each._left_in_join(epoch))  # type: ignore[misc]
+
+    def state_report(self) -> StateReport:
+        counts = self.job.counts and self.has_state
+        return StateReport(has_state=self.has_state, commits=self.commits, boundaries=self.body if counts else 0,
+                           can_resume=counts and not self.has_stepped and not self.is_behind, at_rest=self.at_rest,
+                           is_behind=self.is_behind)
 
     def forget_world(self) -> None:
         self.arrived = self.waits_at_boundary = self.has_joined = False

@@ -122,6 +122,28 @@ def nobody_goes_back_to_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @breaks(0)
+def members_that_have_stepped_are_donors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "recover", lambda reports: recover({
+        member: msgspec.structs.replace(report, can_resume=report.can_resume or report.boundaries > 0)
+        for member, report in reports.items()}))
+    _see_only_parameters(monkeypatch)
+
+
+@breaks(0)
+def nobody_runs_a_body_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "recover", lambda reports: recover({
+        member: msgspec.structs.replace(report, can_resume=False) for member, report in reports.items()}))
+    _see_only_parameters(monkeypatch)
+
+
+def _see_only_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what would see the reports, and the orders that they lead to."""
+    monkeypatch.setattr("tests.membership.model.Job.begun", lambda self, command: self.worlds.update(
+        {command.epoch: command.members}))
+    monkeypatch.setattr("tests.membership.model.Job.check_order", lambda self, process, order: None)
+
+
+@breaks(0)
 def a_world_begins_before_the_killed_ones_of_the_last_are_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JobWorld, "living", lambda self: [
         member for member in self.members if member.state not in (MemberState.GONE, MemberState.KILLED)])

@@ -32,6 +32,8 @@ class Trainer(Process):
     Attributes:
         model: its parameters.
         saved: those of its last commit, or of the last synchronisation.
+        saved_body: the number of its boundary.
+        place: the step that it makes next, or is in: of the small things that a state copies at boundaries.
         committed: how many steps its last commit has.
         rank: its background thread in the current world, if it has one.
     """
@@ -42,7 +44,7 @@ class Trainer(Process):
         super().__init__(job, start)
         self.model: Model = ()
         self.saved: Model = ()
-        self.committed = 0
+        self.saved_body = self.committed = self.place = 0
         self.rank: RankOfWorld | None = None
         self.unread: list[tuple[int, Frame]] = []
 
@@ -98,7 +100,8 @@ class Trainer(Process):
 
     def train(self) -> None:
         if self.order is not None and self.order.restore and self.has_state:
-            self.model = self.saved
+            self.model, self.body, self.has_stepped = self.saved, self.saved_body, True
+            self.place = len(self.model)
         if self.rank is not None:
             self.rank.run(self._synchronise(self.rank))
 
@@ -115,6 +118,9 @@ class Trainer(Process):
         if rank is not None and rank.running and not self.is_ready and self.epoch == epoch and not self.is_frozen:
             rank.announce(FailureNotice(-1, "stopped", reason))
         super().lose_world(epoch, reason)
+
+    def may_have_stepped(self) -> None:
+        """It knows."""
 
     def end_world(self, reason: str) -> None:
         if self.rank is not None and self.rank.running:
@@ -156,18 +162,22 @@ class Trainer(Process):
         """Take rank 0's state, and make the first step."""
         request = Request("state", Collective.BROADCAST, "uint8", (0,), root_rank=0)
         had, own = self.has_state, self.model
-        state = yield from rank.call(request, (self.commits, self.committed, self.model))
-        self.commits, self.committed, self.model = state
-        self.saved, self.has_state, self.at_rest = self.model, True, False
-        self.step = len(self.model)
-        assert [step for step, _ in self.model] == list(range(self.step)), "a step is missing, or there twice"
+        if self.job.counts:  # the others have trained on, or have stepped
+            had = had and not self.has_stepped and (self.order is None or (self.order.commits, self.order.boundaries) == (
+                self.commits, self.body))
+        state = yield from rank.call(request, (self.commits, self.body, self.committed, self.model, self.place))
+        self.commits, self.body, self.committed, self.model, self.place = state
+        self.saved, self.saved_body, self.has_state, self.at_rest = self.model, self.body, True, False
+        self.has_stepped = False
+        self.step = self.place
+        assert [step for step, _ in self.model] == list(range(self.place)), "a step is missing, or there twice"
         assert self.job.begun_with.setdefault(self.epoch, self.model) == self.model, "replicas differ"
         assert self.step >= self.job.required[self.epoch], "a step is lost that was committed"
         assert self.order is None or self.order.restore or not had or own == self.model, "members at rest differ"
         yield from self._step(rank)
 
     def _step(self, rank: RankOfWorld) -> Script:
-        job, reducer, step = self.job, rank.reducer, len(self.model)
+        job, reducer, step = self.job, rank.reducer, self.place
         token = self.id, step, self.epoch
         tokens = tuple((member, step, self.epoch) for member in rank.world.members)
         reducer.epochs = [[Round(MEMBERS)]]
@@ -186,18 +196,26 @@ class Trainer(Process):
         assert averages == {tokens}, f"step {step} of world {self.epoch} averages {averages}"
         if job.random.random() < 0.3 or step % 3 == 0:
             yield from rank.pause()
+        if job.counts and step % 4 == 0:
+            self.model, self.has_stepped = (*self.model, (step, tokens)), True
         if step % 2 == 0:
             yield from self._metric(rank, tokens)
         if step % 3 == 0:
             yield from self._exchange(rank, step)
         if rank.coordinator is not None and job.random.random() < 0.05:
             rank.coordinator.tune({"bucket_size": job.random.randint(20, 80)}, job.now)
-        self.model = (*self.model, (step, tokens))
+        if not self.has_stepped:
+            self.model = (*self.model, (step, tokens))
+        self.has_stepped = False
         assert job.made.setdefault((self.epoch, step), tokens) == tokens
         job.steps_made += 1
-        self.step, self.at_rest = len(self.model), False
+        self.step = self.place = step + 1
+        self.at_rest = False
         if self.step % job.commit_every == 0:
             self.saved, self.committed, self.commits = self.model, self.step, self.commits + 1
+            self.body = self.saved_body = 0
+        else:
+            self.body += 1
         self.reach_boundary()
 
     def _metric(self, rank: RankOfWorld, tokens: tuple[Token, ...]) -> Script:
@@ -256,6 +274,11 @@ class TrainingJob(Job):
             having = [process for member in self.worlds[command.epoch - 1]
                       if (process := self.processes[member]).doing == "idle" and process.has_state]
             self.required[command.epoch] = max((process.committed for process in having), default=0)
+            reports = {process.id: process.state_report() for process in having}
+            last = self.last_position(reports.values())
+            resuming = [process for process in having if self.resumes(reports[process.id], last)]
+            if resuming:  # no step that is finished is lost
+                self.required[command.epoch] = max(len(process.model) for process in resuming)
 
     def carry_out(self, command: Command) -> None:
         if isinstance(command, Kill) and "did not stop" in command.reason:
