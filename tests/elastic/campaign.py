@@ -46,7 +46,7 @@ def one(seed: int, hosts: Hosts | None = None) -> tuple[int, str]:
             injuries.hurt(chance.randint(1, most), seconds=chance.choice([0.1, 1.0, 4.0]))
             job.succeed(lost=injuries.lost, lost_hosts=injuries.lost_hosts)
         except Exception as error:  # of any kind: the other jobs are tried, too
-            return injuries.kills, f"seed {seed}: {job.flags}: {injuries.done}: {type(error).__name__}: {error}"
+            return injuries.kills, f"seed {seed}: {job.flags}: {job.environment}: {injuries.done}: {type(error).__name__}: {error}"
         finally:
             injuries.recover()
             job.close()
@@ -107,7 +107,7 @@ def _on_this_host(chance: random.Random, folder: Path) -> tuple[Job, int]:
         flags += ["--blacklist-cooldown-range", "1", "2"]
     if kind == "discovery":
         flags += ["--max-np", "4", *_discovered(folder, "localhost:2", "127.0.0.1:2")]
-    return Job(flags, folder, 400), size
+    return Job(flags, folder, 400, _loop(chance)), size
 
 
 def _on_two_hosts(chance: random.Random, folder: Path, hosts: Hosts) -> tuple[Job, int]:
@@ -120,7 +120,12 @@ def _on_two_hosts(chance: random.Random, folder: Path, hosts: Hosts) -> tuple[Jo
     flags += _discovered(folder, *slots) if "discovery" in kind else ["-H", ",".join(slots)]
     if "cooldown" in kind:
         flags += ["--blacklist-cooldown-range", "1", "2"]
-    return Job(flags, folder, chance.choice([300, 1000]), hosts=hosts), 4
+    return Job(flags, folder, chance.choice([300, 1000]), _loop(chance), hosts=hosts), 4
+
+
+def _loop(chance: random.Random) -> dict[str, str]:
+    """Return the environment of a training that counts bodies, or not."""
+    return {"BODIES": chance.choice("01")}
 
 
 def _discovered(folder: Path, *lines: str) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ class Job:
     def __init__(self, flags: Sequence[str], folder: Path, steps: int, environment: Mapping[str, str] | None = None, *,
                  program: str = "counting", hosts: Hosts | None = None) -> None:
         self.flags, self.told, self.steps, self.hosts = flags, folder / "told", steps, hosts
+        self.environment = dict(environment or {})
         self._temporary = folder / "tmp"
         self._tag = f"TEST_ELASTIC={os.getpid()}-{folder}"
         self._shared = shared_memory()
@@ -62,7 +63,7 @@ class Job:
              str(steps)],
             stdin=subprocess.DEVNULL, stdout=self._file, stderr=self._file, cwd=ROOT,
             env={**(clean_environment() if hosts is None else hosts.environment()), "PYTHONPATH": PYTHON_PATH,
-                 "OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary), name: value, **(environment or {})})
+                 "OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary), name: value, **self.environment})
 
     def _begun(self) -> dict[int, tuple[int, str]]:
         names = (path.name.split(".", 3) for path in self.told.glob("started.*"))

@@ -121,7 +121,7 @@ def nobody_goes_back_to_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.membership.model.Job.check_order", lambda self, process, order: None)
 
 
-@breaks(0)
+@breaks(261)
 def members_that_have_stepped_are_donors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "recover", lambda reports: recover({
         member: msgspec.structs.replace(report, can_resume=report.can_resume or report.boundaries > 0)

@@ -93,11 +93,12 @@ def test_a_rank_that_waits_in_join_is_taken_along_when_the_job_grows(tmp_path: P
     assert results[0] == ([(0, 2), second], last) and results[2] == ([second], last), results
 
 
-def test_fifty_worlds_hold_no_more_than_two() -> None:
-    """See docs/protocol.md#the-end-of-a-world, #followers."""
-    with ElasticJob(change, 50, slots={"a": 2}) as job:
+@pytest.mark.parametrize("counts_bodies", [False, True])
+def test_fifty_worlds_hold_no_more_than_two(counts_bodies: bool) -> None:
+    """See docs/protocol.md#the-end-of-a-world, #followers, #bodies."""
+    with ElasticJob(change, 50, counts_bodies, slots={"a": 2}) as job:
         results = job.finish()
-        assert max(job.orders) == 51
+        assert max(job.orders) == 51 and all(order.restore != counts_bodies for order in job.orders.values())
     for result in results.values():
         assert result["late"] == result["early"]
         assert result["sequence"] == 4 and "one after the other" in result["nested"]

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from hvdlite import api  # noqa: E402
+from hvdlite.core.types import ReduceOp  # noqa: E402
+from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
+from hvdlite_torch.elastic import StateHandler, TorchState  # noqa: E402
 from tests.elastic_jobs import ElasticJob  # noqa: E402
+from tests.torch.elastic_training import Training  # noqa: E402
+from tests.torch.models import net  # noqa: E402
 from tests.torch.programs import bodies as programs  # noqa: E402
-from tests.worlds import TORCH  # noqa: E402
+from tests.worlds import TORCH, threads  # noqa: E402
 
 BODIES, AT = 12, 7
 
@@ -29,3 +38,160 @@ def test_no_step_is_lost_or_repeated_when_a_rank_is_lost(victim: int, where: str
         ran = results[member]["ran"]
         assert [body for body, size in ran if size == 2] == list(range(again, BODIES)), ran
         assert len([body for body, size in ran if size == 3]) in (AT, AT + 1, AT + 2), ran
+
+
+def test_a_repeated_body_begins_with_the_statistics_and_random_numbers_of_its_boundary() -> None:
+    """Buffers of rank 0, and every rank's own generators; see docs/elastic.md."""
+    with ElasticJob(programs.with_statistics, BODIES, 2, AT, slots={"a": 3}, min_np=1, hosts_are_fixed=True,
+                    imported=TORCH) as job:
+        results = job.finish()
+        assert not job.orders[2].restore and job.orders[2].members == (0, 1)
+    begun = {member: [each for each in results[member]["begun"] if each[0] == AT] for member in (0, 1)}
+    (_, _, buffers, generators, rate), again = begun[0]
+    assert again == (AT, 2, buffers, generators, rate)
+    (_, _, own, generators, rate), again = begun[1]
+    assert own != buffers and again == (AT, 2, buffers, generators, rate), "all ranks have rank 0's after a change"
+    assert results[0]["parameters"] == results[1]["parameters"]
+    assert [each[0] for each in results[0]["begun"]] == [*range(AT + 1), *range(AT, BODIES)]
+
+
+def test_ranks_come_and_go_between_bodies(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with ElasticJob(programs.grow, 5, str(gate), slots={"a": 2}, min_np=1, imported=TORCH) as job:
+        job.until_printed(0, "body 3 of 2")
+        job.see({"a": 3})
+        order = job.until_members(0, 1, 2)
+        assert not order.restore and order.boundaries >= 3
+        job.until_printed(2, "of 3")
+        job.kill(0)
+        job.until_printed(2, "of 2")
+        gate.touch()
+        results = job.finish()
+    for member in (1, 2):
+        assert results[member]["parameters"] == pytest.approx(results[member]["alone"], abs=1e-9, rel=0)
+    bodies = [body for body, _ in results[1]["ran"]]
+    assert sorted(set(bodies)) == list(range(max(bodies) + 1)) and len(bodies) - len(set(bodies)) <= 2, results[1]["ran"]
+    assert {size for _, size in results[1]["ran"]} == {2, 3}
+
+
+# --- when a body counts as stepped ---------------------------------------------------------------------------------------
+
+class OwnLBFGS(torch.optim.LBFGS):
+    """A class of a script, which may change parameters before it calls the closure."""
+
+
+class FailsOnRank1:
+    """A communication hook with a state."""
+
+    def __init__(self, runtime: Any) -> None:
+        self.runtime, self.calls = runtime, 0
+
+    def reduce(self, gradients: Any, exchange: Any) -> None:
+        self.calls += 1
+        if self.calls == 2 and self.runtime.world.rank == 1:
+            self.runtime.end("lost")
+        exchange.average("gradients", [gradient for _, gradient in gradients])
+
+
+def sgd(model: Any) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+COUNTED = {
+    "before its reduction a step does not count": (sgd, {}, False, 2),
+    "nor where it waits for it": (sgd, {"wait_in": "step"}, False, 2),
+    "nor in a closure": (sgd, {}, True, 2),
+    "nor in the first closure of torch's LBFGS": (lambda net: torch.optim.LBFGS(net.parameters(), max_iter=1), {}, True, 2),
+    "in another LBFGS it does": (lambda net: OwnLBFGS(net.parameters(), max_iter=1), {}, True, 5),
+    "an Adasum step counts when it begins": (sgd, {"op": ReduceOp.ADASUM}, False, 3),
+    "a hook with a state counts, and then the step": (sgd, {"comm_hook": FailsOnRank1}, False, 6),
+    "a hook without one does not": (sgd, {"comm_hook": comm_hooks.AllReduce}, False, 2)}
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_steps_are_counted_before_parameters_change(case: str) -> None:
+    """Rank 1 is lost when rank 0 makes its second step; the hook fails on rank 1 in its second call."""
+    make, options, has_closure, count = COUNTED[case]
+    before = api.worlds().steps_begun
+
+    def step(runtime: Any) -> None:
+        model = net()
+        hook = options.get("comm_hook")
+        given = {**options, **({"comm_hook": hook(runtime) if hook is FailsOnRank1 else hook()} if hook else {})}
+        optimizer = DistributedOptimizer(make(model), _runtime=runtime, **given)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = model(torch.ones(3, 6) * (1 + runtime.world.rank)).square().mean()
+            loss.backward()
+            return loss
+
+        def body() -> None:
+            if has_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        body()
+        if runtime.world.rank == 0 or hook is FailsOnRank1:
+            with pytest.raises(Exception, match="lost"):
+                body()
+        else:
+            runtime.end("lost")
+    threads(2, step)
+    assert api.worlds().steps_begun - before == count
+
+
+def test_a_plain_optimizer_of_a_state_counts_its_steps() -> None:
+    model = net()
+    optimizer = sgd(model)
+    TorchState(model, optimizer)
+    before = api.worlds().steps_begun
+    model(torch.ones(3, 6)).sum().backward()
+    optimizer.step()
+    assert api.worlds().steps_begun == before + 1
+
+
+class OwnHandler(StateHandler):
+    """A handler of a script."""
+
+    def save(self) -> None:
+        """Nothing."""
+
+
+def test_a_state_with_a_handler_of_the_script_cannot_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "is_elastic", lambda: True)
+    model = net()
+    state = TorchState(model, sgd(model))
+    state._begin_body()
+    assert state._small is not None
+    state._handlers["own"] = OwnHandler(3)
+    api.worlds().step_begins()
+    state._begin_body()
+    assert state._small is None and state._body == 1
+
+
+def test_buffers_rates_and_scalers_go_back_also_where_tensors_were_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "is_elastic", lambda: True)
+    training = Training("adam")
+    norm, scaler = training.model[1], torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    state = training.state(scaler=scaler, mask=torch.ones(2))
+    training.train(0, 2)
+    state._begin_body()
+    begun, places = training.bits(), [buffer.data_ptr() for buffer in norm.buffers()]
+    for _ in range(2):
+        training.model(torch.randn(5, 6))
+        norm.running_mean = torch.full((8,), 7.0)
+        norm.num_batches_tracked += 5
+        training.optimizer.param_groups[0]["lr"] = 3.0
+        training.schedule.step()
+        scaler.scale(torch.ones(()))
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 9.0})
+        state.mask.zero_()
+        state._load_small(state._small)
+        assert training.bits() == begun and scaler.get_scale() == 4.0 and state.mask.tolist() == [1, 1]
+        assert [buffer.data_ptr() for buffer in norm.buffers()] == places
+    room = state._small[0]["model"]
+    api.worlds().step_begins()
+    state._begin_body()
+    assert state._small[0]["model"] is room, "copies are written over older ones"

@@ -4,6 +4,7 @@ Arguments: a folder for what the members tell, and the least number of steps. En
 
 - TROUBLE=MEMBER:STEP:KIND: what happens at a step of a member; see `_make_trouble`.
 - UNTIL=NAME: training goes on until this file is in the folder.
+- BODIES=1: the loop counts bodies, and commits every five of them.
 - HOLD=STEP: members that make no trouble wait for this file before a step.
 """
 
@@ -48,6 +49,7 @@ def main(folder: Path, steps: int) -> None:
     member = os.environ.get("HVDLITE_MEMBER", "none")
     (folder / f"started.{member}.{os.getpid()}.{os.environ.get('HOROVOD_HOSTNAME', '')}").touch()
     trouble = os.environ.get("TROUBLE", "")
+    counts_bodies = os.environ.get("BODIES") == "1"
     until, hold = os.environ.get("UNTIL", ""), int(os.environ.get("HOLD", "-1"))
     state = ObjectState(step=0, weights=np.zeros(COUNT, np.int64), history=[], end=0 if until else steps)
     state.register_reset_callbacks([lambda: adapt()])
@@ -58,6 +60,8 @@ def main(folder: Path, steps: int) -> None:
         if len(np.unique(ops.allgather(own[None]), axis=0)) > 1:
             raise RuntimeError(f"replicas differ at step {state.step} in a world of {api.size()} ranks")
         while not state.end or state.step < state.end:
+            if counts_bodies:
+                state._begin_body()
             (folder / f"at.{member}").write_text(str(state.step), encoding="ascii")
             if trouble.startswith(f"{member}:{state.step}:"):
                 _make_trouble(trouble.rpartition(":")[2], folder)
@@ -73,6 +77,8 @@ def main(folder: Path, steps: int) -> None:
             time.sleep(0.002)
             if state.step % COMMIT_EVERY == 0:
                 state.commit()
+        if counts_bodies:
+            state._end_bodies()
         return hashlib.sha256(state.weights.tobytes()).hexdigest()
 
     digest = train(state)

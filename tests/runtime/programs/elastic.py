@@ -63,7 +63,7 @@ def train(gate: str, elements: int = 1000, every: int = 1) -> dict[str, Any]:
             "environment": (int(os.environ["HOROVOD_RANK"]), int(os.environ["HVDLITE_SIZE"]))}
 
 
-def change(count: int) -> dict[str, Any]:
+def change(count: int, counts_bodies: bool) -> dict[str, Any]:
     """Pass through `count` more worlds with the same members; return what is held in the second and in the last one."""
     api.init()
     state: Any = ObjectState(step=0)
@@ -87,9 +87,14 @@ def change(count: int) -> dict[str, Any]:
     @run
     def loop(state: Any) -> None:
         for _ in range(3):
+            if counts_bodies:
+                state._begin_body()
             ops.allreduce(np.ones(100_000), op=api.Sum)
             state.step += 1
-            state.commit()
+            if not counts_bodies:
+                state.commit()
+        if counts_bodies:
+            state._end_bodies()
         held.append((open_files(), shared_mappings(), sorted(thread.name for thread in threading.enumerate())))
         ops.barrier()  # the end of the world reaches some ranks in it
         if len(held) <= count:

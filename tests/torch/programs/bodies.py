@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import random
 import signal
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 import hvdlite_torch as hvd
@@ -97,6 +100,79 @@ def count(bodies: int, victim: int, where: str, at: int, commit_every: int) -> d
     train(state)
     hvd.shutdown()
     return {"parameters": flat(made), "ran": ran, "numbers": numbers, "pid": os.getpid()}
+
+
+def with_statistics(bodies: int, victim: int, at: int) -> dict[str, Any]:
+    """Train with BatchNorm and Dropout; a member kills itself in the middle of a body.
+
+    Returns:
+        for each body that has begun: its number, the size of the world, the buffers, the state of each random generator as
+        a digest, and the learning rate.
+    """
+    hvd.init()
+    member = int(os.environ["HVDLITE_MEMBER"])
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Dropout(), torch.nn.Linear(7, 2))
+    for generator in (torch.manual_seed, random.seed, np.random.seed):
+        generator(100 + member)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    state = hvd.elastic.TorchState(model, hvd.DistributedOptimizer(optimizer), schedule=schedule, body=0)
+    begun: list[tuple[Any, ...]] = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while state.body < bodies:
+            state._begin_body()
+            generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
+            buffers = [each.tolist() for each in model.buffers()]
+            begun.append((state.body, hvd.size(), buffers, hashlib.sha256(repr([
+                generators[0].tolist(), *generators[1:]]).encode()).hexdigest(), optimizer.param_groups[0]["lr"]))
+            schedule.step()  # a body that fails must not do it twice
+            x = torch.randn(4, 5) + random.random() + np.random.random()
+            output = model(x).square().mean()
+            if (member, state.body) == (victim, at):
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            output.backward()
+            optimizer.step()
+            state.body += 1
+        state._end_bodies()
+
+    train(state)
+    hvd.shutdown()
+    return {"begun": begun, "parameters": flat([model])}
+
+
+def grow(bodies: int, gate: str) -> dict[str, Any]:
+    """Train until three are there and have trained for some bodies; then for the rest of `bodies`."""
+    hvd.init()
+    made = models()
+    optimizer = hvd.DistributedOptimizer(optimizers(made)[0], made[0].named_parameters())
+    state = hvd.elastic.TorchState(made[0], optimizer, body=0, end=0)
+    ran: list[tuple[int, int]] = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while not state.end or state.body < state.end:
+            state._begin_body()
+            share = ROWS // hvd.size()
+            is_open = hvd.allreduce(torch.tensor(float(os.path.exists(gate))), op=hvd.Max, name="gate")
+            ran.append((state.body, hvd.size()))
+            step(made[0], state.optimizer, rows(state.body)[hvd.rank() * share:][:share])
+            state.body += 1
+            if is_open and not state.end:
+                state.end = state.body + bodies
+            print(f"body {state.body} of {hvd.size()}", flush=True)
+        state._end_bodies()
+
+    train(state)
+    hvd.shutdown()
+    alone = models()
+    alone_optimizer = optimizers(alone)[0]
+    for body in range(state.end):
+        step(alone[0], alone_optimizer, rows(body))
+    return {"parameters": flat(made[:1]), "alone": flat(alone[:1]), "ran": ran}
 
 
 def _fail_at_copy(state: Any, fail: Callable[[], None]) -> None:
