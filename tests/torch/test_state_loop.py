@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,46 +113,73 @@ def test_what_cannot_be_cut_by_position_is_refused(monkeypatch: pytest.MonkeyPat
 
 def judge(results: dict[int, Any], batch: int = 5) -> Any:
     """Check that members have the ledger and the losses of a run without events; return what one of them told."""
-    told = next(iter(results.values()))
-    for name in ("ledger", "losses", "sizes"):
-        assert all(result[name] == told[name] for result in results.values()), name
-    ledger = told["ledger"]
-    assert ledger == undisturbed(batch)
-    for epoch in range(EPOCHS):
-        assert sorted(each for at, *rows in ledger if at == epoch for each in rows) == list(range(SAMPLES))
-    assert torch.allclose(torch.tensor(told["losses"]), torch.tensor(replay(ledger)), rtol=1e-9, atol=0)
+    told = agreed(results)
+    ledger, whole = told["ledger"], undisturbed(batch, told["ledger"][-1][0] + 1)
+    assert ledger == whole[:len(ledger)]
+    for epoch in range(ledger[-1][0]):
+        assert sorted(samples(ledger, epoch)) == list(range(SAMPLES))
     return told
 
 
-def undisturbed(batch: int) -> list[tuple[int, ...]]:
+def agreed(results: dict[int, Any]) -> Any:
+    """Check that members agree, and have the losses of one process; return what one of them told."""
+    told = next(iter(results.values()))
+    for name in ("ledger", "losses", "sizes", "scaled"):
+        assert all(result[name] == told[name] for result in results.values()), name
+    assert told["losses"] == pytest.approx(replay(told["ledger"]), abs=1e-9)
+    return told
+
+
+def samples(ledger: list[tuple[int, ...]], epoch: int) -> list[int]:
+    return [each for at, *rows in ledger if at == epoch for each in rows]
+
+
+def undisturbed(batch: int, epochs: int) -> list[tuple[int, ...]]:
     sampler, ledger = RandomSampler(range(SAMPLES), generator=torch.Generator().manual_seed(8)), list[tuple[int, ...]]()
-    for epoch in range(EPOCHS):
+    for epoch in range(epochs):
         order = list(sampler)
         ledger += [(epoch, *order[begin:begin + batch]) for begin in range(0, SAMPLES, batch)]
     return ledger
 
 
-@pytest.mark.parametrize(("victim", "workers"), [(0, 0), (1, 0), (2, 2)])
-def test_a_rank_is_killed_in_the_middle_of_an_epoch(tmp_path: Path, victim: int, workers: int) -> None:
+@pytest.mark.parametrize(("victim", "workers", "late"), [(0, 0, False), (1, 0, True), (2, 2, False)])
+def test_a_rank_is_killed_in_the_middle_of_an_epoch(tmp_path: Path, victim: int, workers: int, late: bool) -> None:
     """The last body of an epoch has 2 rows: fewer than ranks, and then one each."""
-    with ElasticJob(train, str(tmp_path), 5, (6,), workers, slots={"a": 3}, min_np=2, hosts_are_fixed=True,
+    with ElasticJob(train, str(tmp_path), 5, (6,), workers, late, slots={"a": 3}, min_np=2, hosts_are_fixed=True,
                     imported=TORCH) as job:
         for member in range(3):
             job.until_printed(member, "body 6 in 3")
         job.kill(victim)
         (tmp_path / "gate.6").touch()
-        told = judge(job.finish())
-    assert told["sizes"] == [3] * 6 + [2] * 9
-    assert len(told["loaders"]) == (workers or 1), "workers live on"
+        results = job.finish()
+    told = judge(results)
+    assert len(told["ledger"]) == EPOCHS * 5
+    assert told["sizes"] == [3] * (6 + late) + [2] * (9 - late), "no finished step is made again"
+    assert all(len(result["loaders"]) == (workers or 1) for result in results.values()), "workers live on"
 
 
 def test_ranks_come_and_go(tmp_path: Path) -> None:
-    with ElasticJob(train, str(tmp_path), 5, (3, 8), 0, slots={"a": 2}, min_np=1, imported=TORCH) as job:
-        for member in range(2):
-            job.until_printed(member, "body 3 in 2")
+    with ElasticJob(train, str(tmp_path), 5, (), 0, False, 10**6, slots={"a": 2}, min_np=1, imported=TORCH) as job:
+        job.until_printed(1, "body 3 in 2")
         job.see({"a": 3})
-        job.until(lambda: (2 in job.processes and bool(job.output(2))) or job.ready(2))
-        (tmp_path / "gate.3").touch()
+        job.until_printed(2, "in 3")
+        job.see({"a": 2})
+        job.until(lambda: job.processes[2].poll() == 0)
+        (tmp_path / "end").touch()
         results = job.finish()
-        told = judge(results)
-    assert told["sizes"][:4] == [2] * 4 and 3 in told["sizes"]
+    told = judge(results)
+    assert [size for size, _ in itertools.groupby(told["sizes"])] == [2, 3, 2]
+
+
+def test_the_batch_grows_with_the_world(tmp_path: Path) -> None:
+    with ElasticJob(train, str(tmp_path), "scale", (), 0, False, 10**6, slots={"a": 1}, min_np=1, imported=TORCH) as job:
+        job.until_printed(0, "body 3 in 1")
+        job.see({"a": 2})
+        job.until_printed(1, "in 2")
+        job.until(lambda: job.output(1).count(" in 2") > 9)  # more than an epoch
+        (tmp_path / "end").touch()
+        told = agreed(job.finish())
+    assert told["scaled"] == [4, 8] and set(told["sizes"]) == {1, 2}
+    assert max(len(rows) for _, *rows in told["ledger"]) == 8
+    for epoch in range(told["ledger"][-1][0]):
+        assert sorted(samples(told["ledger"], epoch)) == list(range(SAMPLES))
