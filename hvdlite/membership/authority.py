@@ -7,13 +7,14 @@ world's state is applied, until it leads to no other state. The modules beside t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from hvdlite.membership import events, messages
+from hvdlite.membership.expectations import NOTHING
 from hvdlite.membership.history import Failure, History
 from hvdlite.membership.hosts import HostSlots, Slot
-from hvdlite.membership.members import IN_FORCE, IN_WORLD, JOINING, NOTHING, JobWorld, Member, MemberState, WorldState
+from hvdlite.membership.members import IN_FORCE, IN_WORLD, JOINING, JobWorld, Member, MemberState, WorldState
 from hvdlite.membership.recovery import FailedMeetings, NextWorld, order, plan, recover
 
 _HAVE_MET: Final = {MemberState.OUTSIDE, MemberState.TRAINING, MemberState.FINISHED}
@@ -58,6 +59,8 @@ class Authority:
                 self._gone(world.everybody[id], event)
             case events.HostLost(host, reason):
                 self._lost(host, reason)
+            case events.MembersNoticed(ids, reason, seconds):
+                self._notice([world.everybody[id] for id in ids if id in world.everybody], reason, seconds)
             case events.SeenStopped(id) if id in world.everybody:
                 world.seen_stopped(world.everybody[id], now)
             case events.TimePassed():  # what members have said meanwhile comes before it
@@ -79,10 +82,9 @@ class Authority:
         """Return when `TimePassed` is due; None: after the next other event only."""
         if self.is_over or self._limits.one_world:
             return None
-        times = [self.world.until, self.world.next_due(self._now)]
-        if self.world.state is not WorldState.FINISHED:
-            times.append(self._hosts.next_end(self._now))
-        return None if min(times) == math.inf else min(times)
+        cooldown = math.inf if self.world.state is WorldState.FINISHED else self._hosts.next_end(self._now)
+        soonest = min(self.world.until, self.world.next_due(self._now), cooldown)
+        return None if soonest == math.inf else soonest
 
     @property
     def is_over(self) -> bool:
@@ -105,11 +107,7 @@ class Authority:
 
     def leaves(self, member: Member) -> str:
         """Return why a member is dismissed when the next world is ordered, which keeps the state; "" if it stays."""
-        if not self._hosts.has(member.host, member.slot):
-            return "its host was removed"
-        if self._limits.whole_host and self._hosts.is_barred(member.host, self._now):
-            return f"another process has failed on {member.host}"
-        return ""
+        return member.notice or self._hosts.why_left(member.host, member.slot, self._now)
 
     # --- what has happened ---------------------------------------------------------------------------------------------
 
@@ -128,6 +126,8 @@ class Authority:
                 if world.state is not WorldState.STOPPING or not state_report.at_rest:
                     self._end_world(f"{world.name(member)}: {reason}")
                 world.blame(blamed, f"it held up the others: {reason}", self._now)
+            case messages.MemberNoticed():
+                self._notice([member], "it got SIGTERM", self._limits.grace)
             case messages.MeetingFailed(reason=reason, missing=ranks):
                 missing = [self.members[rank] for rank in ranks if 0 <= rank < len(self.members)]
                 self._meetings.complain(missing or [member.id], self.members[0], reason)
@@ -137,6 +137,13 @@ class Authority:
                 address = addresses[self._meetings.count % len(addresses)]
                 others = [each for each in world.members if each is not member and each.state in IN_WORLD]
                 self._commands += world.send(others, messages.CoordinatorAt(world.epoch, address, message.port))
+
+    def _notice(self, members: Sequence[Member], reason: str, seconds: float) -> None:
+        """From now on members count as if discovery had lost their slots, which have not failed."""
+        for member in members:
+            if not self.leaves(member):
+                self._hosts.retire(member.host, member.slot, self._now)
+        self._commands += self.world.notice(members, reason, seconds, self._now)
 
     def _gone(self, member: Member, event: events.MemberGone) -> None:
         world, before, survives, code = self.world, member.state, member.survives, event.code
@@ -158,7 +165,7 @@ class Authority:
             else:
                 self._left(member, _WORLD_LOST)
         elif why := self.leaves(member):
-            self._left(member, why)
+            self._left(member, f"{why}; {failure.why}" if code else why)
         elif code == 0 and not member.fault:
             self._hosts.retire(member.host, member.slot, self._now)
             if survives:  # else it may be a script without elastic.run, which ends as any other
@@ -185,8 +192,7 @@ class Authority:
         if self._limits.one_world:
             return None if self.is_over else self._end_job(failure.shell_code, str(failure), failure)
         if self.world.state is WorldState.FINISHED:
-            self._note(self._history.add_at_end(failure, is_rank_0=failure.member == self.members[0]))
-            return
+            return self._note(self._history.add_at_end(failure, is_rank_0=failure.member == self.members[0]))
         self._history.add(failure)
         self._note(str(failure))
         if failure.member in self.members:
@@ -243,8 +249,7 @@ class Authority:
             if world.order is not None:
                 self._note(self._history.met(world.order, self._now))
         elif world.state is WorldState.PREPARING and all(member.id in world.boundaries for member in living):
-            world.enter(WorldState.STOPPING)
-            self._commands += world.send(living, messages.StopAt(world.change, max(world.boundaries.values()) + 1))
+            self._commands += world.stop_at_boundary()
         elif world.state is WorldState.STOPPING and states == {MemberState.IDLE}:
             world.enter(WorldState.ENDING)
         elif world.state is WorldState.STOPPING and states == {MemberState.IDLE, MemberState.FINISHED}:
@@ -257,11 +262,13 @@ class Authority:
                 or any(member.state is not MemberState.TRAINING for member in living)):
             return
         staying, is_joined = self._staying(), world.next_joining() <= self._now
-        if not self._limits.allows(self.epoch + 1):
-            self._refuse_change(staying)
-        elif is_joined or 0 < staying < len(living):  # if nobody can take over the state, it trains on as long as it can
+        is_allowed = self._limits.allows(self.epoch + 1)
+        is_last = world.train_until() <= self._now and not (is_joined and is_allowed)
+        if is_last or (is_allowed and (is_joined or 0 < staying < len(living))):  # else it trains on as long as it can
             self._history.began(self._now)
-            self._commands += world.prepare_stop(self._now)
+            self._commands += world.prepare_stop(self._now, is_last=is_last)
+        elif not is_allowed:
+            self._refuse_change(staying)
 
     def _refuse_change(self, staying: int) -> None:
         """Tell the user what the reset limit leaves out, when this changes; under Horovod's rule end the job instead."""
@@ -279,7 +286,7 @@ class Authority:
         """Tell all members to stop at once, if this has not been done."""
         if self.world.state in IN_FORCE:
             self.world.enter(WorldState.ENDING)
-            self.world.reason = reason
+            self.world.reason, self.world.is_last = reason, False
             self._history.began(self._now)
             self._commands += self.world.stop(self.world.living(), reason, self._now)
 
@@ -287,10 +294,14 @@ class Authority:
         """Order the next world, when this one has ended on all of its members; or wait, or end the job."""
         world, survivors, limits = self.world, self.world.living(), self._limits
         if world.until <= self._now:
-            self._give_up(f" after {limits.elastic_timeout:g} s")
-            return
+            return self._give_up(f" after {limits.elastic_timeout:g} s")
         if any(member.state is not MemberState.IDLE for member in survivors):
             return
+        joiners = world.alive([MemberState.READY])
+        nobody_stays = not joiners and all(member.notice for member in survivors or world.members)
+        if nobody_stays and (world.is_last or not survivors):
+            self._dismiss(survivors, "the job ends")
+            return self._end_job(events.TOO_FEW, f"all ranks were told to leave: {world.members[0].notice}")
         recovery = recover({member.id: member.state_report for member in survivors if member.state_report is not None})
         has_lost = len(survivors) < len(world.members)
         error, world.reason = "" if has_lost or self._meetings.complaints else world.reason, ""
@@ -298,8 +309,8 @@ class Authority:
             (recovery.commits, recovery.boundaries), error, are_enough=len(survivors) >= limits.min_np)
         why = why or ("" if limits.allows(world.epoch + 1) else limits.reset_limit_reached)
         self._meetings.conclude(explained=has_lost)
-        planned = None if why else plan(survivors, world.alive([MemberState.READY]), leaves=self.leaves,
-                                        meetings=self._meetings, max_np=limits.max_np)
+        leaves = (lambda member: "") if nobody_stays else self.leaves
+        planned = None if why else plan(survivors, joiners, leaves=leaves, meetings=self._meetings, max_np=limits.max_np)
         if planned is None:
             first = self._history.blamed
             why = why or f"the ranks cannot meet: {self._meetings.reason}"
@@ -325,10 +336,7 @@ class Authority:
             member = self.world.everybody[id]
             self._left(member, why)
             self._dismiss([member], why)
-            if id in planned.unreachable and member.host == donor.host:
-                self._hosts.retire(member.host, member.slot, self._now, for_good=True)
-            elif id in planned.unreachable and not self._hosts.is_barred(member.host, self._now):
-                self._hosts.leave_out(member.host)
+            if id in planned.unreachable and self._hosts.miss(member.host, member.slot, donor.host, self._now):
                 self._note(f"{member.host} cannot be reached from {donor.host}: no more processes are started there")
 
     def _run_again(self) -> None:
@@ -392,14 +400,11 @@ class Authority:
 
     def _give_up(self, when: str) -> None:
         """End the job because there are too few slots or members."""
-        needed, there = f"{self._limits.min_np} ranks", self._staying()
-        if self.world.state is WorldState.FOUNDING:
-            needed, there = f"{self._limits.start_np} slots", len(self._free())
+        needed, there = ((f"{self._limits.start_np} slots", len(self._free())) if self.world.state is WorldState.FOUNDING else
+                         (f"{self._limits.min_np} ranks", self._staying()))
         self._end_job(events.TOO_FEW, f"{needed} are needed; there were {there}{when}")
 
     def _end_job(self, code: int, reason: str, blamed: Failure | None = None) -> None:
-        self.world.enter(WorldState.OVER)
         by_loss = blamed is not None and blamed.code is None
         grace = 0.0 if code == 0 else events.GRACE_AFTER_LOSS if by_loss else events.GRACE
-        self._commands.append(events.EndJob(code, reason, blamed.member if blamed and not by_loss else None, grace,
-                                            ends_healthy=any(member.survives for member in self.world.living())))
+        self._commands += self.world.end(code, reason, blamed.member if blamed and not by_loss else None, grace)

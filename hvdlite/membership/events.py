@@ -20,7 +20,8 @@ from typing import Final
 from hvdlite.membership.messages import MemberMessage, MemberOrder
 
 TOO_FEW: Final = 75
-"""The exit code of a job that had too few members for too long: EX_TEMPFAIL, try again later."""
+"""The exit code of a job that had too few members for too long, or whose members were all told to leave: EX_TEMPFAIL, try
+again later."""
 GRACE: Final = 3.0
 """Seconds between a failure and SIGTERM for the other ranks: they are notified of it, and their own messages are useful."""
 GRACE_AFTER_LOSS: Final = 1.0
@@ -46,6 +47,7 @@ class Limits:
         whole_host: a single failure bars the host, and its members leave with the next world, as in Horovod. Else it costs
             the slot, and several failures bar the host.
         failures_per_host: so many failures of a host within `failure_window` seconds bar it.
+        grace: seconds after which a member that got SIGTERM is killed, if it has not left.
         failures_without_progress: so many worlds in a row that are lost by failures, and in which training got no further,
             end the job.
         hosts_are_fixed: no other hosts or slots can come, so a job below `min_np` does not wait for them.
@@ -67,6 +69,7 @@ class Limits:
     whole_host: bool = False
     failures_per_host: int = 3
     failure_window: float = 600.0
+    grace: float = 30.0
     failures_without_progress: int = 3
     hosts_are_fixed: bool = False
     one_world: bool = False
@@ -128,6 +131,19 @@ class HostLost:
 
 
 @dataclasses.dataclass(frozen=True)
+class MembersNoticed:
+    """Members are told to leave, because their host is; `HostsSeen` has it no more.
+
+    Attributes:
+        seconds: after which they are killed; may be infinite.
+    """
+
+    members: tuple[int, ...]
+    reason: str
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class SeenStopped:
     """The answer to `Look`, if the kernel says that the member's process is stopped."""
 
@@ -139,7 +155,7 @@ class TimePassed:
     """`Authority.wake_at` has come."""
 
 
-Event = HostsSeen | MemberReported | MemberGone | HostLost | SeenStopped | TimePassed
+Event = HostsSeen | MemberReported | MemberGone | HostLost | MembersNoticed | SeenStopped | TimePassed
 
 
 # --- commands ----------------------------------------------------------------------------------------------------------

@@ -70,6 +70,12 @@ class HostSlots:
         """Return whether discovery has a slot, whatever has happened there."""
         return slot < self._slots.get(host, 0)
 
+    def why_left(self, host: str, slot: int, now: float) -> str:
+        """Return why a member that runs on a slot is to leave; "" if it may stay."""
+        if not self.has(host, slot):
+            return "its host was removed"
+        return f"another process has failed on {host}" if self._limits.whole_host and self.is_barred(host, now) else ""
+
     def fail(self, host: str, slot: int, now: float) -> bool:
         """Count a failure of a member: its slot is retired. Return whether this has barred the host."""
         self._retired.start((host, slot), now)
@@ -82,13 +88,22 @@ class HostSlots:
             self._retired.start((host, slot), now)
         return self._count(host, now)
 
-    def retire(self, host: str, slot: int, now: float, *, for_good: bool = False) -> None:
-        """Retire a slot without counting a failure; for good: until discovery has lost it."""
-        self._retired.start((host, slot), now, for_good=for_good)
+    def retire(self, host: str, slot: int, now: float) -> None:
+        """Retire a slot without counting a failure."""
+        self._retired.start((host, slot), now)
 
-    def leave_out(self, host: str) -> None:
-        """Start no more members on a host until discovery has lost it."""
+    def miss(self, host: str, slot: int, other: str, now: float) -> bool:
+        """A member cannot be reached from another host, or slot of its host: it is left out until discovery has lost it.
+
+        Return whether it was the host, which has not been barred before.
+        """
+        if host == other:
+            self._retired.start((host, slot), now, for_good=True)
+            return False
+        if self.is_barred(host, now):
+            return False
         self._left_out.add(host)
+        return True
 
     def is_barred(self, host: str, now: float) -> bool:
         """Return whether no members may be started on a host."""

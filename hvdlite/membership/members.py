@@ -10,10 +10,22 @@ import dataclasses
 import enum
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Final, Literal
+from typing import Final
 
 from hvdlite.membership import messages
-from hvdlite.membership.events import Command, Kill, Limits, Look, MemberGone, Note, SendOrder, StartMember, WorldBegun
+from hvdlite.membership.events import (
+    Command,
+    EndJob,
+    Kill,
+    Limits,
+    Look,
+    MemberGone,
+    Note,
+    SendOrder,
+    StartMember,
+    WorldBegun,
+)
+from hvdlite.membership.expectations import NOTHING, Expectation
 from hvdlite.membership.hosts import Slot
 from hvdlite.membership.messages import StateReport, WorldOrder
 
@@ -58,6 +70,7 @@ TRANSITIONS: Final[Mapping[type, Mapping[MemberState, MemberState]]] = {
     messages.BoundaryReport: {_S.TRAINING: _S.TRAINING, _S.FINISHED: _S.FINISHED},
     messages.MemberFinished: dict.fromkeys(IN_WORLD, _S.FINISHED),
     messages.MemberIdle: dict.fromkeys(IN_WORLD, _S.IDLE),
+    messages.MemberNoticed: {**_SAME, _S.READY: _S.READY, _S.IDLE: _S.IDLE},
     # Orders to it. There is no order for a member in another state.
     messages.CoordinatorAt: _SAME,
     messages.AskAlive: _SAME,
@@ -73,58 +86,6 @@ TRANSITIONS: Final[Mapping[type, Mapping[MemberState, MemberState]]] = {
 }
 
 
-Expected = Literal["", "stop", "boundary", "life", "exit"]
-"""What a member has to do: to stop, to report its boundary, to show that it lives because others wait for it, to exit."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Expectation:
-    """What a member is expected to do, and until when (docs/protocol.md#boundaries).
-
-    A member that was ordered to stop may compute for some time; one for which others wait at a boundary, at the end of
-    `elastic.run` or in front of the next one may compute for as long as it likes. A stopped process would hold them up for
-    ever: they are in no collective with it, so none of them misses it. So it is asked whether it lives; the thread of its
-    link answers, whatever the script does, but not while a C call holds the GIL. So the launcher looks at the same time
-    whether its process is stopped; only then it is killed early.
-
-    Attributes:
-        what: what it has to do; "" if others do not wait for it.
-        kill_at: when it is killed, if it has not done so; for most, the heartbeat time after they were asked.
-        ask_at: when it is asked whether it lives.
-        give_up_at: when it is killed though it lives.
-        why: why it is killed then, if others have blamed it.
-        stopped_until: when it is killed because its process is stopped, if it has not answered.
-        is_noted: whether the user has been informed that others wait for it.
-    """
-
-    what: Expected = ""
-    kill_at: float = math.inf
-    ask_at: float = math.inf
-    give_up_at: float = math.inf
-    is_noted: bool = False
-    why: str = ""
-    stopped_until: float = math.inf
-
-    def prolonged(self, now: float, limits: Limits, *, computes: bool, survives: bool) -> Expectation:
-        """Return how long a member that has reported that it lives is waited for.
-
-        Args:
-            computes: the script does, and the background thread has ended; else this thread is slow to end, or hangs.
-            survives: it can go on with the others in another world.
-        """
-        timeout, wait = limits.quiesce_timeout, dataclasses.replace(self, stopped_until=math.inf)
-        if self.what == "life":
-            return dataclasses.replace(wait, kill_at=math.inf, ask_at=now + 2 * timeout)
-        if self.what != "stop" or not survives:
-            return wait
-        if computes:
-            return dataclasses.replace(wait, kill_at=self.give_up_at, ask_at=now + timeout / 2)
-        return dataclasses.replace(wait, ask_at=now + timeout / 8)
-
-
-NOTHING: Final = Expectation()
-
-
 @dataclasses.dataclass(eq=False)
 class Member:
     """A process of an elastic job.
@@ -136,6 +97,9 @@ class Member:
         started_at: when its process was started, in seconds.
         ready_at: when it was at the entrance of elastic.run, if it is a joiner.
         fault: why it was killed, if that is its own failure; "" if it was not, or if others are the reason.
+        notice: why it is to leave; "" if it was not told to.
+        train_until: when it stops training if all others were told to leave, too; the rest of its time is for a checkpoint.
+        leave_by: when it is killed if it is still there.
     """
 
     id: int
@@ -147,6 +111,9 @@ class Member:
     started_at: float = 0.0
     ready_at: float = math.inf
     fault: str = ""
+    notice: str = ""
+    train_until: float = math.inf
+    leave_by: float = math.inf
 
     @property
     def survives(self) -> bool:
@@ -200,6 +167,7 @@ class JobWorld:
         order: what its members were sent; None for the first one.
         change: the number of the job's last graceful change.
         boundaries: what members have reported for it, by their ids.
+        is_last: whether the job ends with it, because all members were told to leave.
         reason: why it is lost, if it is.
     """
 
@@ -212,6 +180,7 @@ class JobWorld:
     order: WorldOrder | None = None
     change: int = 0
     boundaries: dict[int, int] = dataclasses.field(default_factory=dict)
+    is_last: bool = False
     reason: str = ""
 
     def alive(self, states: Collection[MemberState] | None = None) -> list[Member]:
@@ -269,15 +238,21 @@ class JobWorld:
     def next_due(self, now: float) -> float:
         """Return when members are asked or killed, or joiners come in."""
         joining = self.next_joining() if self.state is WorldState.RUNNING else math.inf
+        last = self.train_until() if self.state is WorldState.RUNNING else math.inf
         times = [min(each.wait.kill_at, each.wait.ask_at, each.wait.stopped_until) for each in self.alive()]
-        return min([joining if joining > now else math.inf, *times])
+        times += [each.leave_by for each in self.alive() if self.state is not WorldState.FINISHED]
+        return min([when for when in (joining, last) if when > now] + times, default=math.inf)
+
+    def train_until(self) -> float:
+        """Return when all members stop for the last time; infinity if one of them was not told to leave."""
+        return max((member.train_until for member in self.living()), default=math.inf)
 
     def takes(self, member: Member, message: messages.MemberMessage, now: float) -> bool:
         """Return whether a message counts; the member is in the state to which it leads from now on."""
         state = TRANSITIONS[type(message)].get(member.state)
         if state is None or getattr(message, "epoch", self.epoch) != self.epoch:
             return False
-        if state is MemberState.READY:
+        if state is MemberState.READY and member.state is MemberState.STARTING:
             member.ready_at = now
         member.state = state
         return True
@@ -288,12 +263,26 @@ class JobWorld:
             member.state, member.wait = TRANSITIONS[type(order)][member.state], wait or member.wait
         return [SendOrder(member.id, order) for member in members]
 
-    def prepare_stop(self, now: float) -> list[Command]:
-        """Ask all members for their boundaries, for a graceful change."""
+    def prepare_stop(self, now: float, *, is_last: bool) -> list[Command]:
+        """Ask all members for their boundaries, for a graceful change, or for the end of the job."""
         self.enter(WorldState.PREPARING)
-        self.change, self.boundaries = self.change + 1, {}
+        self.change, self.boundaries, self.is_last = self.change + 1, {}, is_last
         wait = Expectation("boundary", ask_at=now + self.limits.quiesce_timeout / 2)
         return self.send(self.living(), messages.PrepareStop(self.change), wait)
+
+    def stop_at_boundary(self) -> list[Command]:
+        """Stop all members at the boundary after the greatest that they have reported."""
+        self.enter(WorldState.STOPPING)
+        return self.send(self.living(), messages.StopAt(self.change, max(self.boundaries.values()) + 1, self.is_last))
+
+    def notice(self, members: Iterable[Member], reason: str, seconds: float, now: float) -> list[Command]:
+        """Tell members to leave within some seconds, unless they have less time already; return a line for the user."""
+        told = [each for each in members if each.state not in (MemberState.KILLED, MemberState.GONE) and (
+            not each.notice or now + seconds < each.leave_by)]
+        for member in told:
+            member.notice, member.train_until, member.leave_by = reason, now + seconds / 2, now + seconds
+        limit = f" within {seconds:g} s" if seconds < math.inf else ""
+        return [Note(f"{', '.join(map(self.name, told))}: to leave{limit} ({reason})")] if told else []
 
     def stop(self, members: Iterable[Member], reason: str, now: float) -> list[Command]:
         """Order members to end the world at once, unless this has been done."""
@@ -317,12 +306,17 @@ class JobWorld:
 
     def kill(self, member: Member, reason: str) -> list[Command]:
         """Kill a member; what it sends until it is gone does not count."""
-        member.state, member.wait = TRANSITIONS[Kill][member.state], NOTHING
+        member.state, member.wait, member.leave_by = TRANSITIONS[Kill][member.state], NOTHING, math.inf
         return [Kill(member.id, reason)]
 
     def bury(self, member: Member) -> None:
         """A member is gone."""
-        member.state, member.wait = TRANSITIONS[MemberGone][member.state], NOTHING
+        member.state, member.wait, member.leave_by = TRANSITIONS[MemberGone][member.state], NOTHING, math.inf
+
+    def end(self, code: int, reason: str, blamed: int | None, grace: float) -> list[Command]:
+        """End the job; see `EndJob`."""
+        self.enter(WorldState.OVER)
+        return [EndJob(code, reason, blamed, grace, ends_healthy=any(member.survives for member in self.living()))]
 
     def seen_stopped(self, member: Member, now: float) -> None:
         """The process of a member is stopped; this counts if it was asked, and has not answered."""
@@ -342,7 +336,10 @@ class JobWorld:
         limits = self.limits
         for member in self.alive():
             wait = member.wait
-            if wait.ask_at <= now < wait.give_up_at:
+            if member.leave_by <= now and self.state is not WorldState.FINISHED:
+                member.fault = "it had not left in time"
+                done += self.kill(member, member.fault)
+            elif wait.ask_at <= now < wait.give_up_at:
                 done += [] if wait.what == "exit" else self._note(member)
                 # When it should have been killed already, the authority itself stood still: nobody has asked the member.
                 kill_at = min(now + limits.heartbeat, wait.give_up_at if wait.kill_at <= now else wait.kill_at)

@@ -125,6 +125,10 @@ class MemberFinished(MembershipMessage, frozen=True):
     epoch: Number
 
 
+class MemberNoticed(MembershipMessage, frozen=True):
+    """The member got SIGTERM, which the script does not handle: it is to leave at the next boundary."""
+
+
 # --- to a member -------------------------------------------------------------------------------------------------------
 
 
@@ -145,10 +149,14 @@ class StopAt(MembershipMessage, frozen=True):
     """Stop at this boundary of the world, counted from 1, where all members stop; those that wait before it go on.
 
     See docs/protocol.md#boundaries.
+
+    Attributes:
+        is_last: whether the job ends there, because all members were told to leave.
     """
 
     change: int
     boundary: int
+    is_last: bool = False
 
 
 class AskAlive(MembershipMessage, frozen=True):
@@ -200,7 +208,7 @@ class Dismissed(MembershipMessage, frozen=True):
 
 
 MemberMessage = (MemberHello | MemberReady | MemberIdle | BoundaryReport | Listening | MeetingFailed | Met | MemberFinished
-                 | Alive)
+                 | Alive | MemberNoticed)
 MemberOrder = StopNow | AskAlive | PrepareStop | StopAt | WorldOrder | CoordinatorAt | AllFinished | Dismissed
 
 _ORDER_LIMIT: Final = 1 << 24

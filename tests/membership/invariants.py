@@ -6,7 +6,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from hvdlite.membership.members import IN_WORLD, JOINING, NOTHING, Expected, JobWorld, MemberState, WorldState
+from hvdlite.membership.expectations import NOTHING, Expected
+from hvdlite.membership.members import IN_WORLD, JOINING, JobWorld, MemberState, WorldState
 
 EXPECTED_IN: Final[Mapping[Expected, Collection[MemberState]]] = {
     "": set(MemberState) - {MemberState.DISMISSED},
@@ -37,5 +38,7 @@ def validate(world: JobWorld) -> None:
             state not in (MemberState.FIRST_MEETING, MemberState.OUTSIDE, MemberState.MEETING)
             or world.state not in (WorldState.PREPARING, WorldState.STOPPING),
             state not in IN_WORLD or wait.what == "stop" or world.state not in (WorldState.ENDING, WorldState.WAITING),
-            world.state is not WorldState.WAITING or member not in world.living() or state is MemberState.IDLE)
+            world.state is not WorldState.WAITING or member not in world.living()
+            or state in (MemberState.IDLE, MemberState.KILLED),
+            member.leave_by == math.inf or bool(member.notice), not world.is_last or world.state is not WorldState.WAITING)
         assert all(checks), f"{checks}: {member} in a world that is {world.state.name}"

@@ -23,6 +23,7 @@ from hvdlite.membership.events import (
     Look,
     MemberGone,
     MemberReported,
+    MembersNoticed,
     Note,
     SeenStopped,
     SendOrder,
@@ -30,7 +31,15 @@ from hvdlite.membership.events import (
     TimePassed,
     WorldBegun,
 )
-from hvdlite.membership.messages import AllFinished, Dismissed, MemberIdle, MemberMessage, StateReport, WorldOrder
+from hvdlite.membership.messages import (
+    AllFinished,
+    Dismissed,
+    MemberIdle,
+    MemberMessage,
+    MemberNoticed,
+    StateReport,
+    WorldOrder,
+)
 from tests.membership.invariants import validate
 from tests.membership.process import Process
 
@@ -55,7 +64,7 @@ class Job:
             start, low, draw.choice([None, start + draw.randint(0, 3)]), draw.choice([None, None, None, draw.randint(1, 6)]),
             elastic_timeout=draw.choice([20.0, 600.0]), cooldown=draw.choice([None, (1.0, 8.0), (1.0, 8.0)]),
             whole_host=draw.random() < 0.1, failures_without_progress=draw.choice([3, 3, 50]),
-            starts_with_all=draw.random() < 0.2, ends_at_reset_limit=draw.random() < 0.1)
+            starts_with_all=draw.random() < 0.2, ends_at_reset_limit=draw.random() < 0.1, grace=draw.choice([3.0, 30.0]))
         self.now = 0.0
         self.authority = Authority(self.limits, self.now)
         self.steps = draw.randint(5, 150) if draw.random() < 0.3 else NEVER  # until training finishes
@@ -234,7 +243,7 @@ class Job:
         draw = self.random
         alive = [process for process in self.processes.values() if process.is_alive]
         kind = draw.choices(
-            ["die", "freeze", "host lost", "hosts", "error", "cut"], [8, 2, 0.5, 3, 2, 1.5])[0]
+            ["die", "freeze", "host lost", "hosts", "error", "cut", "notice", "leave"], [8, 2, 0.5, 3, 2, 1.5, 2, 1])[0]
         if kind == "hosts":
             name = draw.choice("abcde")
             count = draw.randint(0, 3)
@@ -251,6 +260,11 @@ class Job:
             draw.choice(alive).die(code, cause)
         elif kind == "freeze":
             draw.choice(alive).freeze(draw.uniform(0, 25))
+        elif kind == "notice":
+            self.notice([draw.choice(alive)], self.limits.grace)
+        elif kind == "leave":
+            host = draw.choice(alive).host
+            self.notice([each for each in alive if each.host == host], draw.choice([2.0, 20.0, float("inf")]), host)
         elif kind == "host lost":
             self.lose_host(draw.choice(alive).host)
         elif kind == "error":
@@ -259,6 +273,25 @@ class Job:
         else:
             self.has_cut = True
             self.cut ^= {frozenset(draw.sample("abcde", 2))}
+
+    def notice(self, members: list[Process], seconds: float, host: str = "") -> None:
+        """Members get SIGTERM, which ends those outside of elastic.run; or their host is to be left."""
+        if host:
+            self.hosts.pop(host, None)
+            self.discover()
+            self.tell_authority(MembersNoticed(tuple(each.id for each in members), "hvdrun --leave", seconds))
+        for each in members:
+            if not host and each.is_ready and not each.is_frozen:
+                self.used.add((each.host, each.start.slot))
+                each.say(MemberNoticed())
+            elif not host:
+                each.die(-15)
+            self.at(seconds + 2, lambda each=each: self.check_left(each))  # type: ignore[misc]
+
+    def check_left(self, member: Process) -> None:
+        """Check that a member that was told to leave has left, when its time is over."""
+        notice = self.authority.world.everybody[member.id].notice
+        assert not notice or not member.is_alive or self.has_finished, f"{member.id} is still there"
 
     def calm(self) -> None:
         """Let nothing go wrong any more."""
@@ -286,7 +319,7 @@ class Job:
         if self.has_finished:
             assert self.end.code == 0 or reason
         elif self.end.code == TOO_FEW:
-            assert "are needed; there were" in reason
+            assert "are needed; there were" in reason or "all ranks were told to leave" in reason
         elif "cannot meet" in reason:
             assert self.has_cut
         elif "no rank that has the state" in reason:

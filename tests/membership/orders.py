@@ -34,6 +34,7 @@ from hvdlite.membership.messages import (
     MeetingFailed,
     MemberFinished,
     MemberIdle,
+    MemberNoticed,
     MemberReady,
     Met,
     StateReport,
@@ -98,7 +99,7 @@ def events(authority: Authority) -> Iterator[tuple[Event, bool]]:
                 (BoundaryReport(world.change, member.id), False),
                 (MemberIdle(world.epoch, StateReport(commits=1, at_rest=True)), False),
                 (MemberIdle(world.epoch, StateReport(commits=member.id)), False),
-                (Alive(world.epoch, in_user_code=True), True), (MeetingFailed(world.epoch, "no route"), True)):
+                (Alive(world.epoch, in_user_code=True), True), (MemberNoticed(), True), (MeetingFailed(world.epoch, "no route"), True)):
             if member.state in TRANSITIONS[type(message)]:
                 yield MemberReported(member.id, message), is_rare
         if member.state is not MemberState.GONE:
@@ -118,10 +119,11 @@ def key(authority: Authority, now: float) -> bytes:
     for member in world.everybody.values():
         wait, report = member.wait, member.state_report
         members.append((member.state.value, report and (report.commits, report.at_rest), bool(member.fault), wait.what,
-                        wait.kill_at - now, wait.ask_at - now, wait.give_up_at - now, wait.is_noted))
+                        wait.kill_at - now, wait.ask_at - now, wait.give_up_at - now, wait.is_noted, bool(member.notice),
+                        member.train_until - now, member.leave_by - now))
     facts = (
         world.state.value, world.epoch, authority.members, members, world.until - now, sorted(world.boundaries.items()),
-        bool(world.reason), hosts._slots, sorted(hosts._lost), sorted(hosts._left_out), hosts._failures,
+        bool(world.reason), world.is_last, hosts._slots, sorted(hosts._lost), sorted(hosts._left_out), hosts._failures,
         vars(hosts._retired), vars(hosts._barred),
         now if hosts._failures or hosts._retired._until else 0.0, history._progress, history._worlds, history._errors,
         history._progress_at_error, [(each.member, each.in_training) for each in history._new],

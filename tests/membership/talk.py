@@ -16,6 +16,7 @@ from hvdlite.membership.events import (
     Look,
     MemberGone,
     MemberReported,
+    MembersNoticed,
     Note,
     SeenStopped,
     SendOrder,
@@ -30,6 +31,7 @@ from hvdlite.membership.messages import (
     MeetingFailed,
     MemberFinished,
     MemberIdle,
+    MemberNoticed,
     MemberReady,
     Met,
     PrepareStop,
@@ -105,6 +107,12 @@ class Talk:
 
     def gone(self, member: int, code: int | None = -9, cause: str = "") -> Talk:
         return self.handle(MemberGone(member, code, cause))
+
+    def noticed(self, *members: int, seconds: float | None = None) -> Talk:
+        """Members get SIGTERM, or, with seconds, their host is to be left."""
+        if seconds is None:
+            return self._each(members, MemberNoticed())
+        return self.handle(MembersNoticed(members, "hvdrun --leave", seconds))
 
     def lost(self, host: str) -> Talk:
         return self.handle(HostLost(host, "the cable was cut"))

@@ -130,7 +130,8 @@ def test_a_member_that_dies_with_its_removed_host_has_not_failed() -> None:
     talk.hosts(a=1)
     talk.gone(1)
     talk.idle(0)
-    assert talk.notes == [] and talk.authority.summary()[1:] == ["rank 1 on b left: its host was removed"]
+    assert talk.notes == [] and talk.authority.summary()[1:] == [
+        "rank 1 on b left: its host was removed; killed by signal 9 (SIGKILL)"]
 
 
 def test_rule_37_three_failures_in_a_row_without_a_commit_end_the_job_with_the_first() -> None:

@@ -63,7 +63,7 @@ def test_a_cooldown_doubles_each_time_up_to_its_limit() -> None:
 
 def test_a_slot_that_is_retired_for_good_stays_out_when_its_process_fails_later() -> None:
     hosts = seen(Limits(1, cooldown=(10.0, 35.0)), a=1)
-    hosts.retire("a", 0, 0.0, for_good=True)
+    assert not hosts.miss("a", 0, "a", 0.0)
     hosts.fail("a", 0, 5.0)
     assert hosts.free([], 1e9) == []
     hosts.see({})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.membership.events import Kill, Limits, MemberGone, MemberReported, Note, SendOrder
-from hvdlite.membership.members import SUCCESSORS, SURVIVING, TRANSITIONS, Expectation, MemberState, WorldState
+from hvdlite.membership.expectations import Expectation
+from hvdlite.membership.members import SUCCESSORS, SURVIVING, TRANSITIONS, MemberState, WorldState
 from hvdlite.membership.messages import (
     Alive,
     AllFinished,
@@ -19,6 +20,7 @@ from hvdlite.membership.messages import (
     MemberHello,
     MemberIdle,
     MemberMessage,
+    MemberNoticed,
     MemberOrder,
     MemberReady,
     Met,
@@ -30,20 +32,20 @@ from hvdlite.membership.messages import (
 )
 from tests.membership.talk import Talk, founded
 
-SAID = ("ready", "met", "told", "finished", "idle", "other")
+SAID = ("ready", "met", "told", "finished", "idle", "other", "noticed")
 TABLE = """
-state          ready     met       told      finished  idle  other
-STARTING       READY     -         -         -         -     -
-READY          -         -         -         -         -     -
-FIRST_MEETING  TRAINING  OUTSIDE   -         FINISHED  IDLE  same
-MEETING        TRAINING  TRAINING  -         FINISHED  IDLE  same
-OUTSIDE        TRAINING  -         -         FINISHED  IDLE  same
-TRAINING       -         -         same      FINISHED  IDLE  same
-FINISHED       -         -         same      same      IDLE  same
-IDLE           -         -         -         -         -     -
-DISMISSED      -         -         -         -         -     -
-KILLED         -         -         -         -         -     -
-GONE           -         -         -         -         -     -
+state          ready     met       told      finished  idle  other  noticed
+STARTING       READY     -         -         -         -     -      -
+READY          -         -         -         -         -     -      same
+FIRST_MEETING  TRAINING  OUTSIDE   -         FINISHED  IDLE  same   same
+MEETING        TRAINING  TRAINING  -         FINISHED  IDLE  same   same
+OUTSIDE        TRAINING  -         -         FINISHED  IDLE  same   same
+TRAINING       -         -         same      FINISHED  IDLE  same   same
+FINISHED       -         -         same      same      IDLE  same   same
+IDLE           -         -         -         -         -     -      same
+DISMISSED      -         -         -         -         -     -      -
+KILLED         -         -         -         -         -     -      -
+GONE           -         -         -         -         -     -      -
 """
 """What a member says, and what its state is then; -: the message is dropped. Other: it listens, lives, or cannot meet."""
 
@@ -118,6 +120,7 @@ def messages_of(kind: str, talk: Talk) -> list[MemberMessage]:
         "ready": [MemberReady()], "met": [Met(talk.epoch)], "told": [BoundaryReport(talk.authority.world.change, 3)],
         "finished": [MemberFinished(talk.epoch)], "idle": [MemberIdle(talk.epoch, StateReport(), "a peer was lost")],
         "other": [Alive(talk.epoch, False), Listening(talk.epoch, ("10.0.0.1",), 7), MeetingFailed(talk.epoch, "no route")],
+        "noticed": [MemberNoticed()],
     }[kind]
 
 
@@ -157,7 +160,8 @@ def test_what_a_member_is_told_or_becomes(state: str, commanded: str, cell: str)
 
 def test_the_tables_are_whole() -> None:
     """Each message and order has a row; what others say of a member changes nothing else."""
-    said = {MemberReady, Met, BoundaryReport, MemberFinished, MemberIdle, Alive, Listening, MeetingFailed, MemberHello}
+    said = {MemberReady, Met, BoundaryReport, MemberFinished, MemberIdle, Alive, Listening, MeetingFailed, MemberHello,
+            MemberNoticed}
     told = {WorldOrder, PrepareStop, StopAt, StopNow, AskAlive, CoordinatorAt, AllFinished, Dismissed}
     assert said == set(MemberMessage.__args__) and told == set(MemberOrder.__args__)
     assert set(TRANSITIONS) == said | told | {Kill, MemberGone} and TRANSITIONS[MemberHello] == {}
