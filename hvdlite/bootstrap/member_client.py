@@ -6,6 +6,7 @@ orders wait until the user's thread asks for them. Nothing is sent while nothing
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -35,6 +36,7 @@ from hvdlite.membership.messages import (
     MemberFrames,
     MemberHello,
     MemberIdle,
+    MemberNoticed,
     MemberReady,
     MembershipMessage,
     Met,
@@ -61,6 +63,7 @@ class MemberClient:
         number: the member's id.
         is_at_rest: whether this member has stopped at a boundary in its present world.
         is_behind: whether it waited in `join()` then, or has trained on.
+        is_last: whether the job ends at this boundary, because all members were told to leave; the world still works.
 
     Raises:
         LaunchError: when nobody serves members there.
@@ -68,7 +71,7 @@ class MemberClient:
 
     def __init__(self, directory: str, number: int) -> None:
         self.number = number
-        self.is_at_rest = self.is_behind = False
+        self.is_at_rest = self.is_behind = self.is_last = False
         self._pid = os.getpid()
         self._changed = threading.Condition()  # guards what follows
         self._lost = ""  # why there is no authority any more
@@ -83,7 +86,7 @@ class MemberClient:
         self._change: PrepareStop | None = None  # a stop that is being agreed on
         self._stop_at: StopAt | None = None
         self._socket = _connected(directory)
-        self._send_lock = threading.Lock()
+        self._send_lock = threading.RLock()  # a signal handler may send while this thread does; messages are short
         self._send(MemberHello(number, self._pid))
         with explained("the thread that listens to hvdrun"):
             threading.Thread(target=self._listen, name="hvdlite-member", daemon=True).start()
@@ -105,6 +108,11 @@ class MemberClient:
         with self._changed:
             self._boundaries = 0
         self._send(MemberReady())
+
+    def noticed(self) -> None:
+        """This process was told to leave: it goes on until it is let go. A signal handler may call this."""
+        with contextlib.suppress(LaunchError):  # the job ends
+            self._send(MemberNoticed())
 
     def idle(self, epoch: int, state_report: StateReport, reason: str, blamed: tuple[int, ...] = ()) -> None:
         """World `epoch` has ended here: its background thread has ended, and its planes are closed."""
@@ -244,6 +252,7 @@ class MemberClient:
         return self._stop_at
 
     def _rest(self, *, is_behind: bool) -> None:
+        self.is_last = self._stop_at is not None and self._stop_at.is_last
         self._change = self._stop_at = None
         self.is_at_rest, self.is_behind = True, is_behind
         raise HostsUpdatedInterrupt
@@ -319,7 +328,7 @@ class MemberClient:
                 case WorldOrder():
                     self._epoch, self._host_names, self._boundaries = order.epoch, order.host_names, 0
                     self._change = self._stop_at = None
-                    self.is_at_rest = self.is_behind = False
+                    self.is_at_rest = self.is_behind = self.is_last = False
                     self._orders.append(order)
                 case CoordinatorAt():
                     self._coordinator = order

@@ -64,6 +64,8 @@ TORCH_VARIABLES = frozenset(TORCH_COORDINATES) | {MASTER_ADDR, MASTER_PORT}
 
 MEMBER_SOCKET = "member.sock"
 """In the job directory of an elastic job: the socket at which the launcher, or its agent, serves this host's members."""
+ENDING_FILE = "ending"
+"""In the job directory, once the whole job ends: until then, SIGTERM tells a member of an elastic job to leave."""
 REPORT_SOCKET = "report.sock"
 """In the job directory: the socket at which rank 0 serves stall reports."""
 PROCESSES_FILE = "processes.json"

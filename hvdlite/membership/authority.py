@@ -83,8 +83,7 @@ class Authority:
         if self.is_over or self._limits.one_world:
             return None
         cooldown = math.inf if self.world.state is WorldState.FINISHED else self._hosts.next_end(self._now)
-        soonest = min(self.world.until, self.world.next_due(self._now), cooldown)
-        return None if soonest == math.inf else soonest
+        return None if (soonest := min(self.world.until, self.world.next_due(self._now), cooldown)) == math.inf else soonest
 
     @property
     def is_over(self) -> bool:
@@ -400,8 +399,9 @@ class Authority:
 
     def _give_up(self, when: str) -> None:
         """End the job because there are too few slots or members."""
-        needed, there = ((f"{self._limits.start_np} slots", len(self._free())) if self.world.state is WorldState.FOUNDING else
-                         (f"{self._limits.min_np} ranks", self._staying()))
+        is_beginning = self.world.state is WorldState.FOUNDING
+        needed = f"{self._limits.start_np} slots" if is_beginning else f"{self._limits.min_np} ranks"
+        there = len(self._free()) if is_beginning else self._staying()
         self._end_job(events.TOO_FEW, f"{needed} are needed; there were {there}{when}")
 
     def _end_job(self, code: int, reason: str, blamed: Failure | None = None) -> None:

@@ -70,7 +70,7 @@ TRANSITIONS: Final[Mapping[type, Mapping[MemberState, MemberState]]] = {
     messages.BoundaryReport: {_S.TRAINING: _S.TRAINING, _S.FINISHED: _S.FINISHED},
     messages.MemberFinished: dict.fromkeys(IN_WORLD, _S.FINISHED),
     messages.MemberIdle: dict.fromkeys(IN_WORLD, _S.IDLE),
-    messages.MemberNoticed: {**_SAME, _S.READY: _S.READY, _S.IDLE: _S.IDLE},
+    messages.MemberNoticed: {**_SAME, **{state: state for state in (*JOINING, _S.IDLE)}},
     # Orders to it. There is no order for a member in another state.
     messages.CoordinatorAt: _SAME,
     messages.AskAlive: _SAME,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType, TracebackType
 from typing import Any, Final
 
@@ -75,6 +76,7 @@ class StopNotice:
     def __init__(self) -> None:
         self.is_given = False
         self._before: dict[int, Any] = {}  # handlers, by the signals that are watched
+        self._tell: Callable[[], bool] | None = None
         self._has_warned = self._is_at_fork = False
 
     def watch(self, others: Collection[int]) -> None:
@@ -85,6 +87,7 @@ class StopNotice:
         Args:
             others: signals with another meaning.
         """
+        self._tell = None  # the script asks by itself
         taken = [signum for signum in _STOPS if signum not in others and signal.getsignal(signum) != self._handle]
         if not taken:
             return
@@ -93,10 +96,29 @@ class StopNotice:
                 self._has_warned = True
                 _log.warning("stop_requested() hears of no signal: call it in the main thread first")
             return
+        self._take(taken)
+
+    @contextlib.contextmanager
+    def telling(self, tell: Callable[[], bool]) -> Iterator[None]:
+        """Call a function at SIGTERM meanwhile; the process goes on if it returns True.
+
+        Nothing is done outside of the main thread, and where the script handles the signal or asks `stop_requested`.
+        """
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._tell = tell
+            self._take([signal.SIGTERM])
+        try:
+            yield
+        finally:
+            if self._tell is not None:
+                self._tell = None
+                self.release()
+
+    def _take(self, signums: Collection[int]) -> None:
         if not self._is_at_fork:
             self._is_at_fork = True
             os.register_at_fork(after_in_child=self.release)  # or nobody could end the script's own workers
-        for signum in taken:
+        for signum in signums:
             self._before[signum] = signal.signal(signum, self._handle)
 
     def release(self) -> None:
@@ -107,6 +129,11 @@ class StopNotice:
         self._before.clear()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._tell is not None:
+            if not self._tell():
+                signal.signal(signum, signal.SIG_DFL)
+                signal.raise_signal(signum)
+            return
         self.is_given = True
         before = self._before.get(signum)
         if callable(before):

@@ -234,9 +234,18 @@ class Worlds:
         assert self.coordinates
         self.runs_elastically = True
         try:
-            yield self.member
+            with self.stop_notice.telling(self._tell_notice) if self.member else contextlib.nullcontext():
+                yield self.member
         finally:
             self.runs_elastically = False
+
+    def _tell_notice(self) -> bool:
+        """This process got SIGTERM: leave the job, unless that ends as a whole. Return whether to go on until then."""
+        directory = self._environ.get(launch_contract.JOB_DIRECTORY, "")
+        if self.member is None or os.path.exists(os.path.join(directory, launch_contract.ENDING_FILE)):
+            return False
+        self.member.noticed()
+        return True
 
     def end_world(self, reason: str, *, at_rest: bool) -> None:
         """Leave the world: its background thread ends, and its planes are closed. Followers let go of it.

@@ -6,6 +6,7 @@ selector waits for the ranks' pipes and pidfds, and the group reports events (`m
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FILE, FailureRecord
+from hvdlite.core.launch_contract import DIRECTORY_PREFIX, ENDING_FILE, RESULT_FILE, TASK_FILE, FailureRecord
 from hvdlite.core.system_limits import OUT_OF_DESCRIPTORS, explained, reserve_descriptors
 from hvdlite.diagnostics.progress import read, read_metrics
 from hvdlite_runner.host import commands, progress
@@ -136,6 +137,8 @@ class WorkerGroup:
                 process.forward(order.signum)
         elif isinstance(order, Signal):
             self._asked = True
+            with contextlib.suppress(OSError):  # else members take SIGTERM for a notice, and are killed after the grace
+                Path(self.directory, ENDING_FILE).touch()
             for process in self.running.values():
                 process.send(order.signum)
         elif isinstance(order, ToMember):

@@ -99,7 +99,8 @@ def events(authority: Authority) -> Iterator[tuple[Event, bool]]:
                 (BoundaryReport(world.change, member.id), False),
                 (MemberIdle(world.epoch, StateReport(commits=1, at_rest=True)), False),
                 (MemberIdle(world.epoch, StateReport(commits=member.id)), False),
-                (Alive(world.epoch, in_user_code=True), True), (MemberNoticed(), True), (MeetingFailed(world.epoch, "no route"), True)):
+                (Alive(world.epoch, in_user_code=True), True), (MemberNoticed(), True),
+                (MeetingFailed(world.epoch, "no route"), True)):
             if member.state in TRANSITIONS[type(message)]:
                 yield MemberReported(member.id, message), is_rare
         if member.state is not MemberState.GONE:

@@ -1,4 +1,7 @@
-"""Notices: members that are told to leave go at a boundary, or are killed when their time is over (docs/protocol.md#notices)."""
+"""Notices: members that are told to leave go at a boundary, or are killed when their time is over.
+
+docs/protocol.md#notices
+"""
 
 from __future__ import annotations
 
@@ -40,12 +43,13 @@ def test_a_notice_before_at_and_after_the_boundary_of_another_change() -> None:
     for step in range(4):
         talk = founded(4)
         talk.noticed(3)
-        steps = [lambda: talk.boundary(m0=4, m1=4), lambda: talk.boundary(m2=4, m3=4),
-                 lambda: talk.idle(0, 1, 2, commits=3, at_rest=True), lambda: talk.idle(3, commits=3, at_rest=True)]
-        for number, each in enumerate(steps):
+        for number, members in enumerate([(0, 1), (2, 3), (0, 1, 2), (3,)]):
             if number == step:
                 talk.noticed(1)
-            each()
+            if number < 2:
+                talk.boundary(**{f"m{member}": 4 for member in members})
+            else:
+                talk.idle(*members, commits=3, at_rest=True)
         assert talk.order().members == (0, 2) and not talk.order().restore, step
 
 
