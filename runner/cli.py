@@ -72,6 +72,9 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if options.report is not None:
         from hvdlite_runner.reports.report import show_report
         return show_report(options.report, as_json=options.json)
+    if options.leave is not None:
+        from hvdlite_runner.reports.leave import leave
+        return leave(options.leave, options.job)
     if options.doctor:
         from hvdlite_runner.reports.doctor import run_doctor
         hosts, shell = _hosts(options, environ)
@@ -163,7 +166,8 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: 
         over_tcp=settings.get(control, environ.get(control)) == "tcp", share_cores="OMP_NUM_THREADS" not in environ,
         output=OutputSettings(options.output_filename, options.prefix, options.timestamps, options.show, options.fold),
         bind=options.bind, has_input=options.stdin and not is_elastic(options), verbose=options.verbose,
-        task_directory=options.task_directory, notice="\n".join(options_without_effect(options)))
+        task_directory=options.task_directory, preemption_script=options.preemption_script or "",
+        notice="\n".join(options_without_effect(options)))
     if any(made.is_local(name) for name in slots):
         resolve_command(command, environ.get("PATH"))  # each host repeats this check
     return made

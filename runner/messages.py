@@ -55,6 +55,7 @@ class Start(AgentMessage, frozen=True):
     is_elastic: bool = False  # they have the members' socket; one that ends takes its descendants with it, and is reaped
     has_input: bool = False  # whether rank 0 is among them and gets the standard input of the worker group's process
     grace: float = 0.0  # seconds that they have to end when the agent gets a signal
+    preemption_script: str = ""  # a program that says when the host will be taken away
 
 
 class TaskPiece(AgentMessage, frozen=True):
@@ -206,6 +207,19 @@ class SeenStopped(AgentMessage, frozen=True):
     member: int
 
 
+class HostNoticed(AgentMessage, frozen=True):
+    """The host of an elastic job's members is to be left."""
+
+    reason: str
+    seconds: float  # until the processes there are killed
+
+
+class Remark(AgentMessage, frozen=True):
+    """A line for the user."""
+
+    text: str
+
+
 class Result(AgentMessage, frozen=True):
     """A piece of the result that a rank wrote to the job's directory, as `result.RANK`."""
 
@@ -266,8 +280,8 @@ class ProgressReply(AgentMessage, frozen=True):
 
 Order = (Start | TaskPiece | KillMember | Look | ToMember | Signal | Stop | Pause | Ping | RouteRequest
          | ProbeRequest | HostInfoRequest | SpeedRequest | ProgressRequest)
-Event = (AgentReady | Pong | Started | StartRefused | Output | Exited | FromMember | SeenStopped | Result | AgentDone
-         | RouteReply | ProbeReply | HostInfoReply | SpeedReply | ProgressReply)
+Event = (AgentReady | Pong | Started | StartRefused | Output | Exited | FromMember | SeenStopped | HostNoticed | Remark
+         | Result | AgentDone | RouteReply | ProbeReply | HostInfoReply | SpeedReply | ProgressReply)
 _ORDERS, _EVENTS = msgspec.msgpack.Decoder(Order), msgspec.msgpack.Decoder(Event)
 
 

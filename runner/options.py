@@ -47,7 +47,7 @@ MEANINGLESS_FLAGS: Final = {
 _COOLDOWN: Final = (10.0, 600.0)
 """Seconds: when a failed slot is used again for the first time, and how long the wait becomes at most."""
 _NEVER: Final = (math.inf, math.inf)
-ELASTIC_ONLY: Final = ("slots_per_host", "elastic_timeout", "reset_limit", "failures_without_progress",
+ELASTIC_ONLY: Final = ("slots_per_host", "preemption_script", "elastic_timeout", "reset_limit", "failures_without_progress",
                        "blacklist", "blacklist_cooldown_range")
 """Options that have an effect in elastic jobs only."""
 
@@ -108,6 +108,10 @@ def _add_instead(group: argparse._ArgumentGroup) -> None:
                        "and NAME.png (default: scaling, sweep or profile)")
     group.add_argument("--report", nargs="?", const="", metavar="JOB", help="show which ranks wait for which in your "
                        "running job on this host; JOB is the process id of its hvdrun, or its directory")
+    group.add_argument("--leave", metavar="HOST", help="let the ranks on a host leave your running elastic job at the next "
+                       "boundary, and wait until they have; its hvdrun runs on this host")
+    group.add_argument("--job", metavar="JOB", default="", help="with --leave: the process id of its hvdrun, or its "
+                       "directory, if several run")
     group.add_argument("-cb", "--check-build", action="store_true", help="show what is installed here and what works with "
                        "it")
     group.add_argument("--horovod-check", action="store_true", help="read the Python scripts of the command without running "
@@ -147,6 +151,8 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
                        "ranks (default: the number of slots)")
     group.add_argument("--slots-per-host", type=_positive, metavar="N", help="slots of a host for which the discovery "
                        "program prints none (default: 1)")
+    group.add_argument("--preemption-script", metavar="PROGRAM", help="run a program every 5 seconds on each host with "
+                       "ranks; it prints in how many seconds the machine is taken away, and the ranks leave before")
     group.add_argument("--elastic-timeout", type=_seconds, metavar="S", help="seconds to wait for enough slots, at the "
                        "start and later (default: 600)")
     group.add_argument("--reset-limit", type=_count, metavar="N", help="number of times that the ranks of a running job may "
@@ -297,6 +303,7 @@ def elastic_limits(options: argparse.Namespace, environ: Mapping[str, str], host
                     heartbeat=timeout_or_inf(config.heartbeat_timeout),
                     stall_shutdown=timeout_or_inf(config.stall_shutdown_time_seconds),
                     cooldown=None if cooldown == _NEVER else cooldown, whole_host=rule == "host",
+                    grace=options.grace or Limits.grace,
                     failures_without_progress=options.failures_without_progress or Limits.failures_without_progress,
                     hosts_are_fixed=not script, ends_at_reset_limit=options.horovod_compat,
                     starts_with_all=options.horovod_compat or (options.np is None and options.min_np is not None))

@@ -29,7 +29,7 @@ from hvdlite.core.standstill import standstill
 from hvdlite_runner.agents import host_probe
 from hvdlite_runner.agents.shells import PROBLEM_CODE
 from hvdlite_runner.host.commands import cores
-from hvdlite_runner.host.worker_group import POLL_WITHOUT_PIDFD, WorkerGroup
+from hvdlite_runner.host.worker_group import WorkerGroup
 from hvdlite_runner.messages import (
     FORWARDED,
     MAGIC,
@@ -40,6 +40,7 @@ from hvdlite_runner.messages import (
     Exited,
     HostInfoReply,
     HostInfoRequest,
+    HostNoticed,
     KillMember,
     Look,
     Pause,
@@ -92,6 +93,7 @@ class Agent:
         self._signals: list[int] = []  # that have come, in order
         self._asked, self._ends_at = "", math.inf  # by which signal to end, when the ranks have, or then
         self._grace = 0.0  # of the ranks
+        self._is_elastic = False
         self._launcher_pauses = False
         self._probe_server: host_probe.ProbeServer | None = None
         self._held_ports: tuple[HeldPort, ...] = ()  # at which rank 0 will listen
@@ -103,7 +105,7 @@ class Agent:
         try:
             self._send(AgentReady(platform.python_version(), __version__, socket.gethostname(), cores(), os.getpid()))
             while not self._ending:
-                turn, wait = time.monotonic(), POLL_WITHOUT_PIDFD if self._workers.needs_polling() else _CHECK_SECONDS
+                turn, wait = time.monotonic(), min(_CHECK_SECONDS, self._workers.wait())
                 for key, _ in self._selector.select(wait):
                     key.data()
                 self._workers.notice()
@@ -129,17 +131,24 @@ class Agent:
         self._selector.register(reader, selectors.EVENT_READ, lambda: os.read(reader, 4096))
 
     def _answer_signals(self, now: float) -> None:
-        """Pass signals on to the ranks, as hvdrun does. After one to end, end with them, or when their grace is over."""
+        """Pass signals on to the ranks, as hvdrun does. After one to end, end with them, or when their grace is over.
+
+        In an elastic job one to end is a notice: the ranks leave, and the launcher orders this agent to end.
+        """
         while self._signals:
             signum = self._signals.pop(0)
-            if self._asked and signum not in FORWARDED:
+            if signum in FORWARDED:
+                self._workers.obey(Signal(signum))
+            elif self._asked:
                 self._ends_at = now
-                continue
-            if signum not in FORWARDED:
-                self._asked, self._ends_at = f"it got {signal.Signals(signum).name}", now + self._grace
-                signum = signal.SIGTERM
-            self._workers.obey(Signal(signum))
-        if self._asked and (now >= self._ends_at or not self._workers.running):
+            else:
+                name = signal.Signals(signum).name
+                self._asked, self._ends_at = f"it got {name}", now + self._grace
+                if self._is_elastic:
+                    self._send(HostNoticed(f"hvdrun's agent got {name}", self._grace))
+                else:
+                    self._workers.obey(Signal(signal.SIGTERM))
+        if self._asked and (now >= self._ends_at or not (self._is_elastic or self._workers.running)):
             self._end(self._asked)
 
     def _end(self, reason: str) -> None:
@@ -160,7 +169,7 @@ class Agent:
     def _obey(self, order: object) -> None:
         if isinstance(order, (Start, TaskPiece, KillMember, Look, ToMember, Signal)):
             if isinstance(order, Start):
-                self._grace = order.grace
+                self._grace, self._is_elastic = order.grace, order.is_elastic
                 self._free_port()
             self._workers.obey(order)
         elif isinstance(order, Pause):
@@ -202,7 +211,8 @@ class Agent:
                           store_port=self._probe_server.store.port)
 
     def _send(self, event: Event) -> None:
-        if isinstance(event, Exited) and (self._reason or (self._asked and event.code == -signal.SIGTERM)):
+        was_asked = bool(self._asked) and not self._is_elastic
+        if isinstance(event, Exited) and (self._reason or (was_asked and event.code == -signal.SIGTERM)):
             return  # it was killed because of this reason
         self._unsent += frame(event)
         self._push()

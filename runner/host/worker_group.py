@@ -26,6 +26,7 @@ from hvdlite.core.system_limits import OUT_OF_DESCRIPTORS, explained, reserve_de
 from hvdlite.diagnostics.progress import read, read_metrics
 from hvdlite_runner.host import commands, progress
 from hvdlite_runner.host.member_server import MemberServer
+from hvdlite_runner.host.preemption import PreemptionScript
 from hvdlite_runner.host.processes import RankProcess, Reaper, kill_descendants
 from hvdlite_runner.host.reaper import look_up
 from hvdlite_runner.messages import (
@@ -88,6 +89,7 @@ class WorkerGroup:
         self._paused = False
         self._asked = False  # whether the ranks have been ordered to end
         self._members: MemberServer | None = None  # of an elastic job
+        self._preemption: PreemptionScript | None = None
         self._killed: set[int] = set()  # members that were killed on an order
         self._dying: dict[int, float] = {}  # members that have ended: until when to wait for the end of their descendants
 
@@ -166,6 +168,8 @@ class WorkerGroup:
         if order.is_elastic and self._members is None:
             self._members = MemberServer(self._selector, self.directory,
                                          lambda *received: self._report(FromMember(*received)))
+        if order.preemption_script and self._preemption is None:
+            self._preemption = PreemptionScript(order.preemption_script, self._report, self)
         count = len(order.processes)
         try:
             with reserve_descriptors(_DESCRIPTORS * count, f"starting {count} processes on one host"):
@@ -214,7 +218,9 @@ class WorkerGroup:
         self._report(Started(process.key, process.pid, process.unbound))
 
     def notice(self) -> None:
-        """Report the ranks that have ended since the last call, and reap adopted orphans."""
+        """Report the ranks that have ended since the last call, and a notice; reap adopted orphans."""
+        if self._preemption is not None:
+            self._preemption.turn()
         for key, process in list(self.running.items()):
             code = process.exit_code()
             if code is None:
@@ -243,9 +249,11 @@ class WorkerGroup:
         """Return the progress of the processes that run."""
         return ProgressReply(*progress.sample(self.directory, {key: each.pid for key, each in self.running.items()}))
 
-    def needs_polling(self) -> bool:
-        """Whether the end of some rank is only noticed by calling `notice`."""
-        return bool(self._dying) or any(process.pidfd < 0 for process in self.running.values())
+    def wait(self) -> float:
+        """Return the seconds until `notice` is due, if no descriptor makes it due before; infinity for never."""
+        needs_polling = bool(self._dying) or any(process.pidfd < 0 for process in self.running.values())
+        due = math.inf if self._preemption is None else self._preemption.wait()
+        return min(POLL_WITHOUT_PIDFD, due) if needs_polling else due
 
     def _kill_descendants(self, process: RankProcess) -> bool:
         """Kill what is left of a member that has ended; return whether there was something, which may still be alive."""
@@ -284,6 +292,9 @@ class WorkerGroup:
         reaper, self._reaper = self._reaper, None
         if reaper is None:
             return
+        if self._preemption is not None:
+            self._preemption.close()
+            self._preemption = None
         if self._members is not None:
             self._members.close()
             self._members = None

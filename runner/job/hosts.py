@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from hvdlite.core.errors import LaunchError
@@ -99,7 +99,9 @@ class HostPool:
         self._shell = settings.shell
         self._retries = not settings.limits.one_world
         self._after_loss = AFTER_LOSS_SECONDS + (0.0 if math.isinf(self._shell.silence) else self._shell.silence)
-        self._slots: dict[str, int] = {}
+        self._discovered: Mapping[str, int] = {}
+        self._left: set[str] = set()  # hosts that are not used until discovery has lost them
+        self._slots: dict[str, int] = {}  # of the others
         self._has_slots = False
         self._hosts: dict[str, _Known] = {}
         self._reported: dict[str, int] | None = None  # what `turn` has returned last
@@ -117,11 +119,22 @@ class HostPool:
 
     def set_slots(self, slots: Mapping[str, int]) -> None:
         """Take in what discovery has found."""
-        self._slots, self._has_slots = dict(slots), True
-        for name in slots:
+        self._left &= slots.keys()
+        self._discovered, self._has_slots = slots, True
+        self._slots = {name: count for name, count in slots.items() if name not in self._left}
+        for name in self._slots:
             if name not in self._hosts:
                 self._hosts[name] = _Known()
                 self._resolve(name)
+
+    def leave(self, names: Iterable[str]) -> None:
+        """Use hosts no more until discovery has lost them and finds them again."""
+        self._left.update(names)
+        self.set_slots(self._discovered)
+
+    def names(self) -> list[str]:
+        """Return the hosts that are used or could be."""
+        return list(self._slots)
 
     def turn(self, now: float, in_use: Callable[[str], object] = lambda name: ()) -> dict[str, int] | None:
         """Do what is due; return the slots of the hosts that can be used when they have changed, else None.

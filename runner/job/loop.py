@@ -12,6 +12,7 @@ and a `WorldOrder`. The ranks may notice the death first, by their control plane
 
 from __future__ import annotations
 
+import math
 import selectors
 import signal
 import time
@@ -41,18 +42,18 @@ from hvdlite.membership.events import (
 )
 from hvdlite.membership.events import Event as MembershipEvent
 from hvdlite_runner import messages as orders
-from hvdlite_runner.agents.host_probe import own_addresses
 from hvdlite_runner.host import commands
-from hvdlite_runner.host.worker_group import KILL_SECONDS, POLL_WITHOUT_PIDFD, WorkerGroup
+from hvdlite_runner.host.worker_group import KILL_SECONDS, WorkerGroup
 from hvdlite_runner.job.discovery import DiscoveryScript
 from hvdlite_runner.job.ending import Ending, Exit, WorkerProcess, WorkerProcesses, dated, verdict, verdict_on_signal
 from hvdlite_runner.job.hosts import HostPool, Stopped
+from hvdlite_runner.job.notices import HostNotices
 from hvdlite_runner.job.settings import JobSettings
-from hvdlite_runner.job.starts import Starts, address_for
+from hvdlite_runner.job.starts import Starts, listening_at
 from hvdlite_runner.job.task_files import TaskFiles
 from hvdlite_runner.messages import Event, Exited, FromMember, Output, ProgressReply, Result, Started, StartRefused
 from hvdlite_runner.output.job_output import JobOutput, ProgressObserver
-from hvdlite_runner.placement import LOCAL, Host, format_ranks
+from hvdlite_runner.placement import LOCAL, format_ranks
 
 _SAMPLE_SECONDS = 1.0
 """Seconds between samples of the processes' progress."""
@@ -105,6 +106,7 @@ class Job:
             local=self._local, ending=self.ending)
         self._authority = Authority(settings.limits, time.monotonic(), self._hosts.machine_of)
         self._starts = Starts(settings, self._hosts, inherited, self._task.key(), self._output.note)
+        self._notices = HostNotices(self.selector, self._hosts, self._processes)
         self._events: deque[MembershipEvent] = deque()
         self._lost: list[str] = []  # why hosts were lost, in order
         self._end: EndJob | None = None
@@ -154,6 +156,8 @@ class Job:
         self._task.watch_caller(self.selector, lambda: self.ending.interrupt(signal.SIGTERM))
         for line in self._settings.notice.splitlines():
             self._output.note(line)
+        if self._is_elastic:
+            self._notices.listen(self._local.directory)
         for rank in () if self._is_elastic else range(self._settings.limits.start_np):
             self._open_files(rank, self._settings.limits.start_np)
         if self._discovery is None:
@@ -164,6 +168,7 @@ class Job:
             now = time.monotonic()
             if not self._is_ended_by_user():
                 self._discover(now)
+                self._events += self._notices.events()
             if self._authority.epoch or not self._is_ended_by_user():  # members may need orders to come to their end
                 self._decide(now)
             if not self._processes.running and (self._is_ended_by_user() or self._end is not None):
@@ -179,8 +184,8 @@ class Job:
                  None if self._discovery is None or self._is_ended_by_user() else self._discovery.wait(now),
                  None if wake_at is None else max(0.0, wake_at - now),
                  _SAMPLE_SECONDS if self._observer.wants_samples else None,
-                 POLL_WITHOUT_PIDFD if self._local.needs_polling() else None]
-        self._hosts.take_events(min((wait for wait in waits if wait is not None), default=None))
+                 self._local.wait()]
+        self._hosts.take_events(min((wait for wait in waits if wait not in (None, math.inf)), default=None))
         self._local.notice()
         for signum in self.ending.due():
             if line := self.ending.explain(signum, self._inherited):
@@ -198,6 +203,7 @@ class Job:
         self.ending.is_over = True
         if self._discovery is not None:
             self._discovery.close()
+        self._notices.close()
         self._hosts.stop()
         self._local.end()
         self._hosts.end(_END_SECONDS)
@@ -320,7 +326,11 @@ class Job:
                 self._output.started(who, event, machine, verbose=self._settings.verbose)
             case orders.RouteReply() if machine in self._listening:
                 key, message = self._listening.pop(machine)
-                self._events.append(MemberReported(key, _at(message, event.addresses)))
+                self._events.append(MemberReported(key, listening_at(message, event.addresses)))
+            case orders.HostNoticed():
+                self._notices.take(machine, event)
+            case orders.Remark(text):
+                self._output.note(text if machine == LOCAL else f"host {machine}: {text}")
             case orders.SeenStopped(member):
                 self._events.append(SeenStopped(member))
             case Result():
@@ -337,22 +347,14 @@ class Job:
             return
         message = with_texts(event.message, printable)
         if isinstance(message, membership_messages.Listening):
-            self._take_listening(event.member, message)
-        else:
-            self._events.append(MemberReported(event.member, message))
-
-    def _take_listening(self, key: int, message: membership_messages.Listening) -> None:
-        """Find the addresses at which other hosts reach rank 0: its host's agent knows how they are reached from here."""
-        machine = self._processes[key].machine
-        remote = self._hosts.remote(machine)
-        others = dict.fromkeys(self._processes[each].machine for each in sorted(self._processes.running))
-        here = "" if remote is None else address_for(remote)
-        hosts = [here if other == LOCAL else Host(other).address for other in others if other != machine]
-        if remote is None:
-            self._events.append(MemberReported(key, _at(message, own_addresses(hosts, self._settings.interfaces))))
-        else:
-            self._listening[machine] = (key, message)
-            remote.send(orders.RouteRequest(hosts, list(self._settings.interfaces), listen=False))
+            machine = self._processes[event.member].machine
+            others = dict.fromkeys(self._processes[each].machine for each in sorted(self._processes.running))
+            found = self._starts.listening(machine, message, others)
+            if found is None:
+                self._listening[machine] = (event.member, message)
+                return
+            message = found
+        self._events.append(MemberReported(event.member, message))
 
     def _take_exit(self, event: Exited) -> None:
         if event.key not in self._processes.running:
@@ -404,7 +406,3 @@ class Job:
 
     def _is_ended_by_user(self) -> bool:
         return bool(self.ending.user_signal)
-
-
-def _at(message: membership_messages.Listening, addresses: Sequence[str]) -> membership_messages.Listening:
-    return membership_messages.Listening(message.epoch, tuple(addresses) or message.addresses, message.port)

@@ -22,6 +22,7 @@ class JobSettings:
             and calls the launcher's own host `LOCAL`; an elastic one may have several names for it.
         script: the program that discovers the hosts of an elastic job.
         slots_per_host: of a host for which that program prints none.
+        preemption_script: a program that says on each host of an elastic job when this will be taken away; "" for none.
         node_name: the scheduler's name of this machine, which may not be a network name.
         environment: added to the inherited environment.
         working_directory: on other hosts; "" for the launcher's.
@@ -55,6 +56,7 @@ class JobSettings:
     has_input: bool = False
     verbose: bool = False
     task_directory: str | None = None
+    preemption_script: str = ""
     notice: str = ""
 
     def is_local(self, name: str) -> bool:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from hvdlite.core import launch_contract
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.sockets import HeldPort, loopback, routes_to
 from hvdlite.core.world import Hosts, World
 from hvdlite.membership.events import StartMember
+from hvdlite.membership.messages import Listening
 from hvdlite_runner.agents import host_probe
 from hvdlite_runner.agents.remote_agent import RemoteAgent
 from hvdlite_runner.host import commands
@@ -63,11 +64,25 @@ class Starts:
                 processes.setdefault(self._hosts.machine_of(each.host), []).append(self._process(each, _provisional(each)))
         return {machine: self._order(machine, some, shared) for machine, some in processes.items()}
 
+    def listening(self, machine: str, message: Listening, others: Iterable[str]) -> Listening | None:
+        """Return where rank 0 of a world listens, which other machines must reach; None while its agent is asked.
+
+        Its host's agent knows how they are reached from there; it answers with a `RouteReply`.
+        """
+        remote = self._hosts.remote(machine)
+        here = "" if remote is None else address_for(remote)
+        hosts = [here if other == LOCAL else Host(other).address for other in others if other != machine]
+        if remote is None:
+            return listening_at(message, host_probe.own_addresses(hosts, self._settings.interfaces))
+        remote.send(RouteRequest(hosts, list(self._settings.interfaces), listen=False))
+        return None
+
     def _order(self, machine: str, processes: list[ProcessStart], shared: Mapping[str, str]) -> Start:
         threads = {"OMP_NUM_THREADS": str(self._threads(machine)[0])} if self._settings.share_cores else {}
         return Start(processes, commands.to_bytes(self._settings.command), commands.values_to_bytes({**threads, **shared}),
                      self._is_elastic, self._settings.has_input and machine == LOCAL,
-                     TERMINATE_GRACE if self._settings.grace is None else self._settings.grace)
+                     TERMINATE_GRACE if self._settings.grace is None else self._settings.grace,
+                     self._settings.preemption_script if self._is_elastic else "")
 
     def _process(self, each: StartMember, world: World) -> ProcessStart:
         machine = self._hosts.machine_of(each.host)
@@ -259,3 +274,8 @@ def _unreachable(here: str, routed: RouteReply, found: Mapping[str, Mapping[str,
 
 def _joined(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def listening_at(message: Listening, addresses: Sequence[str]) -> Listening:
+    """Return a message of rank 0's with the addresses of its host, if there are any."""
+    return Listening(message.epoch, tuple(addresses) or message.addresses, message.port)

@@ -45,25 +45,32 @@ def show_report(job: str, *, as_json: bool = False) -> int:
     return 0
 
 
-def find_job(job: str) -> Path:
-    """Return the directory of a job whose ranks have met; see `show_report`."""
+def find_job(job: str, served: str = REPORT_SOCKET, option: str = "--report",
+             otherwise: str = "Not all ranks of hvdrun process {} have met") -> Path:
+    """Return the directory of a job whose ranks have met; see `show_report`.
+
+    Args:
+        served: the socket that is in it.
+        option: that chooses one.
+        otherwise: what may be the matter with the processes whose directories do not have it.
+    """
     if os.sep in job or os.path.isdir(job):
         return _named_directory(Path(job))
     jobs = [(path.name.removeprefix(DIRECTORY_PREFIX).split("-")[0], path)
             for path in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*") if _is_own(path)]
-    running = {pid: path for pid, path in jobs if (path / REPORT_SOCKET).exists()}
+    running = {pid: path for pid, path in jobs if (path / served).exists()}
     if job in running:
         return running[job]
     if running and not job:
         if len(running) == 1:
             return next(iter(running.values()))
-        raise LaunchError("several jobs are running on this host; choose one with --report PID: "
+        raise LaunchError(f"several jobs are running on this host; choose one with {option} PID: "
                           f"{', '.join(sorted(running))}")
-    starting = sorted({pid for pid, path in jobs if pid not in running and not (path / PROCESSES_FILE).exists()
-                       and Path("/proc", pid).exists()})
+    others = sorted({pid for pid, path in jobs if pid not in running and Path("/proc", pid).exists() and (
+        served != REPORT_SOCKET or not (path / PROCESSES_FILE).exists())})
     told = (f"hvdrun process {job} has no running job on this host; running: {', '.join(running) or 'none'}" if job
             else "no job that you started with hvdrun is running on this host")
-    raise LaunchError(told + (f". Not all ranks of hvdrun process {', '.join(starting)} have met" if starting else ""))
+    raise LaunchError(told + (f". {otherwise.format(', '.join(others))}" if others else ""))
 
 
 def _is_own(path: Path) -> bool:

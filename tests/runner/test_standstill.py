@@ -61,7 +61,7 @@ def test_an_agent_that_stood_still_waits_for_hvdrun_again(monkeypatch: pytest.Mo
         return []
 
     agent._workers = Mock()
-    agent._workers.needs_polling.return_value = False
+    agent._workers.wait.return_value = math.inf
     agent._selector = Mock(select=select)
     agent.run()
     assert "nothing of hvdrun for 5 s" in agent._reason and clock.now == 145.0
