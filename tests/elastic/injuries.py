@@ -43,9 +43,9 @@ class Injuries:
 
     def hurt(self, count: int, seconds: float) -> None:
         """Do random things at random moments, so many at most, within some seconds of training."""
-        kinds = [self.kill, self.kill, self.stop_and_kill]
+        kinds = [self.kill, self.kill, self.stop_and_kill, self.notice]
         if self._remote:
-            kinds = [self.kill, self.kill, self.stop_and_kill, self.kill_agent, self.cut, self.cut_and_kill]
+            kinds = [self.kill, self.kill, self.stop_and_kill, self.notice, self.kill_agent, self.cut, self.cut_and_kill]
         for number in range(count):
             if number and number % 2 == 0:
                 self._wait_for_commits()  # three failures without a commit between them end a job
@@ -62,8 +62,12 @@ class Injuries:
 
     # --- what is done --------------------------------------------------------------------------------------------------
 
-    def kill(self) -> None:
-        """Kill a member."""
+    def notice(self) -> None:
+        """Tell a member to leave."""
+        self.kill(signal.SIGTERM)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a member."""
         members = self._job.running()
         candidates = [member for member in members if self._spares_one({member})]
         if not candidates:
@@ -71,8 +75,8 @@ class Injuries:
         member = self._chance.choice(sorted(candidates))
         step = self._job.step_of(member)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(members[member], signal.SIGKILL)
-            self._record(f"member {member} at step {step}", {member})
+            os.kill(members[member], number)
+            self._record(f"member {member} at step {step} ({signal.Signals(number).name})", {member})
 
     def stop_and_kill(self) -> None:
         """Stop a member, kill another one, and let the stopped one go on some time later, or not."""

@@ -9,8 +9,8 @@ import pytest
 from tests.elastic.points import Case, cases, run_case
 
 OFTEN = ("growth: the donor has heard at which boundary to stop: kill", "growth: the joiner has met the others: kill",
-         "hosts: the donor has told where it listens: exit")
-"""Those that every run of the tests includes: a planned change, a joiner, and several hosts."""
+         "hosts: the donor has told where it listens: exit", "growth: the donor has told its boundary: notice")
+"""Those that every run of the tests includes: a planned change, a joiner, several hosts, and a notice."""
 
 
 def test_the_cases_that_are_run_often_exist() -> None:

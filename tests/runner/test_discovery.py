@@ -10,7 +10,8 @@ from unittest.mock import Mock
 import pytest
 
 from hvdlite.core.errors import LaunchError
-from hvdlite_runner.job.discovery import LIMIT_SECONDS, DiscoveryScript, discover_once, parse_discovered
+from hvdlite_runner.host.polled_program import LIMIT_SECONDS
+from hvdlite_runner.job.discovery import DiscoveryScript, discover_once, parse_discovered
 
 
 @pytest.mark.parametrize(("text", "found"), [
@@ -101,7 +102,7 @@ def test_a_failure_is_told_once_a_minute_whatever_it_prints(tmp_path: Path, cont
         script.run(now)
     assert len(script.warnings) == 1
     script.run(61.5)
-    assert len(script.warnings) == 2 and len(script.discovery._warned) == 1
+    assert len(script.warnings) == 2 and len(script.discovery._program._warned) == 1
     script.write("exit 7")
     script.run(62.5)
     assert len(script.warnings) == 3, "another kind"

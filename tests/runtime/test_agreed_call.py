@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -137,3 +138,43 @@ def test_signals_with_another_meaning_are_left_alone() -> None:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def test_sigterm_is_told_where_the_script_does_not_ask() -> None:
+    """docs/protocol.md#notices"""
+    before = signal.getsignal(signal.SIGTERM)
+    told: list[str] = []
+
+    def tell(answer: bool) -> Callable[[], bool]:
+        return lambda: told.append("told") is None and answer
+
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        notice = StopNotice()
+        with notice.telling(tell(True)):
+            signal.raise_signal(signal.SIGTERM)
+            child = os.fork()
+            if child == 0:
+                os._exit(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
+            assert os.waitpid(child, 0)[1] == 0, "nor is a worker of the script's a member"
+        assert told == ["told"] and not notice.is_given and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        with notice.telling(tell(True)):
+            notice.watch(())
+            signal.raise_signal(signal.SIGTERM)
+        assert told == ["told"] and notice.is_given and signal.getsignal(signal.SIGTERM) == notice._handle, "it asks"
+        with notice.telling(tell(True)):
+            signal.raise_signal(signal.SIGTERM)
+        notice.release()
+        signal.signal(signal.SIGTERM, lambda number, frame: told.append("script"))
+        with notice.telling(tell(True)):
+            signal.raise_signal(signal.SIGTERM)
+        assert told == ["told", "script"]
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            with StopNotice().telling(tell(False)):
+                signal.raise_signal(signal.SIGTERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM, "the whole job ends"
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -4,7 +4,7 @@ FAILPOINT=MEMBER|MODULE:NAME|WHEN|ARGUMENT|KIND, in the environment of all membe
 
 - WHEN: `before` the function, `after` it has returned, or when it has `raised`.
 - ARGUMENT: the type of one of the function's arguments; empty for any call.
-- KIND: `kill` and `stop` (signals), `raise` (an exception), `exit` (os._exit(0)).
+- KIND: `kill`, `stop` and `notice` (signals; SIGTERM is a notice), `raise` (an exception), `exit` (os._exit(0)).
 
 Before the file `armed` is in the folder, nothing fails. The file `fired` tells that the member has passed the point.
 """
@@ -71,7 +71,7 @@ class Failpoint:
             raise RuntimeError("a failpoint")
         if self._kind == "exit":
             os._exit(0)
-        os.kill(os.getpid(), signal.SIGSTOP if self._kind == "stop" else signal.SIGKILL)
+        os.kill(os.getpid(), {"stop": signal.SIGSTOP, "kill": signal.SIGKILL, "notice": signal.SIGTERM}[self._kind])
 
 
 if __name__ == "__main__":
