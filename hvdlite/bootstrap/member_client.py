@@ -41,6 +41,7 @@ from hvdlite.membership.messages import (
     MembershipMessage,
     Met,
     PrepareStop,
+    SaveState,
     StateReport,
     StopAt,
     StopNow,
@@ -75,7 +76,7 @@ class MemberClient:
         self._pid = os.getpid()
         self._changed = threading.Condition()  # guards what follows
         self._lost = ""  # why there is no authority any more
-        self._orders: deque[WorldOrder | AllFinished | Dismissed] = deque()
+        self._orders: deque[WorldOrder | SaveState | AllFinished | Dismissed] = deque()
         self._coordinator: CoordinatorAt | None = None
         self._epoch = 1  # the last world that was ordered
         self._host_names: tuple[str, ...] = ()  # of its ranks
@@ -173,8 +174,8 @@ class MemberClient:
                 self._changed.wait(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
             return self._coordinator.host, self._coordinator.port
 
-    def next_order(self) -> WorldOrder:
-        """Block until this member, which is idle, is to be in a world; return the newest order.
+    def next_order(self) -> WorldOrder | SaveState:
+        """Block until this member, which is idle, is to be in a world, or to save its state; return the newest order.
 
         Raises:
             LaunchError: when the authority is gone.
@@ -183,7 +184,8 @@ class MemberClient:
         with self._changed:
             while True:
                 order = self._take_order()
-                if isinstance(order, WorldOrder) and not any(isinstance(later, WorldOrder) for later in self._orders):
+                if isinstance(order, (WorldOrder, SaveState)) and not any(
+                        isinstance(later, (WorldOrder, SaveState)) for later in self._orders):
                     return order
                 if order is None:
                     self._check_link()
@@ -261,7 +263,7 @@ class MemberClient:
         """In a forked child: close the copy of the descriptor."""
         self._socket.close()
 
-    def _take_order(self) -> WorldOrder | AllFinished | None:
+    def _take_order(self) -> WorldOrder | SaveState | AllFinished | None:
         if not self._orders:
             return None
         order = self._orders.popleft()
@@ -335,7 +337,7 @@ class MemberClient:
                 case AllFinished():
                     self._change = self._stop_at = None  # it comes too late
                     self._orders.append(order)
-                case Dismissed():
+                case Dismissed() | SaveState():
                     self._orders.append(order)
             self._changed.notify_all()
         if answer is not None:

@@ -322,8 +322,8 @@ class Authority:
             self._commands += world.begin(members, order(
                 planned, world.epoch + 1, [member.host for member in members], self._machine_of, self._history.reason()))
         elif world.state is WorldState.ENDING:
-            world.enter(WorldState.WAITING)
-            world.until = self._now + limits.elastic_timeout
+            self._commands += world.wait_for_others(planned.members[0], planned.order_to_save,
+                                                    self._now + limits.elastic_timeout)
             leaving = {world.name(world.everybody[id]): why for id, why in planned.left_out.items()}
             self._note(f"{len(planned.members)} of at least {limits.min_np} ranks are left: they wait for others, "
                        f"at most {limits.elastic_timeout:g} s; {self._history.reason(leaving)}")

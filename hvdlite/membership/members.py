@@ -78,6 +78,7 @@ TRANSITIONS: Final[Mapping[type, Mapping[MemberState, MemberState]]] = {
     messages.StopAt: {_S.TRAINING: _S.TRAINING, _S.FINISHED: _S.FINISHED},
     messages.StopNow: _SAME,
     messages.AllFinished: {_S.FINISHED: _S.OUTSIDE},
+    messages.SaveState: {_S.IDLE: _S.IDLE},
     messages.WorldOrder: dict.fromkeys((_S.READY, _S.IDLE), _S.MEETING),
     messages.Dismissed: dict.fromkeys((_S.READY, _S.IDLE), _S.DISMISSED),
     # What becomes of its process.
@@ -262,6 +263,12 @@ class JobWorld:
         for member in members:
             member.state, member.wait = TRANSITIONS[type(order)][member.state], wait or member.wait
         return [SendOrder(member.id, order) for member in members]
+
+    def wait_for_others(self, donor: int, order: messages.SaveState, until: float) -> list[Command]:
+        """Wait for more members until some time, because a world would have too few; the donor saves its state."""
+        self.enter(WorldState.WAITING)
+        self.until = until
+        return self.send([self.everybody[donor]], order)
 
     def prepare_stop(self, now: float, *, is_last: bool) -> list[Command]:
         """Ask all members for their boundaries, for a graceful change, or for the end of the job."""

@@ -201,6 +201,18 @@ class AllFinished(MembershipMessage, frozen=True):
     """All members of the world have finished: `elastic.run` returns."""
 
 
+class SaveState(MembershipMessage, frozen=True):
+    """Too few members are left: while it waits, this one, which has the newest state, writes it to the disk if it can.
+
+    Attributes:
+        restore, commits, boundaries: as in the order of a world of which it would be rank 0.
+    """
+
+    restore: bool
+    commits: int
+    boundaries: int
+
+
 class Dismissed(MembershipMessage, frozen=True):
     """The member is not needed any more: it exits with code 0."""
 
@@ -209,7 +221,7 @@ class Dismissed(MembershipMessage, frozen=True):
 
 MemberMessage = (MemberHello | MemberReady | MemberIdle | BoundaryReport | Listening | MeetingFailed | Met | MemberFinished
                  | Alive | MemberNoticed)
-MemberOrder = StopNow | AskAlive | PrepareStop | StopAt | WorldOrder | CoordinatorAt | AllFinished | Dismissed
+MemberOrder = StopNow | AskAlive | PrepareStop | StopAt | WorldOrder | CoordinatorAt | AllFinished | SaveState | Dismissed
 
 _ORDER_LIMIT: Final = 1 << 24
 _MESSAGE_LIMIT: Final = 1 << 20

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from hvdlite.membership.members import Member
-from hvdlite.membership.messages import StateReport, WorldOrder
+from hvdlite.membership.messages import SaveState, StateReport, WorldOrder
 
 _TRIES: Final = 2
 """At least so many meetings fail before members are left out: a first failure may pass."""
@@ -153,6 +153,11 @@ class NextWorld:
     restore: bool
     commits: int
     boundaries: int
+
+    @property
+    def order_to_save(self) -> SaveState:
+        """What its rank 0 is told if the world would be too small."""
+        return SaveState(self.restore, self.commits, self.boundaries)
 
 
 def plan(survivors: Sequence[Member], joiners: Sequence[Member], *, leaves: Callable[[Member], str],

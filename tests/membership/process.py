@@ -24,6 +24,7 @@ from hvdlite.membership.messages import (
     MemberReady,
     Met,
     PrepareStop,
+    SaveState,
     StateReport,
     StopAt,
     StopNow,
@@ -348,6 +349,8 @@ class Process:
             if order.epoch == self.epoch:
                 self.has_address = True
                 self.meet(self.epoch)
+        elif isinstance(order, SaveState):
+            assert self.doing == "idle"
         elif isinstance(order, (AllFinished, Dismissed)):
             assert self.doing == "finished" if isinstance(order, AllFinished) else self.doing in ("idle", "joining")
             self.doing = "exiting"

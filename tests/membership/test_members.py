@@ -25,6 +25,7 @@ from hvdlite.membership.messages import (
     MemberReady,
     Met,
     PrepareStop,
+    SaveState,
     StateReport,
     StopAt,
     StopNow,
@@ -50,18 +51,18 @@ GONE           -         -         -         -         -     -      -
 """What a member says, and what its state is then; -: the message is dropped. Other: it listens, lives, or cannot meet."""
 
 COMMANDED = """
-state          WorldOrder  PrepareStop  StopAt  StopNow  AskAlive  CoordinatorAt  AllFinished  Dismissed  Kill    MemberGone
-STARTING       -           -            -       -        -         -              -            -          KILLED  GONE
-READY          MEETING     -            -       -        -         -              -            DISMISSED  KILLED  GONE
-FIRST_MEETING  -           -            -       same     same      same           -            -          KILLED  GONE
-MEETING        -           -            -       same     same      same           -            -          KILLED  GONE
-OUTSIDE        -           -            -       same     same      same           -            -          KILLED  GONE
-TRAINING       -           same         same    same     same      same           -            -          KILLED  GONE
-FINISHED       -           -            same    same     same      same           OUTSIDE      -          KILLED  GONE
-IDLE           MEETING     -            -       -        -         -              -            DISMISSED  KILLED  GONE
-DISMISSED      -           -            -       -        -         -              -            -          KILLED  GONE
-KILLED         -           -            -       -        -         -              -            -          -       GONE
-GONE           -           -            -       -        -         -              -            -          -       -
+state         WorldOrder PrepareStop StopAt StopNow AskAlive CoordinatorAt AllFinished SaveState Dismissed Kill   MemberGone
+STARTING      -          -           -      -       -        -             -           -         -         KILLED GONE
+READY         MEETING    -           -      -       -        -             -           -         DISMISSED KILLED GONE
+FIRST_MEETING -          -           -      same    same     same          -           -         -         KILLED GONE
+MEETING       -          -           -      same    same     same          -           -         -         KILLED GONE
+OUTSIDE       -          -           -      same    same     same          -           -         -         KILLED GONE
+TRAINING      -          same        same   same    same     same          -           -         -         KILLED GONE
+FINISHED      -          -           same   same    same     same          OUTSIDE     -         -         KILLED GONE
+IDLE          MEETING    -           -      -       -        -             -           same      DISMISSED KILLED GONE
+DISMISSED     -          -           -      -       -        -             -           -         -         KILLED GONE
+KILLED        -          -           -      -       -        -             -           -         -         -      GONE
+GONE          -          -           -      -       -        -             -           -         -         -      -
 """
 """What a member is told or becomes; -: it never is."""
 
@@ -162,7 +163,7 @@ def test_the_tables_are_whole() -> None:
     """Each message and order has a row; what others say of a member changes nothing else."""
     said = {MemberReady, Met, BoundaryReport, MemberFinished, MemberIdle, Alive, Listening, MeetingFailed, MemberHello,
             MemberNoticed}
-    told = {WorldOrder, PrepareStop, StopAt, StopNow, AskAlive, CoordinatorAt, AllFinished, Dismissed}
+    told = {WorldOrder, PrepareStop, StopAt, StopNow, AskAlive, CoordinatorAt, AllFinished, SaveState, Dismissed}
     assert said == set(MemberMessage.__args__) and told == set(MemberOrder.__args__)
     assert set(TRANSITIONS) == said | told | {Kill, MemberGone} and TRANSITIONS[MemberHello] == {}
     rows = [line.split() for line in WORLDS.strip().splitlines()]

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from hvdlite import api
-from hvdlite.membership.messages import StateReport, WorldOrder
+from hvdlite.membership.messages import SaveState, StateReport, WorldOrder
 
 
 class CountedBodies:
@@ -118,7 +118,7 @@ class CountedBodies:
         if self._body is not None:
             self._copy_small()
 
-    def _go_back(self, order: WorldOrder) -> None:
+    def _go_back(self, order: WorldOrder | SaveState) -> None:
         """In a new world, go back to the last commit, or to the boundary at which rank 0 goes on, if this member has a copy.
 
         A member that has stepped since then gets rank 0's parameters when the state is synchronised.

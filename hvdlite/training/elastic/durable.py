@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdlite import api
+from hvdlite.core.errors import CheckpointError
 from hvdlite.training.checkpoints.every import Every
 from hvdlite.training.checkpoints.loading import load_objects
 from hvdlite.training.checkpoints.ranks import Ranks
 from hvdlite.training.checkpoints.saving import finish, refuse_missing_package, save_objects
+
+_log = logging.getLogger("hvdlite")
 
 
 class DurableCheckpoints:
@@ -58,12 +62,24 @@ class DurableCheckpoints:
             HorovodInternalError: when a rank is lost.
         """
         if api.is_initialized() and not api.is_provisional() and self._every.is_due():
-            self.write(blocking=False)
+            self._write(blocking=False)
 
-    def write(self, *, blocking: bool) -> None:
-        """Write a checkpoint; all ranks call this."""
-        save_objects(self._directory, self._parts(), blocking=blocking)
+    def world_ends(self) -> None:
+        """All ranks stop at a boundary, and the world still works: write the last checkpoint, if the job ends with it.
 
-    def finish(self) -> None:
-        """The world ends at a boundary: wait for what is written."""
+        What is being written in the background has to be complete before members leave.
+        """
         finish()
+        member = api.worlds().member
+        if member is not None and member.is_last:
+            self._write(blocking=True)
+
+    def write_alone(self) -> None:
+        """Write what this process has; there is no world. An error is logged."""
+        try:
+            self._write(blocking=True)
+        except CheckpointError as error:
+            _log.error("%s", error)
+
+    def _write(self, *, blocking: bool) -> None:
+        save_objects(self._directory, self._parts(), blocking=blocking)

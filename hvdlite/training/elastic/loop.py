@@ -31,7 +31,7 @@ from hvdlite.core.errors import (
     ReplicaMismatchError,
     WorldEnded,
 )
-from hvdlite.membership.messages import StateReport, WorldOrder
+from hvdlite.membership.messages import SaveState, StateReport, WorldOrder
 from hvdlite.training.elastic.comparison import ComparedState
 from hvdlite.training.elastic.state import State
 
@@ -167,4 +167,7 @@ class _Training:
 
     def _next_order(self) -> WorldOrder:
         self._worlds.followers.collect()
-        return self._member.next_order()
+        while isinstance(order := self._member.next_order(), SaveState):
+            self._state._go_back(order)
+            self._state._save_alone()
+        return order

@@ -120,6 +120,11 @@ class State(CountedBodies):
         """
         self._durable = DurableCheckpoints(directory, every, self._durable_parts, self._assign_durable)
 
+    def _save_alone(self) -> None:
+        """No world has this state any more, and this process waits for others: write it to the disk."""
+        if self._durable is not None:
+            self._durable.write_alone()
+
     def _durable_parts(self) -> dict[str, Any]:
         """Return what belongs to the state, by name: objects that `hvd.save` knows."""
         raise UnsupportedError(f"what belongs to a {type(self).__name__} is not known, so no checkpoint of it can be "
@@ -135,7 +140,7 @@ class State(CountedBodies):
                 self._durable.boundary()
         except HostsUpdatedInterrupt:
             if self._durable is not None:
-                self._durable.finish()
+                self._durable.world_ends()
             self.on_hosts_updated(time.time(), 3)
             raise
 
