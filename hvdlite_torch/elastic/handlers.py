@@ -87,8 +87,12 @@ class StateDictHandler(StateHandler):
         self.staged = copied_over(self.value.state_dict(), self.staged)
         return self.staged
 
+    def parts(self, state: Any) -> dict[str, Any]:
+        """Return the parts of a state that are compared and sent by themselves, by what their names add to the object's."""
+        return {"": state}
+
     def stage_received(self, structure: Any) -> Any:
-        """Put memory in place of a received structure's placeholders, and return it, for its tensors to be received."""
+        """Put memory in place of a received part's placeholders, and return it, for its tensors to be received."""
         self.staged = with_rooms(structure, self.staged)
         return self.staged
 
@@ -131,6 +135,20 @@ class ModelStateHandler(StateDictHandler):
     def load(self, structure: Any) -> None:
         """Copy parameters and buffers into the module's own."""
         self.value.load_state_dict(structure)
+
+    def parts(self, state: Any) -> dict[str, Any]:
+        """Return parameters and buffers apart: statistics of BatchNorm differ between ranks in any training."""
+        buffers = {name for name, _ in self.value.named_buffers()} & state.keys()
+        parts = {"": {name: each for name, each in state.items() if name not in buffers}}
+        if buffers:
+            parts["'s buffers"] = {name: each for name, each in state.items() if name in buffers}
+        return parts
+
+    def stage_received(self, structure: Any) -> Any:
+        """Put memory in place of a received part's placeholders, in the staged copy of the own state."""
+        received = with_rooms(structure, {name: self.staged[name] for name in structure if name in self.staged})
+        self.staged.update(received)
+        return received
 
     def small_copy(self, room: Buffers | None) -> Buffers:
         """Return a copy of the buffers that commits have, too."""

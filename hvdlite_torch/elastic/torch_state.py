@@ -133,31 +133,38 @@ class TorchState(ComparedState):
         runtime = api.runtime()
         is_root = runtime.world.rank == 0
         handlers, digests = self._built_in(), Digests()
-        states = {name: _part(name, self._checked(name, handler.value.state_dict), digests)
-                  for name, handler in handlers.items()}
+        states: dict[str, Part] = {}
+        owners: dict[str, tuple[StateDictHandler, str]] = {}  # of parts: the handlers, and which part of theirs
+        for name, handler in handlers.items():
+            for added, each in handler.parts(self._checked(name, handler.value.state_dict)).items():
+                states[name + added] = _part(name, each, digests)
+                owners[name + added] = handler, added
         found = self._compare(states, {name: _part(name, value, digests) for name, value in self._attributes().items()})
         tensors: list[torch.Tensor] = []
         values: dict[str, Any] = {}
+        for handler in handlers.values():
+            handler.stage()
         for name, part in found.parts.items():
-            is_sent = name in found.sent
-            if name in handlers:
-                copy = is_root or not is_sent
-                value = handlers[name].stage() if copy else handlers[name].stage_received(part.structure)
-            elif is_sent:
+            if name not in found.sent:
+                continue
+            if name in owners:
+                handler, added = owners[name]
+                value = handler.parts(handler.staged)[added] if is_root else handler.stage_received(part.structure)
+            else:
                 value = part.tensors if is_root else values.setdefault(name, with_rooms(part.structure, None))
-            if is_sent:
-                taken_out(value, tensors)
+            taken_out(value, tensors)
         broadcast_tensors(runtime, tensors, 0, "elastic.tensors")
         self._let_others(lambda other: other.sync())
-        for name, handler in handlers.items():
+        lacking = {owners[name][0] for name in found.lacking if name in owners}
+        for handler in handlers.values():
             is_sampler = isinstance(handler.value, ElasticSampler)  # all ranks divide anew what is left
-            handler.receive_staged(load=name in found.lacking or is_sampler)
+            handler.receive_staged(load=handler in lacking or is_sampler)
         if found.lacking or self._others():
             digests = Digests()
         self._assign(values)
         self._take_position(found.position)
         ObjectState.save(self)
-        self._check_replicas(self._replicated(found.parts.keys() - handlers, digests))
+        self._check_replicas(self._replicated(found.parts.keys() - states.keys(), digests))
 
     def _small_copy(self, room: Any) -> Any:
         handlers = {name: handler for name, handler in self._handlers.items() if isinstance(handler, StateDictHandler)}

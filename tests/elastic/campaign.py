@@ -46,7 +46,8 @@ def one(seed: int, hosts: Hosts | None = None) -> tuple[int, str]:
             injuries.hurt(chance.randint(1, most), seconds=chance.choice([0.1, 1.0, 4.0]))
             job.succeed(lost=injuries.lost, lost_hosts=injuries.lost_hosts)
         except Exception as error:  # of any kind: the other jobs are tried, too
-            return injuries.kills, f"seed {seed}: {job.flags}: {job.environment}: {injuries.done}: {type(error).__name__}: {error}"
+            problem = f"{injuries.done}: {type(error).__name__}: {error}"
+            return injuries.kills, f"seed {seed}: {job.flags}: {job.environment}: {problem}"
         finally:
             injuries.recover()
             job.close()
