@@ -283,7 +283,10 @@ class JobWorld:
         return self.send(self.living(), messages.StopAt(self.change, max(self.boundaries.values()) + 1, self.is_last))
 
     def notice(self, members: Iterable[Member], reason: str, seconds: float, now: float) -> list[Command]:
-        """Tell members to leave within some seconds, unless they have less time already; return a line for the user."""
+        """Tell members to leave within some seconds, unless they have less time already; return a line for the user.
+
+        See docs/protocol.md#notices.
+        """
         told = [each for each in members if each.state not in (MemberState.KILLED, MemberState.GONE) and (
             not each.notice or now + seconds < each.leave_by)]
         for member in told:

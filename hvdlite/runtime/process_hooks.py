@@ -100,7 +100,7 @@ class StopNotice:
 
     @contextlib.contextmanager
     def telling(self, tell: Callable[[], bool]) -> Iterator[None]:
-        """Call a function at SIGTERM meanwhile; the process goes on if it returns True.
+        """Call a function at SIGTERM meanwhile; the process goes on if it returns True (docs/protocol.md#notices).
 
         Nothing is done outside of the main thread, and where the script handles the signal or asks `stop_requested`.
         """

@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 _EVENTS, _ELASTIC = "tests/runner/test_elastic_events.py", "tests/runner/test_elastic.py"
 _HOSTS, _KILLS = "tests/runner/test_elastic_hosts.py", "tests/elastic/test_kills.py"
+_NOTICES, _NOTICED = "tests/runner/test_notices.py", "tests/elastic/test_notices.py"
 _WAITED_FOR = f"{_EVENTS}::test_ranks_for_which_others_wait_in_a_collective_and_at_the_end"
 
 ROWS = {
@@ -19,6 +20,16 @@ ROWS = {
     "another rank is lost during recovery": [f"{_EVENTS}::test_ranks_that_are_lost_before_elastic_run_and_during_recovery"],
     "discovery prints another host, or more slots": [f"{_ELASTIC}::test_a_host_comes_and_goes"],
     "discovery no longer prints a host": [f"{_ELASTIC}::test_a_host_comes_and_goes"],
+    "a rank gets SIGTERM in `run`, and the script does not handle it or call `stop_requested()`": [
+        f"{_NOTICED}::test_a_rank_that_gets_sigterm_leaves_and_no_step_is_done_again"],
+    "hvdrun's agent on a host gets SIGTERM, or `hvdrun --leave HOST` is called": [
+        f"{_NOTICES}::test_a_signal_to_an_agent_is_a_notice_of_its_host", f"{_NOTICES}::test_a_host_is_left_on_demand"],
+    "`--preemption-script` prints a number on a host": [
+        f"{_NOTICES}::test_a_program_says_when_a_host_is_taken_away",
+        f"{_NOTICES}::test_all_ranks_are_to_leave_with_the_host_of_hvdrun"],
+    "a rank that was told to leave has not left in time": [
+        f"{_NOTICES}::test_a_rank_that_has_not_left_in_time_is_killed"],
+    "all ranks were told to leave": [f"{_NOTICED}::test_all_ranks_get_sigterm"],
     "discovery prints no host at all": [f"{_ELASTIC}::test_a_host_comes_and_goes"],
     "the discovery program fails, hangs or returns invalid output": [
         f"{_EVENTS}::test_a_discovery_program_that_fails_at_the_start", f"{_ELASTIC}::test_a_host_comes_and_goes"],
