@@ -23,6 +23,7 @@ from hvdlite_tf.keras.checkpoints import load, save
 from hvdlite_tf.keras.collectives import allgather, allreduce, broadcast, reducescatter
 from hvdlite_tf.keras.hooks import install as _install
 from hvdlite_tf.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
+from hvdlite_tf.keras.resumable_data import resumable
 from hvdlite_tf.sync_batch_norm import SyncBatchNormalization
 from hvdlite_tf.sync_batch_norm import install as _install_sync_batch_norm
 
@@ -30,7 +31,7 @@ __all__ = [
     "Compression", "DistributedOptimizer", "MirroredStrategy", "PartialDistributedOptimizer", "SyncBatchNormalization",
     "allgather", "allgather_object", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object",
     "broadcast_variables", "callbacks", "elastic", "join", "load", "load_model", "memory_report", "reducescatter",
-    "save",
+    "resumable", "save",
 ]
 __all__ += frontend.__all__
 
