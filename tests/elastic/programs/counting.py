@@ -6,6 +6,7 @@ Arguments: a folder for what the members tell, and the least number of steps. En
 - UNTIL=NAME: training goes on until this file is in the folder.
 - BODIES=1: the loop counts bodies, and commits every five of them.
 - HOLD=STEP: members that make no trouble wait for this file before a step.
+- CHECKPOINTS=FOLDER: the state has durable checkpoints there.
 - WAITS=1: nobody ever calls elastic.run.
 """
 
@@ -54,6 +55,9 @@ def main(folder: Path, steps: int) -> None:
     until, hold = os.environ.get("UNTIL", ""), int(os.environ.get("HOLD", "-1"))
     state = ObjectState(step=0, weights=np.zeros(COUNT, np.int64), history=[], end=0 if until else steps)
     state.register_reset_callbacks([lambda: adapt()])
+
+    if os.environ.get("CHECKPOINTS"):
+        state.checkpoint(os.environ["CHECKPOINTS"], every="1 h")
 
     @elastic.run
     def train(state: ObjectState) -> str:

@@ -1,0 +1,61 @@
+"""Elastic jobs that end before their time leave a checkpoint, from which another job goes on without a lost step."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdlite.training.checkpoints import load
+from tests.elastic.jobs import Job
+
+pytest.importorskip("safetensors", reason="checkpoints need the package safetensors")
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    """A list for jobs, which are ended."""
+    started: list[Job] = []
+    yield started
+    for job in started:
+        job.close()
+
+
+def _begin(folder: Path, *flags: str, bodies: str = "1") -> Job:
+    """Begin a job that ends some steps after the file "end" is in the folder of what it tells."""
+    folder.mkdir()
+    environment = {"CHECKPOINTS": str(folder.parent / "checkpoints"), "BODIES": bodies, "UNTIL": "end"}
+    return Job(["-np", "2", "--min-np", "1", *flags], folder, 1, environment)
+
+
+def _step(tmp_path: Path) -> int:
+    found = load(tmp_path / "checkpoints")
+    assert found is not None
+    return int(found["step"])
+
+
+@pytest.mark.parametrize("bodies", ["0", "1"], ids=["commits", "bodies"])
+def test_too_few_ranks_leave_a_checkpoint(bodies: str, tmp_path: Path, jobs: list[Job]) -> None:
+    jobs.append(job := _begin(tmp_path / "first", "--min-np", "2", "--elastic-timeout", "1", bodies=bodies))
+    job.wait_for_all(2)
+    job.wait_for_step(20)
+    job.kill(1)
+    assert not job.end() and job.process.returncode == 75, job.errors()
+    step = _step(tmp_path)
+    assert step >= 15 and (bodies == "0" or step == job.step_of(0)), "no finished body is lost"
+    jobs.append(job := _begin(tmp_path / "second"))
+    (job.told / "end").touch()
+    told = job.succeed(lost=set(), lost_hosts=())
+    assert all(each.right and each.history[step][0] == step for each in told.values())
+    assert f"hvdlite: training goes on from a checkpoint in {tmp_path / 'checkpoints'}" in job.errors()
+
+
+def test_all_ranks_get_sigterm(tmp_path: Path, jobs: list[Job]) -> None:
+    jobs.append(job := _begin(tmp_path / "first", "--grace", "4"))
+    job.wait_for_all(2)
+    for member in (0, 1):
+        job.kill(member, signal.SIGTERM)
+    assert not job.end() and job.process.returncode == 75, job.errors()
+    assert _step(tmp_path) == job.step_of(0) + 1 == job.step_of(1) + 1
