@@ -17,7 +17,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     Give it to `fit` on all ranks, before callbacks that change the model at the end of an epoch. `fit` goes on with the
     epoch in which it was, and returns at once when all epochs are done. What it is given is saved too: with `data`, from
-    `hvd.resumable`, at any batch; without it at ends of epochs, because an epoch could only begin again.
+    `hvd.resumable`, at any batch (after `data.callback` in the list); without it at ends of epochs, because an epoch could
+    only begin again.
 
     It also saves at the end of `fit`: after `StopOnRequestCallback` has ended it, nothing is lost.
 
@@ -35,9 +36,9 @@ class Checkpoint(keras.callbacks.Callback):
         self._directory, self._objects = directory, objects
         self._every = Every(every)
         self._is_due = False
-        self._epoch = 0  # the present one
-        self._saved: Any = None  # the position of the last checkpoint
-        self._position: tuple[int, int] = (0, 0)  # epoch and batch
+        self._is_saved = False  # what has been trained
+        self._epoch = 0  # in which training would go on
+        self._batch = -1  # the last one of the present epoch
 
     @with_errors_of_backend
     def on_train_begin(self, logs: Any = None) -> None:
@@ -47,41 +48,37 @@ class Checkpoint(keras.callbacks.Callback):
             optimizer.build(self.model.trainable_variables)
         found = load(self._directory, **self._all())
         if found is not None:
-            self.model._initial_epoch = found["epoch"]
-            self._saved = self._position = (found["epoch"], found["batch"])
+            data = self._objects.get("data")
+            self.model._initial_epoch = self._epoch = found["epoch"] if data is None else data.epoch
+            self._is_saved = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note the epoch."""
-        self._epoch = epoch
+        self._epoch, self._batch = epoch, -1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Save, if it is time and the data can go on from here."""
-        self._position = (self._epoch, batch + 1)
+        self._batch, self._is_saved = batch, False
         self._is_due = self._every.is_due() or self._is_due
         if self._is_due and "data" in self._objects:
             self._save()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Save, if it has become time in this epoch."""
-        if not self.model.stop_training or self._is_last(epoch):
-            self._position = (epoch + 1, 0)
+        if not self.model.stop_training or self._batch + 1 == self.params.get("steps"):
+            self._epoch, self._is_saved = epoch + 1, False
         if self._is_due:
             self._save()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Save where `fit` has ended."""
-        if self._saved != self._position:
+        if not self._is_saved:
             self._save()
-
-    def _is_last(self, epoch: int) -> bool:
-        steps = self.params.get("steps")
-        return steps is not None and self._position == (epoch, steps)
 
     def _all(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.model.optimizer, **self._objects}
 
     @with_errors_of_backend
     def _save(self) -> None:
-        self._is_due = False
-        epoch, batch = self._saved = self._position
-        save(self._directory, **self._all(), epoch=epoch, batch=batch)
+        self._is_due, self._is_saved = False, True
+        save(self._directory, **self._all(), epoch=self._epoch)

@@ -118,6 +118,13 @@ class ResumableData(PyDatasetAdapter):  # type: ignore[misc]
         for batch in self._source.load(self.epoch, self._consumed):
             yield self._standardize_batch(batch)
 
+    def get_torch_dataloader(self) -> Any:
+        """Return Keras' loader; its iterations draw a seed, which must not be one of the script's random numbers."""
+        import torch
+        loader = super().get_torch_dataloader()
+        loader.generator = torch.Generator()
+        return loader
+
     def on_epoch_begin(self) -> None:
         """Keras begins to read."""
 
