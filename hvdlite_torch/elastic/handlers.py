@@ -125,8 +125,6 @@ class StateDictHandler(StateHandler):
     def load(self, structure: Any) -> None:
         """Load a structure like a state dict, which the object must not keep."""
         self.value.load_state_dict(copied_over(structure, None))
-        if isinstance(self.value, torch.amp.GradScaler):
-            self.value._per_optimizer_states.clear()  # of a step that failed, which is no part of its state dict
 
 
 class ModelStateHandler(StateDictHandler):
@@ -156,9 +154,9 @@ class ModelStateHandler(StateDictHandler):
         tensors = [owner[name] for owner, name in places]
         if room is None or len(tensors) != len(room.tensors) or not all(map(operator.is_, tensors, room.tensors)):
             room = Buffers(places, tensors, [torch.empty_like(tensor) for tensor in tensors])
-        if tensors:
-            with torch.no_grad():
-                torch._foreach_copy_(room.copies, tensors)
+        with torch.no_grad():
+            for copies, sources in room.alike.values():
+                torch._foreach_copy_(copies, sources)
         return room
 
     def load_small(self, small: Buffers) -> None:
@@ -188,6 +186,27 @@ class OptimizerStateHandler(StateDictHandler):
         return [{name: value for name, value in group.items() if name != "params"} for group in self.value.param_groups]
 
 
+class ScalerStateHandler(StateDictHandler):
+    """Handles a `GradScaler`."""
+
+    def load(self, structure: Any) -> None:
+        """Load the scale, without what a step that failed has left, which is no part of the state dict."""
+        super().load(structure)
+        self.value._per_optimizer_states.clear()
+
+    def small_copy(self, room: Any) -> Any:
+        """Return a copy of the scale; `state_dict()` would wait for the GPU."""
+        return copied_over(self._scale(), room)
+
+    def load_small(self, small: Any) -> None:
+        """Go back to a scale."""
+        vars(self.value).update(copied_over(small, self._scale()))
+        self.value._per_optimizer_states.clear()
+
+    def _scale(self) -> dict[str, Any]:
+        return {name: each for name, each in vars(self.value).items() if name in ("_scale", "_growth_tracker")}
+
+
 class SamplerStateHandler(StateDictHandler):
     """Handles a sampler, which is divided among the ranks of each new world."""
 
@@ -198,11 +217,19 @@ class Buffers:
 
     Attributes:
         places: of each buffer, the module's dict and the name in it.
+        alike: copies and tensors by kind: for those of one kind a GPU needs one kernel.
     """
 
     places: list[tuple[dict[str, Any], str]]
     tensors: list[torch.Tensor]
     copies: list[torch.Tensor]
+    alike: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for copied, tensor in zip(self.copies, self.tensors, strict=True):
+            copies, tensors = self.alike.setdefault((tensor.device, tensor.dtype), ([], []))
+            copies.append(copied)
+            tensors.append(tensor)
 
 
 def _buffers_in(module: torch.nn.Module) -> list[tuple[dict[str, Any], str]]:
@@ -254,6 +281,7 @@ _registry: Registry = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
+    (torch.amp.GradScaler, ScalerStateHandler),
 ]
 
 

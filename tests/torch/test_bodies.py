@@ -177,6 +177,7 @@ def test_buffers_rates_and_scalers_go_back_also_where_tensors_were_replaced(monk
     norm, scaler = training.model[1], torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     state = training.state(scaler=scaler, mask=torch.ones(2))
     training.train(0, 2)
+    scaler.scale(torch.ones(()))
     state._begin_body()
     begun, places = training.bits(), [buffer.data_ptr() for buffer in norm.buffers()]
     for _ in range(2):
@@ -186,7 +187,7 @@ def test_buffers_rates_and_scalers_go_back_also_where_tensors_were_replaced(monk
         training.optimizer.param_groups[0]["lr"] = 3.0
         training.schedule.step()
         scaler.scale(torch.ones(()))
-        scaler.load_state_dict({**scaler.state_dict(), "scale": 9.0})
+        scaler.update(9.0)
         state.mask.zero_()
         state._load_small(state._small)
         assert training.bits() == begun and scaler.get_scale() == 4.0 and state.mask.tolist() == [1, 1]
