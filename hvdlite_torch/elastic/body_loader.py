@@ -94,11 +94,12 @@ class BodyLoader(PositionedLoader):
         self._go_on(state)
         try:
             while self.epoch < epochs:
+                state._begin_body()  # ranks agree on the order in the first body: else a loss then would undo the last one
                 cut = self._cut(rows)
-                self._note(state)
                 loaded = self._loaded(cut)
-                for _ in cut:
-                    state._begin_body()
+                for body in range(len(cut)):
+                    if body > 0:
+                        state._begin_body()
                     end, batch = next(loaded)
                     weight.set(shard_weight(end - self._consumed, api.rank(), api.size()))
                     self._consumed = end
@@ -110,6 +111,8 @@ class BodyLoader(PositionedLoader):
             state._end_bodies()
         finally:
             weight.set(1.0)
+            if self._weight is weight:  # and not a later call, before which this one was left by an error
+                state._in_body = False
 
     def _go_on(self, state: TorchState) -> None:
         """Take the place from the state; another `epoch` there begins anew."""
@@ -118,9 +121,10 @@ class BodyLoader(PositionedLoader):
         if place is not None:
             self.load_state_dict(place if place["epoch"] == epoch else {**place, "epoch": epoch, "consumed": 0})
         self.epoch = epoch
+        self._note(state)
 
     def _note(self, state: TorchState) -> None:
-        state._place, state.epoch = self.state_dict(), self.epoch
+        vars(state).update(_place=self.state_dict(), epoch=self.epoch)
 
     def _cut(self, rows: int) -> list[tuple[int, Any]]:
         """Return the rest of the epoch: the position after each body, and this rank's indices."""

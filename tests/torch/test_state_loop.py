@@ -158,6 +158,14 @@ def test_a_rank_is_killed_in_the_middle_of_an_epoch(tmp_path: Path, victim: int,
     assert all(len(result["loaders"]) == (workers or 1) for result in results.values()), "workers live on"
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_is_lost_between_two_epochs(tmp_path: Path, victim: int) -> None:
+    with ElasticJob(train, str(tmp_path), 5, (), 0, False, EPOCHS, victim, slots={"a": 3}, min_np=2, hosts_are_fixed=True,
+                    imported=TORCH) as job:
+        told = judge(job.finish())
+    assert told["sizes"] == [3] * 5 + [2] * 10, "no finished step is made again"
+
+
 def test_ranks_come_and_go(tmp_path: Path) -> None:
     with ElasticJob(train, str(tmp_path), 5, (), 0, False, 10**6, slots={"a": 2}, min_np=1, imported=TORCH) as job:
         job.until_printed(1, "body 3 in 2")

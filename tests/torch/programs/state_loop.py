@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, RandomSampler, get_worker_info
 
 import hvdlite_torch as hvd
 from hvdlite_torch.elastic import TorchState, run
@@ -29,8 +31,20 @@ class Samples(Dataset[Any]):
         return self.x[index], index, os.getpid() if get_worker_info() else 0
 
 
+class Dying(RandomSampler):
+    """Ends the process when it has given some orders."""
+
+    left: int
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left -= 1
+        return super().__iter__()
+
+
 def train(folder: str, batch: int | str, gates: tuple[int, ...] = (), workers: int = 0, late: bool = False,
-          epochs: int = EPOCHS) -> dict[str, Any]:
+          epochs: int = EPOCHS, dies: int = -1) -> dict[str, Any]:
     """Train so many epochs, or until the file "end" exists in a folder.
 
     Args:
@@ -38,6 +52,7 @@ def train(folder: str, batch: int | str, gates: tuple[int, ...] = (), workers: i
             for it before they compute gradients.
         batch: the global batch.
         late: whether they wait after that, before the step.
+        dies: the member that dies when the second epoch's order is drawn.
     """
     hvd.init()
     torch.manual_seed(hvd.rank())  # ranks would draw different orders
@@ -47,8 +62,9 @@ def train(folder: str, batch: int | str, gates: tuple[int, ...] = (), workers: i
         model.bias.zero_()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
     data = Samples()
-    loader: DataLoader[Any] = DataLoader(data, 4, shuffle=True, num_workers=workers, persistent_workers=workers > 0,
-                                         generator=torch.Generator().manual_seed(8))
+    sampler = Dying(data, generator=torch.Generator().manual_seed(8))
+    sampler.left = 1 if os.environ.get("HVDLITE_MEMBER") == str(dies) else 1000
+    loader: DataLoader[Any] = DataLoader(data, 4, sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
     state: Any = TorchState(model, optimizer, ledger=[], losses=[], sizes=[], scaled=[])
     seen: list[int] = []
     state.on_scale(lambda rows: setattr(state, "scaled", [*state.scaled, rows]))
