@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import json
 import random
 import signal
@@ -19,6 +20,9 @@ from tests.worlds import HANGS_SECONDS, TORCH, Ended, Processes
 
 Tell = Callable[[str], None]
 SIZES = (1, 4, 2)
+EPOCHS, SAMPLES = 3, 64
+Ledger = Sequence[Sequence[Sequence[Any]]]
+"""Lines by run and rank."""
 GENTLE = (signal.SIGTERM, signal.SIGUSR1)
 """Signals after which a job saves and ends."""
 WRITES, FULL = "while it writes", "on a full disk"
@@ -138,30 +142,11 @@ class Trial:
             world.kill(run.rank, signal.SIGKILL if run.ending == WRITES else int(run.ending))
 
     def _judged(self, runs: int) -> list[str]:
-        """Return what is wrong with the ledger of finished steps."""
-        lines = {run: [self._lines(run, rank) for rank in range(len(list(self._ledger.glob(f"{run}.*"))))]
-                 for run in range(runs)}
-        begins = [min((each[0]["begins"] for each in lines[run]), default=None) for run in range(runs)]
-        wrong, counted = [], collections.Counter[tuple[int, int]]()
-        for run in range(runs):
-            following = next((each for each in begins[run + 1:] if each is not None), None)
-            for steps in lines[run]:
-                if steps and steps[0]["begins"] != begins[run]:
-                    wrong.append(f"run {run}: ranks begin at different steps")
-                last = max((each["step"] for each in steps[1:]), default=begins[run])
-                gentle = run < len(self._job.runs) and self._job.runs[run].ending in GENTLE
-                if gentle and following is not None and following != last:
-                    wrong.append(f"run {run} was stopped after step {last}, and the next one began after {following}")
-                counted.update((each["epoch"], sample) for each in steps[1:] for sample in each["samples"]
-                               if following is None or each["step"] <= following)
-        from tests.resuming.programs.torch_job import EPOCHS, SAMPLES
-        expected = {(epoch, sample): 1 for epoch in range(EPOCHS) for sample in range(SAMPLES)}
-        if counted != expected:
-            different = [(key, counted.get(key, 0)) for key in expected if counted.get(key) != 1][:5]
-            wrong.append(f"samples (epoch, number) and how often they count: {different}")
-        return wrong or self._compared(lines, begins)
+        lines = ledger_of(self._ledger, runs)
+        gentle = [run.ending in GENTLE for run in self._job.runs]
+        return judged(lines, gentle) or self._compared(lines)
 
-    def _compared(self, lines: dict[int, list[list[Any]]], begins: list[Any]) -> list[str]:
+    def _compared(self, lines: Ledger) -> list[str]:
         """Compare the losses with those of an undisturbed run."""
         if not self._job.has_one_size:
             return []
@@ -175,15 +160,39 @@ class Trial:
         wrong = []
         for rank in range(size):
             expected = {each["step"]: each["loss"] for each in _read(whole / f"ledger/0.{rank}")[1:]}
-            for run, ranks in lines.items():
+            for run, ranks in enumerate(lines):
                 for each in ranks[rank][1:] if ranks else ():
                     if abs(each["loss"] - expected[each["step"]]) > 1e-9 * abs(expected[each["step"]]):
                         wrong.append(f"run {run}, rank {rank}, step {each['step']}: loss {each['loss']}, undisturbed "
                                      f"{expected[each['step']]}")
         return wrong[:3]
 
-    def _lines(self, run: int, rank: int) -> list[Any]:
-        return _read(self._ledger / f"{run}.{rank}")
+
+def ledger_of(folder: Path, runs: int) -> Ledger:
+    """Return the lines of each rank of each run."""
+    return [[_read(folder / f"{run}.{rank}") for rank in range(len(list(folder.glob(f"{run}.*"))))] for run in range(runs)]
+
+
+def judged(lines: Ledger, gentle: Sequence[bool]) -> list[str]:
+    """Return what is wrong with a ledger of finished steps: steps of a run count up to that with which the next one began.
+
+    Args:
+        gentle: whether a run was stopped with time to save.
+    """
+    begins = [min((rank[0]["begins"] for rank in ranks if rank), default=None) for ranks in lines]
+    wrong, counted = [], collections.Counter[tuple[int, int]]()
+    for run, ranks in enumerate(lines):
+        following = next((each for each in begins[run + 1:] if each is not None), None)
+        for begin, *steps in filter(None, ranks):
+            if begin["begins"] != begins[run]:
+                wrong.append(f"run {run}: ranks begin at different steps")
+            last = max((each["step"] for each in steps), default=begins[run])
+            if run < len(gentle) and gentle[run] and following not in (None, last):
+                wrong.append(f"run {run} was stopped after step {last}, and the next one began after {following}")
+            counted.update((each["epoch"], sample) for each in steps for sample in each["samples"]
+                           if following is None or each["step"] <= following)
+    different = [(key, counted.get(key, 0)) for key in itertools.product(range(EPOCHS), range(SAMPLES)) if counted[key] != 1]
+    return wrong + [f"samples (epoch, number) and how often they count: {different[:5]}"] * bool(different)
 
 
 def _read(path: Path) -> list[Any]:

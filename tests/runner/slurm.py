@@ -87,7 +87,7 @@ ClusterName=test
 SlurmctldHost={socket.gethostname()}(127.0.0.1)
 SlurmUser=root
 SlurmctldPort={free_port()}
-AuthInfo=socket={here}/munge.sock
+AuthInfo=socket={here}/munge.sock,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={here}/state
 SlurmdSpoolDir={here}/spool/%n

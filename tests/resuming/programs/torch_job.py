@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -26,10 +28,11 @@ class Numbered(Dataset[Any]):
         return index, torch.randn(6, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
 
 
-def train(folder: str, ledger: str, run: int, workers: int, every: int) -> None:
-    """Train to the end, or until the stop.
+def train(folder: str, ledger: str, run: int, workers: int, every: int, pause: float = 0.01) -> bool | None:
+    """Train to the end, or until the stop; return whether it was stopped.
 
     Args:
+        pause: seconds between two steps.
         ledger: the directory in which each rank writes a line for each finished step.
         run: the number of this run of the job.
         workers: of the DataLoader.
@@ -63,12 +66,18 @@ def train(folder: str, ledger: str, run: int, workers: int, every: int) -> None:
                 step += 1
                 done = {"step": step, "epoch": epoch, "samples": numbers.tolist(), "loss": loss.item()}
                 lines.write(json.dumps(done) + "\n")
-                time.sleep(0.01)
+                time.sleep(pause)
                 stops = hvd.stop_requested()
                 if stops or step % every == 0:
                     hvd.save(folder, blocking=stops, **training, step=step)
                 if stops:
                     hvd.shutdown()
-                    return
+                    return True
     hvd.save(folder, **training, step=step)
     hvd.shutdown()
+    return None
+
+
+if __name__ == "__main__":
+    was_stopped = train(sys.argv[1], sys.argv[2], int(os.environ.get("SLURM_RESTART_COUNT", "0")), 0, 1000, 0.3)
+    sys.exit(75 if was_stopped else 0)
