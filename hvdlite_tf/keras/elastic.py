@@ -16,6 +16,7 @@ from hvdlite.training.elastic.comparison import ComparedState, Part
 from hvdlite.training.elastic.state import ObjectState, State
 from hvdlite.training.replicas import digest
 from hvdlite_tf.keras import checkpoints  # noqa: F401 - it knows variables
+from hvdlite_tf.keras.backends import copier, copies
 from hvdlite_tf.keras.broadcast import array_of, read_back, values_of_root
 from hvdlite_tf.keras.elastic_callbacks import (
     CommitStateCallback,
@@ -103,12 +104,16 @@ class VariablesState(ComparedState):
     def _small_copy(self, room: Any) -> Any:
         if keras.backend.backend() == "jax":
             return None  # a step that fails has given XLA the memory of the parameters
-        return _copies(self._small_variables()), super()._small_copy(None)
+        if room is None:  # to list them takes as long as to copy them
+            variables = self._small_variables()
+            room = variables, copier(variables)
+        return *room[:2], room[1](), super()._small_copy(None)
 
     def _load_small(self, small: Any) -> None:
-        for variable, value in zip(self._small_variables(), small[0], strict=True):
+        variables, _, values, others = small
+        for variable, value in zip(variables, values, strict=True):
             variable.assign(keras.ops.copy(value))
-        super()._load_small(small[1])
+        super()._load_small(others)
 
     def _durable_parts(self) -> dict[str, Any]:
         return {**super()._durable_parts(), "its variables": self._variables()}
@@ -120,12 +125,7 @@ class VariablesState(ComparedState):
         return [variable for group in self._groups().values() for variable in group]
 
     def _copied_values(self) -> list[Any]:
-        return _copies(self._variables())
-
-
-def _copies(variables: list[Any]) -> list[Any]:
-    """Return copies of the values, on their devices. TensorFlow copies them when the variable next changes."""
-    return [keras.ops.copy(keras.ops.stop_gradient(getattr(variable, "_value", variable))) for variable in variables]
+        return copies(self._variables())
 
 
 class KerasState(VariablesState):

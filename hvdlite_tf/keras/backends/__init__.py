@@ -5,14 +5,14 @@
     tensorflow.py   through `numpy_function`
     torch.py        by autograd's hooks, during the backward pass
 
-A backend's module has `create_step_reducer`, which is its class of step reducers, and the function `call`.
+A backend's module has `create_step_reducer`, which is its class of step reducers, and the functions `call` and `copies`.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import keras
 import numpy as np
@@ -35,6 +35,23 @@ def create_step_reducer(**arguments: Any) -> StepReducer:
 def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:
     """Call a function of arrays that returns arrays of the same shapes and dtypes, on tensors of the current backend."""
     return _backend().call(function, tensors) if tensors else []
+
+
+def copies(variables: Sequence[Any]) -> list[Any]:
+    """Return copies of the variables' values, on their devices."""
+    return list(_backend().copies(_values(variables)))
+
+
+def copier(variables: Sequence[Any]) -> Callable[[], Sequence[Any]]:
+    """Return a function that returns copies of the variables' values, for many calls."""
+    make = getattr(_backend(), "copier", None)
+    if make is not None:
+        return cast(Callable[[], Sequence[Any]], make(_values(variables)))
+    return lambda: copies(variables)
+
+
+def _values(variables: Sequence[Any]) -> list[Any]:
+    return [getattr(variable, "_value", variable) for variable in variables]
 
 
 def all_ranks_true(flag: Any, reducer: StepReducer) -> Any:

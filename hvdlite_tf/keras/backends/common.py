@@ -46,6 +46,11 @@ class KerasStepReducer(ArrayStepReducer):
 create_step_reducer = KerasStepReducer
 
 
+def copies(values: Sequence[Any]) -> list[Any]:
+    """See the package."""
+    return [keras.ops.copy(keras.ops.stop_gradient(value)) for value in values]
+
+
 def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:
     """See the package."""
     return [keras.ops.convert_to_tensor(array) for array in function([np.asarray(tensor) for tensor in tensors])]

@@ -13,6 +13,7 @@ from jax.experimental import io_callback
 from hvdlite.core.array import Array
 from hvdlite.training.gradients.framework import SMALL
 from hvdlite_tf.keras.backends.common import KerasStepReducer
+from hvdlite_tf.keras.backends.common import copies as copies
 from hvdlite_tf.versions import OLDEST_JAX, check_installed
 
 check_installed(wanted=OLDEST_JAX)

@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from hvdlite.core.array import Array
 from hvdlite_tf.arrays import run
 from hvdlite_tf.gradients import TensorFlowStepReducer
 
 create_step_reducer = TensorFlowStepReducer
+
+
+def copies(values: Sequence[Any]) -> list[Any]:
+    """See the package. TensorFlow copies a value when its variable next changes."""
+    return [tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype) for value in values]
+
+
+def copier(values: Sequence[Any]) -> Callable[[], Sequence[Any]]:
+    """See the package: one call into TensorFlow for all of them."""
+    read = tf.function(lambda: [value.read_value() for value in values], autograph=False)
+    return read.get_concrete_function()  # type: ignore[no-any-return]
 
 
 def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:

@@ -21,6 +21,11 @@ from hvdlite_torch.gradients.unfinal import get_grad, set_grad
 from hvdlite_torch.optimizer.reduction import gradients_of
 
 
+def copies(values: Sequence[Any]) -> list[Any]:
+    """See the package."""
+    return [value.detach().clone() for value in values]
+
+
 class TorchStepReducer(StepReducer):
     """Reduces the gradients of `backward()` before it returns, and all other gradients when they are applied.
 
