@@ -185,6 +185,8 @@ def options_without_effect(options: argparse.Namespace) -> list[str]:
         lines.append("--slots-per-host does nothing without --host-discovery-script: give the slots with -H host:slots")
     lines += [f"--{name} does nothing here: {why}" for name, (_, why) in MEANINGLESS_FLAGS.items()
               if getattr(options, f"meaningless_{name}") is not None]
+    if options.job:
+        lines.append("--job does nothing without --leave")
     if not options.mpi:
         lines += [f"--{name} does nothing without --mpi" for name in ("mpi-args", "binding-args")
                   if getattr(options, name.replace("-", "_"))]

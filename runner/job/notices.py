@@ -64,16 +64,17 @@ class HostNotices:
     def take(self, machine: str, event: HostNoticed) -> None:
         """Take a notice of a machine. With hvdrun's own one the whole job goes."""
         if machine == LOCAL:
-            self._leave(self._hosts.names(), f"{event.reason} on hvdrun's own host", event.seconds)
+            reason = f"{event.reason} on hvdrun's own host"
+            self._leave(self._hosts.names(), sorted(self._processes.running), reason, event.seconds)
         else:
-            self._leave([machine], event.reason, event.seconds)
+            self._leave([machine], self._on(machine), event.reason, event.seconds)
 
     def events(self) -> list[MembersNoticed]:
         """Return what the authority has not been told yet, and answer those whose hosts have been left.
 
         It is to be told of the hosts before.
         """
-        for sock, host in [each for each in self._waiting if not self._on([each[1]])]:
+        for sock, host in [each for each in self._waiting if not self._on(each[1])]:
             self._waiting.remove((sock, host))
             _answer(sock, Answer(f"host {host} has been left", 0))
         told, self._events = self._events, []
@@ -87,14 +88,12 @@ class HostNotices:
             self._selector.unregister(self._listener)
             self._listener.close()
 
-    def _on(self, hosts: Iterable[str]) -> list[int]:
-        names = set(hosts)
-        return sorted(key for key in self._processes.running if self._processes[key].host in names)
+    def _on(self, host: str) -> list[int]:
+        return sorted(key for key in self._processes.running if self._processes[key].host == host)
 
-    def _leave(self, hosts: Iterable[str], reason: str, seconds: float) -> None:
-        names = list(hosts)
-        self._hosts.leave(names)
-        self._events.append(MembersNoticed(tuple(self._on(names)), reason, seconds))
+    def _leave(self, hosts: Iterable[str], members: Iterable[int], reason: str, seconds: float) -> None:
+        self._hosts.leave(hosts)
+        self._events.append(MembersNoticed(tuple(members), reason, seconds))
 
     # --- hvdrun --leave --------------------------------------------------------------------------------------------------
 
@@ -128,13 +127,13 @@ class HostNotices:
 
     def _asked(self, host: str) -> Answer:
         """Let a host be left, if that is possible."""
-        members, names = self._on([host]), self._hosts.names()
+        members, names = self._on(host), self._hosts.names()
         if host not in names:
             return Answer(f"the job has no host {host}; it has: {', '.join(names)}", _REFUSED)
         if members and len(members) == len(self._processes.running):
             return Answer(f"all ranks are on host {host}, and none would be left that has the state; to end the job: "
                           f"kill {os.getpid()}", _REFUSED)
-        self._leave([host], "hvdrun --leave", math.inf)
+        self._leave([host], members, "hvdrun --leave", math.inf)
         return Answer(f"host {host} is not used any more; its ranks leave at the next boundary: "
                       f"{', '.join(map(self._processes.name, members)) or 'there are none'}")
 

@@ -99,6 +99,19 @@ def test_who_cannot_be_asked_to_leave_a_host(folder: Path) -> None:
             f"another host: process {pid}\n")
 
 
+def test_a_job_that_ends_before_its_host_is_left(folder: Path) -> None:
+    with job(folder) as running:
+        running.wait_for("begun", 3)
+        running.tell(2, "be computing")
+        running.wait_for("is computing")
+        with subprocess.Popen([*HVDRUN, "--leave", "b"], stdout=subprocess.PIPE, text=True,
+                              env={**clean_environment(), "TMPDIR": str(folder / "tmp")}) as leaving:
+            assert leaving.stdout is not None and "leave at the next boundary" in leaving.stdout.readline()
+            running.process.send_signal(signal.SIGINT)
+            assert leaving.stdout.read() == "the job has ended\n" and leaving.wait(HANGS_SECONDS) == 0
+        assert running.end() == 130
+
+
 def test_a_signal_to_an_agent_is_a_notice_of_its_host(folder: Path) -> None:
     with job(folder, "--verbose", "--grace", "20") as running:
         found = re.search(r"agent (\d+)", running.wait_for("hvdrun: host b is"))
