@@ -29,7 +29,7 @@ from hvdlite.core.standstill import standstill
 from hvdlite_runner.agents import host_probe
 from hvdlite_runner.agents.shells import PROBLEM_CODE
 from hvdlite_runner.host.commands import cores
-from hvdlite_runner.host.worker_group import WorkerGroup
+from hvdlite_runner.host.worker_group import KILL_SECONDS, WorkerGroup
 from hvdlite_runner.messages import (
     FORWARDED,
     MAGIC,
@@ -145,6 +145,7 @@ class Agent:
                 name = signal.Signals(signum).name
                 self._asked, self._ends_at = f"it got {name}", now + self._grace
                 if self._is_elastic:
+                    self._ends_at += KILL_SECONDS  # the launcher kills those that are late
                     self._send(HostNoticed(f"hvdrun's agent got {name}", self._grace))
                 else:
                     self._workers.obey(Signal(signal.SIGTERM))

@@ -38,7 +38,7 @@ def test_a_rank_that_gets_sigterm_leaves_and_no_step_is_done_again(member: int, 
 
 
 def test_all_ranks_get_sigterm(tmp_path: Path, jobs: list[Job]) -> None:
-    jobs.append(job := Job(["-np", "2", "--min-np", "1", "--grace", "4"], tmp_path, 1_000_000))
+    jobs.append(job := Job(["-np", "2", "--min-np", "1", "--grace", "8"], tmp_path, 1_000_000))
     job.wait_for_all(2)
     for member in (0, 1):
         job.kill(member, signal.SIGTERM)

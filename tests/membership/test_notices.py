@@ -181,3 +181,10 @@ def test_the_reset_limit_keeps_a_member_until_its_time_is_over() -> None:
     talk = founded(2, reset_limit=0)
     assert talk.noticed(1).notes[-1] == "the limit of 0 resets has been reached; left out: the removal of rank 1 on a"
     assert talk.wait(30).killed() == [1]
+
+
+def test_the_last_boundary_needs_no_other_world() -> None:
+    talk = founded(2, reset_limit=0)
+    talk.noticed(0, 1, seconds=20.0)
+    assert talk.wait(10).told(PrepareStop).keys() == {0, 1}
+    assert at_boundary(talk, 0, 1).end().code == TOO_FEW

@@ -124,6 +124,19 @@ def test_a_signal_to_an_agent_is_a_notice_of_its_host(folder: Path) -> None:
         finish(running, 0)
 
 
+def test_a_rank_that_does_not_leave_after_a_signal_to_its_agent(folder: Path) -> None:
+    with job(folder, "--verbose", "--grace", "1", hosts="localhost:1,b:1", np=2) as running:
+        found = re.search(r"agent (\d+)", running.wait_for("hvdrun: host b is"))
+        running.wait_for("begun", 2)
+        running.tell(1, "be computing")
+        running.wait_for("is computing")
+        assert found is not None
+        os.kill(int(found[1]), signal.SIGTERM)
+        follows(running, 2, "1 rank, goes on where training stopped; left: rank 1 on b (hvdrun's agent got SIGTERM; it had "
+                f"not left in time ({KILLED}))")
+        finish(running, 0)
+
+
 def on_b(script: str) -> tuple[str, str]:
     """Return the flags of a program that says nothing on this host."""
     return "--preemption-script", f'[ -z "$HOST" ] || {{ {script}; }}'
@@ -152,12 +165,12 @@ def test_a_rank_that_has_not_left_in_time_is_killed(folder: Path) -> None:
 
 def test_all_ranks_are_to_leave_with_the_host_of_hvdrun(folder: Path) -> None:
     go, why = folder / "go", "--preemption-script on hvdrun's own host"
-    script = f'[ -n "$HOST" ] || {{ while [ ! -e {go} ]; do sleep 0.02; done; echo 4; }}'
+    script = f'[ -n "$HOST" ] || {{ while [ ! -e {go} ]; do sleep 0.02; done; echo 6; }}'
     with job(folder, "--preemption-script", script) as running:
         running.wait_for("begun", 3)
         go.touch()
         assert running.end() == 75, running.text
-        assert f"hvdrun: rank 0 on localhost, rank 1 on b, rank 2 on b: to leave within 4 s ({why})" in running.lines
+        assert f"hvdrun: rank 0 on localhost, rank 1 on b, rank 2 on b: to leave within 6 s ({why})" in running.lines
         assert running.lines[-1] == f"hvdrun: all ranks were told to leave: {why}"
         assert running.text.count("heard Dismissed") == 3, running.text
 
