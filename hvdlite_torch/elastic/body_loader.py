@@ -61,6 +61,7 @@ class BodyLoader(PositionedLoader):
             raise ValueError(f"state.loop divides samples among ranks itself, and the loader's {sampler} does so, too: give "
                              "the loader all samples (shuffle=True, or a sampler for one process)")
         self._weight: _Weight | None = None  # of the last call of `bodies`
+        self._first: dict[str, Any] | None = None  # the place where it began, for a state that goes back to before that
 
     def global_batch(self, asked: int | str | None) -> int:
         """Return the rows of a global batch in this world.
@@ -116,8 +117,7 @@ class BodyLoader(PositionedLoader):
 
     def _go_on(self, state: TorchState) -> None:
         """Take the place from the state; another `epoch` there begins anew."""
-        place = state._place
-        epoch = getattr(state, "epoch", 0)
+        place, epoch = state._place or self._first, state.epoch
         if place is not None:
             self.load_state_dict(place if place["epoch"] == epoch else {**place, "epoch": epoch, "consumed": 0})
         self.epoch = epoch
@@ -151,6 +151,7 @@ class BodyLoader(PositionedLoader):
             raise ValueError(f"rank {runtime.world.rank}'s {type(self._sampler).__name__} gives epoch {self.epoch} another "
                              "order than rank 0's from the same state of its generator: let it depend on its `generator`, "
                              "or torch's default one, and not on the rank")
+        self._first = self._first or self.state_dict()
         return order
 
 

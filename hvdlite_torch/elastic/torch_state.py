@@ -59,6 +59,7 @@ class TorchState(ComparedState):
         for name, value in {"model": model, "optimizer": optimizer, **kwargs}.items():
             if not self._handles(name, value):
                 plain[name] = value
+        vars(self)["epoch"] = 0  # kept by `loop`, as is the place; both are in the first copy, too
         super().__init__(**plain, _place=None)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -111,6 +111,31 @@ def test_what_cannot_be_cut_by_position_is_refused(monkeypatch: pytest.MonkeyPat
     assert rows == [8]
 
 
+def test_the_place_goes_back_with_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "rank", lambda: 0)
+    monkeypatch.setattr(api, "size", lambda: 1)
+    monkeypatch.setattr(api, "runtime", lambda: SimpleNamespace(world=SimpleNamespace(rank=0)))
+    monkeypatch.setattr(body_loader, "broadcast_object", lambda runtime, value, *_: value)
+    loader = DataLoader(torch.arange(10), 4, shuffle=True)
+    state = TorchState(torch.nn.Linear(1, 1))
+    whole = [batch.tolist() for batch in itertools.islice(state.loop(loader, 3), 5)]
+    assert state.epoch == 1
+    state.save()
+    later = [batch.tolist() for batch in state.loop(loader, 3)]
+    assert state.epoch == 3 and sorted(itertools.chain(*whole[3:], *later[:1])) == list(range(10))
+    state.restore()
+    assert state.epoch == 1 and [batch.tolist() for batch in state.loop(loader, 3)] == later
+    state.epoch = 2
+    assert len(list(state.loop(loader, 3))) == 3, "another epoch of the script's"
+    fresh = TorchState(torch.nn.Linear(1, 1))
+    other = DataLoader(torch.arange(10), 4, shuffle=True)
+    whole = [batch.tolist() for batch in itertools.islice(fresh.loop(other, 3), 5)]
+    fresh.restore()
+    assert fresh.epoch == 0
+    again = [batch.tolist() for batch in fresh.loop(other, 3)]
+    assert len(again) == 9 and again[:5] == whole, "to the beginning"
+
+
 def judge(results: dict[int, Any], batch: int = 5) -> Any:
     """Check that members have the ledger and the losses of a run without events; return what one of them told."""
     told = agreed(results)
