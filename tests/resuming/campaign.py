@@ -15,7 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests import temporary
+from tests.tf.support import ENVIRONMENT
 from tests.worlds import HANGS_SECONDS, TORCH, Ended, Processes
 
 Tell = Callable[[str], None]
@@ -50,7 +53,8 @@ class Job:
     """A job that is run until it comes to its end.
 
     Attributes:
-        workers: of its loader.
+        kind: "torch" or "keras".
+        workers: of its loader, with torch.
         every: steps between its checkpoints.
         runs: those that are ended; the last run has the size of the first.
     """
@@ -71,7 +75,7 @@ class Job:
         chance = random.Random(seed)
         count, first = chance.randint(1, 5), chance.choice(SIZES)
         sizes = [first] * count if chance.random() < 0.5 else [chance.choice(SIZES) for _ in range(count)]
-        return cls("torch", chance.choice((0, 0, 2)), chance.randint(1, 5),
+        return cls(chance.choice(("torch", "torch", "keras")), chance.choice((0, 0, 2)), chance.randint(1, 5),
                    [Run(size, chance.choice(endings), chance.random() * 0.5, chance.randrange(size)) for size in sizes])
 
 
@@ -115,11 +119,15 @@ class Trial:
 
     def _start(self, number: int, size: int, run: Run | None) -> list[Ended]:
         """Run the job once; return how its ranks ended."""
-        with Processes(size, "tests.resuming.programs.torch_job:train", str(self._saved), str(self._ledger), number,
-                       self._job.workers, self._job.every, imported=TORCH) as world:
+        with self._world(size, self._saved, self._ledger, number, self._job.every) as world:
             if run is not None:
                 self._end(world, run)
             return world.wait()
+
+    def _world(self, size: int, saved: Path, ledger: Path, number: int, every: int) -> Processes:
+        imported, environment = (TORCH, {}) if self._job.kind == "torch" else (("tensorflow", "keras"), ENVIRONMENT)
+        return Processes(size, f"tests.resuming.programs.{self._job.kind}_job:train", str(saved), str(ledger), number,
+                         self._job.workers, every, imported=imported, environment=environment)
 
     def _end(self, world: Processes, run: Run) -> None:
         try:
@@ -154,9 +162,12 @@ class Trial:
         for name in ("ledger", "checkpoints"):
             (whole / name).mkdir()
         size = self._job.runs[0].size
-        with Processes(size, "tests.resuming.programs.torch_job:train", str(whole / "checkpoints"), str(whole / "ledger"), 0,
-                       self._job.workers, 1000, imported=TORCH) as world:
+        with self._world(size, whole / "checkpoints", whole / "ledger", 0, 100_000) as world:
             world.wait()
+        if self._job.kind == "keras":
+            last, undisturbed = (json.loads((folder / f"weights.{run}.0").read_text()) for folder, run in (
+                (self._ledger, len(self._job.runs)), (whole / "ledger", 0)))
+            return [] if np.allclose(last, undisturbed, rtol=1e-4) else [f"weights {last}, undisturbed {undisturbed}"]
         wrong = []
         for rank in range(size):
             expected = {each["step"]: each["loss"] for each in _read(whole / f"ledger/0.{rank}")[1:]}

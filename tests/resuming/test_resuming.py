@@ -25,6 +25,12 @@ def test_losses_are_those_of_an_undisturbed_run() -> None:
     assert wrong == [] and ended >= 2
 
 
+def test_fit_with_checkpoints_takes_each_sample_once() -> None:
+    pytest.importorskip("tensorflow")
+    runs = [Run(2, signal.SIGTERM, 0.1, 1), Run(2, signal.SIGKILL, 0.1, 0)]
+    assert attempt(Job("keras", 0, 5, runs))[0] == []
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which needs root")
 def test_a_full_disk_loses_no_older_checkpoint() -> None:
     wrong, ended = attempt(Job("torch", 0, 2, [Run(2, FULL, 0.1, 0)]), full_disk=True)
