@@ -78,8 +78,14 @@ def manifest() -> dict[str, Any]:
 
 def test_the_manifest_fits_the_schemas_of_kubernetes() -> None:
     validator = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
-    for each in manifest().values():
+    recipe = re.search(r"```yaml\n(.*?)```", (ROOT / "docs/preemption.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert recipe is not None
+    objects, more = manifest(), yaml.safe_load(recipe[1])["spec"]
+    for each in objects.values():
         validator.validate(each, validator.latest_version(), strict=True)
+    job = objects["Job"]["spec"]  # with what the page about preemption adds
+    job["template"]["spec"].update(more.pop("template")["spec"])
+    validator.validate({**objects["Job"], "spec": {**job, **more}}, validator.latest_version(), strict=True)
 
 
 def test_the_pods_of_the_manifest_find_each_other_and_train(small: Path, tmp_path: Path) -> None:
