@@ -317,6 +317,7 @@ class JobWorld:
     def kill(self, member: Member, reason: str) -> list[Command]:
         """Kill a member; what it sends until it is gone does not count."""
         member.state, member.wait, member.leave_by = TRANSITIONS[Kill][member.state], NOTHING, math.inf
+        self.boundaries.pop(member.id, None)  # it stops at none
         return [Kill(member.id, reason)]
 
     def bury(self, member: Member) -> None:

@@ -31,6 +31,7 @@ from hvdlite.membership.events import (
     TimePassed,
     WorldBegun,
 )
+from hvdlite.membership.members import MemberState
 from hvdlite.membership.messages import (
     AllFinished,
     Dismissed,
@@ -289,9 +290,10 @@ class Job:
             self.at(seconds + 2, lambda each=each: self.check_left(each))  # type: ignore[misc]
 
     def check_left(self, member: Process) -> None:
-        """Check that a member that was told to leave has left, when its time is over."""
-        notice = self.authority.world.everybody[member.id].notice
-        assert not notice or not member.is_alive or self.has_finished, f"{member.id} is still there"
+        """Check that a member that was told to leave has left, when its time is over; one that was dismissed has more."""
+        told = self.authority.world.everybody[member.id]
+        is_leaving = told.state is MemberState.DISMISSED and self.now < told.leave_by
+        assert not told.notice or not member.is_alive or is_leaving or self.has_finished, f"{member.id} is still there"
 
     def calm(self) -> None:
         """Let nothing go wrong any more."""

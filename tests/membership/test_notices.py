@@ -66,6 +66,16 @@ def test_one_that_has_not_left_in_time_is_killed_and_nobody_has_failed() -> None
     assert not talk.authority._history.failures and not talk.authority._hosts._failures
 
 
+def test_one_whose_time_is_over_while_others_come_to_the_boundary() -> None:
+    talk = founded(3)
+    talk.noticed(1)
+    talk.boundary(m0=4, m1=4)
+    assert talk.wait(30).killed() == [1]
+    assert talk.boundary(m2=4).commands == [], "there is no boundary for it"
+    assert talk.gone(1).stopped() == [0, 2]
+    assert talk.idle(0, 2, commits=2).order().members == (0, 2)
+
+
 def test_less_time_counts_and_more_does_not() -> None:
     talk = founded(2)
     talk.noticed(1, seconds=math.inf)
