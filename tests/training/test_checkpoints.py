@@ -112,6 +112,15 @@ def test_a_host_that_lacks_it_receives_it(tmp_path: Path) -> None:
     assert threads(4, loaded, _folders(tmp_path, "dede")) == [(2, [rank]) for rank in range(4)]
 
 
+def test_a_host_that_has_come_later_does_not_count_from_the_beginning(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        threads(2, saved, _folders(tmp_path, "aa"), step)
+    threads(2, saved, _folders(tmp_path, "ba"), 4)
+    assert os.listdir(tmp_path / "b") == ["checkpoint-000004"]
+    assert sorted(os.listdir(tmp_path / "a")) == ["checkpoint-000003", "checkpoint-000004"]
+    assert threads(2, loaded, _folders(tmp_path, "ba")) == [(4, [0]), (4, [1])]
+
+
 def _damages(path: Path) -> Mapping[str, Any]:
     return {"a bit": lambda: _change(path, lambda text: text[:-1] + bytes([text[-1] ^ 1])), "its end": lambda: _change(
         path, lambda text: text[:len(text) // 2]), "all of it": lambda: _change(path, lambda text: b""), "it": path.unlink}

@@ -152,11 +152,11 @@ def write(ranks: Ranks, directory: Path, parts: dict[str, Any], arrays: dict[str
     ranks.refuse(error, what)
     digests = {name: zlib.crc32(json.dumps(part, sort_keys=True).encode()) for name, part in parts.items()}
     tensors = {name: digest(array) for name, array in arrays.items()}
-    everywhere = ranks.gather((digests, tensors))
+    everywhere = ranks.gather((digests, tensors, disk.next_number(directory), uuid.uuid4().hex[:8]))
     own_parts = {name: part for name, part in parts.items()
-                 if any(each.get(name) != digests[name] for each, _ in everywhere)}
-    own = {name for name, number in tensors.items() if any(each.get(name) != number for _, each in everywhere)}
-    number, id = ranks.broadcast((disk.next_number(directory), uuid.uuid4().hex[:8]), 0)
+                 if any(each.get(name) != digests[name] for each, *_ in everywhere)}
+    own = {name for name, digest in tensors.items() if any(each.get(name) != digest for _, each, *_ in everywhere)}
+    number, id = max(each[2] for each in everywhere), everywhere[0][3]  # a host that has come later has lower numbers
     path: Path | None = None
     try:
         path = disk.begin(directory, number, id, ranks.rank)
