@@ -1,7 +1,8 @@
 """Elastic jobs: how long a death takes, and what elasticity costs while nobody dies.
 
     python -m benchmarks.elastic                recovery of 4 ranks with 100 MB of parameters, beside torchrun's restart
-    python -m benchmarks.elastic --overhead     steps per second: an elastic job and a plain one; with commits and without
+    python -m benchmarks.elastic --overhead     steps per second: an elastic job and a plain one; with commits and without;
+                                                `state.loop` and a DataLoader with DistributedSampler
 
 The time of a death runs from SIGKILL to the end of the first step that all survivors (torchrun: all new processes) complete
 afterwards, less one step of undisturbed training.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import operator
 import os
 import random
 import signal
@@ -52,8 +54,13 @@ def command(kind: str, ranks: int, folder: Path, megabytes: int, steps: int, eve
     if kind == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
                 "--max-restarts=3", *last, "ddp"]
-    if kind == "plain":
-        return [*HVDRUN, "-np", str(ranks), sys.executable, *last, "plain"]
+    if kind in ("plain", "sampled"):
+        return [*HVDRUN, "-np", str(ranks), sys.executable, *last, kind]
+    if kind in ("loop", "told to leave"):
+        last[-1:] = [str(every), "loop"]
+        return [*HVDRUN, "-np", str(ranks), "--min-np", "1", "--blacklist-for-good", sys.executable, *last]
+    if kind == "saving":
+        return [*HVDRUN, "-np", str(ranks), "--min-np", "1", sys.executable, *last, kind]
     return [*HVDRUN, "-np", str(ranks), "--min-np", "1", "--blacklist-for-good", sys.executable, *last,
             "turns" if kind == "turns" else "hvdlite"]
 
@@ -83,7 +90,7 @@ def recovery(kind: str, ranks: int, megabytes: int, victim_rank: int) -> tuple[f
             time.sleep(random.random() * 10 * a_step)
             victim = sorted(everybody)[victim_rank]
             killed = time.monotonic()
-            os.kill(victim, signal.SIGKILL)
+            os.kill(victim, signal.SIGTERM if kind == "told to leave" else signal.SIGKILL)
 
             def first_steps() -> list[float]:
                 expected = pids(folder) - everybody if kind == "torchrun" else everybody - {victim}
@@ -139,21 +146,22 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[dict[str, object]] = []
     if options.overhead:
-        rates: dict[str, list[float]] = {"plain": [], "elastic": []}
+        rates: dict[str, list[float]] = {kind: [] for kind in ("plain", "elastic", "sampled", "loop", "saving")}
         shares: list[float] = []
         for _ in range(options.rounds):
             for kind, each in rates.items():
                 each.append(rate(undisturbed(kind, options.ranks, options.megabytes, options.steps, 0)))
             shares += share_of_turns(undisturbed("turns", options.ranks, options.megabytes, options.steps, 10))
-        of_plain = sorted(elastic / plain for plain, elastic in zip(*rates.values(), strict=True))
-        for what, found in (("elastic, of plain", of_plain), ("commits every 10 steps, of none", sorted(shares))):
+        compared = [(f"{one}, of {other}", sorted(map(operator.truediv, rates[one], rates[other])))
+                    for one, other in (("elastic", "plain"), ("loop", "sampled"), ("saving", "loop"))]
+        for what, found in (*compared, ("commits every 10 steps, of none", sorted(shares))):
             rows.append({"what": what, "median": statistics.median(found), "ratios": found})
             print(f"{what}: {statistics.median(found):.3f} ({found[0]:.3f} to {found[-1]:.3f}, {len(found)} ratios)",
                   flush=True)
     else:
-        for kind in ("elastic", "torchrun"):
+        for kind in ("elastic", "loop", "told to leave", "torchrun"):
             found = [recovery(kind, options.ranks, options.megabytes, index % options.ranks)
-                     for index in range(options.rounds if kind == "elastic" else min(3, options.rounds))]
+                     for index in range(options.rounds if kind != "torchrun" else min(3, options.rounds))]
             times = sorted(seconds for seconds, _ in found)
             rows.append({"kind": kind, "median": statistics.median(times), "longest": times[-1], "deaths": len(times),
                          "step": statistics.median(step for _, step in found), "seconds": times})
