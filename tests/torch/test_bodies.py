@@ -55,6 +55,17 @@ def test_a_repeated_body_begins_with_the_statistics_and_random_numbers_of_its_bo
     assert [each[0] for each in results[0]["begun"]] == [*range(AT + 1), *range(AT, BODIES)]
 
 
+@pytest.mark.parametrize("donor", [0, 1])
+def test_who_has_stepped_gets_the_parameters_of_who_has_not_and_draws_the_same_numbers_again(donor: int) -> None:
+    with ElasticJob(programs.half_stepped, BODIES, donor, AT, slots={"a": 2}, imported=TORCH) as job:
+        results = job.finish()
+        assert max(job.orders) == 2 and not job.orders[2].restore and job.orders[2].members[0] == donor, f"{job}"
+    for result in results.values():
+        assert result["parameters"] == pytest.approx(result["alone"], abs=1e-9, rel=0)
+        assert [body for body, _ in result["ran"]] == [*range(AT + 1), *range(AT, BODIES)]
+        assert result["ran"][AT] == result["ran"][AT + 1]
+
+
 def test_ranks_come_and_go_between_bodies(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with ElasticJob(programs.grow, 5, str(gate), slots={"a": 2}, min_np=1, imported=TORCH) as job:

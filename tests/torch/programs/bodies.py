@@ -144,6 +144,45 @@ def with_statistics(bodies: int, victim: int, at: int) -> dict[str, Any]:
     return {"begun": begun, "parameters": flat([model])}
 
 
+def half_stepped(bodies: int, donor: int, at: int) -> dict[str, Any]:
+    """Train; once, in one body, a member fails before its step, which the others have made when they fail."""
+    hvd.init()
+    member = int(os.environ["HVDLITE_MEMBER"])
+    model = models()[0]
+    optimizer = hvd.DistributedOptimizer(optimizers([model, model])[0], model.named_parameters())
+    state = hvd.elastic.TorchState(model, optimizer, body=0)
+    ran: list[tuple[int, float]] = []
+    failed: list[int] = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while state.body < bodies:
+            state._begin_body()
+            ran.append((state.body, random.random()))
+            share = ROWS // hvd.size()
+            optimizer.zero_grad()
+            model(rows(state.body)[hvd.rank() * share:][:share]).square().mean().backward()
+            is_lost, error = state.body == at and not failed, hvd.HorovodInternalError("a broken plane")
+            failed.extend([at] * is_lost)
+            if is_lost and member == donor:
+                hvd.barrier()  # the others have stepped
+                raise error
+            optimizer.step()
+            if is_lost:
+                hvd.barrier()
+                raise error
+            state.body += 1
+        state._end_bodies()
+
+    train(state)
+    hvd.shutdown()
+    alone = models()
+    alone_optimizer = optimizers(alone)[0]
+    for body in range(bodies):
+        step(alone[0], alone_optimizer, rows(body))
+    return {"parameters": flat([model]), "alone": flat(alone[:1]), "ran": ran}
+
+
 def grow(bodies: int, gate: str) -> dict[str, Any]:
     """Train until three are there and have trained for some bodies; then for the rest of `bodies`."""
     hvd.init()
