@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,7 @@ def test_steps_are_counted_before_parameters_change(case: str) -> None:
     """Rank 1 is lost when rank 0 makes its second step; the hook fails on rank 1 in its second call."""
     make, options, has_closure, count = COUNTED[case]
     before = api.worlds().steps_begun
+    have_stepped = threading.Barrier(2)
 
     def step(runtime: Any) -> None:
         model = net()
@@ -144,6 +146,7 @@ def test_steps_are_counted_before_parameters_change(case: str) -> None:
                 closure()
                 optimizer.step()
         body()
+        have_stepped.wait()
         if runtime.world.rank == 0 or hook is FailsOnRank1:
             with pytest.raises(Exception, match="lost"):
                 body()
