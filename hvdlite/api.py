@@ -86,7 +86,7 @@ def shutdown() -> None:
     Process sets are then unregistered; you can register them again after another `init()`.
     """
     begin_to_leave()
-    if _users <= 1 and sys.exc_info()[1] is None:
+    if _users <= 1 and isinstance(sys.exc_info()[1], (SystemExit, type(None))):
         for finish in _to_finish:
             finish()
     _release(waits=True)

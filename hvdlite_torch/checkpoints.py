@@ -15,6 +15,10 @@ from hvdlite_torch.random_states import load_torch_random_states, torch_random_s
 __all__ = ["load", "save"]
 
 
+_OPTIMIZER = "hvdlite.optimizer"
+"""In the state of an optimizer: its class, and the shapes of its parameters."""
+
+
 class TorchKind(kinds.Kind):
     """Modules, optimizers and tensors."""
 
@@ -25,7 +29,10 @@ class TorchKind(kinds.Kind):
 
     def state_of(self, value: Any) -> Any:
         state = super().state_of(value)
-        return dict(state) if isinstance(value, torch.nn.Module) else state  # an OrderedDict
+        if not isinstance(value, torch.optim.Optimizer):
+            return state
+        shapes = [list(parameter.shape) for group in value.param_groups for parameter in group["params"]]
+        return {**state, _OPTIMIZER: [type(value).__name__, shapes]}
 
     def array_of(self, leaf: Any) -> Array | None:
         return on_host(leaf, "a tensor") if isinstance(leaf, torch.Tensor) else None
@@ -33,13 +40,16 @@ class TorchKind(kinds.Kind):
     def tensor_of(self, array: Array) -> torch.Tensor:
         return host_tensor(array)
 
+    def checks(self, value: Any) -> bool:
+        return True
+
     def check(self, name: str, value: Any, state: Any) -> None:
-        own = value if isinstance(value, torch.Tensor) else value.state_dict()
+        own = value if isinstance(value, torch.Tensor) else self.state_of(value)
         kinds.refuse_other(name, *(_described(each) for each in (own, state)))
 
     def load(self, value: Any, state: Any) -> bool:
         if isinstance(value, torch.optim.Optimizer):
-            load_exactly(value, state)
+            load_exactly(value, {key: each for key, each in state.items() if key != _OPTIMIZER})
         elif isinstance(value, torch.Tensor):
             with torch.no_grad():
                 value.copy_(state)
@@ -55,10 +65,13 @@ class TorchKind(kinds.Kind):
 
 
 def _described(state: Any) -> list[tuple[str, Any, Any]]:
-    """Return what must be the same to load a state: of an optimizer its groups, otherwise its tensors."""
-    if isinstance(state, dict) and "param_groups" in state:
-        return [(f"group {index}", (len(group["params"]),), "parameters")
-                for index, group in enumerate(state["param_groups"])]
+    """Return what must be the same to load a state: of an optimizer its class and parameters, otherwise its tensors."""
+    if isinstance(state, dict) and _OPTIMIZER in state:
+        kind, shapes = state[_OPTIMIZER]
+        groups = [(f"group {index}", (len(group["params"]),), "parameters")
+                  for index, group in enumerate(state["param_groups"])]
+        parameters = [(f"parameter {index}", shape, "of shape") for index, shape in enumerate(shapes)]
+        return [("it", (), kind), *groups, *parameters]
     named = state if isinstance(state, dict) else {"it": state}
     return [(key, tuple(each.shape), each.dtype) for key, each in named.items() if isinstance(each, torch.Tensor)]
 

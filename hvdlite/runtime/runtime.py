@@ -56,7 +56,6 @@ class Runtime(Collectives):
         gradients: the calls of gradient reducers.
         names: for calls without one, and for gradient sets.
         stop_request: for `stop_requested`.
-        checkpoint_request: for checkpoints that are due after some time.
         connections, handoff, engine, recorder: for `groups`, which live on it.
     """
 
@@ -69,8 +68,8 @@ class Runtime(Collectives):
         self.hosts = hosts or Hosts((tuple(range(world.size)),))
         self.connections, self.handoff = connections, handoff
         self.gradients, self.names = GradientSets(self, handoff), Names(handoff.state)
-        self.stop_request, self.checkpoint_request = (
-            AgreedCall(label, world.rank, world.size, connections.oob) for label in ("stop", "checkpoint"))
+        self._agreed_calls: dict[str, AgreedCall] = {}
+        self.stop_request = self.agreed_call("stop")
         self.recorder = FlightRecorder(connections.plane.name, connections.clock)
         self.engine, self._rank_zero = build_engine(world, config, connections, coordinator, self.handoff, self.recorder)
         if connections.devices is not None:
@@ -128,11 +127,17 @@ class Runtime(Collectives):
             self.leave()
             self.wait_until_left()
 
+    def agreed_call(self, label: str) -> AgreedCall:
+        """Return this rank's side of the agreements of a label, which all ranks use."""
+        if label not in self._agreed_calls:
+            self._agreed_calls[label] = AgreedCall(label, self.world.rank, self.world.size, self.connections.oob)
+        return self._agreed_calls[label]
+
     def leave(self) -> None:
         """Begin a `shutdown`, and do not wait for its end. Idempotent; nothing in a forked child."""
         if not (self.in_child or self._inbox.closed):
-            self.stop_request.leave()
-            self.checkpoint_request.leave()
+            for call in self._agreed_calls.values():
+                call.leave()
             self._inbox.closed = True
             self._inbox.post(Task(self.engine.leave))
 

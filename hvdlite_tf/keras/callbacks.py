@@ -66,6 +66,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _broadcast(self) -> None:
         self._done = True
+        if getattr(self.model, "_hvdlite_resumed", False):
+            return  # from a checkpoint, with what each rank had for itself
         read_back(self.model)
         optimizers = [variable for optimizer in optimizers_of(self.model) for variable in optimizer.variables]
         variables = [*self.model.variables, *optimizers]

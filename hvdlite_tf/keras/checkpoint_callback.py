@@ -28,12 +28,15 @@ class Checkpoint(keras.callbacks.Callback):
         objects: more to save and load, by name.
 
     Raises:
-        ValueError: for something else than an interval.
+        ValueError: for something else than an interval, and for an object of a name that it needs itself.
     """
 
     def __init__(self, directory: str | os.PathLike[str], every: str | float = "10 min", **objects: Any) -> None:
         super().__init__()
-        self._directory, self._objects = directory, objects
+        refused = sorted({"model", "optimizer", "epoch"} & set(objects))
+        if refused:
+            raise ValueError(f"Checkpoint saves '{refused[0]}' itself; call the object something else")
+        self._directory, self._objects = os.path.abspath(directory), objects
         self._every = Every(every)
         self._is_due = False
         self._is_saved = False  # what has been trained
@@ -47,6 +50,7 @@ class Checkpoint(keras.callbacks.Callback):
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         found = load(self._directory, **self._all())
+        self.model._hvdlite_resumed = found is not None  # what it has must not be broadcast again
         if found is not None:
             data = self._objects.get("data")
             self.model._initial_epoch = self._epoch = found["epoch"] if data is None else data.epoch

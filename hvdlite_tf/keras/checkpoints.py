@@ -28,16 +28,19 @@ class KerasKind(kinds.Kind):
         return [{"name": variable.name, "value": array_of(variable)} for variable in _variables(value)]
 
     def array_of(self, leaf: Any) -> Array | None:
-        is_tensor = not isinstance(leaf, np.ndarray) and keras.ops.is_tensor(leaf)
+        is_tensor = keras.backend.backend() != "torch" and not isinstance(leaf, np.ndarray) and keras.ops.is_tensor(leaf)
         return np.array(keras.ops.convert_to_numpy(leaf), order="C") if is_tensor else None
 
     def tensor_of(self, array: Array) -> Any:
         return keras.ops.convert_to_tensor(array)
 
+    def checks(self, value: Any) -> bool:
+        return True
+
     def check(self, name: str, value: Any, state: Any) -> None:
-        own = [(f"variable {index} ({each.name})", tuple(each.shape), keras.backend.standardize_dtype(each.dtype))
-               for index, each in enumerate(_variables(value))]
-        kinds.refuse_other(name, own, [(f"variable {index} ({each['name']})", each["value"].shape, each["value"].dtype.name)
+        own = [(f"variable {index}", tuple(each.shape), keras.backend.standardize_dtype(each.dtype))
+               for index, each in enumerate(_variables(value))]  # Keras numbers names anew in each process
+        kinds.refuse_other(name, own, [(f"variable {index}", each["value"].shape, each["value"].dtype.name)
                                        for index, each in enumerate(state)])
 
     def load(self, value: Any, state: Any) -> bool:

@@ -53,9 +53,10 @@ def test_all_ranks_stop_at_the_same_step(asked: dict[int, int]) -> None:
 def save_now_and_then(runtime: Runtime, seed: int) -> list[int]:
     """Take steps; return those of agreed calls, which ranks want at random."""
     generator = random.Random(seed * 100 + runtime.world.rank)
+    call = runtime.agreed_call("now and then")
     due = []
     for step in range(300):
-        if runtime.checkpoint_request.is_due(generator.random() < 0.01, runtime.joins):
+        if call.is_due(generator.random() < 0.01, runtime.joins):
             due.append(step)
         time.sleep(generator.random() * 0.001)
     runtime.barrier("end").wait()

@@ -42,12 +42,46 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     other = Training(seed=1)
     before = other.bits()
     wider = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.BatchNorm1d(9), torch.nn.Linear(9, 2))
-    with pytest.raises(ValueError, match=r"'model' is not what was saved: 0.weight is torch.float32 \[9, 6\] here, and "
-                                         r"torch.float32 \[8, 6\] in the checkpoint. Nothing was loaded"):
+    with pytest.raises(hvd.CheckpointError, match=r"nothing was loaded: rank 0: ValueError: 'model' is not what was saved: "
+                                                  r"0.weight is torch.float32 \[9, 6\] here, and torch.float32 \[8, 6\] in"):
         hvd.load(tmp_path, schedule=other.schedule, model=wider)
-    with pytest.raises(ValueError, match=r"'optimizer' is not what was saved: group 0 is parameters \[2\] here, and param"):
+    with pytest.raises(hvd.CheckpointError, match=r"'optimizer' is not what was saved: it is Adam \[\] here, and SGD \[\] in"):
+        hvd.load(tmp_path, model=other.model, optimizer=torch.optim.Adam(other.model.parameters()))
+    with pytest.raises(hvd.CheckpointError, match=r"'optimizer' is not what was saved: group 0 is parameters \[2\] here, and"):
         hvd.load(tmp_path, model=other.model, optimizer=torch.optim.SGD(other.model[0].parameters(), lr=0.1))
     assert other.bits() == before
+
+
+class Versioned(torch.nn.Module):
+    """Halves weights of older versions."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[prefix + "weight"] = state[prefix + "weight"] / 2
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def test_versions_of_modules_are_kept(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(Versioned())
+    hvd.save(tmp_path, module=module)
+    assert hvd.load(tmp_path, module=module) == {} and module[0].weight.tolist() == [1.0, 1.0]
+
+
+def test_names_of_different_parts_are_kept_apart(tmp_path: Path) -> None:
+    hvd.save(tmp_path, **{"a.b": torch.zeros(2), "a": {"b": torch.ones(2)}})
+    found = hvd.load(tmp_path)
+    assert found is not None and found["a.b"].tolist() == [0, 0] and found["a"]["b"].tolist() == [1, 1]
+    for name in ("random states", "__metadata__"):
+        with pytest.raises(ValueError, match=f"'{name}' is the name of a part of every checkpoint"):
+            hvd.save(tmp_path, **{name: torch.ones(1)})
+    with pytest.raises(hvd.CheckpointError, match=r"'x\.y' cannot be saved: 'a tensor' is sparse"):
+        hvd.save(tmp_path, x={"y": torch.eye(2).to_sparse()})
 
 
 def test_tensors_load_in_place_and_without_torch_they_are_arrays(tmp_path: Path) -> None:

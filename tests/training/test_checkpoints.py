@@ -31,27 +31,29 @@ _LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan
 _KEYS = st.one_of(st.text(max_size=2), st.integers(0, 3), st.just("!"), st.tuples(st.integers(0, 3)))
 _STRUCTURES = st.recursive(_LEAVES, lambda inner: st.one_of(
     st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple), st.dictionaries(_KEYS, inner, max_size=3),
-    st.lists(inner, max_size=2).map(collections.deque)), max_leaves=12)
+    st.lists(inner, max_size=2).map(lambda items: collections.deque(items, 3))), max_leaves=12)
 
 
 @given(_STRUCTURES)
 def test_a_structure_comes_back_as_it_was(structure: Any) -> None:
-    skeleton, arrays = taken_apart("x", structure)
+    arrays: dict[str, Any] = {}
+    skeleton = taken_apart("x", structure, arrays)
     assert repr(put_together(skeleton, arrays)) == repr(structure)
 
 
 def test_arrays_keep_dtype_and_shape_and_classes_that_are_no_plain_data_are_refused() -> None:
     given_values = {"a.b": np.arange(6).reshape(2, 3), "a": {"b": np.float32(2)}, "zero": np.array(3.5), "nan": float("nan"),
                     "set": {3}, "counter": collections.Counter("aab"), "inf": -float("inf"), "bytes": bytearray(b"x")}
-    made = put_together(*taken_apart("x", given_values))
+    arrays: dict[str, Any] = {}
+    made = put_together(taken_apart("x", given_values, arrays), arrays)
     assert repr(made) == repr(given_values) and made["a.b"].dtype == given_values["a.b"].dtype  # type: ignore[union-attr]
     for value, where in ((object(), "'x'"), ({"k": [1, print]}, "'x.k.1'"), (np.array([None]), "'x'")):
         with pytest.raises(UnsupportedError, match=f"{where} cannot be saved: it is a "):
-            taken_apart("x", value)
+            taken_apart("x", value, {})
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(UnsupportedError, match="contains itself"):
-        taken_apart("x", endless)
+        taken_apart("x", endless, {})
 
 
 def saved(runtime: Runtime, folders: Sequence[Path], step: int) -> Path:
@@ -60,7 +62,7 @@ def saved(runtime: Runtime, folders: Sequence[Path], step: int) -> Path:
     arrays = {"model.w": np.full((3, 4), step, np.float32), "model.b": np.full(5, step).astype(BFLOAT16),
               "own": np.array([rank, step], np.complex128), **({"one": np.ones(1)} if rank == 1 else {})}
     parts = {"model": {"step": step}, "mine": [rank], **({"only": "rank 1's"} if rank == 1 else {})}
-    return write(Ranks(runtime, "save"), folders[rank], parts, arrays, None)
+    return write(Ranks(runtime, "save"), folders[rank], parts, arrays)
 
 
 def loaded(runtime: Runtime, folders: Sequence[Path]) -> tuple[int, list[int]]:
@@ -101,12 +103,13 @@ def test_another_number_of_ranks_loads_it(tmp_path: Path, names: str, size: int)
     assert threads(size, loaded, (folders * 2)[:size]) == [(1, [rank % 4]) for rank in range(size)]
 
 
-def test_a_host_that_lacks_it_receives_it(tmp_path: Path) -> None:
+def test_a_host_that_lacks_it_receives_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folders = _folders(tmp_path, "aabb")
     threads(4, saved, folders, 1)
     shutil.rmtree(folders[2])
-    with pytest.raises(CheckpointError, match=r"no rank sees rank-00002.safetensors"):
-        threads(4, loaded, folders)
+    with caplog.at_level(logging.WARNING, "hvdlite"):
+        assert threads(4, loaded, folders) == [(1, [0]), (1, [1]), (1, [0]), (1, [1])]
+    assert "what rank 2 had for itself (statistics, random states) is not there" in caplog.text
     folders = _folders(tmp_path, "dddd")
     threads(4, saved, folders, 2)
     assert threads(4, loaded, _folders(tmp_path, "dede")) == [(2, [rank]) for rank in range(4)]
@@ -165,7 +168,8 @@ def test_a_rank_that_cannot_write_leaves_the_older_one(tmp_path: Path, monkeypat
 
 
 def test_what_an_interrupted_save_has_left_does_not_count_and_goes_with_the_next(tmp_path: Path) -> None:
-    torn = disk.begin(tmp_path, 1, "other", 0)
+    torn = disk.temporary(tmp_path, 1, "other")
+    disk.begin(torn, 0)
     disk.write(torn, "shared-00000.safetensors", {"x": np.ones(3)}, {"x": 0})
     assert load(tmp_path) is None
     save(tmp_path, x=1)
@@ -199,7 +203,8 @@ def test_arrays_and_objects_load_in_place_and_random_numbers_go_on(tmp_path: Pat
     assert load(tmp_path)["counter"] == {"count": 7}  # type: ignore[index]
     with pytest.raises(CheckpointError, match="'nobody' is not in the checkpoint, which has array, counter, plain"):
         load(tmp_path, nobody=counter)
-    with pytest.raises(ValueError, match=r"'array' is not what was saved: it is float32 \[4\] here, and float64 \[3\] in"):
+    with pytest.raises(CheckpointError, match=r"nothing was loaded: rank 0: ValueError: 'array' is not what was saved: it is "
+                                              r"float32 \[4\] here, and float64 \[3\] in the checkpoint"):
         load(tmp_path, counter=counter, array=np.zeros(4, np.float32))
 
 

@@ -108,18 +108,21 @@ def path_of(directory: Path, manifest: Manifest) -> Path:
     return directory / f"checkpoint-{manifest.number:06d}"
 
 
-def begin(directory: Path, number: int, id: str, rank: int) -> Path:
-    """Make the temporary directory of a checkpoint, unless another rank has; return it.
+def temporary(directory: Path, number: int, id: str) -> Path:
+    """Return where a checkpoint is until it is complete."""
+    return directory / f".checkpoint-{number:06d}.{id}"
+
+
+def begin(path: Path, rank: int) -> None:
+    """Make the temporary directory of a checkpoint, unless another rank has.
 
     A file in it tells that this rank sees it; see `ranks_here`.
 
     Raises:
         OSError: when that cannot be done.
     """
-    path = directory / f".checkpoint-{number:06d}.{id}"
     path.mkdir(parents=True, exist_ok=True)
     (path / f"writes-{rank}").touch()
-    return path
 
 
 def ranks_here(path: Path) -> list[int]:
@@ -216,8 +219,8 @@ def _clean(directory: Path) -> None:
 
 
 def _numbered(directory: Path) -> Iterable[tuple[int, Path]]:
-    if not directory.is_dir():
-        return []
+    if not directory.exists():
+        return []  # anything else than a directory is an error of `iterdir`
     matches = ((_NAME.fullmatch(each.name), each) for each in directory.iterdir())
     return [(int(match[1]), each) for match, each in matches if match is not None]
 

@@ -7,6 +7,8 @@ import time
 from typing import Final
 
 from hvdlite import api
+from hvdlite.runtime.agreed_call import AgreedCall
+from hvdlite.runtime.runtime import Runtime
 
 _UNITS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
@@ -24,12 +26,16 @@ class Every:
     def __init__(self, interval: str | float) -> None:
         self.seconds = _seconds(interval)
         self._last = time.monotonic()
+        self._world: Runtime | None = None
+        self._call: AgreedCall | None = None  # of this world
 
     def is_due(self) -> bool:
         """Return whether to save now: the same on all ranks, which call this once a step."""
         runtime = api.runtime()
+        if self._call is None or self._world is not runtime:
+            self._world, self._call = runtime, runtime.agreed_call(runtime.names.unnamed("checkpoint", "every"))
         is_late = runtime.world.rank == 0 and time.monotonic() - self._last >= self.seconds
-        is_due = runtime.checkpoint_request.is_due(is_late, runtime.joins)
+        is_due = self._call.is_due(is_late, runtime.joins)
         if is_due:
             self._last = time.monotonic()
         return is_due

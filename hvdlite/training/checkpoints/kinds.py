@@ -37,6 +37,10 @@ class Kind:
         """Return an array, which belongs to the caller, as a tensor of the framework."""
         return array
 
+    def checks(self, value: Any) -> bool:
+        """Return whether `check` finds out; other objects are loaded first, because they may refuse a state."""
+        return isinstance(value, np.ndarray) or not _has_state(value)
+
     def check(self, name: str, value: Any, state: Any) -> None:
         """Find out whether a state can be loaded, before anything changes.
 
@@ -122,7 +126,7 @@ def refuse_other(name: str, own: Sequence[tuple[str, Any, Any]], saved: Sequence
     for each in dict.fromkeys((*known, *there)):
         if known.get(each) != there.get(each):
             raise ValueError(f"'{name}' is not what was saved: {each} is {known.get(each, 'missing')} here, and "
-                             f"{there.get(each, 'missing')} in the checkpoint. Nothing was loaded")
+                             f"{there.get(each, 'missing')} in the checkpoint")
 
 
 def _has_state(value: Any) -> bool:

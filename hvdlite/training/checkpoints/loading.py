@@ -35,8 +35,8 @@ def load(directory: str | os.PathLike[str], /, **objects: Any) -> dict[str, Any]
         their variables. None when there is no checkpoint.
 
     Raises:
-        CheckpointError: on all ranks, when there are checkpoints, but none is whole; for a name that was not saved.
-        ValueError: when an object has other tensors than the saved one; nothing is loaded then.
+        CheckpointError: on all ranks, when there are checkpoints, but none is whole; for a name that was not saved; and when
+            an object has other tensors than the saved one, on any rank: nothing is loaded then.
         ImportError: without the package safetensors.
     """
     return load_objects(directory, objects)
@@ -47,7 +47,7 @@ def load_objects(directory: str | os.PathLike[str], objects: Mapping[str, Any]) 
     refuse_missing_package()
     finish()
     ranks = Ranks.present("load")
-    saved = read(ranks, Path(directory))
+    saved = read(ranks, Path(directory).absolute())
     return None if saved is None else _take(ranks, objects, *saved)
 
 
@@ -57,7 +57,7 @@ def read(ranks: Ranks, path: Path) -> tuple[dict[str, Any], dict[str, Array], in
     Raises:
         CheckpointError: on all ranks, when there is none, but others.
     """
-    found, damaged = disk.checkpoints(path)
+    found, damaged = ranks.agreed(lambda: disk.checkpoints(path), f"no checkpoint was loaded from {path}")
     everywhere = ranks.gather(([(each.number, each.id) for each in found], damaged))
     passed_over = list(dict.fromkeys(text for _, texts in everywhere for text in texts))
     for number, id in sorted({each for known, _ in everywhere for each in known}, reverse=True):
@@ -80,17 +80,23 @@ def read(ranks: Ranks, path: Path) -> tuple[dict[str, Any], dict[str, Array], in
 def _take(ranks: Ranks, values: Mapping[str, Any], parts: dict[str, Any], arrays: Mapping[str, Array],
           size: int) -> dict[str, Any]:
     """Load parts into the objects of their names; return the others."""
-    missing = sorted(set(values) - set(parts))
-    if missing:
-        known = ", ".join(sorted(set(parts) - {RANDOM_STATES}))
-        raise CheckpointError(f"'{missing[0]}' is not in the checkpoint, which has {known}")
     states = {name: put_together(part, arrays) for name, part in parts.items()}
     random_states = states.pop(RANDOM_STATES)
-    for name, value in values.items():
-        kinds.kind_of(value).check(name, value, states[name])
-    for name, value in values.items():
-        if kinds.kind_of(value).load(value, states[name]):
-            del states[name]
+
+    def check() -> None:
+        for name, value in values.items():
+            if name not in states:
+                raise CheckpointError(f"'{name}' is not in the checkpoint, which has {', '.join(sorted(states))}")
+            kinds.kind_of(value).check(name, value, states[name])
+
+    def load(known: bool) -> None:
+        for name, value in values.items():
+            if kinds.kind_of(value).checks(value) == known and kinds.kind_of(value).load(value, states[name]):
+                del states[name]
+
+    ranks.agreed(check, "nothing was loaded")
+    ranks.agreed(lambda: load(False), "nothing that was checked before was loaded")  # they may refuse a state themselves
+    ranks.agreed(lambda: load(True), "a checkpoint was loaded in part")
     if values and size == ranks.size:
         kinds.set_all_random_states(random_states)
     return states
@@ -111,58 +117,71 @@ class _Reading:
         self._path = disk.path_of(directory, self._manifest)
 
     def parts(self) -> tuple[dict[str, Any], dict[str, Array], int]:
-        """Return the structures, the tensors, and how many ranks have written them.
+        """Return the structures, the tensors, and how many ranks have written them; 0 if some of theirs are missing.
 
         Raises:
             DamagedError: on all ranks, when some rank cannot read what it needs.
         """
         size = self._manifest.ranks
-        mine = self._ranks.rank % size  # what another rank of a larger job had
-        shared = [file for file in ({} if self._own is None else self._own.files) if file.startswith("shared-")]
+        seen = self._ranks.gather((self._own is not None, [rank for rank in range(size) if self._has(rank)]))
+        there = sorted({rank for _, ranks in seen for rank in ranks})
+        if not there:
+            raise disk.DamagedError("no rank sees what ranks have written for themselves")
+        taken = [self._substitute(rank % size, there) for rank in range(self._ranks.size)]  # what each rank takes
+        mine = taken[self._ranks.rank]
         arrays: dict[str, Array] = {}
         error = ""
         try:
-            for file in shared:
-                arrays.update(self._read(file))
-            if self._has(mine):
-                arrays.update(self._read(disk.own_file(mine)))
+            for file, tensors in ({} if self._own is None else self._own.files).items():
+                if file.startswith("shared-") or file == disk.own_file(mine):
+                    arrays.update(disk.read(self._path, file, tensors))
         except disk.DamagedError as raised:
             error = str(raised)
-        facts = self._ranks.gather((error, self._own is not None, [rank for rank in range(size) if self._has(rank)]))
-        for rank, (text, _, _) in enumerate(facts):
+        for rank, text in enumerate(self._ranks.gather(error)):
             if text:
                 raise disk.DamagedError(text if self._ranks.size == 1 else f"{text} (rank {rank})")
-        arrays.update(self._received(facts, mine, arrays))
+        arrays.update(self._received(seen, taken, arrays))
         own = self._manifest.own_parts.get(mine, {})
-        return {**self._manifest.parts, **own}, arrays, size
+        return {**self._manifest.parts, **own}, arrays, size if len(there) == size else 0
+
+    def _substitute(self, rank: int, there: list[int]) -> int:
+        """Return a rank of those that are there, if a rank's own tensors are on a host that is lost."""
+        if rank in there:
+            return rank
+        other = there[rank % len(there)]
+        if self._ranks.rank == 0:
+            _log.warning("what rank %d had for itself (statistics, random states) is not there, and no rank sees it: what "
+                         "rank %d had is taken instead", rank, other)
+        return other
 
     def _has(self, rank: int) -> bool:
         """Return whether this rank sees what a rank of the job that has written had for itself."""
         return self._own is not None and (
             disk.own_file(rank) in self._own.files or not self._manifest.own_tensors.get(rank))
 
-    def _read(self, file: str) -> dict[str, Array]:
-        assert self._own is not None
-        return disk.read(self._path, file, self._own.files[file]) if file in self._own.files else {}
+    def _received(self, seen: list[tuple[bool, list[int]]], taken: list[int],
+                  read: Mapping[str, Array]) -> dict[str, Array]:
+        """Return what this rank does not see, from ranks that do; the others send it.
 
-    def _received(self, facts: list[tuple[str, bool, list[int]]], mine: int, read: Mapping[str, Array]) -> dict[str, Array]:
-        """Return what this rank does not see, from ranks that do; the others send it."""
+        Args:
+            seen: whether each rank sees the checkpoint, and whose own tensors.
+            taken: whose own tensors each rank takes.
+        """
         received: dict[str, Array] = {}
-        if not all(has_manifest for _, has_manifest, _ in facts):
+        mine = taken[self._ranks.rank]
+        if not all(has_manifest for has_manifest, _ in seen):
             holder = self._holders[0]
             own = self._manifest.own_tensors.get(mine, ())
             sent = {name: array for name, array in read.items() if name not in own} if self._ranks.rank == holder else None
             everything = self._ranks.broadcast(sent, holder)
             received.update({} if self._own is not None else everything)
-        for saved in dict.fromkeys(rank % self._manifest.ranks for rank, (_, _, seen) in enumerate(facts)
-                                   if rank % self._manifest.ranks not in seen):
-            holder = next((rank for rank, (_, _, seen) in enumerate(facts) if saved in seen), -1)
-            if holder < 0:
-                raise disk.DamagedError(f"no rank sees {disk.own_file(saved)}")
+        for saved in dict.fromkeys(each for each, (_, ranks) in zip(taken, seen, strict=True) if each not in ranks):
+            holder = next(rank for rank, (_, ranks) in enumerate(seen) if saved in ranks)
             sent, error = None, ""
-            if self._ranks.rank == holder:
+            if self._ranks.rank == holder and self._own is not None:
+                file = disk.own_file(saved)
                 try:
-                    sent = self._read(disk.own_file(saved))
+                    sent = disk.read(self._path, file, self._own.files[file])
                 except disk.DamagedError as raised:
                     error = str(raised)
             sent, error = self._ranks.broadcast((sent, error), holder)

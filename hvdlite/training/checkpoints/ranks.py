@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from hvdlite import api
 from hvdlite.core.errors import CheckpointError
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects
 
+T = TypeVar("T")
+
 
 class Ranks:
-    """All ranks of a world, which make the same calls. Any thread may use it: its collectives have names of their own.
+    """All ranks of a world, which make the same calls. Another thread may use it: its collectives have names of their own.
 
     Args:
         runtime: of the world; None for one rank.
@@ -68,6 +71,23 @@ class Ranks:
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
         if failed:
             raise CheckpointError(f"{what}: {'; '.join(failed)}") from error
+
+    def agreed(self, call: Callable[[], T], what: str) -> T:
+        """Return what a function returns, when it has returned on all ranks.
+
+        Args:
+            what: begins the text of the error.
+
+        Raises:
+            CheckpointError: on all ranks, when it has raised an error of any kind on one.
+        """
+        error, result = None, None
+        try:
+            result = call()
+        except Exception as raised:  # safetensors has errors of its own, and objects of the script theirs
+            error = raised
+        self.refuse(error, what)
+        return cast(T, result)
 
     def _next_name(self) -> str:
         self._calls += 1

@@ -13,7 +13,7 @@ import os
 import threading
 import uuid
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +34,7 @@ class Saving:
     """A checkpoint that is written; `hvd.save` returns one."""
 
     def __init__(self) -> None:
+        self._process = os.getpid()  # a forked child has not the thread
         self._is_done = threading.Event()
         self._path: Path | None = None
         self._error: BaseException | None = None
@@ -57,6 +58,11 @@ class Saving:
         except BaseException as error:  # it is raised by `wait`
             self._error = error
         self._is_done.set()
+
+    def _run_in_background(self, write: Callable[[], Path]) -> None:
+        self._run(write)
+        if self._error is not None:
+            _log.error("a checkpoint was not written: %s: %s", type(self._error).__name__, self._error)
 
 
 _last: Saving | None = None
@@ -92,30 +98,32 @@ def save(directory: str | os.PathLike[str], /, *, blocking: bool = True, **objec
 def save_objects(directory: str | os.PathLike[str], objects: Mapping[str, Any], *, blocking: bool) -> Saving:
     """Like `save`, with objects of any names."""
     refuse_missing_package()
+    refused = {RANDOM_STATES, "__metadata__"} & set(objects)  # the latter is one of safetensors
+    if refused:
+        raise ValueError(f"{refused.pop()!r} is the name of a part of every checkpoint; call the object something else")
     finish()
-    ranks, path = Ranks.present("save"), Path(directory)
+    ranks, path = Ranks.present("save"), Path(directory).absolute()
     parts, arrays, error = _taken(objects, copies=not blocking)
+    ranks.refuse(error, f"no checkpoint was written to {path}")
     saving = Saving()
     if blocking:
-        saving._run(lambda: write(ranks, path, parts, arrays, error))
+        saving._run(lambda: write(ranks, path, parts, arrays))
         saving.wait()
     else:
         global _last
         _last = saving
         api.finish_before_leaving(finish)
-        threading.Thread(target=saving._run, args=(lambda: write(ranks, path, parts, arrays, error),),
+        threading.Thread(target=saving._run_in_background, args=(lambda: write(ranks, path, parts, arrays),),
                          name="hvdlite-checkpoint").start()
     return saving
 
 
 def finish() -> None:
-    """Wait for the checkpoint that a thread writes; log why it could not be written."""
+    """Wait for the checkpoint that a thread of this process writes."""
     global _last
     saving, _last = _last, None
-    if saving is not None:
+    if saving is not None and saving._process == os.getpid():
         saving._is_done.wait()
-        if saving._error is not None:
-            _log.error("a checkpoint was not written: %s: %s", type(saving._error).__name__, saving._error)
 
 
 def refuse_missing_package() -> None:
@@ -132,64 +140,54 @@ def _taken(values: Mapping[str, Any], *, copies: bool) -> tuple[dict[str, Any], 
     arrays: dict[str, Array] = {}
     try:
         for name, value in {**values, RANDOM_STATES: kinds.all_random_states()}.items():
-            parts[name], tensors = taken_apart(name, kinds.kind_of(value).state_of(value))
-            arrays.update({each: array.copy() for each, array in tensors.items()} if copies else tensors)
+            parts[name] = taken_apart(name, kinds.kind_of(value).state_of(value), arrays)
+            json.dumps(parts[name])  # it refuses integers of thousands of digits
+        return parts, {name: array.copy() for name, array in arrays.items()} if copies else arrays, None
     except Exception as error:  # of any kind: the objects' own methods are called
         return {}, {}, error
-    return parts, arrays, None
 
 
-def write(ranks: Ranks, directory: Path, parts: dict[str, Any], arrays: dict[str, Array], error: Exception | None) -> Path:
+def write(ranks: Ranks, directory: Path, parts: dict[str, Any], arrays: dict[str, Array]) -> Path:
     """Write structures and their tensors, on all ranks; return the checkpoint's path.
-
-    Args:
-        error: why this rank has none to write.
 
     Raises:
         CheckpointError, HorovodInternalError: as `Saving.wait`.
     """
     what = f"no checkpoint was written to {directory}"
-    ranks.refuse(error, what)
-    digests = {name: zlib.crc32(json.dumps(part, sort_keys=True).encode()) for name, part in parts.items()}
-    tensors = {name: digest(array) for name, array in arrays.items()}
-    everywhere = ranks.gather((digests, tensors, disk.next_number(directory), uuid.uuid4().hex[:8]))
-    own_parts = {name: part for name, part in parts.items()
-                 if any(each.get(name) != digests[name] for each, *_ in everywhere)}
-    own = {name for name, digest in tensors.items() if any(each.get(name) != digest for _, each, *_ in everywhere)}
+    texts = {name: zlib.crc32(json.dumps(part, sort_keys=True).encode()) for name, part in parts.items()}
+    digests = {name: digest(array) for name, array in arrays.items()}
+    next_number = ranks.agreed(lambda: disk.next_number(directory), what)
+    everywhere = ranks.gather((texts, digests, next_number, uuid.uuid4().hex[:8]))
+    own_parts = {name: part for name, part in parts.items() if any(each.get(name) != texts[name] for each, *_ in everywhere)}
+    own = {name for name, own in digests.items() if any(each.get(name) != own for _, each, *_ in everywhere)}
     number, id = max(each[2] for each in everywhere), everywhere[0][3]  # a host that has come later has lower numbers
-    path: Path | None = None
+    path = disk.temporary(directory, number, id)
     try:
-        path = disk.begin(directory, number, id, ranks.rank)
-        error = None
-    except OSError as raised:
-        error = raised
-    try:
-        ranks.refuse(error, what)
-        assert path is not None
-        here = disk.ranks_here(path)
+        ranks.agreed(lambda: disk.begin(path, ranks.rank), what)
+        here = ranks.agreed(lambda: disk.ranks_here(path), what)
+        groups = ranks.gather(here)
+        ranks.agreed(lambda: _refuse_other_views(ranks.rank, groups), what)
         files = _own_files(ranks.rank, here, arrays, own)
-        written: dict[str, dict[str, disk.SavedTensor]] = {}
-        try:
-            written = {file: disk.write(path, file, named, tensors) for file, named in files.items() if named}
-        except Exception as raised:  # of any kind, see `write`
-            error = raised
-        ranks.refuse(error, what)
+        written = ranks.agreed(
+            lambda: {file: disk.write(path, file, named, digests) for file, named in files.items() if named}, what)
         others = ranks.gather((written, own_parts, sorted(own)))
-        if ranks.rank == here[0]:
-            try:
-                disk.commit(directory, path, disk.Manifest(
-                    number, id, ranks.size, parts={name: part for name, part in parts.items() if name not in own_parts},
-                    own_parts={rank: each[1] for rank, each in enumerate(others)},
-                    own_tensors={rank: tuple(each[2]) for rank, each in enumerate(others)},
-                    files={file: saved for rank in here for file, saved in others[rank][0].items()}))
-            except (OSError, TypeError, ValueError) as raised:
-                error = raised
-        ranks.refuse(error, what)
+        manifest = disk.Manifest(
+            number, id, ranks.size, parts={name: part for name, part in parts.items() if name not in own_parts},
+            own_parts={rank: each[1] for rank, each in enumerate(others)},
+            own_tensors={rank: tuple(each[2]) for rank, each in enumerate(others)},
+            files={file: saved for rank in here for file, saved in others[rank][0].items()})
+        ranks.agreed(lambda: disk.commit(directory, path, manifest) if ranks.rank == here[0] else None, what)
     except BaseException:
-        if path is not None:
-            disk.abandon(path)
+        disk.abandon(path)
         raise
-    return directory / f"checkpoint-{number:06d}"
+    return disk.path_of(directory, manifest)
+
+
+def _refuse_other_views(rank: int, groups: Sequence[Sequence[int]]) -> None:
+    """Raise `OSError` where ranks do not see the same files: `groups` are the ranks that each sees beside it."""
+    if rank not in groups[rank] or any(groups[other] != groups[rank] for other in groups[rank]):
+        raise OSError(f"rank {rank} sees the files of ranks {list(groups[rank])}, and these see others: the file system "
+                      "shows ranks different files")
 
 
 def _own_files(rank: int, here: list[int], arrays: Mapping[str, Array], own: set[str]) -> dict[str, dict[str, Array]]:

@@ -17,14 +17,13 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.training.checkpoints import kinds
 
 _TAG: Final = "!"
-_SEQUENCES: Final[dict[str, Callable[[Iterable[Any]], Any]]] = {
-    "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
+_SEQUENCES: Final[dict[str, Callable[[Iterable[Any]], Any]]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _MAPPINGS: Final[dict[str, Callable[[Any], Any]]] = {
     "dict": dict, "OrderedDict": collections.OrderedDict, "Counter": lambda items: collections.Counter(dict(items))}
 
 
-def taken_apart(name: str, value: Any) -> tuple[Any, dict[str, Array]]:
-    """Return a structure as JSON, and its tensors by name.
+def taken_apart(name: str, value: Any, arrays: dict[str, Array]) -> Any:
+    """Return a structure as JSON, and add its tensors to those of others, by name.
 
     Args:
         name: what the names of its tensors begin with.
@@ -32,8 +31,6 @@ def taken_apart(name: str, value: Any) -> tuple[Any, dict[str, Array]]:
     Raises:
         UnsupportedError: for what is no plain data, naming where it is.
     """
-    arrays: dict[str, Array] = {}
-
     def array(where: str, kind: str, found: Array, **more: str) -> dict[str, str]:
         key = where
         while key in arrays:  # {"a.b": x, "a": {"b": y}}
@@ -42,10 +39,14 @@ def taken_apart(name: str, value: Any) -> tuple[Any, dict[str, Array]]:
         return {_TAG: kind, **more, "name": key}
 
     def plain(where: str, each: Any) -> Any:
-        tensor = kinds.as_array(each)
+        try:
+            tensor = kinds.as_array(each)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"'{where}' cannot be saved: {error}") from None
         if tensor is not None:
             return array(where, "tensor", tensor[1], of=tensor[0])
-        if isinstance(each, (np.ndarray, np.generic)) and not each.dtype.hasobject and each.dtype.fields is None:
+        is_array = type(each) is np.ndarray or isinstance(each, np.generic)
+        if is_array and not each.dtype.hasobject and each.dtype.fields is None:
             return array(where, "scalar" if isinstance(each, np.generic) else "array", np.asarray(each, order="C"))
         kind = type(each)
         if each is None or kind in (bool, int, str) or (kind is float and each - each == 0):
@@ -56,12 +57,15 @@ def taken_apart(name: str, value: Any) -> tuple[Any, dict[str, Array]]:
             return array(where, kind.__name__, np.frombuffer(each, np.uint8))
         if kind is list:
             return items(where, each)
-        if isinstance(each, (tuple, set, frozenset, collections.deque)) and not hasattr(each, "_fields"):
-            return {_TAG: kind.__name__ if kind.__name__ in _SEQUENCES else "tuple", "items": items(where, _ordered(each))}
+        if kind in (set, frozenset) or (isinstance(each, tuple) and not hasattr(each, "_fields")):  # torch.Size is one
+            return {_TAG: kind.__name__ if kind in (set, frozenset) else "tuple", "items": items(where, _ordered(each))}
+        if kind is collections.deque:
+            return {_TAG: "deque", "items": items(where, each), "longest": each.maxlen}
         if kind is dict and all(type(key) is str for key in each) and _TAG not in each:
             return {key: plain(f"{where}.{key}", item) for key, item in each.items()}
         if isinstance(each, dict) and kind.__name__ in _MAPPINGS:
-            return {_TAG: kind.__name__,
+            versions = {"metadata": plain(f"{where}._metadata", each._metadata)} if hasattr(each, "_metadata") else {}
+            return {_TAG: kind.__name__, **versions,  # of torch's modules
                     "items": [[plain(f"{where}.key", key), plain(f"{where}.{key}", item)] for key, item in each.items()]}
         raise UnsupportedError(
             f"'{where}' cannot be saved: it is a {kind.__module__}.{kind.__qualname__}. hvd.save takes objects with "
@@ -72,7 +76,7 @@ def taken_apart(name: str, value: Any) -> tuple[Any, dict[str, Array]]:
         return [plain(f"{where}.{index}", item) for index, item in enumerate(values)]
 
     try:
-        return plain(name, value), arrays
+        return plain(name, value)
     except RecursionError:
         raise UnsupportedError(f"'{name}' cannot be saved: it contains itself") from None
 
@@ -90,7 +94,12 @@ def put_together(skeleton: Any, arrays: Mapping[str, Array]) -> Any:
         if kind in _SEQUENCES:
             return _SEQUENCES[kind](map(made, each["items"]))
         if kind in _MAPPINGS:
-            return _MAPPINGS[kind]([(made(key), made(item)) for key, item in each["items"]])
+            mapping = _MAPPINGS[kind]([(made(key), made(item)) for key, item in each["items"]])
+            if "metadata" in each:
+                mapping._metadata = made(each["metadata"])
+            return mapping
+        if kind == "deque":
+            return collections.deque(map(made, each["items"]), each["longest"])
         if kind in ("float", "complex"):
             return {"float": float, "complex": complex}[kind](each["text"])
         array = arrays[each["name"]]

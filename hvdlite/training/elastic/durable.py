@@ -36,7 +36,7 @@ class DurableCheckpoints:
                  assign: Callable[[Mapping[str, Any]], object]) -> None:
         refuse_missing_package()
         parts()  # for a state that has none
-        self._directory, self._every, self._parts, self._assign = directory, Every(every), parts, assign
+        self._directory, self._every, self._parts, self._assign = os.path.abspath(directory), Every(every), parts, assign
         self._is_new = True  # nobody has looked for a checkpoint yet
 
     def resume(self) -> None:

@@ -289,7 +289,7 @@ def stress(folder: str, size: int, rounds: int) -> None:
         runtime.connections.heaps[RANK].take_back()
     assert not runtime._state.groups and not runtime.connections.heaps[RANK]._lent
     channel = runtime.connections.oob
-    assert {*channel._listeners, *channel._announced} == {"announced.stop", "announced.checkpoint"}
+    assert {*channel._listeners, *channel._announced} == {"announced.stop"}
     assert not any(channel._announced.values())
     api.shutdown()
 

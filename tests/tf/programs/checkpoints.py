@@ -45,4 +45,4 @@ def fit(folder: str, epochs: int, stop_after: int, has_place: bool = False) -> l
         hvd.callbacks.BroadcastGlobalVariablesCallback(0), *([data.callback] if has_place else []), Stop(),
         hvd.callbacks.Checkpoint(folder, every="1 h", **place)])
     hvd.shutdown()
-    return [*map(float, begun), *(float(np.sum(keras.ops.convert_to_numpy(each))) for each in model.trainable_variables)]
+    return [*map(float, begun), *(float(np.sum(keras.ops.convert_to_numpy(each))) for each in model.variables)]
