@@ -13,11 +13,12 @@ from hvdlite_tf.keras.elastic import (
     ObjectState,
     State,
     VariablesState,
+    fit,
     run,
 )
 
 __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State", "TensorFlowKerasState",
-           "TensorFlowState", "run"]
+           "TensorFlowState", "fit", "run"]
 
 
 class TensorFlowKerasState(KerasState):

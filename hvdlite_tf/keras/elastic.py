@@ -23,10 +23,11 @@ from hvdlite_tf.keras.elastic_callbacks import (
     UpdateBatchStateCallback,
     UpdateEpochStateCallback,
 )
+from hvdlite_tf.keras.elastic_fit import fit
 from hvdlite_tf.variables import is_random_state, moved_on
 
 __all__ = ["CommitStateCallback", "HorovodInternalError", "HostsUpdatedInterrupt", "KerasState", "ObjectState", "State",
-           "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+           "UpdateBatchStateCallback", "UpdateEpochStateCallback", "fit", "run"]
 
 _WRITERS = (keras.callbacks.BackupAndRestore, keras.callbacks.CSVLogger, keras.callbacks.ModelCheckpoint,
             keras.callbacks.TensorBoard)
@@ -153,7 +154,7 @@ class KerasState(VariablesState):
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         if self.optimizer is not None and not getattr(self.optimizer, "built", True):
             self.optimizer.build(model.trainable_variables)
-        super().__init__(**kwargs, _position_in_epoch=(0, 0))
+        super().__init__(**kwargs, _position_in_epoch=(0, 0), _place=None, _callbacks=None)
 
     def restore(self) -> None:
         """Go back to the last `save` or `sync`."""

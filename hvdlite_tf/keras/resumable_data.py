@@ -54,16 +54,16 @@ def resumable(x: Any, y: Any = None, sample_weight: Any = None, *, batch_size: i
     if is_loader(x) or hasattr(x, "__next__"):
         raise TypeError(f"nobody knows the place in a {kind}: give hvd.resumable arrays, a keras.utils.PyDataset or a "
                         "tf.data.Dataset; for a torch DataLoader in a loop of your own there is hvdlite_torch's resumable")
-    source: _Source
+    source: Source
     if is_tf_dataset(x) or (callable(x) and not isinstance(x, keras.utils.PyDataset)):
         if seed is not None:
             raise ValueError("tf.data has orders of its own: give hvd.resumable a function that returns the dataset of an "
                              "epoch (lambda epoch: dataset.shuffle(1000, seed=epoch)), and no seed")
         source = _Elements(x)
     elif isinstance(x, keras.utils.PyDataset):
-        source = _Batches(x, seed)
+        source = Batches(x, seed)
     else:
-        source = _Samples(as_arrays(x, y, sample_weight), batch_size, seed)
+        source = Samples(as_arrays(x, y, sample_weight), batch_size, seed)
     return ResumableData(source)
 
 
@@ -75,12 +75,12 @@ class ResumableData(PyDatasetAdapter):  # type: ignore[misc]
         callback: counts finished steps; give it to `fit`.
     """
 
-    def __init__(self, source: _Source) -> None:
+    def __init__(self, source: Source) -> None:
         super().__init__(_Facade(self))
         self.epoch, self._consumed = 0, 0
         self._source = source
         self._is_read = False
-        self.callback = _CountsSteps(self)
+        self.callback = CountsSteps(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place: numbers and texts.
@@ -133,13 +133,13 @@ class ResumableData(PyDatasetAdapter):  # type: ignore[misc]
         self._source.stop()
 
 
-class _CountsSteps(keras.callbacks.Callback):
+class CountsSteps(keras.callbacks.Callback):
     """Counts the finished steps of the data, and ends the epoch that is the rest of one."""
 
     def __init__(self, data: ResumableData) -> None:
         super().__init__()
         self._data = data
-        self._ends: list[int] = []  # positions after the steps of this epoch
+        self._rest: list[tuple[int, Any]] = []  # the steps of this epoch: the position after each, and what it loads
         self._is_rest = False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -148,17 +148,17 @@ class _CountsSteps(keras.callbacks.Callback):
             raise ValueError(f"fit begins epoch {epoch}, and the data are in epoch {data.epoch}: give fit "
                              "initial_epoch=data.epoch, and begin epochs only with it")
         self._is_rest = data._consumed > 0
-        self._ends = [end for end, _ in data.rest(data._consumed)]
+        self._rest = data.rest(data._consumed)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._data._consumed = self._ends[min(batch, len(self._ends) - 1)]
-        if self._is_rest and batch + 1 >= len(self._ends) and not self.model.stop_training:
+        self._data._consumed = self._rest[min(batch, len(self._rest) - 1)][0]
+        if self._is_rest and batch + 1 >= len(self._rest) and not self.model.stop_training:
             self.model.stop_training = EPOCH_IS_OVER
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self.model.stop_training is EPOCH_IS_OVER:
             self.model.stop_training = False
-        if self._data._consumed == self._ends[-1]:  # else a callback has stopped training in the epoch
+        if self._data._consumed == self._rest[-1][0]:  # else a callback has stopped training in the epoch
             self._data.epoch, self._data._consumed = epoch + 1, 0
 
 
@@ -177,7 +177,7 @@ class _Facade(keras.utils.PyDataset):  # type: ignore[misc]
         return next(itertools.islice(self._data._source.load(self._data.epoch, 0), index, None))
 
 
-class _Source:
+class Source:
     """What is counted, and how it is loaded."""
 
     def facts(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class _Source:
         """Discard what was read ahead."""
 
 
-class _Samples(_Source):
+class Samples(Source):
     """Samples of arrays."""
 
     def __init__(self, arrays: tuple[Any, ...], batch_size: int, seed: int | None) -> None:
@@ -225,7 +225,7 @@ class _Samples(_Source):
         return (select_rows(self._arrays, np.array(rows)) for _, rows in self.rest(epoch, consumed))
 
 
-class _Batches(_Source):
+class Batches(Source):
     """Batches of a PyDataset, loaded by its workers."""
 
     def __init__(self, dataset: Any, seed: int | None) -> None:
@@ -235,7 +235,7 @@ class _Batches(_Source):
         for name in ("on_epoch_begin", "on_epoch_end"):
             if getattr(kind, name, None) is not getattr(keras.utils.PyDataset, name, None):
                 raise ValueError(f"{kind.__name__} has an {name}(), in which it may shuffle: nobody could draw that order "
-                                 "again. Leave it out, and give hvd.resumable a seed: it shuffles the batches")
+                                 "again. Leave it out: hvd.resumable with a seed and hvd.elastic.fit shuffle the batches")
         self._dataset, self._seed = dataset, seed
         self._loading = Loading(dataset)
 
@@ -254,7 +254,7 @@ class _Batches(_Source):
         self._loading.stop()
 
 
-class _Elements(_Source):
+class _Elements(Source):
     """Elements of a tf.data.Dataset.
 
     Args:

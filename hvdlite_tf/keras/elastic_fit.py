@@ -1,0 +1,290 @@
+"""`hvd.elastic.fit`: a training of Keras whose samples do not depend on the world (docs/elastic.md#keras).
+
+It is `elastic.run` around one `model.fit` per world. Body b of an epoch has the samples b*B to (b+1)*B of the epoch's order,
+where B is the global batch; ranks take shares that differ by one row at most, and are weighted by rows, as in a scope. A
+batch with fewer rows than there are ranks goes to all of them whole.
+
+What belongs to the state, as plain data:
+
+- `epoch`, and `_place`: where training goes on, and means of the logs in this epoch so far, which are rank 0's;
+- `_callbacks`: the attributes of callbacks. They are replaced, and never changed in place, so boundaries need no copies.
+
+There is a boundary before each body, and one after the last body of an epoch, before the ranks average their logs. An epoch
+that goes on at the latter has no body left: its callbacks are told the end of it when `fit` begins.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+
+from hvdlite import api
+from hvdlite.training.elastic import run
+from hvdlite.training.mirrored.shards import shard, shard_weight
+from hvdlite.training.objects import allgather_object
+from hvdlite.training.positions import batches
+from hvdlite_tf.keras import elastic_callbacks, step
+from hvdlite_tf.keras.checkpoint_callback import Checkpoint
+from hvdlite_tf.keras.distributed_model import WRITERS
+from hvdlite_tf.keras.optimizer import distributed_in
+from hvdlite_tf.keras.order import order_seed
+from hvdlite_tf.keras.resumable_data import Batches, CountsSteps, ResumableData, Samples
+from hvdlite_tf.keras.shards import as_arrays, is_arrays, rows_of, select_rows
+
+_REFUSED = {"initial_epoch": "set state.epoch", "validation_split": "give validation_data",
+            "steps_per_epoch": "an epoch has all samples"}
+_KEEP_PLACES = (Checkpoint, keras.callbacks.BackupAndRestore, elastic_callbacks.CommitStateCallback,
+                elastic_callbacks.UpdateBatchStateCallback, elastic_callbacks.UpdateEpochStateCallback)
+_NOTHING: list[Any] = [0.0, {}]
+"""Means of the logs over no rows."""
+
+
+def fit(state: Any, x: Any, y: Any = None, *, batch_size: int | None = None, epochs: int = 1, callbacks: Any = None,
+        **fit_arguments: Any) -> keras.callbacks.History:
+    """Train the model of a `KerasState`, like its `fit`, while ranks come and go; returns the history of all epochs.
+
+    Call it on all ranks, with all samples and the same callbacks. It goes on at `state.epoch`, and ends when `epochs` are
+    complete. The order of samples depends on rank 0's random seed (`keras.utils.set_random_seed`) and the epoch.
+
+    Args:
+        x: arrays, or a `keras.utils.PyDataset` whose batches are global ones.
+        y: with arrays.
+        batch_size: samples of a global batch of all ranks together, of arrays; default: 32.
+        callbacks: their public attributes with plain data go on: numbers and texts as at the last batch, others as at the
+            end of the last epoch. Callbacks that write files run on rank 0 only.
+        fit_arguments: of the model's `fit`. Each rank evaluates all of `validation_data`.
+
+    Raises:
+        TypeError: for a state without a model, and for data that have no places: generators, tf.data, DataLoaders.
+        ValueError: for an optimizer that is not distributed, callbacks that keep places themselves, and arguments of `fit`
+            that have no meaning here.
+    """
+    model = getattr(state, "model", None)
+    given = [each for each in keras.tree.flatten(getattr(callbacks, "callbacks", callbacks)) if each is not None]
+    _check(model, given, fit_arguments)
+    weights = fit_arguments.pop("sample_weight", None)
+    shuffles, class_weight = fit_arguments.pop("shuffle", True), fit_arguments.pop("class_weight", None)
+    if is_arrays(x):
+        arrays = as_arrays(x, y, weights)
+    elif not isinstance(x, keras.utils.PyDataset):
+        raise TypeError("hvd.elastic.fit shares global batches out by position: give it arrays, or a keras.utils.PyDataset "
+                        f"whose batches are global ones, and no {type(x).__name__}")
+    elif not (y is None and weights is None and batch_size is None):
+        raise ValueError("a PyDataset has targets, weights and the batch size in itself: leave out y, sample_weight and "
+                         "batch_size")
+
+    def source(seed: int | None) -> _GlobalSamples | _GlobalBatches:
+        return _GlobalSamples(arrays, batch_size or 32, seed) if is_arrays(x) else _GlobalBatches(x, seed)
+
+    def train(state: Any) -> None:
+        if state._place["epoch"] != state.epoch:  # the script has set it
+            state._place = _begin_of(state.epoch, state._place["seed"])
+        data = ResumableData(source(state._place["seed"]))
+        data.class_weight = class_weight
+        bodies = _Bodies(data, state, [*given, history], epochs)
+        own = [each for each in given if api.rank() == 0 or not isinstance(each, WRITERS)]
+        quiet = {} if api.rank() == 0 else {"verbose": 0}
+        try:
+            with _weighted(model):
+                model.fit(data, epochs=epochs, initial_epoch=epochs if state._place["stopped"] else data.epoch,
+                          callbacks=[bodies, *own, history, keras.callbacks.LambdaCallback(on_train_begin=bodies.go_on)],
+                          **{**fit_arguments, **quiet})
+            bodies.note()
+            state._end_bodies()
+        finally:
+            state._in_body, model._initial_epoch = False, None
+            data.on_epoch_end()
+
+    history = keras.callbacks.History()
+    seed = ((state._place or {}).get("seed") or order_seed(0)[0]) if shuffles else None
+    state.epoch = getattr(state, "epoch", 0)
+    state._place, state._callbacks = {**(state._place or _begin_of(state.epoch, seed)), "seed": seed, "stopped": False}, None
+    run(train)(state)
+    return history
+
+
+def _begin_of(epoch: int, seed: int | None) -> dict[str, Any]:
+    return {"epoch": epoch, "consumed": 0, "seed": seed, "before": _NOTHING, "now": _NOTHING, "stopped": False}
+
+
+def _check(model: Any, callbacks: Sequence[Any], fit_arguments: dict[str, Any]) -> None:
+    if model is None:
+        raise TypeError("hvd.elastic.fit trains the model of its first argument: give it hvd.elastic.KerasState(model)")
+    if distributed_in(getattr(model, "optimizer", None)) is None or "_hvdlite_mirrored" in vars(model):
+        raise ValueError("hvd.elastic.fit needs a model that was compiled outside of a strategy's scope, with "
+                         "hvd.DistributedOptimizer(optimizer)")
+    for name in fit_arguments.keys() & _REFUSED.keys():
+        raise ValueError(f"hvd.elastic.fit has no {name}: {_REFUSED[name]}")
+    for each in callbacks:
+        if isinstance(each, _KEEP_PLACES):
+            raise ValueError(f"hvd.elastic.fit keeps the place itself, and does not go with a {type(each).__name__}: leave "
+                             "it out, and call state.checkpoint(directory) for checkpoints on a disk")
+
+
+class _GlobalSamples(Samples):
+    """Samples of arrays, in global batches."""
+
+    def rest(self, epoch: int, consumed: int) -> list[tuple[int, Any]]:
+        bodies = list(batches(self.order(epoch)[consumed:], self._batch_size))
+        ends = itertools.accumulate(map(len, bodies), initial=consumed)
+        next(ends)
+        return [(end, body[shard(len(body), api.rank(), api.size())]) for end, body in zip(ends, bodies, strict=True)]
+
+    def rows(self, begin: int, end: int, loaded: Any) -> int:
+        """Return the rows of all ranks in a body."""
+        return end - begin
+
+
+class _GlobalBatches(Batches):
+    """Batches of a PyDataset, which are global ones."""
+
+    def __init__(self, dataset: Any, seed: int | None) -> None:
+        super().__init__(dataset, seed)
+        self._rows: dict[int, int] = {}  # by a batch's index
+
+    def rest(self, epoch: int, consumed: int) -> list[tuple[int, Any]]:
+        return list(enumerate(self.order(epoch)[consumed:], consumed + 1))
+
+    def load(self, epoch: int, consumed: int) -> Iterator[Any]:
+        for (_, index), batch in zip(self.rest(epoch, consumed), super().load(epoch, consumed), strict=True):
+            self._rows[index] = rows = rows_of(batch)
+            yield select_rows(batch, shard(rows, api.rank(), api.size()))
+
+    def rows(self, begin: int, end: int, loaded: Any) -> int:
+        """Return the rows of all ranks in a body that has been loaded."""
+        return self._rows[loaded]
+
+
+class _Bodies(CountsSteps):
+    """Passes boundaries, averages the logs of epochs, and keeps what callbacks know; the first of the callbacks.
+
+    Args:
+        callbacks: the others.
+        epochs: at which training ends.
+    """
+
+    def __init__(self, data: ResumableData, state: Any, callbacks: Sequence[Any], epochs: int) -> None:
+        super().__init__(data)
+        data.callback = self
+        self._state, self._callbacks, self._epochs = state, callbacks, epochs
+        self._before = _merged(state._place[name] for name in ("before", "now"))
+        self._now = _NOTHING
+        self._epoch_is_over = True  # what is not counted in batches may have changed
+        self._whole: _Kept = _Kept()
+        data.load_state_dict(state._place)
+
+    def go_on(self, logs: Any) -> None:
+        """After `on_train_begin` of all callbacks: give them their attributes back, and maybe the end of the epoch."""
+        known: dict[str, Any] = {}
+        for key, attributes in itertools.chain(*(self._state._callbacks or ())):
+            known.setdefault(key, {}).update(copy.deepcopy(attributes))
+        for key, callback in self._named():
+            vars(callback).update(known.get(key, {}))
+        if self._state._place["epoch"] < self._data.epoch:
+            means = dict(self._before[1])
+            for _, callback in self._named():
+                callback.on_epoch_end(self._data.epoch - 1, means)
+            self._ends_epoch()
+            if self.model.stop_training:
+                self.model._initial_epoch = self._epochs
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        if not self._is_rest:
+            self._before = _NOTHING
+        self._now = _NOTHING
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.note()
+        self._state._begin_body()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        begin, rows = self._data._consumed, self._now[0]
+        for end, loaded in self._rest[:batch + 1]:
+            if end > begin:
+                own = self._data._source.rows(begin, end, loaded)
+                rows += own * shard_weight(own, api.rank(), api.size()) / api.size()
+                begin = end
+        self._now = [rows, dict(logs)]
+        super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._now = [self._now[0], dict(logs)]
+        self.note()
+        self._state._begin_body()
+        everywhere = allgather_object(api.runtime(), self._now, "elastic.fit.logs")
+        logs.update(_merged([self._before, _merged(everywhere)])[1])
+        super().on_epoch_end(epoch, logs)
+        self._ends_epoch()
+
+    def note(self) -> None:
+        """Let the state have the place, and what callbacks know."""
+        state = self._state
+        if self._epoch_is_over:
+            self._epoch_is_over = False
+            self._whole = _Kept((key, copy.deepcopy(self._attributes(callback))) for key, callback in self._named())
+        numbers = _Kept((key, {name: value for name, value in self._attributes(callback).items()
+                               if isinstance(value, (bool, int, float, str, type(None)))}) for key, callback in self._named())
+        stop = self.model.stop_training
+        place = {**self._data.state_dict(), "before": self._before, "now": [self._now[0] * api.size(), self._now[1]],
+                 "stopped": bool(stop) and stop is not elastic_callbacks.EPOCH_IS_OVER}
+        vars(state).update(_place=place, _callbacks=_Kept((self._whole, numbers)), epoch=self._data.epoch)
+
+    def _ends_epoch(self) -> None:
+        self._epoch_is_over, self._before, self._now = True, _NOTHING, _NOTHING
+        if api.is_elastic():
+            self._state.commit()  # at the next boundary
+
+    def _attributes(self, callback: Any) -> dict[str, Any]:
+        return {name: value for name, value in vars(callback).items()
+                if name[:1] != "_" and name not in ("params", "validation_data") and self._state._is_plain(value)}
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        counts: dict[str, int] = {}
+        for each in self._callbacks:
+            name = type(each).__name__
+            counts[name] = counts.get(name, 0) + 1
+            yield f"{name} {counts[name]}", each
+
+
+class _Kept(tuple):  # type: ignore[type-arg]
+    """A tuple whose items never change: its copies are itself."""
+
+    def __deepcopy__(self, memo: Any) -> _Kept:
+        return self
+
+
+def _merged(parts: Iterable[Any]) -> list[Any]:
+    """Return the rows of parts together, and the means of their logs over rows; results of evaluations count alike."""
+    rows, sums, weights = 0.0, dict[str, float](), dict[str, float]()
+    for own, logs in parts:
+        rows += own
+        for name, value in logs.items():
+            weight = 1.0 if name.startswith("val_") else own
+            sums[name] = sums.get(name, 0.0) + weight * value
+            weights[name] = weights.get(name, 0.0) + weight
+    return [rows, {name: value / weights[name] for name, value in sums.items() if weights[name]}]
+
+
+@contextmanager
+def _weighted(model: Any) -> Iterator[None]:
+    """Return a context in which steps of the model are compiled anew, with gradients that are weighted by rows."""
+    before, original = vars(model).get("train_step"), model.train_step
+
+    def train_step(*arguments: Any, **named: Any) -> Any:
+        with step.one_replica(named.get("data", arguments[-1])), step.penalizing(model):
+            return original(*arguments, **named)
+    object.__setattr__(model, "train_step", train_step)
+    model.train_function = None
+    try:
+        yield
+    finally:
+        object.__delattr__(model, "train_step")
+        if before is not None:
+            object.__setattr__(model, "train_step", before)
+        model.train_function = None
