@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ from hvdlite.training.elastic import run
 from hvdlite.training.mirrored.shards import shard, shard_weight
 from hvdlite.training.objects import allgather_object
 from hvdlite.training.positions import batches
+from hvdlite.training.step_reducer import current_samples
 from hvdlite_tf.keras import elastic_callbacks, step
 from hvdlite_tf.keras.checkpoint_callback import Checkpoint
 from hvdlite_tf.keras.distributed_model import WRITERS
@@ -227,9 +228,8 @@ class _Bodies(CountsSteps):
         state = self._state
         if self._epoch_is_over:
             self._epoch_is_over = False
-            self._whole = _Kept((key, copy.deepcopy(self._attributes(callback))) for key, callback in self._named())
-        numbers = _Kept((key, {name: value for name, value in self._attributes(callback).items()
-                               if isinstance(value, (bool, int, float, str, type(None)))}) for key, callback in self._named())
+            self._whole = _Kept((key, copy.deepcopy(_attributes(each, self._state._is_plain))) for key, each in self._named())
+        numbers = _Kept((key, _attributes(each, _is_number_or_text)) for key, each in self._named())
         stop = self.model.stop_training
         place = {**self._data.state_dict(), "before": self._before, "now": [self._now[0] * api.size(), self._now[1]],
                  "stopped": bool(stop) and stop is not elastic_callbacks.EPOCH_IS_OVER}
@@ -240,16 +240,21 @@ class _Bodies(CountsSteps):
         if api.is_elastic():
             self._state.commit()  # at the next boundary
 
-    def _attributes(self, callback: Any) -> dict[str, Any]:
-        return {name: value for name, value in vars(callback).items()
-                if name[:1] != "_" and name not in ("params", "validation_data") and self._state._is_plain(value)}
-
     def _named(self) -> Iterator[tuple[str, Any]]:
         counts: dict[str, int] = {}
         for each in self._callbacks:
             name = type(each).__name__
             counts[name] = counts.get(name, 0) + 1
             yield f"{name} {counts[name]}", each
+
+
+def _attributes(callback: Any, goes_on: Callable[[Any], bool]) -> dict[str, Any]:
+    return {name: value for name, value in vars(callback).items()
+            if name[:1] != "_" and name not in ("params", "validation_data") and goes_on(value)}
+
+
+def _is_number_or_text(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 class _Kept(tuple):  # type: ignore[type-arg]
@@ -277,7 +282,8 @@ def _weighted(model: Any) -> Iterator[None]:
     before, original = vars(model).get("train_step"), model.train_step
 
     def train_step(*arguments: Any, **named: Any) -> Any:
-        with step.one_replica(named.get("data", arguments[-1])), step.penalizing(model):
+        with step.one_replica(named.get("data", arguments[-1])), step.penalizing(model), \
+                step.weighted_later(current_samples(), lambda: model.trainable_variables):
             return original(*arguments, **named)
     object.__setattr__(model, "train_step", train_step)
     model.train_function = None

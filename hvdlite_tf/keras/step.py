@@ -18,7 +18,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -169,6 +169,19 @@ def prepared(gradients: Sequence[Any], accumulates: bool) -> list[Any]:
         return list(gradients)
     factor = step.share_of_sum(gradients)
     return [_times(gradient, factor) for gradient in gradients]
+
+
+def weighted_later(samples: Any, variables: Callable[[], Sequence[Any]]) -> AbstractContextManager[None]:
+    """Return a context of a step, for collectives in it: on torch their gradients are weighted when variables get them.
+
+    Args:
+        samples: this rank's; None where ranks have equal weights.
+        variables: returns those that the step trains.
+    """
+    if keras.backend.backend() != "torch" or samples is None:
+        return nullcontext()
+    from hvdlite_torch.gradients.weights import weighted_later
+    return weighted_later(api.runtime(), float(max(samples, 1)), lambda: [each.value for each in variables()])
 
 
 @contextmanager

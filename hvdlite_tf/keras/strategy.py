@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
@@ -13,7 +13,7 @@ from hvdlite import api, ops
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.mirrored.strategies import parse_reduce_op
 from hvdlite.training.objects import allgather_object
-from hvdlite_tf.keras import scope
+from hvdlite_tf.keras import scope, step
 
 
 class MirroredStrategy(scope.BaseStrategy):
@@ -40,10 +40,7 @@ class MirroredStrategy(scope.BaseStrategy):
 
     def weighted_step(self, samples: Any, variables: Callable[[], Sequence[Any]]) -> AbstractContextManager[None]:
         """Like the base class's."""
-        if keras.backend.backend() != "torch" or samples is None:
-            return nullcontext()
-        from hvdlite_torch.gradients.weights import weighted_later
-        return weighted_later(api.runtime(), float(max(samples, 1)), lambda: [each.value for each in variables()])
+        return step.weighted_later(samples, variables)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Return the sum or mean of a value over all ranks, as a NumPy array; means of integers are floats.

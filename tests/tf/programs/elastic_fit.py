@@ -106,8 +106,9 @@ class Watching(keras.callbacks.Callback):  # type: ignore[misc]
             self.model.stop_training = True
 
 
-def train(folder: str, batch: int, kind: str = "arrays", gates: tuple[int, ...] = (), dies: tuple[int, str, int] = (-1, "", 0),
-          eager: bool = True, epochs: int = EPOCHS, saves: bool = False) -> dict[str, Any]:
+def train(folder: str, batch: int, kind: str = "arrays", gates: tuple[int, ...] = (),
+          dies: tuple[int, str, int] = (-1, "", 0), eager: bool = True, epochs: int = EPOCHS,
+          saves: bool = False) -> dict[str, Any]:
     """Train, and return what an undisturbed training has, too."""
     hvd.init()
     model = compiled(eager=eager)
@@ -117,7 +118,8 @@ def train(folder: str, batch: int, kind: str = "arrays", gates: tuple[int, ...] 
     each = -(-SAMPLES // batch)
     vars(state)["_left"] = lambda consumed: range(each - (consumed if kind == "PyDataset" else consumed // batch))
     stopping = keras.callbacks.EarlyStopping("loss", mode="max", patience=3 if epochs == EPOCHS else 10**6)
-    callbacks = [Watching(state, folder, gates, dies, each), stopping]
+    writer = keras.callbacks.ModelCheckpoint(f"{folder}/model.{hvd.rank()}.weights.h5", save_weights_only=True)
+    callbacks = [Watching(state, folder, gates, dies, each), stopping, *([] if epochs > EPOCHS else [writer])]
     data = {"x": Batches(batch)} if kind == "PyDataset" else {"x": X, "y": Y, "batch_size": batch}
     history = hvd.elastic.fit(state, **data, epochs=epochs + 6, callbacks=callbacks, verbose=0, validation_data=(X, Y))
     print(f"over at {state.epoch}", flush=True)
@@ -156,6 +158,7 @@ def small_batches(folder: str) -> None:
     told = train(folder, 2)
     np.testing.assert_allclose(told["parameters"], told["whole"]["parameters"], atol=1e-4)
     np.testing.assert_allclose(told["loss"], told["whole"]["loss"], atol=1e-4)
+    assert [each.name for each in Path(folder).glob("*.h5")] == ["model.0.weights.h5"], "rank 0 alone writes"
     assert told["epochs"] == list(range(EPOCHS)) and told["stopped"] == EPOCHS - 1
 
 
@@ -172,7 +175,8 @@ def what_is_refused() -> None:
     raises(ValueError, "leave out y, sample_weight and batch_size", lambda: fit(state, Batches(4), batch_size=4))
     raises(ValueError, "no initial_epoch: set state.epoch", lambda: fit(state, X, Y, initial_epoch=1))
     for callback in (hvd.callbacks.Checkpoint("nowhere"), hvd.elastic.CommitStateCallback(state)):
-        raises(ValueError, f"a {type(callback).__name__}: leave it out", lambda each=callback: fit(state, X, Y, callbacks=each))
+        raises(ValueError, f"a {type(callback).__name__}: leave it out",
+               lambda each=callback: fit(state, X, Y, callbacks=each))
 
 
 def means_of_parts() -> None:
