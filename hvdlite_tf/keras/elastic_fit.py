@@ -85,9 +85,10 @@ def fit(state: Any, x: Any, y: Any = None, *, batch_size: int | None = None, epo
     def train(state: Any) -> None:
         if state._place["epoch"] != state.epoch:  # the script has set it
             state._place = _begin_of(state.epoch, state._place["seed"])
-        data = ResumableData(source(state._place["seed"]))
+        shared = source(state._place["seed"])
+        data = ResumableData(shared)
         data.class_weight = class_weight
-        bodies = _Bodies(data, state, [*given, history], epochs)
+        bodies = _Bodies(data, shared, state, [*given, history], epochs)
         own = [each for each in given if api.rank() == 0 or not isinstance(each, WRITERS)]
         quiet = {} if api.rank() == 0 else {"verbose": 0}
         try:
@@ -169,10 +170,11 @@ class _Bodies(CountsSteps):
         epochs: at which training ends.
     """
 
-    def __init__(self, data: ResumableData, state: Any, callbacks: Sequence[Any], epochs: int) -> None:
+    def __init__(self, data: ResumableData, source: _GlobalSamples | _GlobalBatches, state: Any, callbacks: Sequence[Any],
+                 epochs: int) -> None:
         super().__init__(data)
         data.callback = self
-        self._state, self._callbacks, self._epochs = state, callbacks, epochs
+        self._source, self._state, self._callbacks, self._epochs = source, state, callbacks, epochs
         self._before = _merged(state._place[name] for name in ("before", "now"))
         self._now = _NOTHING
         self._epoch_is_over = True  # what is not counted in batches may have changed
@@ -208,7 +210,7 @@ class _Bodies(CountsSteps):
         begin, rows = self._data._consumed, self._now[0]
         for end, loaded in self._rest[:batch + 1]:
             if end > begin:
-                own = self._data._source.rows(begin, end, loaded)
+                own = self._source.rows(begin, end, loaded)
                 rows += own * shard_weight(own, api.rank(), api.size()) / api.size()
                 begin = end
         self._now = [rows, dict(logs)]
@@ -228,7 +230,7 @@ class _Bodies(CountsSteps):
         state = self._state
         if self._epoch_is_over:
             self._epoch_is_over = False
-            self._whole = _Kept((key, copy.deepcopy(_attributes(each, self._state._is_plain))) for key, each in self._named())
+            self._whole = _Kept((key, copy.deepcopy(_attributes(each, state._is_plain))) for key, each in self._named())
         numbers = _Kept((key, _attributes(each, _is_number_or_text)) for key, each in self._named())
         stop = self.model.stop_training
         place = {**self._data.state_dict(), "before": self._before, "now": [self._now[0] * api.size(), self._now[1]],

@@ -167,16 +167,17 @@ def what_is_refused() -> None:
     import tensorflow as tf
     hvd.init()
     state = hvd.elastic.KerasState(compiled())
-    fit = hvd.elastic.fit
-    raises(TypeError, "give it hvd.elastic.KerasState", lambda: fit(hvd.elastic.ObjectState(), X, Y))
-    raises(ValueError, "hvd.DistributedOptimizer", lambda: fit(hvd.elastic.KerasState(compiled(distributed=False)), X, Y))
+    def refused(error: type[Exception], text: str, *given: Any, **options: Any) -> None:
+        raises(error, text, lambda: hvd.elastic.fit(*given, **options))
+
+    refused(TypeError, "give it hvd.elastic.KerasState", hvd.elastic.ObjectState(), X, Y)
+    refused(ValueError, "hvd.DistributedOptimizer", hvd.elastic.KerasState(compiled(distributed=False)), X, Y)
     for data in (tf.data.Dataset.from_tensor_slices(X), iter(X)):
-        raises(TypeError, f"no {type(data).__name__}", lambda data=data: fit(state, data))
-    raises(ValueError, "leave out y, sample_weight and batch_size", lambda: fit(state, Batches(4), batch_size=4))
-    raises(ValueError, "no initial_epoch: set state.epoch", lambda: fit(state, X, Y, initial_epoch=1))
+        refused(TypeError, f"no {type(data).__name__}", state, data)
+    refused(ValueError, "leave out y, sample_weight and batch_size", state, Batches(4), batch_size=4)
+    refused(ValueError, "no initial_epoch: set state.epoch", state, X, Y, initial_epoch=1)
     for callback in (hvd.callbacks.Checkpoint("nowhere"), hvd.elastic.CommitStateCallback(state)):
-        raises(ValueError, f"a {type(callback).__name__}: leave it out",
-               lambda each=callback: fit(state, X, Y, callbacks=each))
+        refused(ValueError, f"a {type(callback).__name__}: leave it out", state, X, Y, callbacks=callback)
 
 
 def means_of_parts() -> None:
