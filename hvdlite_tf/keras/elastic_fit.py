@@ -89,7 +89,7 @@ def fit(state: Any, x: Any, y: Any = None, *, batch_size: int | None = None, epo
         data = ResumableData(shared)
         data.class_weight = class_weight
         bodies = _Bodies(data, shared, state, [*given, history], epochs)
-        own = [each for each in given if api.rank() == 0 or not isinstance(each, WRITERS)]
+        own = list(filter(_runs_here, given))
         quiet = {} if api.rank() == 0 else {"verbose": 0}
         try:
             with _weighted(model):
@@ -243,16 +243,22 @@ class _Bodies(CountsSteps):
             self._state.commit()  # at the next boundary
 
     def _named(self) -> Iterator[tuple[str, Any]]:
+        """Yield the callbacks that run on this rank, with names that are the same on all ranks."""
         counts: dict[str, int] = {}
         for each in self._callbacks:
             name = type(each).__name__
             counts[name] = counts.get(name, 0) + 1
-            yield f"{name} {counts[name]}", each
+            if _runs_here(each):
+                yield f"{name} {counts[name]}", each
 
 
 def _attributes(callback: Any, goes_on: Callable[[Any], bool]) -> dict[str, Any]:
     return {name: value for name, value in vars(callback).items()
             if name[:1] != "_" and name not in ("params", "validation_data") and goes_on(value)}
+
+
+def _runs_here(callback: Any) -> bool:
+    return api.rank() == 0 or not isinstance(callback, WRITERS)
 
 
 def _is_number_or_text(value: Any) -> bool:
