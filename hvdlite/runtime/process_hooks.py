@@ -78,6 +78,7 @@ class StopNotice:
         self._before: dict[int, Any] = {}  # handlers, by the signals that are watched
         self._tell: Callable[[], bool] | None = None
         self._has_warned = self._is_at_fork = False
+        self._process = 0  # that handles signals
 
     def watch(self, others: Collection[int]) -> None:
         """Handle the signals from now on; handlers that there were are still called.
@@ -118,6 +119,7 @@ class StopNotice:
         if not self._is_at_fork:
             self._is_at_fork = True
             os.register_at_fork(after_in_child=self.release)  # or nobody could end the script's own workers
+        self._process = os.getpid()
         for signum in signums:
             self._before[signum] = signal.signal(signum, self._handle)
 
@@ -129,6 +131,9 @@ class StopNotice:
         self._before.clear()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._process != os.getpid():  # a child that has just been forked, before its handlers are put back
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
         if self._tell is not None:
             if not self._tell():
                 signal.signal(signum, signal.SIG_DFL)

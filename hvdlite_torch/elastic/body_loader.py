@@ -109,6 +109,8 @@ class BodyLoader(PositionedLoader):
                 next(loaded, None)  # the loader's own iteration ends
                 self._end_epoch()
                 self._note(state)
+                if api.is_elastic():
+                    state.commit()  # at the next boundary: so much is lost at most when all have stepped and one is lost
             state._end_bodies()
         finally:
             weight.set(1.0)

@@ -48,6 +48,8 @@ class TorchState(ComparedState):
     _plain = (*ComparedState._plain, torch.Tensor)
     _loop: tuple[Any, BodyLoader] | None = None
     """The last loader given to `loop`, and what iterates over it."""
+    _watched: list[torch.Tensor] | None = None
+    """The parameters of the state; None if they are to be listed anew."""
     _scale_callbacks: tuple[Callable[[int], object], ...] = ()
     _keeps_gradients = True
     _same_by_repr = ComparedState._same_by_repr | {torch.dtype, torch.device, Placeholder}
@@ -67,6 +69,7 @@ class TorchState(ComparedState):
         handlers = vars(self).get("_handlers", {})
         if name in handlers:
             handlers[name].set_value(value)
+            self._watched = None
         elif name in vars(self).get("_tracked", ()) and self._handles(name, value):
             return
         super().__setattr__(name, value)
@@ -176,8 +179,17 @@ class TorchState(ComparedState):
                  for name, handler in handlers.items()}
         return small, super()._small_copy(None), torch_random_states()
 
+    def _steps_so_far(self) -> Any:
+        """Also steps that nobody reports: of optimizers that do not belong to the state, and by hand."""
+        if self._watched is None:
+            values = [handler.value for handler in self._handlers.values()]
+            self._watched = list(dict.fromkeys(parameter for each in values for parameter in parameters_of(each)))
+        return super()._steps_so_far(), sum([parameter._version for parameter in self._watched])
+
     def _load_small(self, small: Any) -> None:
         states, others, generators = small
+        for parameter in self._watched or ():
+            parameter.grad = None  # of the body that is run again; distributed optimizers have cleared theirs
         for name, each in states.items():
             cast(StateDictHandler, self._handlers[name]).load_small(each)
         super()._load_small(others)
@@ -241,6 +253,7 @@ class TorchState(ComparedState):
         if isinstance(handler, StateDictHandler):
             pickled(name, taken_out(handler.saved, []))
         self._handlers[name] = handler
+        self._watched = None
         if isinstance(value, torch.optim.Optimizer):
             value.register_step_pre_hook(leave_to_python(_note_step))
         object.__setattr__(self, name, value)
@@ -258,6 +271,14 @@ class TorchState(ComparedState):
 
     def _attributes(self) -> dict[str, Any]:
         return {name: value for name, value in super()._attributes().items() if name not in self._handlers}
+
+
+def parameters_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the parameters of a module or an optimizer; none of anything else."""
+    if isinstance(value, torch.optim.Optimizer):
+        yield from (parameter for group in value.param_groups for parameter in group["params"])
+    elif isinstance(value, torch.nn.Module):
+        yield from value.parameters()
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -128,11 +128,14 @@ class HostNotices:
     def _asked(self, host: str) -> Answer:
         """Let a host be left, if that is possible."""
         members, names = self._on(host), self._hosts.names()
+        hosts = {host, *(other for _, other in self._waiting)}
+        if host not in names and members and host in {other for _, other in self._waiting}:
+            return Answer(f"host {host} is being left already")
         if host not in names:
             return Answer(f"the job has no host {host}; it has: {', '.join(names)}", _REFUSED)
-        if members and len(members) == len(self._processes.running):
-            return Answer(f"all ranks are on host {host}, and none would be left that has the state; to end the job: "
-                          f"kill {os.getpid()}", _REFUSED)
+        if members and sum(len(self._on(each)) for each in hosts) == len(self._processes.running):
+            return Answer(f"all ranks are on host {' and '.join(sorted(hosts))}, and none would be left that has the state; "
+                          f"to end the job: kill {os.getpid()}", _REFUSED)
         self._leave([host], members, "hvdrun --leave", math.inf)
         return Answer(f"host {host} is not used any more; its ranks leave at the next boundary: "
                       f"{', '.join(map(self._processes.name, members)) or 'there are none'}")

@@ -45,9 +45,9 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(hvd.CheckpointError, match=r"nothing was loaded: rank 0: ValueError: 'model' is not what was saved: "
                                                   r"0.weight is torch.float32 \[9, 6\] here, and torch.float32 \[8, 6\] in"):
         hvd.load(tmp_path, schedule=other.schedule, model=wider)
-    with pytest.raises(hvd.CheckpointError, match=r"'optimizer' is not what was saved: it is Adam \[\] here, and SGD \[\] in"):
+    with pytest.raises(hvd.CheckpointError, match=r"'optimizer' is not what was saved: it is Adam \[\] here, and SGD"):
         hvd.load(tmp_path, model=other.model, optimizer=torch.optim.Adam(other.model.parameters()))
-    with pytest.raises(hvd.CheckpointError, match=r"'optimizer' is not what was saved: group 0 is parameters \[2\] here, and"):
+    with pytest.raises(hvd.CheckpointError, match=r"'optimizer' is not what was saved: group 0 is parameters \[2\]"):
         hvd.load(tmp_path, model=other.model, optimizer=torch.optim.SGD(other.model[0].parameters(), lr=0.1))
     assert other.bits() == before
 

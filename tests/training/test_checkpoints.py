@@ -203,8 +203,8 @@ def test_arrays_and_objects_load_in_place_and_random_numbers_go_on(tmp_path: Pat
     assert load(tmp_path)["counter"] == {"count": 7}  # type: ignore[index]
     with pytest.raises(CheckpointError, match="'nobody' is not in the checkpoint, which has array, counter, plain"):
         load(tmp_path, nobody=counter)
-    with pytest.raises(CheckpointError, match=r"nothing was loaded: rank 0: ValueError: 'array' is not what was saved: it is "
-                                              r"float32 \[4\] here, and float64 \[3\] in the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"nothing was loaded: rank 0: ValueError: 'array' is not what was saved: it "
+                                              r"is float32 \[4\] here, and float64 \[3\] in the checkpoint"):
         load(tmp_path, counter=counter, array=np.zeros(4, np.float32))
 
 

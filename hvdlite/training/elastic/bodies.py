@@ -27,8 +27,8 @@ class CountedBodies:
     loop. Survives worlds."""
     _saved_body: int | None = None
     """That of the copy to which `restore` goes back."""
-    _steps = 0
-    """How many steps optimizers of this process had begun at that boundary."""
+    _steps: Any = 0
+    """What `_steps_so_far` was at that boundary."""
     _small: Any = None
     """A copy of the small things at that boundary; None if there is none."""
     _in_body = False
@@ -44,8 +44,8 @@ class CountedBodies:
         """See `State`."""
         raise NotImplementedError
 
-    def _give_way(self) -> None:
-        """Let members come and go.
+    def _give_way(self, *, is_counted: bool = True) -> None:
+        """Let members come and go, at a boundary at which training goes on, or (if it is not counted) at the one before.
 
         Raises:
             HostsUpdatedInterrupt: Like `State.check_host_updates`.
@@ -65,27 +65,33 @@ class CountedBodies:
             HostsUpdatedInterrupt: Like `check_host_updates`.
             UnsupportedError: when an attribute cannot be copied, naming it.
         """
-        self._count_boundary()
+        is_counted = self._count_boundary()
         self._in_body = True
-        self._give_way()
+        self._give_way(is_counted=is_counted)
 
     def _end_bodies(self) -> None:
         """Pass the boundary after the last body; raises what `_begin_body` does."""
-        self._count_boundary()
+        is_counted = self._count_boundary()
         self._in_body = False
-        self._give_way()
+        self._give_way(is_counted=is_counted)
 
-    def _count_boundary(self) -> None:
+    def _count_boundary(self) -> bool:
+        """Count, and copy the small things; return False where training would go on at the boundary before."""
         if self._is_commit_due:
             self._commit()
-        elif self._in_body and self._keeps_gradients and self._steps == api.worlds().steps_begun:
-            return  # back to the boundary before: gradients of this body may count in the next step
+        elif self._in_body and self._keeps_gradients and self._steps == self._steps_so_far():
+            return False  # gradients of this body may count in the next step
         else:
             self._body = (self._body or 0) + self._in_body
         self._copy_small()
+        return True
+
+    def _steps_so_far(self) -> Any:
+        """Return something that changes when parameters do."""
+        return api.worlds().steps_begun
 
     def _copy_small(self) -> None:
-        self._steps, room, self._small = api.worlds().steps_begun, self._small, None
+        self._steps, room, self._small = self._steps_so_far(), self._small, None
         if api.is_elastic():
             self._small = self._small_copy(room)
 
@@ -132,6 +138,6 @@ class CountedBodies:
     def _stopped(self, report: StateReport) -> StateReport:
         """The world has ended; return a report with this state's position."""
         boundaries = self._boundaries if self._body is None else self._body
-        can_resume = self._small is not None and self._steps == api.worlds().steps_begun and not report.is_behind
+        can_resume = self._small is not None and self._steps == self._steps_so_far() and not report.is_behind
         self._boundaries, self._in_body, self._is_commit_due = 0, False, False
         return msgspec.structs.replace(report, commits=self._commits, boundaries=boundaries, can_resume=can_resume)

@@ -100,6 +100,7 @@ class State(CountedBodies):
             HostsUpdatedInterrupt: on all ranks at the same call, when members come or go. `hvd.elastic.run` handles it.
         """
         if not self._in_body:
+            self._forget_bodies()  # of a loop before this one
             self._boundaries += 1
             self._give_way()
 
@@ -133,13 +134,15 @@ class State(CountedBodies):
     def _assign_durable(self, parts: Mapping[str, Any]) -> None:
         """Take parts of a checkpoint that cannot be loaded in place."""
 
-    def _give_way(self) -> None:
+    def _give_way(self, *, is_counted: bool = True) -> None:
         try:
             boundaries.boundary()
-            if self._durable is not None:
+            if self._durable is not None and is_counted:
                 self._durable.boundary()
         except HostsUpdatedInterrupt:
             if self._durable is not None:
+                if not is_counted and self._small is not None:
+                    self._load_small(self._small)  # as at the beginning of another world
                 self._durable.world_ends()
             self.on_hosts_updated(time.time(), 3)
             raise
@@ -182,7 +185,7 @@ class ObjectState(State):
     def __init__(self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None,
                  **kwargs: Any) -> None:
         super().__init__(bcast_object, get_rank)
-        reserved = sorted(name for name in kwargs if hasattr(State, name))
+        reserved = sorted(name for name in kwargs if hasattr(type(self), name))
         if reserved:
             raise ValueError(f"the elastic state needs the name {reserved[0]} itself; call the attribute something else")
         self._tracked = frozenset(kwargs)

@@ -11,7 +11,7 @@ import numpy as np
 
 import hvdlite_tf.keras as hvd
 
-SAMPLES, BATCH, EPOCHS = 64, 4, 3
+SAMPLES, BATCH, EPOCHS = 128, 8, 3
 
 
 class Ledger(keras.callbacks.Callback):
@@ -64,4 +64,5 @@ def train(folder: str, ledger: str, run: int, workers: int, every: int) -> None:
     weights = [float(value) for each in model.trainable_variables for value in keras.ops.convert_to_numpy(each).flat]
     with open(f"{ledger}/weights.{run}.{hvd.rank()}", "w", encoding="utf-8") as file:
         json.dump(weights, file)
+    print("has finished", flush=True)
     hvd.shutdown()

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import hvdlite_torch as hvd
 
-SAMPLES, BATCH, EPOCHS = 64, 4, 3
-"""Divisible by all numbers of ranks, wherever an epoch goes on, so that no sample is repeated to pad."""
+SAMPLES, BATCH, EPOCHS = 128, 8, 3
+"""Divisible by all numbers of ranks, wherever an epoch goes on: no sample is repeated to pad, and each rank has two."""
 
 
 class Numbered(Dataset[Any]):
@@ -74,6 +74,7 @@ def train(folder: str, ledger: str, run: int, workers: int, every: int, pause: f
                     hvd.shutdown()
                     return True
     hvd.save(folder, **training, step=step)
+    print("has finished", flush=True)
     hvd.shutdown()
     return None
 
