@@ -78,7 +78,7 @@ class StopNotice:
         self._before: dict[int, Any] = {}  # handlers, by the signals that are watched
         self._tell: Callable[[], bool] | None = None
         self._has_warned = self._is_at_fork = False
-        self._process = 0  # that handles signals
+        self._held = threading.local()  # signals that a thread blocks, from before it forks
 
     def watch(self, others: Collection[int]) -> None:
         """Handle the signals from now on; handlers that there were are still called.
@@ -118,10 +118,20 @@ class StopNotice:
     def _take(self, signums: Collection[int]) -> None:
         if not self._is_at_fork:
             self._is_at_fork = True
-            os.register_at_fork(after_in_child=self.release)  # or nobody could end the script's own workers
-        self._process = os.getpid()
+            os.register_at_fork(before=self._before_fork, after_in_parent=self._unblock, after_in_child=self._in_child)
         for signum in signums:
             self._before[signum] = signal.signal(signum, self._handle)
+
+    def _before_fork(self) -> None:
+        """Hold signals back, or those that come before a child has its own handlers are lost there."""
+        self._held.before = signal.pthread_sigmask(signal.SIG_BLOCK, list(self._before))
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._held.before)
+
+    def _in_child(self) -> None:
+        self.release()  # or nobody could end the script's own workers
+        self._unblock()
 
     def release(self) -> None:
         """Put the handlers back that there were before."""
@@ -131,9 +141,6 @@ class StopNotice:
         self._before.clear()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self._process != os.getpid():  # a child that has just been forked, before its handlers are put back
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)
         if self._tell is not None:
             if not self._tell():
                 signal.signal(signum, signal.SIG_DFL)
