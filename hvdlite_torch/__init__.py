@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hvdlite.frontend import *
     from hvdlite_torch import comm_hooks, elastic
     from hvdlite_torch.checkpoints import load, save
+    from hvdlite_torch.checkpoints.resumable_loader import resumable
     from hvdlite_torch.collectives.broadcasts import (
         allgather_object,
         broadcast_object,
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
         synchronize,
     )
     from hvdlite_torch.optimizer import DistributedOptimizer
-    from hvdlite_torch.resumable_loader import resumable
     from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 
     __all__ = [
@@ -88,7 +88,7 @@ else:
                 "grouped_reducescatter_async", "poll", "recv", "recv_async", "reduce", "reducescatter",
                 "reducescatter_async", "scatter", "send", "send_async", "sparse_allreduce_async", "synchronize"],
         "optimizer": ["DistributedOptimizer"],
-        "resumable_loader": ["resumable"],
+        "checkpoints.resumable_loader": ["resumable"],
         "sync_batch_norm": ["SyncBatchNorm"],
     }
     _WHERE = {name: home for home, names in _HOMES.items() for name in names}

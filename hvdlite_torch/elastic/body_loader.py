@@ -21,9 +21,9 @@ from hvdlite import api
 from hvdlite.training.mirrored.shards import shard, shard_weight
 from hvdlite.training.objects import broadcast_object
 from hvdlite.training.positions import batches
+from hvdlite_torch.checkpoints.resumable_loader import PositionedLoader
 from hvdlite_torch.gradients.weights import GradientWeight
 from hvdlite_torch.optimizer import Distributed
-from hvdlite_torch.resumable_loader import PositionedLoader
 from hvdlite_torch.uncompiled import leave_to_python
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from hvdlite.training.elastic.state import ObjectState, explained, pickled
 from hvdlite.training.replicas import digest, named_parts
 from hvdlite_torch import checkpoints  # noqa: F401 - it knows torch's objects
 from hvdlite_torch.arrays.tensors import on_host
+from hvdlite_torch.checkpoints.random_states import load_torch_random_states, torch_random_states
 from hvdlite_torch.collectives.broadcasts import Placeholder, broadcast_tensors, taken_out, with_rooms
 from hvdlite_torch.elastic.body_loader import SCALE, BodyLoader
 from hvdlite_torch.elastic.elastic_sampler import ElasticSampler
 from hvdlite_torch.elastic.handlers import StateDictHandler, StateHandler, handler_for
 from hvdlite_torch.optimizer.base import is_distributed
-from hvdlite_torch.random_states import load_torch_random_states, torch_random_states
 from hvdlite_torch.uncompiled import leave_to_python
 
 _ALIKE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, ElasticSampler)

@@ -9,8 +9,8 @@ import torch
 from hvdlite.core.array import Array
 from hvdlite.training.checkpoints import kinds, load, save
 from hvdlite_torch.arrays.tensors import host_tensor, on_host
+from hvdlite_torch.checkpoints.random_states import load_torch_random_states, torch_random_states
 from hvdlite_torch.collectives.broadcasts import load_exactly
-from hvdlite_torch.random_states import load_torch_random_states, torch_random_states
 
 __all__ = ["load", "save"]
 
