@@ -20,7 +20,7 @@ from tests.worlds import HANGS_SECONDS, PYTHON_PATH, ROOT
 WHY_NOT = slurm.unavailable()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_a_job_is_queued_again_until_it_has_finished(tmp_path: Path) -> None:
     for name in ("slurm", "bin", "ledger"):

@@ -112,7 +112,7 @@ def test_whenever_ranks_are_killed_a_whole_checkpoint_is_there(blocking: bool, t
             world.kill(chance.randrange(2))
             world.wait()
         steps = {each.result for each in processes(3, checkpoints.loads, str(tmp_path), imported=TORCH)}
-        assert len(steps) == 1 and min(steps) >= 1
+        assert len(steps) == 1 and min(steps) >= blocking, "in the background the second one may be under way"
 
 
 def test_all_ranks_get_the_error_of_one(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hvdlite.runtime.assemble import Learned  # noqa: E402
 from hvdlite.runtime.followers import Followers  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer, MirroredStrategy, comm_hooks  # noqa: E402
-from hvdlite_torch.elastic.handlers import StateDictHandler  # noqa: E402
+from hvdlite_torch.elastic.handlers import ScalerStateHandler  # noqa: E402
 from tests.elastic_jobs import ElasticJob  # noqa: E402
 from tests.raising import raises  # noqa: E402
 from tests.torch.models import by_bucket, net, weights  # noqa: E402
@@ -306,7 +306,7 @@ def test_a_world_of_one_rank_grows_by_an_optimizer_that_was_made_before_its_worl
 
 def test_a_scaler_forgets_a_step_that_failed() -> None:
     model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer, handler = sgd(model), StateDictHandler(scaler)
+    optimizer, handler = sgd(model), ScalerStateHandler(scaler)
     scaler.scale(loss(model, 0, 0)).backward()
     scaler.unscale_(optimizer)
     handler.restore()
