@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,6 @@ from hvdlite.training.checkpoints import load
 from tests.elastic.jobs import Job
 
 pytest.importorskip("safetensors", reason="checkpoints need the package safetensors")
-
-
-@pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    """A list for jobs, which are ended."""
-    started: list[Job] = []
-    yield started
-    for job in started:
-        job.close()
 
 
 def _begin(folder: Path, *flags: str, bodies: str = "1") -> Job:

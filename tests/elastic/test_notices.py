@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.elastic.jobs import Job
-
-
-@pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    """A list for jobs, which are ended."""
-    started: list[Job] = []
-    yield started
-    for job in started:
-        job.close()
 
 
 @pytest.mark.parametrize("member", [0, 1])
