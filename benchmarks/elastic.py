@@ -54,12 +54,12 @@ def command(kind: str, ranks: int, folder: Path, megabytes: int, steps: int, eve
     if kind == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
                 "--max-restarts=3", *last, "ddp"]
-    if kind in ("plain", "sampled"):
+    if kind == "plain":
         return [*HVDRUN, "-np", str(ranks), sys.executable, *last, kind]
     if kind in ("loop", "told to leave"):
         last[-1:] = [str(every), "loop"]
         return [*HVDRUN, "-np", str(ranks), "--min-np", "1", "--blacklist-for-good", sys.executable, *last]
-    if kind == "saving":
+    if kind in ("loops", "saving"):
         return [*HVDRUN, "-np", str(ranks), "--min-np", "1", sys.executable, *last, kind]
     return [*HVDRUN, "-np", str(ranks), "--min-np", "1", "--blacklist-for-good", sys.executable, *last,
             "turns" if kind == "turns" else "hvdlite"]
@@ -114,7 +114,7 @@ def undisturbed(kind: str, ranks: int, megabytes: int, steps: int, every: int) -
         folder = Path(name)
         subprocess.run(command(kind, ranks, folder, megabytes, steps, every), env=variables(), cwd=HERE.parent, check=True,
                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        return steps_of(folder, min(pids(folder)))[TURN - 1:]
+        return steps_of(folder, min(pids(folder)))
 
 
 def rate(times: list[float]) -> float:
@@ -122,15 +122,15 @@ def rate(times: list[float]) -> float:
     return (len(times) - 1) / (times[-1] - times[0])
 
 
-def share_of_turns(times: list[float]) -> list[float]:
-    """Return the rates of turns with commits, each as a share of the mean rate of the turns before and after it.
+def share_of_turns(ends: list[float], first: int = 2) -> list[float]:
+    """Return the rates of every other turn, each as a share of the mean rate of the turns before and after it.
 
     Args:
-        times: begins with the end of a turn without commits.
+        ends: of turns.
+        first: the first turn to be compared; its rate is that between the ends `first` and `first` + 1.
     """
-    ends = times[::TURN]
     rates = [1 / (after - before) for before, after in itertools.pairwise(ends)]
-    return [2 * rates[turn] / (rates[turn - 1] + rates[turn + 1]) for turn in range(2, len(rates) - 1, 2)]
+    return [2 * rates[turn] / (rates[turn - 1] + rates[turn + 1]) for turn in range(first, len(rates) - 1, 2)]
 
 
 def main() -> None:
@@ -146,17 +146,23 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[dict[str, object]] = []
     if options.overhead:
-        rates: dict[str, list[float]] = {kind: [] for kind in ("plain", "elastic", "sampled", "loop", "saving")}
-        shares: list[float] = []
+        rates: dict[str, list[float]] = {"plain": [], "elastic": []}
+        shares: dict[str, list[float]] = {"turns": [], "loops": [], "saving": []}
         for _ in range(options.rounds):
             for kind, each in rates.items():
-                each.append(rate(undisturbed(kind, options.ranks, options.megabytes, options.steps, 0)))
-            shares += share_of_turns(undisturbed("turns", options.ranks, options.megabytes, options.steps, 10))
-        compared = [(f"{one}, of {other}", sorted(map(operator.truediv, rates[one], rates[other])))
-                    for one, other in (("elastic", "plain"), ("loop", "sampled"), ("saving", "loop"))]
-        for what, found in (*compared, ("commits every 10 steps, of none", sorted(shares))):
-            rows.append({"what": what, "median": statistics.median(found), "ratios": found})
-            print(f"{what}: {statistics.median(found):.3f} ({found[0]:.3f} to {found[-1]:.3f}, {len(found)} ratios)",
+                times = undisturbed(kind, options.ranks, options.megabytes, options.steps, 0)
+                each.append(rate(times[TURN - 1:]))
+            for kind, each in shares.items():
+                times = undisturbed(kind, options.ranks, options.megabytes, options.steps, 10)
+                each += share_of_turns(times[TURN - 1::TURN]) if kind == "turns" else share_of_turns(times)
+        found_by = {"elastic, of plain": list(map(operator.truediv, rates["elastic"], rates["plain"])),
+                    "commits every 10 steps, of none": shares["turns"],
+                    "state.loop, of a plain loop": shares["loops"],
+                    "state.loop with a checkpoint a minute, of a plain loop": shares["saving"]}
+        for what, found in ((what, sorted(each)) for what, each in found_by.items()):
+            middle, mean = statistics.median(found), statistics.fmean(found)
+            rows.append({"what": what, "median": middle, "mean": mean, "ratios": found})
+            print(f"{what}: median {middle:.3f}, mean {mean:.3f} ({found[0]:.3f} to {found[-1]:.3f}, {len(found)} ratios)",
                   flush=True)
     else:
         for kind in ("elastic", "loop", "told to leave", "torchrun"):
