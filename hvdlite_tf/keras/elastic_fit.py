@@ -27,7 +27,7 @@ from hvdlite import api
 from hvdlite.training.elastic import run
 from hvdlite.training.mirrored.shards import shard, shard_weight
 from hvdlite.training.objects import allgather_object
-from hvdlite.training.positions import batches
+from hvdlite.training.positions import by_turns
 from hvdlite.training.step_reducer import current_samples
 from hvdlite_tf.keras import elastic_callbacks, step
 from hvdlite_tf.keras.checkpoint_callback import Checkpoint
@@ -132,10 +132,8 @@ class _GlobalSamples(Samples):
     """Samples of arrays, in global batches."""
 
     def rest(self, epoch: int, consumed: int) -> list[tuple[int, Any]]:
-        bodies = list(batches(self.order(epoch)[consumed:], self._batch_size))
-        ends = itertools.accumulate(map(len, bodies), initial=consumed)
-        next(ends)
-        return [(end, body[shard(len(body), api.rank(), api.size())]) for end, body in zip(ends, bodies, strict=True)]
+        bodies = by_turns(self.order(epoch), consumed, 0, 1, self.length)
+        return [(end, body[shard(len(body), api.rank(), api.size())]) for end, body in bodies]
 
     def rows(self, begin: int, end: int, loaded: Any) -> int:
         """Return the rows of all ranks in a body."""
@@ -150,16 +148,16 @@ class _GlobalBatches(Batches):
         self._rows: dict[int, int] = {}  # by a batch's index
 
     def rest(self, epoch: int, consumed: int) -> list[tuple[int, Any]]:
-        return list(enumerate(self.order(epoch)[consumed:], consumed + 1))
+        return by_turns(self.order(epoch), consumed, 0, 1)
 
     def load(self, epoch: int, consumed: int) -> Iterator[Any]:
-        for (_, index), batch in zip(self.rest(epoch, consumed), super().load(epoch, consumed), strict=True):
+        for (_, [index]), batch in zip(self.rest(epoch, consumed), super().load(epoch, consumed), strict=True):
             self._rows[index] = rows = rows_of(batch)
             yield select_rows(batch, shard(rows, api.rank(), api.size()))
 
     def rows(self, begin: int, end: int, loaded: Any) -> int:
         """Return the rows of all ranks in a body that has been loaded."""
-        return self._rows[loaded]
+        return self._rows[loaded[0]]
 
 
 class _Bodies(CountsSteps):

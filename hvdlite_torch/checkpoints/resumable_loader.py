@@ -17,6 +17,7 @@ process' seed, the epoch, the position and the rank.
 from __future__ import annotations
 
 import copy
+import itertools
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +26,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from hvdlite import api
-from hvdlite.training.positions import batches, rank_share
+from hvdlite.training.positions import by_turns, rank_share, refuse_other
 
 _FOR_RANKS = "DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())"
 
@@ -89,12 +90,7 @@ class PositionedLoader:
         Raises:
             ValueError: when it is a place in the middle of an epoch that has another order here.
         """
-        if state_dict["consumed"]:
-            for name, here in self._facts().items():
-                if state_dict[name] != here:
-                    raise ValueError(f"the place after {state_dict['consumed']} samples of epoch {state_dict['epoch']} "
-                                     f"does not fit this loader: {name} was {state_dict[name]!r} when it was saved, and is "
-                                     f"{here!r} here. Make the loader as it was, or begin an epoch (set consumed to 0)")
+        refuse_other(state_dict, self._facts())
         self.epoch, self._consumed, self._begin = state_dict["epoch"], state_dict["consumed"], state_dict["generator"]
         self._checksum, self._drawn = state_dict["order"], None
 
@@ -216,23 +212,14 @@ class ResumableLoader(PositionedLoader):
         return getattr(self._own_loader, name)
 
     def _rest(self) -> list[tuple[int, Any]]:
-        """Return this rank's batches of the rest of the epoch: the position after each, and its indices.
-
-        Raises:
-            ValueError: for a place inside a batch of the script's batch sampler.
-        """
-        order, size, position = self._order(), api.size(), self._consumed
-        if self._batch_sampler is None and self._own_loader.batch_sampler is not None:
-            ends = _sums(order)
-            if position not in (0, *ends):
-                raise ValueError(f"the place after {position} samples is inside a batch of the "
-                                 f"{type(self._sampler).__name__}, which gives other batches than when it was saved")
-            return [(end, batch) for end, batch in zip(ends, order, strict=True) if end > position]
-        share = rank_share(order, position, api.rank(), size, drops=getattr(self._sampler, "drop_last", False))
-        if self._batch_sampler is None:  # without batches
-            return [(min(position + (count + 1) * size, len(order)), index) for count, index in enumerate(share)]
-        cut = list(batches(share, self._batch_sampler.batch_size, drops=self._batch_sampler.drop_last))
-        return [(min(position + end * size, len(order)), batch) for end, batch in zip(_sums(cut), cut, strict=True)]
+        """Return this rank's batches of the rest of the epoch: the position after each, and its indices."""
+        order, batched = self._order(), self._batch_sampler
+        if batched is None and self._own_loader.batch_sampler is not None:
+            ends = itertools.accumulate(map(len, order))
+            return [(end, batch) for end, batch in zip(ends, order, strict=True) if end > self._consumed]
+        steps = by_turns(order, self._consumed, api.rank(), api.size(), getattr(batched, "batch_size", 1),
+                         drops=getattr(self._sampler, "drop_last", False), drops_batch=getattr(batched, "drop_last", False))
+        return [(end, batch[0]) for end, batch in steps] if batched is None else steps
 
     @staticmethod
     def _check_subclass(sampler: DistributedSampler[Any]) -> None:
@@ -311,12 +298,3 @@ def _undivided(sampler: DistributedSampler[Any]) -> list[Any]:
     whole.num_replicas, whole.rank = 1, 0
     whole.num_samples = whole.total_size = len(sampler.dataset)  # type: ignore[arg-type]
     return list(whole)
-
-
-def _sums(parts: list[Any]) -> list[int]:
-    """Return the sums of lengths so far."""
-    ends, end = [], 0
-    for part in parts:
-        end += len(part)
-        ends.append(end)
-    return ends

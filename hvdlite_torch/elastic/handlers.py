@@ -137,10 +137,8 @@ class ModelStateHandler(StateDictHandler):
     def parts(self, state: Any) -> dict[str, Any]:
         """Return parameters and buffers apart: statistics of BatchNorm differ between ranks in any training."""
         buffers = {name for name, _ in self.value.named_buffers()} & state.keys()
-        parts = {"": {name: each for name, each in state.items() if name not in buffers}}
-        if buffers:
-            parts["'s buffers"] = {name: each for name, each in state.items() if name in buffers}
-        return parts
+        return {"": {name: each for name, each in state.items() if name not in buffers},
+                "'s buffers": {name: each for name, each in state.items() if name in buffers}}
 
     def stage_received(self, structure: Any) -> Any:
         """Put memory in place of a received part's placeholders, in the staged copy of the own state."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, cast
 
@@ -16,7 +15,6 @@ from hvdlite.training.elastic.state import ObjectState, explained, pickled
 from hvdlite.training.replicas import digest, named_parts
 from hvdlite_torch import checkpoints  # noqa: F401 - it knows torch's objects
 from hvdlite_torch.arrays.tensors import on_host
-from hvdlite_torch.checkpoints.random_states import load_torch_random_states, torch_random_states
 from hvdlite_torch.collectives.broadcasts import Placeholder, broadcast_tensors, taken_out, with_rooms
 from hvdlite_torch.elastic.body_loader import SCALE, BodyLoader
 from hvdlite_torch.elastic.elastic_sampler import ElasticSampler
@@ -177,7 +175,7 @@ class TorchState(ComparedState):
         rooms = {} if room is None else room[0]
         small = {name: self._checked(name, lambda name=name, handler=handler: handler.small_copy(rooms.get(name)))
                  for name, handler in handlers.items()}
-        return small, super()._small_copy(None), torch_random_states()
+        return small, super()._small_copy(None)
 
     def _steps_so_far(self) -> Any:
         """Also steps that nobody reports: of optimizers that do not belong to the state, and by hand."""
@@ -187,13 +185,12 @@ class TorchState(ComparedState):
         return super()._steps_so_far(), sum([parameter._version for parameter in self._watched])
 
     def _load_small(self, small: Any) -> None:
-        states, others, generators = small
+        states, others = small
         for parameter in self._watched or ():
             parameter.grad = None  # of the body that is run again; distributed optimizers have cleared theirs
         for name, each in states.items():
             cast(StateDictHandler, self._handlers[name]).load_small(each)
         super()._load_small(others)
-        load_torch_random_states(generators)
 
     def _durable_parts(self) -> dict[str, Any]:
         unknown = [name for name, handler in self._handlers.items() if not isinstance(handler, StateDictHandler)]
@@ -212,10 +209,6 @@ class TorchState(ComparedState):
         states = {name: _equal_part(handler.value) for name, handler in self._built_in().items()}
         known = digests or Digests()
         return named_parts("state", {**states, **{name: getattr(self, name) for name in sent}}, known.of)
-
-    def _kinds_of_writers(self) -> tuple[type, ...]:
-        writer = getattr(sys.modules.get("torch.utils.tensorboard"), "SummaryWriter", None)  # its import takes seconds
-        return () if writer is None else (writer,)
 
     def _built_in(self) -> dict[str, StateDictHandler]:
         """Return the handlers whose copies are made and sent together with those of others."""

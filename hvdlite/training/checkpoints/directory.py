@@ -83,6 +83,11 @@ def shared_file(index: int) -> str:
     return f"shared-{index:05d}.safetensors"
 
 
+def is_shared(file: str) -> bool:
+    """Return whether a file has tensors that all ranks have."""
+    return file.startswith("shared-")
+
+
 def checkpoints(directory: Path) -> tuple[list[Manifest], list[str]]:
     """Return the checkpoints of a directory, newest first, and for people what is wrong with others.
 

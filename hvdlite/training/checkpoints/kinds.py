@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hvdlite.core.array import Array
-from hvdlite.training import random_states
 
 
 class Kind:
@@ -37,18 +37,15 @@ class Kind:
         """Return an array, which belongs to the caller, as a tensor of the framework."""
         return array
 
-    def checks(self, value: Any) -> bool:
-        """Return whether `check` finds out; other objects are loaded first, because they may refuse a state."""
-        return isinstance(value, np.ndarray) or not _has_state(value)
-
-    def check(self, name: str, value: Any, state: Any) -> None:
-        """Find out whether a state can be loaded, before anything changes.
+    def check(self, name: str, value: Any, state: Any) -> bool:
+        """Find out whether a state can be loaded, before anything changes; return False if only loading it shows that.
 
         Raises:
             ValueError: when it cannot.
         """
         if isinstance(value, np.ndarray):
             refuse_other(name, [("it", value.shape, value.dtype)], [("it", np.shape(state), np.asarray(state).dtype)])
+        return not _has_state(value)
 
     def load(self, value: Any, state: Any) -> bool:
         """Load a state into an object, in place; return False for a value that cannot take any, such as a number."""
@@ -61,17 +58,27 @@ class Kind:
         return True
 
     def random_states(self) -> dict[str, Any]:
-        """Return the states of the framework's random generators of this process."""
-        (version, numbers, following), of_numpy = random_states.random_states()
-        return {"python": (version, np.array(numbers, np.uint32), following), "numpy": of_numpy}
+        """Return copies of the states of the framework's random generators of this process."""
+        return {}
 
     def set_random_states(self, states: dict[str, Any]) -> None:
-        """Set them."""
+        """Go back to states, which stay as they are."""
+
+
+class _PlainKind(Kind):
+    """Python's and NumPy's legacy random numbers, too."""
+
+    def random_states(self) -> dict[str, Any]:
+        version, numbers, following = random.getstate()
+        return {"python": (version, np.array(numbers, np.uint32), following), "numpy": np.random.get_state(legacy=False)}
+
+    def set_random_states(self, states: dict[str, Any]) -> None:
         version, numbers, following = states["python"]
-        random_states.load_random_states(((version, tuple(numbers.tolist()), following), states["numpy"]))
+        random.setstate((version, tuple(numbers.tolist()), following))
+        np.random.set_state(states["numpy"])
 
 
-_kinds: list[Kind] = [Kind()]  # by their order; the last one takes what no other does
+_kinds: list[Kind] = [_PlainKind()]  # by their order; the last one takes what no other does
 
 
 def add(kind: Kind) -> None:

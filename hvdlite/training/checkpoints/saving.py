@@ -103,8 +103,7 @@ def save_objects(directory: str | os.PathLike[str], objects: Mapping[str, Any], 
         raise ValueError(f"{refused.pop()!r} is the name of a part of every checkpoint; call the object something else")
     finish()
     ranks, path = Ranks.present("save"), Path(directory).absolute()
-    parts, arrays, error = _taken(objects, copies=not blocking)
-    ranks.refuse(error, f"no checkpoint was written to {path}")
+    parts, arrays = ranks.agreed(lambda: _taken(objects, copies=not blocking), f"no checkpoint was written to {path}")
     saving = Saving()
     if blocking:
         saving._run(lambda: write(ranks, path, parts, arrays))
@@ -134,17 +133,14 @@ def refuse_missing_package() -> None:
         raise ImportError("checkpoints need the package safetensors: pip install 'hvdlite[checkpoints]'") from None
 
 
-def _taken(values: Mapping[str, Any], *, copies: bool) -> tuple[dict[str, Any], dict[str, Array], Exception | None]:
-    """Return the structures by name, their tensors, and what cannot be saved."""
+def _taken(values: Mapping[str, Any], *, copies: bool) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Return the structures by name, and their tensors."""
     parts: dict[str, Any] = {}
     arrays: dict[str, Array] = {}
-    try:
-        for name, value in {**values, RANDOM_STATES: kinds.all_random_states()}.items():
-            parts[name] = taken_apart(name, kinds.kind_of(value).state_of(value), arrays)
-            json.dumps(parts[name])  # it refuses integers of thousands of digits
-        return parts, {name: array.copy() for name, array in arrays.items()} if copies else arrays, None
-    except Exception as error:  # of any kind: the objects' own methods are called
-        return {}, {}, error
+    for name, value in {**values, RANDOM_STATES: kinds.all_random_states()}.items():
+        parts[name] = taken_apart(name, kinds.kind_of(value).state_of(value), arrays)
+        json.dumps(parts[name])  # it refuses integers of thousands of digits
+    return parts, {name: array.copy() for name, array in arrays.items()} if copies else arrays
 
 
 def write(ranks: Ranks, directory: Path, parts: dict[str, Any], arrays: dict[str, Array]) -> Path:

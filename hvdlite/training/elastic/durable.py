@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdlite import api
 from hvdlite.core.errors import CheckpointError
 from hvdlite.training.checkpoints.every import Every
-from hvdlite.training.checkpoints.loading import load_objects
+from hvdlite.training.checkpoints.loading import load
 from hvdlite.training.checkpoints.ranks import Ranks
 from hvdlite.training.checkpoints.saving import finish, refuse_missing_package, save_objects
 
@@ -24,19 +23,18 @@ class DurableCheckpoints:
     Args:
         directory: as in `hvd.save`.
         every: the time between two checkpoints.
-        parts: returns what belongs to the state, by name.
-        assign: called with those that cannot be loaded in place.
+        state: an `ObjectState`.
 
     Raises:
         ValueError: for an interval that is none.
         ImportError: without the package safetensors.
+        UnsupportedError: for another state.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], every: str | float, parts: Callable[[], Mapping[str, Any]],
-                 assign: Callable[[Mapping[str, Any]], object]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], every: str | float, state: Any) -> None:
         refuse_missing_package()
-        parts()  # for a state that has none
-        self._directory, self._every, self._parts, self._assign = os.path.abspath(directory), Every(every), parts, assign
+        state._durable_parts()
+        self._directory, self._every, self._state = os.path.abspath(directory), Every(every), state
         self._is_new = True  # nobody has looked for a checkpoint yet
 
     def resume(self) -> None:
@@ -48,9 +46,9 @@ class DurableCheckpoints:
         """
         is_new = Ranks.present("resume").broadcast(self._is_new, 0)
         if is_new:
-            others = load_objects(self._directory, self._parts())
+            others = load(self._directory, **self._state._durable_parts())
             if others is not None:
-                self._assign(others)
+                self._state._assign(others)  # what cannot be loaded in place
                 if api.rank() == 0:
                     print(f"hvdlite: training goes on from a checkpoint in {self._directory}", file=sys.stderr, flush=True)
         self._is_new = False
@@ -82,4 +80,4 @@ class DurableCheckpoints:
             _log.error("%s", error)
 
     def _write(self, *, blocking: bool) -> None:
-        save_objects(self._directory, self._parts(), blocking=blocking)
+        save_objects(self._directory, self._state._durable_parts(), blocking=blocking)

@@ -32,7 +32,6 @@ from hvdlite.core.errors import (
     WorldEnded,
 )
 from hvdlite.membership.messages import SaveState, StateReport, WorldOrder
-from hvdlite.training.elastic.comparison import ComparedState
 from hvdlite.training.elastic.state import State
 
 _log = logging.getLogger("hvdlite")
@@ -67,8 +66,6 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 _resume(state)
                 state.sync()
                 return func(state, *args, **kwargs)
-            if isinstance(state, ComparedState):
-                state._note_writers(func, *args, *kwargs.values())
             return _Training(member, state, lambda: func(state, *args, **kwargs)).run()
     return wrapper
 

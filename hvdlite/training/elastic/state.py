@@ -19,9 +19,9 @@ from hvdlite import api, boundaries
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt, ReplicaMismatchError, UnsupportedError
 from hvdlite.training import objects
+from hvdlite.training.checkpoints import kinds
 from hvdlite.training.elastic.bodies import CountedBodies
 from hvdlite.training.elastic.durable import DurableCheckpoints
-from hvdlite.training.random_states import load_random_states, random_states
 from hvdlite.training.replicas import check_replicas, named_parts
 
 _UNEQUAL = ("The ranks have just synchronised their states, so a class of the script changes what it is sent by its rank, "
@@ -119,7 +119,7 @@ class State(CountedBodies):
             UnsupportedError: for a state of the script's own class, whose parts are not known.
             ValueError: for an interval that is none.
         """
-        self._durable = DurableCheckpoints(directory, every, self._durable_parts, self._assign_durable)
+        self._durable = DurableCheckpoints(directory, every, self)
 
     def _save_alone(self) -> None:
         """No world has this state any more, and this process waits for others: write it to the disk."""
@@ -130,9 +130,6 @@ class State(CountedBodies):
         """Return what belongs to the state, by name: objects that `hvd.save` knows."""
         raise UnsupportedError(f"what belongs to a {type(self).__name__} is not known, so no checkpoint of it can be "
                                "written; call hvd.save in the training function")
-
-    def _assign_durable(self, parts: Mapping[str, Any]) -> None:
-        """Take parts of a checkpoint that cannot be loaded in place."""
 
     def _give_way(self, *, is_counted: bool = True) -> None:
         try:
@@ -211,33 +208,46 @@ class ObjectState(State):
             ValueError: when rank 0's state was made of other parts than this rank's.
             ReplicaMismatchError: on all ranks, when the states are not equal afterwards.
         """
-        self._check_parts(self._bcast_object(self._parts()))
-        sent = self._bcast_object((self._position(), *self._pickled_attributes()))
-        self._receive_attributes(sent)
+        position, attributes = self._of_root(self._attributes())
+        self._assign(attributes)
+        self._take_position(position)
         ObjectState.save(self)
-        self._check_replicas(self._replicated(sent[1]))
+        self._check_replicas(self._replicated(attributes))
 
-    def _pickled_attributes(self) -> tuple[dict[str, bytes], str]:
-        """Return the attributes as bytes, and "" or the reason why they cannot be sent."""
+    def _of_root(self, parts: Mapping[str, Any]) -> tuple[tuple[int, int | None], dict[str, Any]]:
+        """Return rank 0's position, and its parts by name: on the other ranks copies.
+
+        Args:
+            parts: this rank's.
+
+        Raises:
+            UnsupportedError, ValueError: see `sync`.
+        """
+        sent, refusal, has_runtime = {}, "", api.is_initialized()
         try:
-            return {name: pickled(name, value) for name, value in self._attributes().items()}, ""
+            if not has_runtime or api.rank() == 0:
+                sent = {name: pickled(name, part) for name, part in parts.items()}
         except UnsupportedError as error:
-            return {}, f"rank {api.rank() if api.is_initialized() else 0}: {error}"
-
-    def _receive_attributes(self, sent: tuple[tuple[int, int | None], dict[str, bytes], str]) -> None:
-        position, attributes, refusal = sent
+            refusal = f"rank 0: {error}"
+        own = self._parts()
+        root, position, sent, refusal = self._bcast_object((own, self._position(), sent, refusal))
         if refusal:
             raise UnsupportedError(refusal)
-        self._assign({name: objects.loads(content) for name, content in attributes.items()})
-        self._take_position(position)
+        if own != root:
+            raise ValueError(f"rank 0's elastic state has {', '.join(root) or 'nothing'}, and rank "
+                             f"{api.rank() if has_runtime else '?'}'s has {', '.join(own) or 'nothing'}: make the same state "
+                             "on all ranks")
+        if has_runtime and api.rank() == 0:
+            return position, dict(parts)
+        return position, {name: objects.loads(part) for name, part in sent.items()}
 
     def _small_copy(self, room: Any) -> Any:
-        return self._copied(), random_states()
+        return self._copied(), kinds.all_random_states()
 
     def _load_small(self, small: Any) -> None:
         attributes, generators = small
         self._assign(copied(attributes))
-        load_random_states(generators)
+        kinds.set_all_random_states(generators)
 
     def _parts(self) -> list[str]:
         """Return what the state was made of, for people and to compare it between ranks."""
@@ -245,21 +255,6 @@ class ObjectState(State):
 
     def _durable_parts(self) -> dict[str, Any]:
         return self._attributes()
-
-    def _assign_durable(self, parts: Mapping[str, Any]) -> None:
-        self._assign(parts)
-
-    def _check_parts(self, root: list[str]) -> None:
-        """Compare what this state was made of with rank 0's `_parts`; before anything changes.
-
-        Raises:
-            ValueError: when they differ.
-        """
-        own = self._parts()
-        if own != root:
-            rank = api.rank() if api.is_initialized() else "?"
-            raise ValueError(f"rank 0's elastic state has {', '.join(root) or 'nothing'}, and rank {rank}'s has "
-                             f"{', '.join(own) or 'nothing'}: make the same state on all ranks")
 
     def _attributes(self) -> dict[str, Any]:
         """Return what belongs to the state, by name."""
