@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import socket
+import stat
 import threading
 import time
 from collections import deque
@@ -65,6 +66,9 @@ class MemberClient:
         is_at_rest: whether this member has stopped at a boundary in its present world.
         is_behind: whether it waited in `join()` then, or has trained on.
         is_last: whether the job ends at this boundary, because all members were told to leave; the world still works.
+        saves_at_end: whether the world goes on to the next boundary when the job ends, or its launcher is lost: the state is
+            saved there.
+        is_ending: whether that has happened.
 
     Raises:
         LaunchError: when nobody serves members there.
@@ -72,7 +76,7 @@ class MemberClient:
 
     def __init__(self, directory: str, number: int) -> None:
         self.number = number
-        self.is_at_rest = self.is_behind = self.is_last = False
+        self.is_at_rest = self.is_behind = self.is_last = self.saves_at_end = self.is_ending = False
         self._pid = os.getpid()
         self._changed = threading.Condition()  # guards what follows
         self._lost = ""  # why there is no authority any more
@@ -311,7 +315,11 @@ class MemberClient:
             self._lost = self._lost or ("the launcher of this elastic job, which orders its worlds, cannot be reached any "
                                         f"more ({reason}); the job ends")
             self._changed.notify_all()
-            self._stop_attached()
+            if self.saves_at_end:
+                self.is_ending = True
+                _outlive_output()
+            else:
+                self._stop_attached()
 
     def _receive(self, order: Any) -> None:
         answer: BoundaryReport | Alive | None = None
@@ -342,6 +350,15 @@ class MemberClient:
             self._changed.notify_all()
         if answer is not None:
             self._send(answer)
+
+
+def _outlive_output() -> None:
+    """Nobody reads this process's output any more: let it be lost, where a broken pipe would end the script."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def _connected(directory: str) -> socket.socket:

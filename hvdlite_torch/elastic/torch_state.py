@@ -19,8 +19,6 @@ from hvdlite_torch.collectives.broadcasts import Placeholder, broadcast_tensors,
 from hvdlite_torch.elastic.body_loader import SCALE, BodyLoader
 from hvdlite_torch.elastic.elastic_sampler import ElasticSampler
 from hvdlite_torch.elastic.handlers import StateDictHandler, StateHandler, handler_for
-from hvdlite_torch.optimizer.base import is_distributed
-from hvdlite_torch.uncompiled import leave_to_python
 
 _ALIKE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, ElasticSampler)
 """Types whose state dicts are equal on all ranks after `sync`, if scripts do not change how they are loaded."""
@@ -178,7 +176,7 @@ class TorchState(ComparedState):
         return small, super()._small_copy(None)
 
     def _steps_so_far(self) -> Any:
-        """Also steps that nobody reports: of optimizers that do not belong to the state, and by hand."""
+        """Also steps that nobody reports: of optimizers that are not distributed, and by hand."""
         if self._watched is None:
             values = [handler.value for handler in self._handlers.values()]
             self._watched = list(dict.fromkeys(parameter for each in values for parameter in parameters_of(each)))
@@ -247,8 +245,6 @@ class TorchState(ComparedState):
             pickled(name, taken_out(handler.saved, []))
         self._handlers[name] = handler
         self._watched = None
-        if isinstance(value, torch.optim.Optimizer):
-            value.register_step_pre_hook(leave_to_python(_note_step))
         object.__setattr__(self, name, value)
         return True
 
@@ -272,12 +268,6 @@ def parameters_of(value: Any) -> Iterator[torch.Tensor]:
         yield from (parameter for group in value.param_groups for parameter in group["params"])
     elif isinstance(value, torch.nn.Module):
         yield from value.parameters()
-
-
-def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """A hook: an optimizer whose gradients the script reduces itself changes parameters now; distributed ones say it."""
-    if not is_distributed(optimizer):
-        api.worlds().step_begins()
 
 
 def _keep_freed_memory() -> None:

@@ -93,11 +93,12 @@ class WorkerGroup:
         self._killed: set[int] = set()  # members that were killed on an order
         self._dying: dict[int, float] = {}  # members that have ended: until when to wait for the end of their descendants
 
-    def prepare(self, stopped: float = math.inf) -> None:
+    def prepare(self, stopped: float = math.inf, grace: float = 0.0) -> None:
         """Create the job's directory, whose name contains this process's id, and start the reaper.
 
         Args:
             stopped: seconds for which this process may be stopped, before the reaper ends the job.
+            grace: of the ranks then.
 
         Raises:
             LaunchError: when there is no place for the directory, or no process can be started.
@@ -109,7 +110,7 @@ class WorkerGroup:
                               "TMPDIR names another place") from None
         try:
             with explained("the process that ends the job if hvdrun is killed"):
-                self._reaper = Reaper(self.directory, stopped)
+                self._reaper = Reaper(self.directory, stopped, grace)
         except LaunchError:
             shutil.rmtree(self.directory, ignore_errors=True)
             raise

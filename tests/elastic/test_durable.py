@@ -9,6 +9,7 @@ import pytest
 
 from hvdlite.training.checkpoints import load
 from tests.elastic.jobs import Job
+from tests.worlds import HANGS_SECONDS
 
 pytest.importorskip("safetensors", reason="checkpoints need the package safetensors")
 
@@ -40,6 +41,19 @@ def test_too_few_ranks_leave_a_checkpoint(bodies: str, tmp_path: Path, jobs: lis
     told = job.succeed(lost=set(), lost_hosts=())
     assert all(each.right and each.history[step][0] == step for each in told.values())
     assert f"hvdlite: training goes on from a checkpoint in {tmp_path / 'checkpoints'}" in job.errors()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_hvdrun_ends_and_ranks_leave_a_checkpoint(number: int, tmp_path: Path, jobs: list[Job]) -> None:
+    """In the middle of steps; nothing is left, though the grace is longer than the test may take."""
+    jobs.append(job := _begin(tmp_path / "first", "--grace", "1000"))
+    job.wait_for_all(2)
+    job.wait_for_step(20)
+    job.process.send_signal(number)
+    job.process.wait(HANGS_SECONDS)
+    job.end_of_orphans()
+    assert not job.end() and job.process.returncode == (-number if number == signal.SIGKILL else 128 + number), job.errors()
+    assert _step(tmp_path) == job.step_of(0) + 1 == job.step_of(1) + 1
 
 
 def test_all_ranks_get_sigterm(tmp_path: Path, jobs: list[Job]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hvdlite import api
 from hvdlite.core.errors import CheckpointError
+from hvdlite.membership.events import TOO_FEW
 from hvdlite.training.checkpoints.every import Every
 from hvdlite.training.checkpoints.loading import load
 from hvdlite.training.checkpoints.ranks import Ranks
@@ -54,13 +55,21 @@ class DurableCheckpoints:
         self._is_new = False
 
     def boundary(self) -> None:
-        """At a boundary: write a checkpoint in the background, if one is due on all ranks.
+        """At a boundary: write a checkpoint, if one is due on all ranks; in the background, if the job does not end.
 
         Raises:
             HorovodInternalError: when a rank is lost.
+            SystemExit: on all ranks, when the job ends, or its launcher is lost.
         """
-        if api.is_initialized() and not api.is_provisional() and self._every.is_due():
-            self._write(blocking=False)
+        member = api.worlds().member
+        if not api.is_initialized() or api.is_provisional():
+            return
+        is_ending = member is not None and member.is_ending
+        if self._every.is_due(is_ending):
+            is_ending = any(Ranks.present("end").gather(is_ending))
+            self._write(blocking=is_ending)
+            if is_ending:
+                raise SystemExit(TOO_FEW)
 
     def world_ends(self) -> None:
         """All ranks stop at a boundary, and the world still works: write the last checkpoint, if the job ends with it.

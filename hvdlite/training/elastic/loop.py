@@ -103,12 +103,15 @@ class _Training:
                 self._state.sync()
                 self._has_state = True
                 self._state._synchronized()
+                self._member.saves_at_end = getattr(self._state, "_durable", None) is not None
                 result = self._call()
+                self._member.saves_at_end = False
                 if self._member.finish(self._epoch):
                     return result
                 reason = "the world was stopped when the training function had returned on this rank"
             except (Exception, WorldEnded) as error:
-                if not self._ends_world(error):
+                self._member.saves_at_end = False
+                if self._member.is_ending or not self._ends_world(error):
                     raise
                 reason = "" if self._member.is_at_rest else f"{type(error).__name__}: {error}".splitlines()[0]
                 self._explain(error)
