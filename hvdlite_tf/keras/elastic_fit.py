@@ -111,7 +111,7 @@ def fit(state: Any, x: Any, y: Any = None, *, batch_size: int | None = None, epo
 
 
 def _begin_of(epoch: int, seed: int | None) -> dict[str, Any]:
-    return {"epoch": epoch, "consumed": 0, "seed": seed, "before": _NOTHING, "now": _NOTHING, "stopped": False}
+    return {"epoch": epoch, "consumed": 0, "seed": seed, "means": _NOTHING, "stopped": False}
 
 
 def _check(model: Any, callbacks: Sequence[Any], fit_arguments: dict[str, Any]) -> None:
@@ -173,7 +173,7 @@ class _Bodies(CountsSteps):
         super().__init__(data)
         data.callback = self
         self._source, self._state, self._callbacks, self._epochs = source, state, callbacks, epochs
-        self._before = _merged(state._place[name] for name in ("before", "now"))
+        self._before = state._place["means"]  # of the logs in this epoch, in earlier worlds
         self._now = _NOTHING
         self._epoch_is_over = True  # what is not counted in batches may have changed
         self._whole: _Kept = _Kept()
@@ -231,8 +231,8 @@ class _Bodies(CountsSteps):
             self._whole = _Kept((key, copy.deepcopy(_attributes(each, state._is_plain))) for key, each in self._named())
         numbers = _Kept((key, _attributes(each, _is_number_or_text)) for key, each in self._named())
         stop = self.model.stop_training
-        place = {**self._data.state_dict(), "before": self._before, "now": [self._now[0] * api.size(), self._now[1]],
-                 "stopped": bool(stop) and stop is not elastic_callbacks.EPOCH_IS_OVER}
+        place = {**self._data.state_dict(), "stopped": bool(stop) and stop is not elastic_callbacks.EPOCH_IS_OVER,
+                 "means": _merged([self._before, [self._now[0] * api.size(), self._now[1]]])}
         vars(state).update(_place=place, _callbacks=_Kept((self._whole, numbers)), epoch=self._data.epoch)
 
     def _ends_epoch(self) -> None:

@@ -26,6 +26,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from hvdlite import api
+from hvdlite.training.checkpoints.kinds import has_state
 from hvdlite.training.positions import by_turns, rank_share, refuse_other
 
 _FOR_RANKS = "DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())"
@@ -243,7 +244,7 @@ class ResumableStream:
         self.epoch = 0
         self._loader = loader
         self._dataset: Any = loader.dataset
-        if not all(callable(getattr(self._dataset, name, None)) for name in ("state_dict", "load_state_dict")):
+        if not has_state(self._dataset):
             raise TypeError(f"the place in a {type(self._dataset).__name__} cannot be saved: it has no state_dict() and "
                             "load_state_dict(), such as a shard and the offset in it. Add them, or use a dataset of "
                             f"samples by index, with a sampler={_FOR_RANKS}")

@@ -26,7 +26,7 @@ class Kind:
 
     def state_of(self, value: Any) -> Any:
         """Return the state of an object as a structure of tensors and plain data; a value that has none itself."""
-        return value.state_dict() if _has_state(value) else value
+        return value.state_dict() if has_state(value) else value
 
     def array_of(self, leaf: Any) -> Array | None:
         """Return a tensor of the framework as a C-contiguous array, which may share its memory; None for anything else."""
@@ -45,11 +45,11 @@ class Kind:
         """
         if isinstance(value, np.ndarray):
             refuse_other(name, [("it", value.shape, value.dtype)], [("it", np.shape(state), np.asarray(state).dtype)])
-        return not _has_state(value)
+        return not has_state(value)
 
     def load(self, value: Any, state: Any) -> bool:
         """Load a state into an object, in place; return False for a value that cannot take any, such as a number."""
-        if _has_state(value):
+        if has_state(value):
             value.load_state_dict(state)
         elif isinstance(value, np.ndarray):
             np.copyto(value, state)
@@ -136,6 +136,7 @@ def refuse_other(name: str, own: Sequence[tuple[str, Any, Any]], saved: Sequence
                              f"{there.get(each, 'missing')} in the checkpoint")
 
 
-def _has_state(value: Any) -> bool:
+def has_state(value: Any) -> bool:
+    """Return whether an object has `state_dict()` and `load_state_dict()`."""
     has = all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
     return has and not isinstance(value, type)

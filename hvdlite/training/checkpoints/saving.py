@@ -14,6 +14,7 @@ import threading
 import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,9 +36,7 @@ class Saving:
 
     def __init__(self) -> None:
         self._process = os.getpid()  # a forked child has not the thread
-        self._is_done = threading.Event()
-        self._path: Path | None = None
-        self._error: BaseException | None = None
+        self._path: Future[Path] = Future()
 
     def wait(self) -> Path:
         """Wait until the checkpoint is complete, and return where it is.
@@ -46,23 +45,14 @@ class Saving:
             CheckpointError: on all ranks, when a rank could not write. Older checkpoints are whole.
             HorovodInternalError: when a rank was lost meanwhile.
         """
-        self._is_done.wait()
-        if self._error is not None:
-            raise self._error
-        assert self._path is not None
-        return self._path
+        return self._path.result()
 
     def _run(self, write: Callable[[], Path]) -> None:
         try:
-            self._path = write()
+            self._path.set_result(write())
         except BaseException as error:  # it is raised by `wait`
-            self._error = error
-        self._is_done.set()
-
-    def _run_in_background(self, write: Callable[[], Path]) -> None:
-        self._run(write)
-        if self._error is not None:
-            _log.error("a checkpoint was not written: %s: %s", type(self._error).__name__, self._error)
+            _log.error("a checkpoint was not written: %s: %s", type(error).__name__, error)
+            self._path.set_exception(error)
 
 
 _last: Saving | None = None
@@ -106,13 +96,12 @@ def save_objects(directory: str | os.PathLike[str], objects: Mapping[str, Any], 
     parts, arrays = ranks.agreed(lambda: _taken(objects, copies=not blocking), f"no checkpoint was written to {path}")
     saving = Saving()
     if blocking:
-        saving._run(lambda: write(ranks, path, parts, arrays))
-        saving.wait()
+        saving._path.set_result(write(ranks, path, parts, arrays))
     else:
         global _last
         _last = saving
         api.finish_before_leaving(finish)
-        threading.Thread(target=saving._run_in_background, args=(lambda: write(ranks, path, parts, arrays),),
+        threading.Thread(target=saving._run, args=(lambda: write(ranks, path, parts, arrays),),
                          name="hvdlite-checkpoint").start()
     return saving
 
@@ -122,7 +111,7 @@ def finish() -> None:
     global _last
     saving, _last = _last, None
     if saving is not None and saving._process == os.getpid():
-        saving._is_done.wait()
+        saving._path.exception()
 
 
 def refuse_missing_package() -> None:

@@ -128,11 +128,6 @@ class State:
         """
         self._durable = DurableCheckpoints(directory, every, self)
 
-    def _save_alone(self) -> None:
-        """No world has this state any more, and this process waits for others: write it to the disk."""
-        if self._durable is not None:
-            self._durable.write_alone()
-
     def _durable_parts(self) -> dict[str, Any]:
         """Return what belongs to the state, by name: objects that `hvd.save` knows."""
         raise UnsupportedError(f"what belongs to a {type(self).__name__} is not known, so no checkpoint of it can be "

@@ -103,7 +103,7 @@ class _Training:
                 self._state.sync()
                 self._has_state = True
                 self._state._synchronized()
-                self._member.saves_at_end = getattr(self._state, "_durable", None) is not None
+                self._member.saves_at_end = self._state._durable is not None
                 result = self._call()
                 self._member.saves_at_end = False
                 if self._member.finish(self._epoch):
@@ -169,5 +169,6 @@ class _Training:
         self._worlds.followers.collect()
         while isinstance(order := self._member.next_order(), SaveState):
             self._state._go_back(order)
-            self._state._save_alone()
+            if self._state._durable is not None:
+                self._state._durable.write_alone()
         return order
