@@ -157,8 +157,8 @@ class KerasState(VariablesState):
             return None  # a step that fails has given XLA the memory of the parameters
         variables = [] if room is None else room[0]
         if room is None:  # to list them takes as long as to copy them
-            groups = self._groups()
-            variables = [*groups["model's other variables"], *(each for each in groups["optimizer"] if not tuple(each.shape))]
+            _, others, optimizer = self._groups().values()
+            variables = [*others, *(each for each in optimizer if not tuple(each.shape))]
         return variables, copies(variables), super()._small_copy(None)
 
     def _load_small(self, small: Any) -> None:

@@ -227,7 +227,8 @@ def read_until_end(launcher: int, allowed: float) -> bytes:
 
 def main() -> None:
     """Wait for the end of the launcher."""
-    directory, mark, limit, (allowed, grace) = sys.argv[1], os.fsencode(sys.argv[2]), int(sys.argv[3]), map(float, sys.argv[4:])
+    directory, mark, limit = sys.argv[1], os.fsencode(sys.argv[2]), int(sys.argv[3])
+    allowed, grace = map(float, sys.argv[4:])
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # a terminal's Ctrl-C is for the launcher
     lines = [line.split() for line in read_until_end(os.getppid(), allowed).splitlines()]

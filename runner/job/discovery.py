@@ -51,8 +51,9 @@ class DiscoveryScript:
     """
 
     def __init__(self, program: str, slots: int, warn: Callable[[str], None], local: WorkerGroup | None = None) -> None:
-        self._program = PolledProgram("--host-discovery-script", program, SECONDS_BETWEEN,
-                                      lambda output: parse_discovered(output, slots), "the hosts stay as they were", warn, local)
+        self._program = PolledProgram(
+            "--host-discovery-script", program, SECONDS_BETWEEN, lambda output: parse_discovered(output, slots),
+            "the hosts stay as they were", warn, local)
         self._warn = warn
         self._known: Mapping[str, int] | None = None
         self.wait, self.close = self._program.wait, self._program.close

@@ -91,21 +91,20 @@ class ObjectState(State):
         Raises:
             UnsupportedError, ValueError: see `sync`.
         """
-        sent, refusal, has_runtime = {}, "", api.is_initialized()
+        own, rank = self._parts(), api.rank() if api.is_initialized() else "?"
+        sent, refusal = {}, ""
         try:
-            if not has_runtime or api.rank() == 0:
+            if rank in (0, "?"):
                 sent = {name: pickled(name, part) for name, part in parts.items()}
         except UnsupportedError as error:
             refusal = f"rank 0: {error}"
-        own = self._parts()
         root, position, sent, refusal = self._bcast_object((own, self._position(), sent, refusal))
         if refusal:
             raise UnsupportedError(refusal)
         if own != root:
-            raise ValueError(f"rank 0's elastic state has {', '.join(root) or 'nothing'}, and rank "
-                             f"{api.rank() if has_runtime else '?'}'s has {', '.join(own) or 'nothing'}: make the same state "
-                             "on all ranks")
-        if has_runtime and api.rank() == 0:
+            raise ValueError(f"rank 0's elastic state has {', '.join(root) or 'nothing'}, and rank {rank}'s has "
+                             f"{', '.join(own) or 'nothing'}: make the same state on all ranks")
+        if rank == 0:
             return position, dict(parts)
         return position, {name: objects.loads(part) for name, part in sent.items()}
 

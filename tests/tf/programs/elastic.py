@@ -85,7 +85,6 @@ def states_and_their_errors() -> None:
     import hvdlite_tf as frontend
     hvd.init()
     model = compiled(1 + hvd.rank())
-    interrupted = Interrupted(None, ())
     state = frontend.elastic.TensorFlowKerasState(model, backend=keras.backend, batch=5 * hvd.rank())
     assert state.optimizer.built
     state.sync()
