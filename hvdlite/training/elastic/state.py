@@ -21,6 +21,8 @@ from hvdlite.training.checkpoints import kinds
 from hvdlite.training.elastic.bodies import State
 from hvdlite.training.replicas import check_replicas, named_parts
 
+__all__ = ["ObjectState", "State", "explained", "pickled"]
+
 _UNEQUAL = ("The ranks have just synchronised their states, so a class of the script changes what it is sent by its rank, "
             "or memory is corrupt. Keep what differs between ranks in an attribute whose name begins with an underscore")
 
