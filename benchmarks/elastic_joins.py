@@ -41,7 +41,7 @@ def join(megabytes: int, folder: Path, hosts: Hosts | None) -> tuple[float, floa
     script.chmod(0o755)
     flags = ["-np", "1", "--min-np", "1", "--max-np", "2", "--host-discovery-script", str(script)]
     program = [sys.executable, str(RANK), str(folder), str(megabytes), str(FOREVER), "0", "join"]
-    command = hosts.hvdrun(*flags, "-x", "PYTHONPATH", *program) if hosts else [*HVDRUN, *flags, *program]
+    command = hosts.hvdrun(*flags, *program) if hosts else [*HVDRUN, *flags, *program]
     environment = {**variables(), **(hosts.environment() if hosts else {})}
     environment["PYTHONPATH"] = str(HERE.parent)
     with (folder / "log").open("wb") as log:
@@ -51,10 +51,10 @@ def join(megabytes: int, folder: Path, hosts: Hosts | None) -> tuple[float, floa
         founder, = pids(folder)
         before = statistics.median(_gaps(steps_of(folder, founder))[5:])
         listed.write_text(f"{first}:2\n" if first == second else f"{first}:1\n{second}:1\n")
-        wait_for(lambda: len(pids(folder)) == 2, "second process", 180)
+        wait_for(lambda: len(pids(folder)) == 2, "second process", 60)
         joined, = pids(folder) - {founder}
         begun = (folder / f"pid.{joined}").stat().st_mtime + time.monotonic() - time.time()
-        wait_for(lambda: len(steps_of(folder, joined)) > LEAST, "steps of two ranks", 300)
+        wait_for(lambda: len(steps_of(folder, joined)) > LEAST, "steps of two ranks", 120)
         after = statistics.median(_gaps(steps_of(folder, joined))[5:])
         lost = max(_gaps([when for when in steps_of(folder, founder) if when > begun - before]))
         return lost - max(before, after), steps_of(folder, joined)[0] - begun, before

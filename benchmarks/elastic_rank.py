@@ -37,8 +37,8 @@ class Model(torch.nn.Module):
 
 
 def train_on_samples(hvd: Any, model: Any, optimizer: Any, step: Any, tell: Any, kind: str, steps: int, folder: Path) -> None:
-    """Train with data, of which a step of all ranks takes eight samples for each."""
-    rows = 8 * hvd.size()
+    """Train with data, of which a step of all ranks takes `rows`."""
+    rows = 16 if kind == "join" else 8 * hvd.size()
     data = torch.utils.data.TensorDataset(torch.rand(rows * 100, 16))
     loader = torch.utils.data.DataLoader(data, batch_size=rows, shuffle=True)
     sampler: Any = torch.utils.data.DistributedSampler(data, hvd.size(), hvd.rank())
