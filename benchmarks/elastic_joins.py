@@ -1,17 +1,18 @@
 """Elastic jobs: how long the others wait when a rank joins, by the size of the state that it gets.
 
-    python -m benchmarks.elastic_joins [--megabytes 100 1000 4000] [--rounds 5] [--record FILE]
+    python -m benchmarks.elastic_joins [--megabytes 100 1000 2000] [--rounds 5] [--record FILE]
 
-One rank trains 100 MB of parameters by `state.loop`; the rest of the state is frozen parameters. Then there is a second slot,
-on the same host or (as root) on another one: a network namespace, not shaped. Recorded are the longest time between two steps
-of the first rank while the second one joins, less a step of before and less a step of two ranks; and the time from the start
-of the second process to its first step.
+One rank trains 100 MB of parameters by `state.loop`; the rest of the state is frozen parameters. Then there is a second
+slot, on the same host or (as root) on another one: a network namespace, not shaped. Recorded are the longest time between two
+steps of the first rank while the second one joins, less a step; and the time from the start of the second process to its
+first step. A process holds its state three times.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -68,7 +69,7 @@ def join(megabytes: int, folder: Path, hosts: Hosts | None) -> tuple[float, floa
 
 
 def _gaps(times: list[float]) -> list[float]:
-    return [after - before for before, after in zip(times, times[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(times)]
 
 
 @contextlib.contextmanager
@@ -84,7 +85,7 @@ def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic_joins", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[100, 1000, 4000])
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[100, 1000, 2000])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
@@ -103,8 +104,8 @@ def main() -> None:
                          "step": statistics.median(step)})
             print(f"{megabytes} MB, {1 + several} host{'s' * several}: the others wait {statistics.median(lost):.2f} s "
                   f"({min(lost):.2f} to {max(lost):.2f}, {len(lost)} joins); the new process steps "
-                  f"{statistics.median(started):.1f} s after its start; a step takes {statistics.median(step) * 1000:.0f} ms",
-                  flush=True)
+                  f"{statistics.median(started):.1f} s after its start; a step takes "
+                  f"{statistics.median(step) * 1000:.0f} ms", flush=True)
     if options.record:
         options.record.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
