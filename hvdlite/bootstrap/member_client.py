@@ -78,6 +78,7 @@ class MemberClient:
         self.number = number
         self.is_at_rest = self.is_behind = self.is_last = self.saves_at_end = self.is_ending = False
         self._pid = os.getpid()
+        self._held: list[int] = []  # ends for reading of the pipes to which this process writes
         self._changed = threading.Condition()  # guards what follows
         self._lost = ""  # why there is no authority any more
         self._orders: deque[WorldOrder | SaveState | AllFinished | Dismissed] = deque()
@@ -113,6 +114,12 @@ class MemberClient:
         with self._changed:
             self._boundaries = 0
         self._send(MemberReady())
+
+    def outlive_output(self) -> None:
+        """Read from this process's pipes, too: when the launcher is killed, a `print` does not fail."""
+        with contextlib.suppress(OSError):  # not on Linux
+            self._held = self._held or [os.open(f"/proc/self/fd/{each}", os.O_RDONLY | os.O_NONBLOCK)
+                                        for each in _output_pipes()]
 
     def noticed(self) -> None:
         """This process was told to leave: it goes on until it is let go. A signal handler may call this."""
@@ -317,7 +324,9 @@ class MemberClient:
             self._changed.notify_all()
             if self.saves_at_end:
                 self.is_ending = True
-                _outlive_output()
+                nowhere = os.open(os.devnull, os.O_WRONLY)  # nobody reads what this process writes, so pipes would fill
+                for descriptor in _output_pipes():
+                    os.dup2(nowhere, descriptor)
             else:
                 self._stop_attached()
 
@@ -352,13 +361,8 @@ class MemberClient:
             self._send(answer)
 
 
-def _outlive_output() -> None:
-    """Nobody reads this process's output any more: let it be lost, where a broken pipe would end the script."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in (1, 2):
-        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-            os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+def _output_pipes() -> list[int]:
+    return [descriptor for descriptor in (1, 2) if stat.S_ISFIFO(os.fstat(descriptor).st_mode)]
 
 
 def _connected(directory: str) -> socket.socket:

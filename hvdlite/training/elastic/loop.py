@@ -90,6 +90,8 @@ class _Training:
         self._has_state = not api.is_provisional()
         self._epoch = api.worlds().coordinates.epoch
         state._forget_bodies()
+        if state._durable is not None:
+            member.outlive_output()
 
     def run(self) -> Any:
         """Return what the function returns."""
