@@ -72,7 +72,8 @@ class PositionedLoader:
         self._sampler: Any = batched if self._batch_sampler is None else self._batch_sampler.sampler
         self._stand_in: torch.Generator | None = None  # for torch's default generator
         self._seeds = torch.Generator()  # of workers
-        self._indices = _Indices()
+        self._indices: list[Any] = []  # stands in for the sampler or the batch sampler
+        self._left: list[tuple[int, Any]] | None = None  # of this epoch, since the iteration began
         self._inner = copy.copy(loader)
         vars(self._inner).update({  # DataLoader refuses assignments: its iterators would not notice
             "sampler" if loader.batch_sampler is None else "batch_sampler": self._indices,
@@ -93,7 +94,7 @@ class PositionedLoader:
         """
         refuse_other(state_dict, self._facts())
         self.epoch, self._consumed, self._begin = state_dict["epoch"], state_dict["consumed"], state_dict["generator"]
-        self._checksum, self._drawn = state_dict["order"], None
+        self._checksum, self._drawn, self._left = state_dict["order"], None, None
 
     def _facts(self) -> dict[str, Any]:
         """Return what the order depends on."""
@@ -156,14 +157,14 @@ class PositionedLoader:
         Args:
             items: pairs of the position and the indices.
         """
-        self._indices.items = [indices for _, indices in items]
+        self._indices[:] = [indices for _, indices in items]
         self._seeds.manual_seed(hash((torch.initial_seed(), self.epoch, self._consumed, api.rank())) % 2**63)
         for batch, (position, _) in zip(self._inner, items, strict=False):  # the loader comes first: it has to end, too
             yield position, batch
 
     def _end_epoch(self) -> None:
         self.epoch += 1
-        self._consumed, self._begin, self._checksum, self._drawn = 0, None, None, None
+        self._consumed, self._begin, self._checksum, self._drawn, self._left = 0, None, None, None, None
 
 
 class ResumableLoader(PositionedLoader):
@@ -181,16 +182,6 @@ class ResumableLoader(PositionedLoader):
             raise ValueError(f"rank {api.rank()} of {size}: hvd.resumable needs samples that are divided among the ranks, "
                              f"and this loader's {type(sampler).__name__} does not say how. Give the loader a "
                              f"sampler={_FOR_RANKS}, and batch_size instead of a batch sampler")
-        self._left: list[tuple[int, Any]] | None = None  # of this epoch, since the iteration began
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at a place with the next iteration.
-
-        Raises:
-            ValueError: when it is a place in the middle of an epoch that has another order here.
-        """
-        super().load_state_dict(state_dict)
-        self._left = None
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches that are left of an epoch."""
@@ -199,7 +190,6 @@ class ResumableLoader(PositionedLoader):
             self._consumed = position
             yield batch
         self._end_epoch()
-        self._left = None
 
     def __len__(self) -> int:
         """Return the number of batches that are left: of the iteration, where one has begun, since its beginning."""
@@ -279,18 +269,6 @@ class ResumableStream:
                              f"index (sampler={_FOR_RANKS}) go on with any number")
         self.epoch = state_dict["epoch"]
         self._dataset.load_state_dict(state_dict["dataset"])
-
-
-class _Indices:
-    """Stands in for the sampler or the batch sampler of a loader."""
-
-    items: list[Any]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.items)
-
-    def __len__(self) -> int:
-        return len(self.items)
 
 
 def _undivided(sampler: DistributedSampler[Any]) -> list[Any]:

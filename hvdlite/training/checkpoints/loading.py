@@ -118,10 +118,10 @@ class _Reading:
         Raises:
             DamagedError: on all ranks, when some rank cannot read what it needs.
         """
-        size, own_tensors = self._manifest.ranks, self._manifest.own_tensors
+        size, owners = self._manifest.ranks, self._manifest.owners
         seen = self._ranks.gather(list(self._here))
         there = [rank for rank in range(size)
-                 if not own_tensors.get(rank) or any(disk.own_file(rank) in files for files in seen)]
+                 if rank not in owners or any(disk.own_file(rank) in files for files in seen)]
         if not there:
             raise disk.DamagedError("no rank sees what ranks have written for themselves")
         taken = [self._substitute(rank % size, there) for rank in range(self._ranks.size)]  # what each rank takes
@@ -129,7 +129,7 @@ class _Reading:
         lacking: dict[str, list[int]] = {}  # files, and the ranks that need them and do not see them
         for rank, files in enumerate(seen):
             shared = [file for file in self._manifest.files if disk.is_shared(file)] if not files else []
-            own_files = [disk.own_file(taken[rank])] if own_tensors.get(taken[rank]) else []
+            own_files = [disk.own_file(taken[rank])] if taken[rank] in owners else []
             for file in [file for file in (*shared, *own_files) if file not in files]:
                 lacking.setdefault(file, []).append(rank)
         senders = {file: next(rank for rank, files in enumerate(seen) if file in files) for file in lacking}

@@ -155,11 +155,11 @@ def write(ranks: Ranks, directory: Path, parts: dict[str, Any], arrays: dict[str
         files = _own_files(ranks.rank, here, arrays, own)
         written = ranks.agreed(
             lambda: {file: disk.write(path, file, named, digests) for file, named in files.items() if named}, what)
-        others = ranks.gather((written, own_parts, sorted(own)))
+        others = ranks.gather((written, own_parts, bool(own)))
         manifest = disk.Manifest(
             number, id, ranks.size, parts={name: part for name, part in parts.items() if name not in own_parts},
             own_parts={rank: each[1] for rank, each in enumerate(others)},
-            own_tensors={rank: tuple(each[2]) for rank, each in enumerate(others)},
+            owners=tuple(rank for rank, each in enumerate(others) if each[2]),
             files={file: saved for rank in here for file, saved in others[rank][0].items()})
         ranks.agreed(lambda: disk.commit(directory, path, manifest) if ranks.rank == here[0] else None, what)
     except BaseException:
