@@ -3,8 +3,8 @@
     python -m benchmarks.elastic_joins [--megabytes 100 1000 2000] [--rounds 5] [--record FILE]
 
 One rank trains 100 MB of parameters by `state.loop`; the rest of the state is frozen parameters. Then there is a second
-slot, on the same host or (as root) on another one: a network namespace, not shaped. Recorded are the longest time between two
-steps of the first rank while the second one joins, less a step; and the time from the start of the second process to its
+slot, on the same host or (as root) on another one: a network namespace, not shaped. Recorded are the longest time between
+two steps of the first rank while the second one joins, less a step; and the time from the start of the second process to its
 first step. A process holds its state three times.
 """
 

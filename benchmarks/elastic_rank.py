@@ -2,10 +2,10 @@
 
     elastic_rank.py FOLDER MEGABYTES STEPS COMMIT_EVERY {hvdlite,turns,plain,ddp,loop,loops,saving,join}
 
-`turns` commits in every other `TURN` of steps only. `loop` trains with `state.loop`; `join` does so too, and of its parameters
-all but 100 MB are frozen: they are sent to who joins. `loops` uses `state.loop` in every other epoch, and in those between a
-DataLoader and `DistributedSampler`; it tells when each epoch was complete, with its commit. `saving` is `loops` with a durable
-checkpoint every minute, which is written whenever it is due.
+`turns` commits in every other `TURN` of steps only. `loop` trains with `state.loop`; `join` does so too, and of its
+parameters all but 100 MB are frozen: they are sent to who joins. `loops` uses `state.loop` in every other epoch, and in
+those between a DataLoader and `DistributedSampler`; it tells when each epoch was complete, with its commit. `saving` is
+`loops` with a durable checkpoint every minute, which is written whenever it is due.
 """
 
 from __future__ import annotations
