@@ -16,7 +16,16 @@ import pytest
 
 from hvdlite_runner.host import processes
 from hvdlite_runner.host.processes import Reaper
-from hvdlite_runner.host.reaper import Process, kill_all, kill_job, let_end, look_up, marked_processes, members, process_table
+from hvdlite_runner.host.reaper import (
+    Process,
+    kill_all,
+    kill_job,
+    let_end,
+    look_up,
+    marked_processes,
+    members,
+    process_table,
+)
 from tests.worlds import HANGS_SECONDS
 
 
