@@ -327,6 +327,7 @@ class MemberClient:
                 nowhere = os.open(os.devnull, os.O_WRONLY)  # nobody reads what this process writes, so pipes would fill
                 for descriptor in _output_pipes():
                     os.dup2(nowhere, descriptor)
+                os.close(nowhere)
             else:
                 self._stop_attached()
 

@@ -158,13 +158,14 @@ class Agent:
         self._ending, self._reason = True, reason
 
     def _lose_launcher(self) -> None:
+        """End; in an elastic job when the ranks have ended, or their grace is over."""
         self._unsent.clear()
         if self._is_elastic and not self._asked:
             self._selector.unregister(self._in)
             self._asked, self._ends_at, self._silence = _LAUNCHER_ENDED, time.monotonic() + self._grace, math.inf
             self._is_elastic = False  # nobody orders worlds
             self._workers.obey(Signal(signal.SIGTERM))
-        elif self._asked is not _LAUNCHER_ENDED:
+        elif self._asked != _LAUNCHER_ENDED:
             self._ending = True
 
     def _receive(self) -> None:
