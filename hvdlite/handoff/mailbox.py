@@ -1,9 +1,9 @@
-"""A rank's side of a mailbox: a thread that blocks in a small allreduce exchanges values with the other ranks by itself.
+"""A rank's side of a mailbox: a thread that blocks in an allreduce exchanges values with the other ranks by itself.
 
 Theory of operation
-- The thread writes its values and a text that describes the tensor, wakes the others if it is the last, else sleeps until
-  all have written the same text, and reduces all ranks' values in rank order. No other thread takes part, and no message is
-  sent.
+- The thread writes its values and a text that describes the tensor, wakes the others if it is the last, else polls for a
+  moment and sleeps until all have written the same text, and reduces all ranks' values in rank order. No other thread takes
+  part, and no message is sent.
 - A thread that has waited for `PATIENCE_SECONDS`, or finds another text, notifies the background thread, and waits on. The
   coordinator then ends the mailbox: first no rank writes to it any more (`freeze`). When all ranks have confirmed, all see
   the same memory, so they agree whether the last round is complete. If not, this rank's call becomes a request (`close`).
@@ -30,6 +30,7 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.inbox import Inbox, Task
 from hvdlite.memory.area import LENGTH, NUMBER, TEXT, Area
+from hvdlite.memory.patience import Patience
 from hvdlite.negotiation.mailboxes import OPERATIONS
 from hvdlite.negotiation.messages import Mailbox, MailboxStale, Response
 from hvdlite.planes.arithmetic import Casts, Reduction
@@ -38,6 +39,8 @@ PATIENCE_SECONDS: Final = 0.1
 """How long a thread waits before it notifies the coordinator."""
 LONG_SECONDS: Final = 1.0
 """How long it sleeps at most after that."""
+CHUNK: Final = 256 << 10
+"""Bytes of each rank that are reduced per NumPy call, so that the result is still in the cache when it is divided."""
 
 Signature = tuple[str, str, tuple[int, ...], ReduceOp, float, float]
 """Name, dtype, shape, operation, prescale and postscale factor: the same on all ranks."""
@@ -76,12 +79,14 @@ class MailboxEnd:
         members: the ranks of the process set.
         inbox: receives what the background thread is to do, possibly more than once; frees the names of finished calls.
         finished: called when a call is done or has failed, by the thread that does it.
+        patience: of threads that wait in it.
     """
 
     def __init__(self, mailbox: Mailbox, members: tuple[int, ...], area: Area, casts: Casts, inbox: Inbox,
-                 finished: Callable[[MailboxCall], None]) -> None:
+                 finished: Callable[[MailboxCall], None], patience: Patience) -> None:
         self.mailbox, self.members = mailbox, members
         self._area, self._casts, self._inbox, self._finished = area, casts, inbox, finished
+        self._patience = patience
         self._deferred: deque[Callable[[], object]] = deque()  # what the background thread has to do under the lock
         self._lock = threading.RLock()  # guards the rest; a signal handler may make a call while its thread holds it
         self._error: Exception | None = None
@@ -113,6 +118,8 @@ class MailboxEnd:
             self._let_act()
             if self.is_complete(call):
                 self._area.wake(self._others)
+                self.finish(call)
+            elif self._patience.look(lambda: self.is_complete(call)):
                 self.finish(call)
             else:
                 begun = block()
@@ -287,7 +294,8 @@ class MailboxEnd:
                             postscale=postscale, contributors=self.members)
         self._signature = None
         self._text = text
-        self._reduction = Reduction(response, kind, len(self.members), call.source.size, self._casts)
+        chunk = min(call.source.size, CHUNK // kind.itemsize)
+        self._reduction = Reduction(response, kind, len(self.members), chunk, self._casts)
         self._values = [[both[parity][:nbytes].view(kind) for both in self._area.values] for parity in range(2)]
         self._signature = call.signature
         return True

@@ -30,6 +30,7 @@ from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.mailboxes import stem_of
 from hvdlite.negotiation.messages import Decision, ErrorKind, Mailbox, MailboxStale, Report, Request, Response
 from hvdlite.negotiation.negotiator import Policy
+from hvdlite.planes.arithmetic import Casts
 
 _WAITERS = BlockedWaiters(lambda: None, lambda _: None)
 
@@ -131,7 +132,7 @@ class Rank:
         made, inbox = iter(range(1 << 30)), Inbox(self)
         self.handoff = Handoff(inbox, _WAITERS, JobState(job.size))  # type: ignore[arg-type]
         self.mailboxes = Mailboxes(lambda capacity, _: job.area(rank, next(made), capacity), self.handoff, self.controller,
-                                   FlightRecorder("shm", lambda: 0.0), CallHistory())
+                                   FlightRecorder("shm", lambda: 0.0), CallHistory(), casts=Casts.of_numpy())
         self.entries: dict[str, tuple[Call, Entry]] = {}
         self.in_use: set[str] = set()
         self.position = 0
