@@ -9,8 +9,9 @@ from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.stall_report import CallHistory
+from hvdlite.handoff.exchange import MailboxCall
 from hvdlite.handoff.handoff import Handoff
-from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
+from hvdlite.handoff.mailbox import MailboxEnd
 from hvdlite.memory.area import Area
 from hvdlite.memory.patience import Patience, has_cores
 from hvdlite.negotiation.controller import Controller
@@ -68,7 +69,8 @@ class Mailboxes:
             self._unusable[mailbox.mailbox_id] = mailbox.first_round - 1
             self._controller.report_mailbox(MailboxStale(mailbox.mailbox_id, mailbox.stem))
         else:
-            patience = Patience(self._spin if has_cores(len(self._handoff.state.process_sets[GLOBAL_PROCESS_SET_ID])) else 0.0)
+            everybody = self._handoff.state.process_sets[GLOBAL_PROCESS_SET_ID]  # on this host: else there are no mailboxes
+            patience = Patience(self._spin if has_cores(len(everybody)) else 0.0)
             end = MailboxEnd(mailbox, ranks, area, self._casts, self._handoff.inbox, self._finished, patience)
             self._last[number] = end
             self._ends[mailbox.mailbox_id] = self._handoff.mailboxes[mailbox.process_set_id, mailbox.stem] = end
@@ -121,6 +123,6 @@ class Mailboxes:
     def _finished(self, call: MailboxCall) -> None:
         """A call is over; any thread may call this."""
         if call.is_done:
-            name = call.signature[0]
+            name = call.signature.name
             self._history.add(name)
             self._recorder.finished(name, "a mailbox")

@@ -1,7 +1,7 @@
 """Polling before sleeping: how long a thread looks for what another rank writes, learned from how that went.
 
-A wake-up takes 5 to 50 us, so a thread that looks in time wins that. On a machine with other work polling loses: the scheduler
-lets who has used its core wait behind others. Neither is known beforehand, so the outcome decides.
+A wake-up takes 5 to 50 us, so a thread that looks in time wins that. On a machine with other work polling loses: the
+scheduler lets who has used its core wait behind others. Neither is known beforehand, so the outcome decides.
 
 - What comes in time costs nothing: polling goes on.
 - After `VAIN` times in a row in vain, the thread sleeps at once for a number of waits, which doubles each time.

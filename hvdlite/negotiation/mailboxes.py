@@ -1,13 +1,13 @@
-"""Mailboxes at the coordinator: which blocking allreduces go through shared memory, and how that ends. Pure.
+"""Mailboxes at the coordinator: which blocking collectives go through shared memory, and how that ends. Pure.
 
-A thread that blocks in an allreduce needs no coordinator if all ranks do the same again and again. After some such
+A thread that blocks in a collective needs no coordinator if all ranks do the same again and again. After some such
 calls the coordinator opens a *mailbox* for them: each rank writes the tensor and its description into it, wakes the others,
-and reduces what all have written. See `handoff/mailbox.py` for a rank's side.
+and makes its result of what all have written. See `handoff/mailbox.py` for a rank's side.
 
 Rules (docs/protocol.md#mailboxes)
 - A mailbox opens with the answer to a call of its stem. So no rank makes the next call of that name before that arrives.
-- A round of a mailbox is complete when every member has written the same description (name, dtype, shape, operation,
-  factors). What a rank has written cannot be taken back.
+- A round of a mailbox is complete when every member has written the same description (name, kind, dtype, shape but for rows
+  that may differ, operation, factors, root). What a rank has written cannot be taken back.
 - A mailbox ends in two decisions. After the first, no rank writes to it, and each one confirms that. After the second, all
   ranks see the same memory: a call in a round that is not complete becomes an ordinary request.
 - It ends when a rank waits long in it or finds another description, and before a rank joins or leaves, before its process
@@ -38,9 +38,11 @@ CLASSES: Final = ((31 << 10, 64), (512 << 10, 32), (4 << 20, 4))
 """The sizes of areas: bytes of the largest tensor (at most the largest that is allowed), and how many a job has. All areas
 together take 68 MiB of each rank."""
 TRAFFIC: Final = 1 << 20
-"""Bytes of all ranks' values in one call, with more than two ranks: each rank reads them all, where a plane divides the work."""
+"""Bytes of all ranks' values in one call, with more than two ranks: each reads them all, where a plane divides the work."""
 STEMS: Final = 1024
 """Stems whose calls are counted; of more, counting begins anew."""
+KINDS: Final = frozenset({Collective.ALLREDUCE, Collective.REDUCESCATTER, Collective.BROADCAST, Collective.ALLGATHER,
+                          Collective.ALLTOALL, Collective.BARRIER})
 OPERATIONS: Final = frozenset({ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT})
 
 StemKey = tuple[int, str]
@@ -109,10 +111,10 @@ class MailboxTable:
         """Count a request that all ranks have made, and that is answered by the next decision.
 
         Args:
-            nbytes: the tensor's size.
+            nbytes: what a rank brings at most.
             all_blocking: whether threads of all members block in it, and all members have data.
         """
-        if not self._limit or request.label or request.collective is not Collective.ALLREDUCE or len(members) < 2:
+        if not self._limit or request.label or request.collective not in KINDS or len(members) < 2:
             return
         key = request.process_set_id, stem_of(request.name)
         limit = self._limit if len(members) == 2 else min(self._limit, TRAFFIC // len(members))

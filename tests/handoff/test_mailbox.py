@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from hvdlite.core.errors import HorovodInternalError
-from hvdlite.core.types import ReduceOp
-from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
+from hvdlite.core.types import Collective
+from hvdlite.handoff.exchange import MailboxCall, Signature
+from hvdlite.handoff.mailbox import MailboxEnd
 from hvdlite.memory import futex
 from hvdlite.memory.area import Area, area_bytes
 from hvdlite.memory.patience import Patience
@@ -33,7 +34,7 @@ def ends(size: int) -> tuple[list[MailboxEnd], list[Any], list[MailboxCall]]:
 
 
 def call(value: float, elements: int = 1, name: str = "x") -> MailboxCall:
-    return MailboxCall((0, name), (name, "float64", (elements,), ReduceOp.SUM, 1.0, 1.0), np.full(elements, value),
+    return MailboxCall((0, name), Signature(name, Collective.ALLREDUCE, "float64", (elements,)), np.full(elements, value),
                        np.zeros(elements), lambda: "an entry")  # type: ignore[arg-type, return-value]
 
 

@@ -14,16 +14,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.core.types import Collective
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.stall_report import CallHistory
 from hvdlite.engine.mailboxes import Mailboxes
 from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.exchange import MailboxCall, Signature
 from hvdlite.handoff.handle import BlockedWaiters
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.inbox import Task
 from hvdlite.handoff.job_state import JobState
-from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
+from hvdlite.handoff.mailbox import MailboxEnd
 from hvdlite.memory.area import Area, area_bytes
 from hvdlite.negotiation.controller import CloseMailbox, Controller, FreezeMailbox
 from hvdlite.negotiation.coordinator import Coordinator
@@ -170,8 +171,8 @@ class Rank:
         if end is None:
             self.enqueue(entry())
         else:
-            self._begun = MailboxCall((0, call.name), (call.name, "int64", (call.elements,), ReduceOp.SUM, 1.0, 1.0), value,
-                                      output, entry)
+            signature = Signature(call.name, Collective.ALLREDUCE, "int64", (call.elements,))
+            self._begun = MailboxCall((0, call.name), signature, value, output, entry)
 
     def _write(self, call: Call, end: MailboxEnd, made: MailboxCall) -> None:
         self._begun = None
