@@ -172,7 +172,7 @@ class Config:
     eager_limit: int = knob(8 * KIB, _size, "tensors of up to this many bytes travel inside their control message; "
         "0 turns this off")
     mailbox_limit: int = knob(
-        4 * MIB, _size, "blocking allreduces of up to this many bytes that repeat go through mailboxes in shared memory; "
+        4 * MIB, _size, "blocking collectives of up to this many bytes that repeat go through mailboxes in shared memory; "
         "4M at most, with N ranks 1M / N from 3 ranks on; 0 turns mailboxes off")
     spin_microseconds: int = knob(
         80, _at_least(0), "microseconds for which the background thread polls before it sleeps, while the script is "

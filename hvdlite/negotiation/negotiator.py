@@ -87,7 +87,7 @@ class Negotiator:
         left: the ranks that have left.
         gradient_sets: rounds and layouts.
         reports: what some ranks have reported, and others have not.
-        mailboxes: through which small allreduces go without requests.
+        mailboxes: through which blocking calls go without requests.
         rounds: rounds of gradient sets that are over on all ranks.
         reduced_bytes: bytes reduced on each rank since the beginning.
 
