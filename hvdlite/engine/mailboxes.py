@@ -123,6 +123,6 @@ class Mailboxes:
     def _finished(self, call: MailboxCall) -> None:
         """A call is over; any thread may call this."""
         if call.is_done:
-            name = call.signature.name
+            name = call.key[1]
             self._history.add(name)
             self._recorder.finished(name, "a mailbox")

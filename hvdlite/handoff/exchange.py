@@ -17,6 +17,7 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.entry import Entry
 from hvdlite.memory.area import ROWS, Area
 from hvdlite.negotiation.fusion import even_rows
+from hvdlite.negotiation.mailboxes import stem_of
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.arithmetic import Casts, Reduction
 
@@ -25,14 +26,15 @@ CHUNK: Final = 256 << 10
 
 
 class Signature(NamedTuple):
-    """What must be the same on all ranks.
+    """What must be the same on all ranks, but for the number in a name: calls without a name are numbered.
 
     Attributes:
+        stem: see `stem_of`; or the whole name.
         shape: without the first dimension where ranks' rows may differ.
         root: an index among the ranks of the process set; -1 for none.
     """
 
-    name: str
+    stem: str
     collective: Collective
     dtype: str
     shape: tuple[int, ...]
@@ -48,6 +50,7 @@ class MailboxCall:
 
     Attributes:
         key: what is in use meanwhile: the process set and the name.
+        name_number: of the name; different for each name with the signature's stem.
         source: this rank's values, flat.
         output: receives the result, flat; None if its size is known only from the others.
         make_entry: makes an ordinary request of it; its name is in use already.
@@ -63,6 +66,7 @@ class MailboxCall:
 
     key: tuple[int, str]
     signature: Signature
+    name_number: int
     source: Array
     output: Array | None
     make_entry: Callable[[], Entry]
@@ -79,6 +83,17 @@ class MailboxCall:
     def nbytes(self) -> int:
         """Return the bytes that this rank writes at most."""
         return self.source.nbytes + 8 * len(self.splits)
+
+
+LONGEST_NUMBER: Final = 17
+"""Digits, with which a 1 before them fits into 64 bits."""
+
+
+def stem_and_number(name: str) -> tuple[str, int]:
+    """Return a name's stem, and a number that is different for each name with this stem; the whole name if there is none."""
+    stem = stem_of(name)
+    digits = name[len(stem):]
+    return (stem, int(f"1{digits}")) if len(digits) <= LONGEST_NUMBER else (name, 0)
 
 
 class Exchange:
@@ -119,7 +134,7 @@ class Allreduce(Exchange):
     def __init__(self, signature: Signature, members: tuple[int, ...], area: Area, casts: Casts) -> None:
         super().__init__(signature, members, area, casts)
         elements = int(np.prod(signature.shape, dtype=np.int64))
-        response = Response(names=(signature.name,), collective=Collective.ALLREDUCE, dtype=signature.dtype,
+        response = Response(names=(signature.stem,), collective=Collective.ALLREDUCE, dtype=signature.dtype,
                             op=signature.op, prescale=signature.prescale, postscale=signature.postscale,
                             contributors=members)
         self.reduction = Reduction(response, self.dtype, self.size, min(elements, CHUNK // self.dtype.itemsize), casts)

@@ -27,7 +27,7 @@ from typing import Final
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.exchange import KINDS, Exchange, MailboxCall, Signature
 from hvdlite.handoff.inbox import Inbox, Task
-from hvdlite.memory.area import LENGTH, NUMBER, ROWS, TEXT, Area
+from hvdlite.memory.area import LENGTH, NAME_NUMBER, NUMBER, ROWS, TEXT, Area
 from hvdlite.memory.patience import Patience
 from hvdlite.negotiation.mailboxes import OPERATIONS
 from hvdlite.negotiation.messages import Mailbox, MailboxStale
@@ -119,7 +119,7 @@ class MailboxEnd:
                 head, text = area.heads[area.index][parity], self._text
                 self._exchange.write(call, parity)
                 area.texts[area.index][parity][:len(text)] = text
-                head[LENGTH] = len(text)
+                head[LENGTH], head[NAME_NUMBER] = len(text), call.name_number
                 if call.rows:
                     head[ROWS], = call.rows
                 head[NUMBER] = round_id
@@ -160,7 +160,7 @@ class MailboxEnd:
             self._inbox.post(Task(self._act))
 
     def _report_stale(self, call: MailboxCall) -> None:
-        self._inbox.post(MailboxStale(self.mailbox.mailbox_id, call.signature.name))
+        self._inbox.post(MailboxStale(self.mailbox.mailbox_id, call.key[1]))
 
     def _wait(self, call: MailboxCall) -> None:
         word, clock = self._area.word, time.perf_counter
@@ -273,8 +273,10 @@ class MailboxEnd:
             if area.heads[other][parity][NUMBER] != round_id:
                 return None
         for other in self._others:
-            length = area.heads[other][parity][LENGTH]
-            if length != len(text) or area.texts[other][parity][:length] != text:
+            head = area.heads[other][parity]
+            length = head[LENGTH]
+            if (length != len(text) or head[NAME_NUMBER] != call.name_number
+                    or area.texts[other][parity][:length] != text):
                 return True
         return False
 

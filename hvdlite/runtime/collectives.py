@@ -17,10 +17,9 @@ from hvdlite.core.texts import encodable
 from hvdlite.core.types import ROOTED, Collective, ReduceOp
 from hvdlite.core.world import World
 from hvdlite.handoff.entry import Entry, NotifyingEntry
-from hvdlite.handoff.exchange import MailboxCall, Signature
+from hvdlite.handoff.exchange import MailboxCall, Signature, stem_and_number
 from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.handoff.handoff import Handoff
-from hvdlite.negotiation.mailboxes import stem_of
 from hvdlite.negotiation.messages import Request, Wait
 from hvdlite.negotiation.process_sets import pair_set_id
 from hvdlite.runtime.arguments import check_rows, reducible, transportable
@@ -86,18 +85,18 @@ class Collectives:
             return Entry(request, *_memory(source, output), output, self._waiters)
 
         if blocking and self._mailboxes and type(source) is type(output) is np.ndarray:
-            handle = self._exchange(MailboxCall(
-                (process_set, name), Signature(name, Collective.ALLREDUCE, dtype, output.shape, op, prescale, postscale),
-                flat(source), flat(output), entry, output))
+            stem, number = stem_and_number(name)
+            handle = self._exchange(stem, MailboxCall(
+                (process_set, name), Signature(stem, Collective.ALLREDUCE, dtype, output.shape, op, prescale, postscale),
+                number, flat(source), flat(output), entry, output))
             if handle is not None:
                 return handle
         self._check_member(name, process_set)
         return self._inbox.enqueue(entry(), at_once=at_once)
 
-    def _exchange(self, call: MailboxCall) -> Handle | None:
+    def _exchange(self, stem: str, call: MailboxCall) -> Handle | None:
         """Carry out a call in the mailbox of its stem, or enqueue it if that does not take it; None if there is none."""
-        process_set, name = call.key
-        mailbox = self._mailboxes.get((process_set, stem_of(name)))
+        mailbox = self._mailboxes.get((call.key[0], stem))
         if mailbox is None:
             return None
         inbox, progress = self._inbox, self._waiters.progress
@@ -108,7 +107,7 @@ class Collectives:
             inbox.put(call.entry)
         if call.entry is not None:
             return call.entry.handle
-        handle = Handle.finished(name, self._waiters, Wait(*call.key), call.result, mailbox.members)
+        handle = Handle.finished(call.key[1], self._waiters, Wait(*call.key), call.result, mailbox.members)
         handle.rows = call.rows
         return handle
 
@@ -127,11 +126,13 @@ class Collectives:
         if request.blocking and self._mailboxes and (source is None or type(source) is np.ndarray):
             cut = request.collective in (Collective.ALLGATHER, Collective.ALLTOALL)
             root = -1 if request.root_rank < 0 else self.members(request.process_set_id).index(request.root_rank)
-            signature = Signature(request.name, request.collective, request.dtype, request.shape[cut:], request.op,
+            stem, number = stem_and_number(request.name)
+            signature = Signature(stem, request.collective, request.dtype, request.shape[cut:], request.op,
                                   request.prescale, request.postscale, root)
-            handle = self._exchange(MailboxCall(
-                (request.process_set_id, request.name), signature, _NOTHING if source is None else flat(source), None, entry,
-                output, request.shape[:1] if cut else (), request.splits))
+            values = _NOTHING if source is None else flat(source)
+            handle = self._exchange(stem, MailboxCall(
+                (request.process_set_id, request.name), signature, number, values, None, entry, output,
+                request.shape[:1] if cut else (), request.splits))
             if handle is not None:
                 return handle
         return self._inbox.enqueue(entry())

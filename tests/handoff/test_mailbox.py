@@ -34,7 +34,7 @@ def ends(size: int) -> tuple[list[MailboxEnd], list[Any], list[MailboxCall]]:
 
 
 def call(value: float, elements: int = 1, name: str = "x") -> MailboxCall:
-    return MailboxCall((0, name), Signature(name, Collective.ALLREDUCE, "float64", (elements,)), np.full(elements, value),
+    return MailboxCall((0, name), Signature(name, Collective.ALLREDUCE, "float64", (elements,)), 1, np.full(elements, value),
                        np.zeros(elements), lambda: "an entry")  # type: ignore[arg-type, return-value]
 
 

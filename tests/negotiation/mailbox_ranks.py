@@ -19,7 +19,7 @@ from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.stall_report import CallHistory
 from hvdlite.engine.mailboxes import Mailboxes
 from hvdlite.handoff.entry import Entry
-from hvdlite.handoff.exchange import MailboxCall, Signature
+from hvdlite.handoff.exchange import MailboxCall, Signature, stem_and_number
 from hvdlite.handoff.handle import BlockedWaiters
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.inbox import Task
@@ -171,8 +171,9 @@ class Rank:
         if end is None:
             self.enqueue(entry())
         else:
-            signature = Signature(call.name, Collective.ALLREDUCE, "int64", (call.elements,))
-            self._begun = MailboxCall((0, call.name), signature, value, output, entry)
+            stem, number = stem_and_number(call.name)
+            signature = Signature(stem, Collective.ALLREDUCE, "int64", (call.elements,))
+            self._begun = MailboxCall((0, call.name), signature, number, value, output, entry)
 
     def _write(self, call: Call, end: MailboxEnd, made: MailboxCall) -> None:
         self._begun = None
