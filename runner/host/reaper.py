@@ -135,16 +135,14 @@ def let_end(ranks: dict[int, int], seconds: float) -> None:
         ranks: the start of each, by process id.
         seconds: after which they are not waited for any more.
     """
-    until, told = time.monotonic() + seconds, False
-    while time.monotonic() < until:
-        left = [pid for pid, start in ranks.items()
-                if (found := look_up(pid)) is not None and found.start == start and found.state not in "ZX"]
-        for pid in left if not told else ():
+    until, told = time.monotonic() + seconds, set[int]()
+    while time.monotonic() < until and (left := [
+            pid for pid, start in ranks.items()
+            if (found := look_up(pid)) is not None and found.start == start and found.state not in "ZX"]):
+        for pid in set(left) - told:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGTERM)
-        if not left:
-            return
-        told = True
+        told.update(left)
         time.sleep(0.02)
 
 
