@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hvdlite import api
-from hvdlite.training.mirrored.shards import shard, shard_weight
+from hvdlite.training.mirrored.shards import equal_split
 from hvdlite.training.objects import broadcast_object
 from hvdlite.training.positions import batches
 from hvdlite_torch.checkpoints.resumable_loader import PositionedLoader
@@ -102,7 +102,7 @@ class BodyLoader(PositionedLoader):
                     if body > 0:
                         state._begin_body()
                     end, batch = next(loaded)
-                    weight.set(shard_weight(end - self._consumed, api.rank(), api.size()))
+                    weight.set(equal_split(api.rank(), api.size()).weight(end - self._consumed))
                     self._consumed = end
                     self._note(state)
                     yield batch
@@ -131,11 +131,11 @@ class BodyLoader(PositionedLoader):
     def _cut(self, rows: int) -> list[tuple[int, Any]]:
         """Return the rest of the epoch: the position after each body, and this rank's indices."""
         assert self._batch_sampler is not None
-        rank, size, begin = api.rank(), api.size(), self._consumed
+        split, begin = equal_split(api.rank(), api.size()), self._consumed
         bodies = list(batches(self._order()[begin:], rows, drops=self._batch_sampler.drop_last))
         ends = itertools.accumulate((len(body) for body in bodies), initial=begin)
         next(ends)
-        return [(end, body[shard(len(body), rank, size)]) for end, body in zip(ends, bodies, strict=True)]
+        return [(end, body[split.own(len(body))]) for end, body in zip(ends, bodies, strict=True)]
 
     def _order(self) -> list[Any]:
         """Return the order of rank 0's sampler, which all ranks draw from the same state; all ranks call this.

@@ -40,8 +40,18 @@ def table(before: Mapping[int, Sample], now: Mapping[int, Sample], rank_hosts: M
                      f"{each.memory / 2**20:>5.0f} MiB" + (f"  {each.gpu}" if gpus else ""))
         total += samples
     if total:
-        lines.append(f"all ranks: {total:,.0f} samples/s")
+        lines.append(f"all ranks: {total:,.0f} samples/s{_shares(before, now)}")
     return lines + waits.splitlines()
+
+
+def _shares(before: Mapping[int, Sample], now: Mapping[int, Sample]) -> str:
+    """Return the ranks' rows of a step, where they differ by more than one row and a partial batch explain."""
+    grown = {rank: (each.reading.samples - before[rank].reading.samples, each.reading.steps - before[rank].reading.steps)
+             for rank, each in sorted(now.items()) if rank in before}
+    rows = [samples / steps for samples, steps in grown.values() if steps > 0]
+    if len(rows) < 2 or max(rows) - min(rows) <= 1:
+        return ""
+    return f"; rows of a step by rank: {', '.join(f'{each:.0f}' for each in rows)}"
 
 
 class Monitor(ProgressObserver):
