@@ -108,7 +108,7 @@ class DistributedModel:
                 return self.original["fit"](**{**given, **local, "callbacks": self._callbacks(given["callbacks"], sharing),
                                                "verbose": self._verbose(given["verbose"])})
         finally:
-            sharing.on_train_end()
+            sharing.end()
             self._fitting, self._held_out, self._is_bare = False, before, is_bare_before
 
     def evaluate(self, *arguments: Any, **named: Any) -> Any:

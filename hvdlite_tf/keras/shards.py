@@ -44,11 +44,15 @@ class Sharing(keras.callbacks.Callback):  # type: ignore[misc]
         self.shares = shares
         self._pass: SharesPass | None = None
 
+    @property
+    def _calls(self) -> int:
+        """How many batches are made before one of them is finished. (Reading `model` writes JAX's state back.)"""
+        return getattr(self._model, "steps_per_execution", 1)
+
     def begin(self, prefetched: int = 0) -> SharesPass:
         """Begin a pass; another one has ended."""
-        self.on_train_end()
-        calls = getattr(self.model, "steps_per_execution", 1)  # so many batches are made before one of them is finished
-        self._pass = self.shares.begin(prefetched + calls)
+        self.end()
+        self._pass = self.shares.begin(prefetched + self._calls)
         return self._pass
 
     def own(self, index: int, rows: int) -> slice:
@@ -56,20 +60,26 @@ class Sharing(keras.callbacks.Callback):  # type: ignore[misc]
         current = self._pass if index and self._pass is not None else self.begin()
         return current.own(int(index), int(rows))
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Leave out what came between two epochs."""
-        if self._pass is not None:
-            self._pass.pause()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count batches."""
-        if self._pass is not None:
-            self._pass.finished(self.model.steps_per_execution)
-
-    def on_train_end(self, logs: Any = None) -> None:
+    def end(self) -> None:
         """Let nobody wait who still makes batches."""
         if self._pass is not None:
             self._pass.end()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Count the batches before this one. (A method for the end of batches would make Keras wait for logs on JAX.)"""
+        if batch and self._pass is not None:
+            self._pass.finished(self._calls)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Count the last batches; their time and that of the first ones of the next epoch are not theirs alone."""
+        if self._pass is not None:
+            self._pass.pause()
+            self._pass.finished(self._calls)
+            self._pass.pause()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Keras is about to leave its iterators."""
+        self.end()
 
 
 def rows_of(batch: Batch) -> int:
@@ -274,7 +284,8 @@ def _sharded_loader(loader: Any, strategy: BaseStrategy, sharing: Sharing) -> An
 
     class Shards(IterableDataset):  # type: ignore[misc,type-arg]
         def __iter__(self) -> Iterator[Any]:
-            return (batch for _, batch in begin())
+            for _, batch in begin():  # Keras makes an iterator more at the end of an epoch, and asks it for nothing
+                yield batch
 
     class SizedShards(Shards):
         def __len__(self) -> int:
