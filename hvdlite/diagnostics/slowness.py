@@ -119,7 +119,7 @@ class Slowness:
                 who = f"rank {self.rank} is late"
         text = f"slow: {who}; {self.share:.0%} of each step. The likely cause: {CAUSES[self.cause]}"
         if self.speedup >= 1 + LEAST_SPEEDUP:
-            text += f". MirroredStrategy(shares=\"auto\") would make steps {self.speedup:.1f} times as fast, if all that is rows"
+            text += f". Shares of batches by speed would give {self.speedup:.1f} x: MirroredStrategy(shares=\"auto\")"
         if self.slowest is not None:
             text += f". {self.slowest}"
         if self.link is not None:
@@ -177,12 +177,12 @@ def _late_rank(ledgers: Mapping[int, Ledger]) -> Slowness | None:
 
 
 def _speedup(own: list[float]) -> float:
-    """Return how many times as fast steps are if all ranks compute equally long, given the shares of time in which each does.
+    """Return how many times as fast steps are if all ranks compute equally long, from how much of each step they do now.
 
-    With equal rows a rank's speed is 1 / own, so together they take the harmonic mean. The rest of the step stays.
+    A rank's speed is 1 / own while all have equal rows, so together they take the harmonic mean. What the slowest rank waits
+    for stays.
     """
-    slowest = max(own)
-    return 1 / (1 - slowest + statistics.harmonic_mean(own))
+    return 1 / (1 - max(own) + statistics.harmonic_mean([max(each, 0.01) for each in own]))  # threads together may wait longer
 
 
 def _link(ledgers: Mapping[int, Ledger]) -> Slowness | None:

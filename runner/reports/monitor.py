@@ -45,13 +45,12 @@ def table(before: Mapping[int, Sample], now: Mapping[int, Sample], rank_hosts: M
 
 
 def _shares(before: Mapping[int, Sample], now: Mapping[int, Sample]) -> str:
-    """Return the ranks' rows of a step, where they differ by more than one row and a partial batch explain."""
-    grown = {rank: (each.reading.samples - before[rank].reading.samples, each.reading.steps - before[rank].reading.steps)
-             for rank, each in sorted(now.items()) if rank in before}
-    rows = [samples / steps for samples, steps in grown.values() if steps > 0]
-    if len(rows) < 2 or max(rows) - min(rows) <= 1:
+    """Return the ranks' rows of a step if some have a row more than others: shards of equal shares differ by one at most."""
+    rows = {rank: (each.reading.samples - before[rank].reading.samples) / steps for rank, each in sorted(now.items())
+            if rank in before and (steps := each.reading.steps - before[rank].reading.steps) > 0}
+    if not rows or max(rows.values()) - min(rows.values()) <= 1:
         return ""
-    return f"; rows of a step by rank: {', '.join(f'{each:.0f}' for each in rows)}"
+    return "; rows of a step by rank: " + ", ".join(f"{rank}: {each:.0f}" for rank, each in rows.items())
 
 
 class Monitor(ProgressObserver):
