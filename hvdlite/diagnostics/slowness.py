@@ -182,7 +182,7 @@ def _speedup(own: list[float]) -> float:
     A rank's speed is 1 / own while all have equal rows, so together they take the harmonic mean. What the slowest rank waits
     for stays.
     """
-    return 1 / (1 - max(own) + statistics.harmonic_mean([max(each, 0.01) for each in own]))  # threads together may wait longer
+    return 1 / (1 - max(own) + statistics.harmonic_mean([max(each, 0.01) for each in own]))  # threads may wait at once
 
 
 def _link(ledgers: Mapping[int, Ledger]) -> Slowness | None:

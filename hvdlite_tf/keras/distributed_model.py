@@ -219,7 +219,7 @@ class DistributedModel:
         x, arrays = self._data(given, "x", "y", "sample_weight")
         if arrays is None:
             raise ValueError(f"{name} takes the arrays of one batch, not {type(x).__name__}")
-        rows = self._strategy.shares.begin().own(0, shards.rows_of(arrays))
+        rows = self._strategy.shares.begin().own(shards.rows_of(arrays))
         x, y, weights = (*shards.select_rows(arrays, rows), None, None)[:3]
         self._distribute_optimizers()
         self._fitting = self._applying_shares = True

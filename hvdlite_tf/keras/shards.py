@@ -58,7 +58,7 @@ class Sharing(keras.callbacks.Callback):  # type: ignore[misc]
     def own(self, index: int, rows: int) -> slice:
         """Return this rank's rows of the next batch."""
         current = self._pass if index and self._pass is not None else self.begin()
-        return current.own(int(index), int(rows))
+        return current.own(int(rows))
 
     def end(self) -> None:
         """Let nobody wait who still makes batches."""
@@ -327,10 +327,10 @@ def sharded_dataset(dataset: Any, strategy: BaseStrategy, own: Own) -> Any:
 
 def distributed_dataset(dataset: Any, strategy: BaseStrategy) -> Any:
     """Return the result of `experimental_distribute_dataset`; `fit`, `evaluate` and `predict` use the original dataset."""
-    if strategy.shares.follow_speed:
+    if strategy.shares.is_auto:
         raise UnsupportedError("shares=\"auto\" follow the times of fit's steps. For loops of your own, give the strategy a "
                                "number for each rank, such as shares=[2, 1]; give fit the dataset itself")
-    shared = sharded_dataset(checked(dataset), strategy, strategy.shares.begin().own)
+    shared = sharded_dataset(checked(dataset), strategy, lambda _, rows: strategy.shares.first.own(int(rows)))
     shared._hvdlite_global = dataset
     return shared
 

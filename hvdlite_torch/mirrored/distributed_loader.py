@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
@@ -65,9 +64,9 @@ class DistributedLoader:
         loop = object()
         shares = self._shares.begin(depth)
         try:
-            for index, (rows, batch) in enumerate(self._compared(self._source.batches(depth, shares))):
+            for rows, batch in self._compared(self._source.batches(depth, shares)):
                 self._registry.mirror_if_due()
-                self._current.reached(loop, rows, shares.split(index).weight(rows))
+                self._current.reached(loop, rows, shares.weight(rows))
                 yield batch
                 shares.finished()
         finally:
@@ -147,14 +146,12 @@ class _Rows(_Source):
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
-        self._shard = RowsShard()
 
     def facts(self) -> dict[str, Any]:
         return {"batches": _length(self._batches)}
 
     def batches(self, depth: int, shares: SharesPass) -> Iterator[tuple[int, Any]]:
-        for index, batch in enumerate(self._batches):
-            rows, own, seen = self._shard(batch, functools.partial(shares.own, index))
+        for rows, own, seen in map(RowsShard(shares.own), self._batches):
             self.seen = seen or self.seen
             yield rows, own
 
@@ -230,7 +227,6 @@ class _OwnIteration(_Source):
         self._indices = SynchronizedSampler(getattr(loader, name), replicas, is_batched=loader.batch_sampler is not None)
         self._loader = copy.copy(loader)
         vars(self._loader)[name] = self._indices  # DataLoader refuses assignment: its iterators would not notice
-        self._shard = RowsShard()
 
     def facts(self) -> dict[str, Any]:
         return {"samples": _length(self._loader.dataset), "batches": _length(self._indices.sampler),
@@ -239,33 +235,32 @@ class _OwnIteration(_Source):
     def batches(self, depth: int, shares: SharesPass) -> Iterator[tuple[int, Any]]:
         epoch = self._indices.begin(depth, shares)
         epoch.has_end = _length(self._indices.sampler) is not None  # then ranks may prefetch any number of batches
-        return (self._shard(batch, functools.partial(shares.own, index))[:2] for index, batch in enumerate(self._loader))
+        return (each[:2] for each in map(RowsShard(shares.own), self._loader))
 
 
 class RowsShard:
     """Converts this rank's shard of a batch; returns the batch's rows, the shard and the first signature.
 
     Args:
-        own: returns this rank's rows of a batch with so many rows; where it is not given, calls give it.
+        own: returns this rank's rows of a batch with so many rows.
     """
 
-    def __init__(self, own: Callable[[int], slice] | None = None,
-                 convert: Callable[[Any], Any] = lambda batch: batch) -> None:
+    def __init__(self, own: Callable[[int], slice], convert: Callable[[Any], Any] = lambda batch: batch) -> None:
         self._own, self._convert = own, convert
         self._is_first = True
 
-    def __call__(self, batch: Any, own: Callable[[int], slice] | None = None) -> tuple[int, Any, list[str] | None]:
+    def __call__(self, batch: Any) -> tuple[int, Any, list[str] | None]:
         seen, self._is_first = same_data.signature([batch]) if self._is_first else None, False
         rows = rows_of(batch)
-        return rows, self._convert(rows_taken(batch, rows, (own or self._own)(rows))), seen
+        return rows, self._convert(rows_taken(batch, rows, self._own(rows))), seen
 
 
 class SamplesShard(RowsShard):
     """Like `RowsShard`, of a batch that is a list of samples, which are collated."""
 
-    def __call__(self, batch: list[Any], own: Callable[[int], slice] | None = None) -> tuple[int, Any, list[str] | None]:
+    def __call__(self, batch: list[Any]) -> tuple[int, Any, list[str] | None]:
         seen, self._is_first = same_data.signature(batch) if self._is_first else None, False
-        return len(batch), self._convert(batch[(own or self._own)(len(batch))]), seen
+        return len(batch), self._convert(batch[self._own(len(batch))]), seen
 
 
 def source_of(loader: Iterable[Any], replicas: ReplicaGroup, shares: Shares) -> _Source:
@@ -281,9 +276,9 @@ def source_of(loader: Iterable[Any], replicas: ReplicaGroup, shares: Shares) -> 
         return _Rows(loader)
     iterates_itself = type(loader).__iter__ is not DataLoader.__iter__
     if isinstance(loader.dataset, IterableDataset):
-        return _Rows(loader) if iterates_itself or shares.follow_speed else _Stream(loader, shares.first)
+        return _Rows(loader) if iterates_itself or shares.is_auto else _Stream(loader, shares.first)
     has_batches = loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
-    if iterates_itself or (shares.follow_speed and not has_batches):
+    if iterates_itself or (shares.is_auto and not has_batches):
         return _OwnIteration(loader, replicas)
     return _Indexed(loader, replicas, shares.first)
 

@@ -13,5 +13,5 @@ def draw_shares(shares: Shares, seed: int) -> None:
     def at(number: int, caller: SharesPass) -> Split:
         rng = random.Random(f"shares {seed} {number}")
         return shares.first._replace(shares=tuple(rng.choice((0.1, 1.0, rng.random() + 0.01)) for _ in shares.first.shares))
-    assert shares.follow_speed
+    assert shares.is_auto
     setattr(shares, "at", at)  # noqa: B010 - a method

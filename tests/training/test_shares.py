@@ -183,9 +183,9 @@ def test_ranks_decide_alike_for_batches_that_are_made_early(prefetched: int, mon
             current, made = shares.begin(prefetched), list[slice]()
             for index in range(length):
                 while len(made) <= index + prefetched:
-                    made.append(current.own(len(made), 70))
+                    made.append(current.own(70))
                 rows = made[index].stop - made[index].start
-                assert rows == current.split(index).weight(70) * 70 / 3
+                assert rows == current.weight(70) * 70 / 3
                 clocks[rank] += [1.0, 1.0, 3.0][rank] * rows
                 used.append(rows)
                 current.finished()
@@ -201,7 +201,7 @@ def test_a_maker_ahead_waits_for_the_decision_or_the_end_of_its_pass() -> None:
     def step(runtime: Runtime) -> int:
         shares = Shares(ReplicaGroup(runtime, GLOBAL_PROCESS_SET_ID), "auto")
         current, made = shares.begin(), list[slice]()
-        maker = threading.Thread(target=lambda: made.extend(current.own(index, 64) for index in range(3 * EVERY)))
+        maker = threading.Thread(target=lambda: made.extend(current.own(64) for _ in range(3 * EVERY)))
         maker.start()
         for _ in range(EVERY + 1):
             current.finished()

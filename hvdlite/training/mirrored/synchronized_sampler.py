@@ -7,7 +7,6 @@ samples are shuffled as in one process. The other ranks' samplers advance too, s
 from __future__ import annotations
 
 import collections
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -77,7 +76,7 @@ class SamplerEpoch:
     def __iter__(self) -> Iterator[Any]:
         while self.has_end and not self._is_over:
             self._fetch()
-        for index in itertools.count():
+        while True:
             if not self._waiting and not self._is_over:
                 self._fetch()
             if not self._waiting:
@@ -85,7 +84,7 @@ class SamplerEpoch:
             indices = self._waiting.popleft()
             if self._shares is not None:
                 self.rows.append(len(indices))
-                indices = indices[self._shares.own(index, len(indices))]
+                indices = indices[self._shares.own(len(indices))]
             yield indices
 
     def look_ahead(self, received: int) -> None:
