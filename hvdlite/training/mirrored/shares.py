@@ -120,8 +120,10 @@ class Shares:
 
     def at(self, number: int, caller: SharesPass) -> Split:
         """Return the split after `number` batches; waits for the decisions until then, unless the caller has ended."""
+        if not self.is_auto:
+            return self.first
         with self.changed:
-            while self.is_auto and (self._decided + 1) * EVERY <= number:
+            while (self._decided + 1) * EVERY <= number:
                 self.changed.wait_for(lambda: self._begun or caller.has_ended)
                 if caller.has_ended:
                     break

@@ -9,8 +9,8 @@ import keras
 import hvdlite_tf.keras as hvd
 from hvdlite.core.errors import UnsupportedError
 from tests.raising import raises
-from tests.tf.programs.mirrored_data import X, Y, generator, kinds_of_data
-from tests.tf.programs.mirroring import mirrored, reference, same, same_history, sgd
+from tests.tf.programs.mirrored_data import generator, kinds_of_data
+from tests.tf.programs.mirroring import X, Y, mirrored, reference, same, same_history, sgd
 from tests.training.random_shares import draw_shares
 
 BATCH, STEPS = 12, 9
