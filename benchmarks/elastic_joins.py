@@ -1,17 +1,18 @@
 """Elastic jobs: how long the others wait when a rank joins, by the size of the state that it gets.
 
-    python -m benchmarks.elastic_joins [--megabytes 100 1000 4000] [--rounds 5] [--record FILE]
+    python -m benchmarks.elastic_joins [--megabytes 100 1000 2000] [--rounds 5] [--record FILE]
 
-One rank trains 100 MB of parameters by `state.loop`; the rest of the state is frozen parameters. Then there is a second slot,
-on the same host or (as root) on another one: a network namespace, not shaped. Recorded are the longest time between two steps
-of the first rank while the second one joins, less a step of before and less a step of two ranks; and the time from the start
-of the second process to its first step.
+One rank trains 100 MB of parameters by `state.loop`; the rest of the state is frozen parameters. Then there is a second
+slot, on the same host or (as root) on another one: a network namespace, not shaped. Recorded are the longest time between
+two steps of the first rank while the second one joins, less a step; and the time from the start of the second process to its
+first step. A process holds its state three times.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -41,7 +42,7 @@ def join(megabytes: int, folder: Path, hosts: Hosts | None) -> tuple[float, floa
     script.chmod(0o755)
     flags = ["-np", "1", "--min-np", "1", "--max-np", "2", "--host-discovery-script", str(script)]
     program = [sys.executable, str(RANK), str(folder), str(megabytes), str(FOREVER), "0", "join"]
-    command = hosts.hvdrun(*flags, "-x", "PYTHONPATH", *program) if hosts else [*HVDRUN, *flags, *program]
+    command = hosts.hvdrun(*flags, *program) if hosts else [*HVDRUN, *flags, *program]
     environment = {**variables(), **(hosts.environment() if hosts else {})}
     environment["PYTHONPATH"] = str(HERE.parent)
     with (folder / "log").open("wb") as log:
@@ -51,10 +52,10 @@ def join(megabytes: int, folder: Path, hosts: Hosts | None) -> tuple[float, floa
         founder, = pids(folder)
         before = statistics.median(_gaps(steps_of(folder, founder))[5:])
         listed.write_text(f"{first}:2\n" if first == second else f"{first}:1\n{second}:1\n")
-        wait_for(lambda: len(pids(folder)) == 2, "second process", 180)
+        wait_for(lambda: len(pids(folder)) == 2, "second process", 60)
         joined, = pids(folder) - {founder}
         begun = (folder / f"pid.{joined}").stat().st_mtime + time.monotonic() - time.time()
-        wait_for(lambda: len(steps_of(folder, joined)) > LEAST, "steps of two ranks", 300)
+        wait_for(lambda: len(steps_of(folder, joined)) > LEAST, "steps of two ranks", 120)
         after = statistics.median(_gaps(steps_of(folder, joined))[5:])
         lost = max(_gaps([when for when in steps_of(folder, founder) if when > begun - before]))
         return lost - max(before, after), steps_of(folder, joined)[0] - begun, before
@@ -68,7 +69,7 @@ def join(megabytes: int, folder: Path, hosts: Hosts | None) -> tuple[float, floa
 
 
 def _gaps(times: list[float]) -> list[float]:
-    return [after - before for before, after in zip(times, times[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(times)]
 
 
 @contextlib.contextmanager
@@ -84,7 +85,7 @@ def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic_joins", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[100, 1000, 4000])
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[100, 1000, 2000])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
@@ -103,8 +104,8 @@ def main() -> None:
                          "step": statistics.median(step)})
             print(f"{megabytes} MB, {1 + several} host{'s' * several}: the others wait {statistics.median(lost):.2f} s "
                   f"({min(lost):.2f} to {max(lost):.2f}, {len(lost)} joins); the new process steps "
-                  f"{statistics.median(started):.1f} s after its start; a step takes {statistics.median(step) * 1000:.0f} ms",
-                  flush=True)
+                  f"{statistics.median(started):.1f} s after its start; a step takes "
+                  f"{statistics.median(step) * 1000:.0f} ms", flush=True)
     if options.record:
         options.record.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 

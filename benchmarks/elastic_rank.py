@@ -2,9 +2,10 @@
 
     elastic_rank.py FOLDER MEGABYTES STEPS COMMIT_EVERY {hvdlite,turns,plain,ddp,loop,loops,saving,join}
 
-`turns` commits in every other `TURN` of steps only. `loop` trains with `state.loop`; `join` does so too, and of its parameters all but 100 MB are frozen: they are sent to who joins. `loops` does so in every other epoch, and
-in those between with a DataLoader and `DistributedSampler`; it tells when each epoch was complete, with its commit. `saving`
-is `loops` with a durable checkpoint every minute, which is written whenever it is due.
+`turns` commits in every other `TURN` of steps only. `loop` trains with `state.loop`; `join` does so too, and of its
+parameters all but 100 MB are frozen: they are sent to who joins. `loops` uses `state.loop` in every other epoch, and in
+those between a DataLoader and `DistributedSampler`; it tells when each epoch was complete, with its commit. `saving` is
+`loops` with a durable checkpoint every minute, which is written whenever it is due.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ class Model(torch.nn.Module):
         return torch.stack([(part * factor).sum() for part in self.parts]).sum()
 
 
-def train_on_samples(hvd: Any, model: Any, optimizer: Any, step: Any, tell: Any, kind: str, steps: int, folder: Path) -> None:
-    """Train with data, of which a step of all ranks takes eight samples for each."""
-    rows = 8 * hvd.size()
+def train_on_samples(hvd: Any, model: Any, optimizer: Any, step: Any, tell: Any, kind: str, steps: int,
+                     folder: Path) -> None:
+    """Train with data, of which a step of all ranks takes `rows`."""
+    rows = 16 if kind == "join" else 8 * hvd.size()
     data = torch.utils.data.TensorDataset(torch.rand(rows * 100, 16))
     loader = torch.utils.data.DataLoader(data, batch_size=rows, shuffle=True)
     sampler: Any = torch.utils.data.DistributedSampler(data, hvd.size(), hvd.rank())

@@ -96,6 +96,8 @@ class _Training:
 
     def run(self) -> Any:
         """Return what the function returns."""
+        if not self._has_state:
+            self._state.save()  # makes room for what rank 0 sends, while nobody waits for this member
         self._member.ready()
         order = None if self._has_state else self._next_order()
         while True:
