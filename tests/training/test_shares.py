@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import re
+import socket
 import statistics
 import threading
 from collections.abc import Callable, Sequence
@@ -168,6 +169,14 @@ def test_ranks_that_ask_for_different_shares_are_told_so() -> None:
         with pytest.raises(MismatchError, match=re.escape(told)):
             Shares(replicas, [[1, 2], [2, 1]][runtime.world.rank])
     threads(2, step)
+
+
+def test_shares_by_host_and_limits() -> None:
+    def step(runtime: Runtime) -> list[int]:
+        shares = Shares(ReplicaGroup(runtime, GLOBAL_PROCESS_SET_ID), {socket.gethostname(): 2.5}, [3, 9])
+        own = shares.begin().own(10)
+        return [own.start, own.stop]
+    assert threads(2, step) == [[0, 3], [3, 10]]
 
 
 @pytest.mark.parametrize("prefetched", [0, 3, 70])
