@@ -1,4 +1,4 @@
-"""Latency of one blocking allreduce of a small private float32 tensor, call by call: hvdlite and torch.distributed (Gloo).
+"""Latency of one blocking allreduce of a private float32 tensor, call by call: hvdlite and torch.distributed (Gloo).
 
 Every call is timed. The contenders take turns after a few calls each, so that both meet the same moments of a noisy machine.
 """
@@ -16,7 +16,7 @@ import hvdlite_torch as hvd
 from benchmarks import hogs
 from benchmarks.harness import Bench, say
 
-SIZES = [4, 64, 1 << 10, 8 << 10, 64 << 10]
+SIZES = [4, 64, 1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20]
 SHORT = [4, 64 << 10]
 CALLS = 25
 """How many calls a contender makes in a turn; the first, which may find the other's traces, is not counted."""

@@ -136,9 +136,15 @@ def reducescatter_async(array: ArrayLike, name: str | None = None, op: ReduceOp 
                         prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                         process_set: ProcessSet = global_process_set) -> Handle:
     """Like `reducescatter`, but return a handle immediately."""
+    return _reducescatter(array, name, op, prescale_factor, postscale_factor, process_set)
+
+
+def _reducescatter(array: ArrayLike, name: str | None, op: ReduceOp | None, prescale: float, postscale: float,
+                   process_set: ProcessSet, *, blocking: bool = False) -> Handle:
     source = _given(array, name, Collective.REDUCESCATTER, reduce_op(op, None))
     handle = runtime().reducescatter(_name(name, "reducescatter", process_set), source, reduce_op(op, None),
-                                     prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
+                                     prescale=prescale, postscale=postscale, process_set=set_id(process_set),
+                                     blocking=blocking)
     return _in_flight(handle, source)
 
 
@@ -151,7 +157,7 @@ def reducescatter(array: ArrayLike, name: str | None = None, op: ReduceOp | None
     Raises:
         UnsupportedError: for a scalar; otherwise like `allreduce`.
     """
-    return _result(reducescatter_async(array, name, op, prescale_factor, postscale_factor, process_set))
+    return _result(_reducescatter(array, name, op, prescale_factor, postscale_factor, process_set, blocking=True))
 
 
 def grouped_reducescatter(arrays: Sequence[ArrayLike], name: str | None = None, op: ReduceOp | None = None,
@@ -167,8 +173,7 @@ def grouped_reducescatter(arrays: Sequence[ArrayLike], name: str | None = None, 
 def broadcast_async(array: ArrayLike, root_rank: int, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> Handle:
     """Like `broadcast`, but return a handle immediately."""
-    source = array.copy() if gpu_arrays.is_on_gpu(array) else np.array(_contiguous(array))  # type: ignore[union-attr]
-    return broadcast_async_(source, root_rank, name, process_set)
+    return broadcast_async_(_copied(array), root_rank, name, process_set)
 
 
 def broadcast(array: ArrayLike, root_rank: int, name: str | None = None,
@@ -178,26 +183,36 @@ def broadcast(array: ArrayLike, root_rank: int, name: str | None = None,
     Raises:
         UnsupportedError: for a root that does not exist, or is not in the set; otherwise like `allreduce`.
     """
-    return _result(broadcast_async(array, root_rank, name, process_set))
+    return broadcast_(_copied(array), root_rank, name, process_set)
 
 
 def broadcast_async_(array: Array, root_rank: int, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> Handle:
     """Like `broadcast_async`, in place; `array` must be C-contiguous."""
+    return _broadcast(array, root_rank, name, process_set)
+
+
+def _broadcast(array: Array, root_rank: int, name: str | None, process_set: ProcessSet, *, blocking: bool = False) -> Handle:
     target = _own(array, name, Collective.BROADCAST)
-    handle = runtime().broadcast(_name(name, "broadcast", process_set), target, root_rank, process_set=set_id(process_set))
+    handle = runtime().broadcast(_name(name, "broadcast", process_set), target, root_rank, process_set=set_id(process_set),
+                                 blocking=blocking)
     return _in_flight(handle, target)
 
 
 def broadcast_(array: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
     """Like `broadcast`, in place; returns `array`."""
-    return _result(broadcast_async_(array, root_rank, name, process_set))
+    return _result(_broadcast(array, root_rank, name, process_set, blocking=True))
 
 
 def allgather_async(array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
     """Like `allgather`, but return a handle immediately."""
+    return _allgather(array, name, process_set)
+
+
+def _allgather(array: ArrayLike, name: str | None, process_set: ProcessSet, *, blocking: bool = False) -> Handle:
     source = _given(array, name, Collective.ALLGATHER)
-    handle = runtime().allgather(_name(name, "allgather", process_set), source, process_set=set_id(process_set))
+    handle = runtime().allgather(_name(name, "allgather", process_set), source, process_set=set_id(process_set),
+                                 blocking=blocking)
     return _in_flight(handle, source)
 
 
@@ -207,7 +222,7 @@ def allgather(array: ArrayLike, name: str | None = None, process_set: ProcessSet
     Raises:
         UnsupportedError: for a scalar; otherwise like `allreduce`.
     """
-    return _result(allgather_async(array, name, process_set))
+    return _result(_allgather(array, name, process_set, blocking=True))
 
 
 def grouped_allgather(arrays: Sequence[ArrayLike], name: str | None = None,
@@ -241,8 +256,14 @@ def scatter(array: ArrayLike, root_rank: int, name: str | None = None,
 def alltoall_async(array: ArrayLike, splits: Sequence[int] | None = None, name: str | None = None,
                    process_set: ProcessSet = global_process_set) -> Handle:
     """Like `alltoall`, but return a handle immediately; its result is always (array, rows received from each rank)."""
+    return _alltoall(array, splits, name, process_set)
+
+
+def _alltoall(array: ArrayLike, splits: Sequence[int] | None, name: str | None, process_set: ProcessSet, *,
+              blocking: bool = False) -> Handle:
     source = _given(array, name, Collective.ALLTOALL)
-    handle = runtime().alltoall(_name(name, "alltoall", process_set), source, splits, process_set=set_id(process_set))
+    handle = runtime().alltoall(_name(name, "alltoall", process_set), source, splits, process_set=set_id(process_set),
+                                blocking=blocking)
     return _in_flight(handle, source)
 
 
@@ -261,7 +282,7 @@ def alltoall(array: ArrayLike, splits: Sequence[int] | None = None, name: str | 
         UnsupportedError: for splits that do not fit, or rows that cannot be divided equally; otherwise like `allreduce`.
         MismatchError: when the ranks' shapes differ after the first dimension.
     """
-    received, rows = alltoall_async(array, splits, name, process_set).wait()
+    received, rows = _alltoall(array, splits, name, process_set, blocking=True).wait()
     return received if splits is None else (received, rows)
 
 
@@ -300,7 +321,7 @@ def recv(array: Array, src: int, name: str | None = None) -> Array:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank has called it."""
-    runtime().barrier(_name(None, "barrier", process_set), process_set=set_id(process_set)).wait()
+    runtime().barrier(_name(None, "barrier", process_set), process_set=set_id(process_set), blocking=True).wait()
 
 
 def join(device: int = -1) -> int:
@@ -341,6 +362,10 @@ def _grouped(sources: Sequence[AnyArray], outputs: Sequence[AnyArray], average: 
 
 def _name(name: str | None, kind: str, process_set: ProcessSet) -> str:
     return runtime().names.unnamed("numpy", kind, set_id(process_set)) if name is None else name
+
+
+def _copied(array: ArrayLike) -> Any:
+    return array.copy() if gpu_arrays.is_on_gpu(array) else np.array(_contiguous(array))  # type: ignore[union-attr]
 
 
 def _contiguous(array: ArrayLike) -> Array:

@@ -63,8 +63,5 @@ class TensorFlowState(VariablesState):
     def _parts(self) -> list[str]:
         return [*super()._parts(), f"{len(self.variables)} variables"]
 
-    def _small_variables(self) -> list[Any]:
-        return [each for each in self.variables if not each.trainable]
-
     def _groups(self) -> dict[str, list[Any]]:
         return {"variables": self.variables}

@@ -350,7 +350,7 @@ def reduce_together(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, presc
 def _gathered(array: Array, name: str, process_set: ProcessSet) -> list[Array]:
     """Return all ranks' rows, and the index of this rank's first row."""
     runtime, process_set_id = api.runtime(), api.set_id(process_set)
-    handle = runtime.allgather(name, array, process_set=process_set_id)
+    handle = runtime.allgather(name, array, process_set=process_set_id, blocking=True)
     result = gpu.finished(handle)
     before = sum(handle.rows[:runtime.members(process_set_id).index(runtime.world.rank)])
     return [result, np.array(before, np.int64)]
@@ -359,7 +359,8 @@ def _gathered(array: Array, name: str, process_set: ProcessSet) -> list[Array]:
 def _broadcast_all(arrays: Sequence[Any], root_rank: int, name: str, process_set: ProcessSet) -> list[Any]:
     runtime, process_set_id = api.runtime(), api.set_id(process_set)
     outputs = [gpu.copied(array) for array in arrays]
-    handles = [runtime.broadcast(f"{name}.{index}", output, root_rank, process_set=process_set_id)
+    handles = [runtime.broadcast(f"{name}.{index}", output, root_rank, process_set=process_set_id,
+                                 blocking=len(outputs) == 1)
                for index, output in enumerate(outputs)]
     for handle in handles:
         gpu.finished(handle)
@@ -369,7 +370,7 @@ def _broadcast_all(arrays: Sequence[Any], root_rank: int, name: str, process_set
 def _alltoall(tensor: tf.Tensor, splits: Sequence[tf.Tensor], name: str, process_set: ProcessSet) -> list[tf.Tensor]:
     def exchange(array: Array, *counts: Array) -> Sequence[Array]:
         return gpu.finished(api.runtime().alltoall(name, array, counts[0].tolist() if counts else None,
-                                                   process_set=api.set_id(process_set)))
+                                                   process_set=api.set_id(process_set), blocking=True))
     shapes = [_any_rows(tensor), tf.TensorShape([None])]
     if tf.executing_eagerly():  # counts are used by the host, wherever the tensor is
         counts = [each.numpy() for each in splits]

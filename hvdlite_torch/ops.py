@@ -348,7 +348,8 @@ def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = Non
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None,
                process_set: ProcessSet = global_process_set) -> torch.Tensor:
     """Like `broadcast`, in place as by `allreduce_`; returns `tensor`."""
-    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return apply_in_place(BroadcastCall(_name("broadcast", name, process_set), process_set, root_rank, is_blocking=True),
+                          [tensor]).wait()
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set,

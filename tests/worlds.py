@@ -168,8 +168,13 @@ class Processes:
             os.rmdir(directory)
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
-        """Send a signal to one rank."""
-        os.kill(self.ranks[rank].pid, number)
+        """Send a signal to one rank; return when all its threads have stopped, if that is the signal."""
+        pid = self.ranks[rank].pid
+        os.kill(pid, number)
+        while number == signal.SIGSTOP and any(
+                stat.read_text(errors="replace").rpartition(")")[2].split()[0] != "T"
+                for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
+            time.sleep(0.001)
 
     def wait_for(self, rank: int, text: str, timeout: float = HANGS_SECONDS, stream: str = "stdout") -> None:
         """Block until a rank has written `text`."""

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import socket
+import stat
 import threading
 import time
 from collections import deque
@@ -65,6 +66,9 @@ class MemberClient:
         is_at_rest: whether this member has stopped at a boundary in its present world.
         is_behind: whether it waited in `join()` then, or has trained on.
         is_last: whether the job ends at this boundary, because all members were told to leave; the world still works.
+        saves_at_end: whether the world goes on to the next boundary when the job ends, or its launcher is lost: the state is
+            saved there.
+        is_ending: whether that has happened.
 
     Raises:
         LaunchError: when nobody serves members there.
@@ -72,8 +76,9 @@ class MemberClient:
 
     def __init__(self, directory: str, number: int) -> None:
         self.number = number
-        self.is_at_rest = self.is_behind = self.is_last = False
+        self.is_at_rest = self.is_behind = self.is_last = self.saves_at_end = self.is_ending = False
         self._pid = os.getpid()
+        self._held: list[int] = []  # ends for reading of the pipes to which this process writes
         self._changed = threading.Condition()  # guards what follows
         self._lost = ""  # why there is no authority any more
         self._orders: deque[WorldOrder | SaveState | AllFinished | Dismissed] = deque()
@@ -109,6 +114,12 @@ class MemberClient:
         with self._changed:
             self._boundaries = 0
         self._send(MemberReady())
+
+    def outlive_output(self) -> None:
+        """Read from this process's pipes, too: when the launcher is killed, a `print` does not fail."""
+        with contextlib.suppress(OSError):  # not on Linux
+            self._held = self._held or [os.open(f"/proc/self/fd/{each}", os.O_RDONLY | os.O_NONBLOCK)
+                                        for each in _output_pipes()]
 
     def noticed(self) -> None:
         """This process was told to leave: it goes on until it is let go. A signal handler may call this."""
@@ -311,7 +322,14 @@ class MemberClient:
             self._lost = self._lost or ("the launcher of this elastic job, which orders its worlds, cannot be reached any "
                                         f"more ({reason}); the job ends")
             self._changed.notify_all()
-            self._stop_attached()
+            if self.saves_at_end:
+                self.is_ending = True
+                nowhere = os.open(os.devnull, os.O_WRONLY)  # nobody reads what this process writes, so pipes would fill
+                for descriptor in _output_pipes():
+                    os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+            else:
+                self._stop_attached()
 
     def _receive(self, order: Any) -> None:
         answer: BoundaryReport | Alive | None = None
@@ -342,6 +360,10 @@ class MemberClient:
             self._changed.notify_all()
         if answer is not None:
             self._send(answer)
+
+
+def _output_pipes() -> list[int]:
+    return [descriptor for descriptor in (1, 2) if stat.S_ISFIFO(os.fstat(descriptor).st_mode)]
 
 
 def _connected(directory: str) -> socket.socket:

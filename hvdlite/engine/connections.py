@@ -14,6 +14,7 @@ from hvdlite.engine.mailboxes import Areas
 from hvdlite.engine.oob import OobChannel
 from hvdlite.memory.area import Area
 from hvdlite.memory.shared import Heap
+from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import DevicePlane, OobTexts, Plane
 from hvdlite.planes.staging import HostMemory
 
@@ -36,6 +37,7 @@ class Connections:
         probe: returns the state of the ranks of this host without asking them; by default of none.
         clock: the same for all ranks of the job.
         mailbox_area: makes the memory of mailboxes; None where there are none.
+        casts: conversions of 16-bit floats, for mailboxes.
         heaps: from which the ranks of this host take memory for groups.
         group_planes: makes the planes of groups; None in a job of size 1.
         rank_names: of all ranks, in errors; empty: their numbers.
@@ -48,6 +50,7 @@ class Connections:
     probe: ProcessProbe = dataclasses.field(default_factory=lambda: ProcessProbe({}, {}))
     clock: Clock = time.monotonic
     mailbox_area: Areas | None = None
+    casts: Casts = dataclasses.field(default_factory=Casts.of_numpy)
     heaps: Mapping[int, Heap] = dataclasses.field(default_factory=dict)
     group_planes: GroupPlanes | None = None
     rank_names: Sequence[str] = ()

@@ -91,7 +91,8 @@ class Engine:
         self._inbox, self._waiters, self._state = handoff.inbox, handoff.waiters, handoff.state  # shared with user threads
         self._recorder, self._clock = recorder, connections.clock
         self.history = CallHistory()
-        self._mailboxes = Mailboxes(connections.mailbox_area, handoff, controller, recorder, self.history)
+        self._mailboxes = Mailboxes(connections.mailbox_area, handoff, controller, recorder, self.history,
+                                    casts=connections.casts, spin=spin)
         self._execution = Execution(connections, handoff, controller, recorder, self._mailboxes, self._wait_until)
         self._decisions = Decisions(controller, coordinator, self._execution, handoff, recorder, connections.oob,
                                     self._status)

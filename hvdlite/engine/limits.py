@@ -17,4 +17,4 @@ LISTEN_SECONDS: Final = 0.2
 TRACE_BATCH: Final = 256
 """How many events of a timeline are sent without waiting for another message."""
 EAGER_TRAFFIC: Final = 1 << 20
-"""Bytes that one eager tensor may bring to rank 0 over all ranks, and one in a mailbox to every rank."""
+"""Bytes that one eager tensor may bring to rank 0 over all ranks."""

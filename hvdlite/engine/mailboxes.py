@@ -6,11 +6,14 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from hvdlite.core.errors import HorovodInternalError
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.stall_report import CallHistory
+from hvdlite.handoff.exchange import MailboxCall
 from hvdlite.handoff.handoff import Handoff
-from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
+from hvdlite.handoff.mailbox import MailboxEnd
 from hvdlite.memory.area import Area
+from hvdlite.memory.patience import Patience, has_cores
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.messages import Mailbox, MailboxFrozen, MailboxStale
 from hvdlite.planes.arithmetic import Casts
@@ -29,13 +32,16 @@ class Mailboxes:
         areas: None where the ranks share no memory; then no mailbox is ever opened.
         handoff: gets the mailboxes that user threads may use, and calls that become requests.
         history: of the collectives that this rank has called.
+        casts: conversions of 16-bit floats.
+        spin: seconds for which threads poll at most before they sleep, where there is a core for each rank.
     """
 
     def __init__(self, areas: Areas | None, handoff: Handoff, controller: Controller, recorder: FlightRecorder,
-                 history: CallHistory) -> None:
+                 history: CallHistory, *, casts: Casts, spin: float = 0.0) -> None:
         self.waiting: dict[int, str] = {}
         self._rank = controller.rank
         self._make_area, self._handoff, self._controller = areas, handoff, controller
+        self._casts, self._spin = casts, spin
         self._recorder, self._history = recorder, history
         self._last: dict[int, MailboxEnd] = {}  # by area
         self._areas: dict[int, Area | None] = {}
@@ -63,7 +69,9 @@ class Mailboxes:
             self._unusable[mailbox.mailbox_id] = mailbox.first_round - 1
             self._controller.report_mailbox(MailboxStale(mailbox.mailbox_id, mailbox.stem))
         else:
-            end = MailboxEnd(mailbox, ranks, area, Casts.of_numpy(), self._handoff.inbox, self._finished)
+            everybody = self._handoff.state.process_sets[GLOBAL_PROCESS_SET_ID]  # on this host: else there are no mailboxes
+            patience = Patience(self._spin if has_cores(len(everybody)) else 0.0)
+            end = MailboxEnd(mailbox, ranks, area, self._casts, self._handoff.inbox, self._finished, patience)
             self._last[number] = end
             self._ends[mailbox.mailbox_id] = self._handoff.mailboxes[mailbox.process_set_id, mailbox.stem] = end
 
@@ -115,6 +123,6 @@ class Mailboxes:
     def _finished(self, call: MailboxCall) -> None:
         """A call is over; any thread may call this."""
         if call.is_done:
-            name = call.signature[0]
+            name = call.key[1]
             self._history.add(name)
             self._recorder.finished(name, "a mailbox")

@@ -1,16 +1,16 @@
-"""A rank's side of a mailbox: a thread that blocks in a small allreduce exchanges values with the other ranks by itself.
+"""A rank's side of a mailbox: a thread that blocks in a collective exchanges values with the other ranks by itself.
 
 Theory of operation
-- The thread writes its values and a text that describes the tensor, wakes the others if it is the last, else sleeps until
-  all have written the same text, and reduces all ranks' values in rank order. No other thread takes part, and no message is
-  sent.
+- The thread writes its values and a text that describes the tensor, wakes the others if it is the last, else polls for a
+  moment and sleeps until all have written the same text, and makes its result of all ranks' values (`exchange.py`). No other
+  thread takes part, and no message is sent.
 - A thread that has waited for `PATIENCE_SECONDS`, or finds another text, notifies the background thread, and waits on. The
   coordinator then ends the mailbox: first no rank writes to it any more (`freeze`). When all ranks have confirmed, all see
   the same memory, so they agree whether the last round is complete. If not, this rank's call becomes a request (`close`).
 - A thread that is interrupted leaves its call behind, which the end of the mailbox completes like that of any other thread.
 - A mailbox serves one call at a time; a second thread's call becomes a request immediately.
 
-The lock is held while values are written and while they are reduced, never while a thread sleeps. The background thread
+The lock is held while values are written and while the result is made, never while a thread sleeps. The background thread
 never waits for it, because a signal handler may interrupt its holder and wait for the background thread: what that has to
 do under the lock is done when the lock is free (`when_unlocked`).
 See `negotiation/mailboxes.py` for the rules.
@@ -18,56 +18,25 @@ See `negotiation/mailboxes.py` for the rules.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from hvdlite.core.array import SUPPORTED_DTYPES, Array
-from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.exchange import KINDS, Exchange, MailboxCall, Signature
 from hvdlite.handoff.inbox import Inbox, Task
-from hvdlite.memory.area import LENGTH, NUMBER, TEXT, Area
+from hvdlite.memory.area import LENGTH, NAME_NUMBER, NUMBER, ROWS, TEXT, Area
+from hvdlite.memory.patience import Patience
 from hvdlite.negotiation.mailboxes import OPERATIONS
-from hvdlite.negotiation.messages import Mailbox, MailboxStale, Response
-from hvdlite.planes.arithmetic import Casts, Reduction
+from hvdlite.negotiation.messages import Mailbox, MailboxStale
+from hvdlite.planes.arithmetic import Casts
 
 PATIENCE_SECONDS: Final = 0.1
 """How long a thread waits before it notifies the coordinator."""
 LONG_SECONDS: Final = 1.0
 """How long it sleeps at most after that."""
-
-Signature = tuple[str, str, tuple[int, ...], ReduceOp, float, float]
-"""Name, dtype, shape, operation, prescale and postscale factor: the same on all ranks."""
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class MailboxCall:
-    """A call between its thread and the end of its round.
-
-    Attributes:
-        key: what is in use meanwhile: the process set and the name.
-        make_entry: makes an ordinary request of it; its name is in use already.
-        round_id: of the mailbox; 0 before it is known.
-        is_done: whether the output has the result.
-        is_over: whether its name is free: it is done, has failed, or has not begun.
-        entry: once it has become a request.
-        error: once it has failed.
-    """
-
-    key: tuple[int, str]
-    signature: Signature
-    source: Array
-    output: Array
-    make_entry: Callable[[], Entry]
-    round_id: int = 0
-    is_done: bool = False
-    is_over: bool = False
-    entry: Entry | None = None
-    error: Exception | None = None
-
 
 class MailboxEnd:
     """One rank's end of a mailbox.
@@ -76,12 +45,14 @@ class MailboxEnd:
         members: the ranks of the process set.
         inbox: receives what the background thread is to do, possibly more than once; frees the names of finished calls.
         finished: called when a call is done or has failed, by the thread that does it.
+        patience: of threads that wait in it.
     """
 
     def __init__(self, mailbox: Mailbox, members: tuple[int, ...], area: Area, casts: Casts, inbox: Inbox,
-                 finished: Callable[[MailboxCall], None]) -> None:
+                 finished: Callable[[MailboxCall], None], patience: Patience) -> None:
         self.mailbox, self.members = mailbox, members
         self._area, self._casts, self._inbox, self._finished = area, casts, inbox, finished
+        self._patience = patience
         self._deferred: deque[Callable[[], object]] = deque()  # what the background thread has to do under the lock
         self._lock = threading.RLock()  # guards the rest; a signal handler may make a call while its thread holds it
         self._error: Exception | None = None
@@ -90,8 +61,7 @@ class MailboxEnd:
         self._is_frozen = False
         self._signature: Signature | None = None  # for which the following is prepared
         self._text = b""
-        self._reduction: Reduction
-        self._values: list[list[Array]] = []  # by parity of the round, then by rank
+        self._exchange: Exchange
         self._others = [other for other in range(area.size) if other != area.index]
 
     # --- the thread that calls -------------------------------------------------------------------------------------------
@@ -114,6 +84,8 @@ class MailboxEnd:
             if self.is_complete(call):
                 self._area.wake(self._others)
                 self.finish(call)
+            elif self._patience.look(lambda: self.is_complete(call)):
+                self.finish(call)
             else:
                 begun = block()
                 try:
@@ -131,8 +103,11 @@ class MailboxEnd:
         """Write this rank's part of the next round; return whether that was possible."""
         area = self._area
         with self._lock:
-            if (self._is_frozen or self._error is not None or self._is_writing or self._call is not None
-                    or call.source.nbytes > area.capacity):
+            if self._is_frozen or self._error is not None or self._is_writing or self._call is not None:
+                return False
+            if call.nbytes > area.capacity:
+                if call.rows:  # others may have fewer, and wait in it
+                    self._report_stale(call)
                 return False
             self._is_writing = True
             try:
@@ -142,9 +117,11 @@ class MailboxEnd:
                 self._call = call
                 parity = round_id & 1
                 head, text = area.heads[area.index][parity], self._text
-                self._reduction.copy_prescaled(call.source, self._values[parity][area.index])
+                self._exchange.write(call, parity)
                 area.texts[area.index][parity][:len(text)] = text
-                head[LENGTH] = len(text)
+                head[LENGTH], head[NAME_NUMBER] = len(text), call.name_number
+                if call.rows:
+                    head[ROWS], = call.rows
                 head[NUMBER] = round_id
             finally:
                 self._is_writing = False
@@ -161,10 +138,10 @@ class MailboxEnd:
         return self._differs(call) is False
 
     def finish(self, call: MailboxCall) -> None:
-        """Put the result of a complete round into the output, unless that is done."""
+        """Make the result of a complete round, unless that is done."""
         with self._lock:
             if self._call is call:
-                self._reduce(call)
+                self._collect(call)
 
     def abandon(self, call: MailboxCall) -> None:
         """The call's thread goes away: what it has written still counts."""
@@ -173,7 +150,7 @@ class MailboxEnd:
                 if call.entry is None:
                     self._end(call)  # it has not begun, or is over
             elif self.last_round == call.round_id and self._differs(call) is False:
-                self._reduce(call)
+                self._collect(call)
             else:
                 self._report_stale(call)
 
@@ -183,7 +160,7 @@ class MailboxEnd:
             self._inbox.post(Task(self._act))
 
     def _report_stale(self, call: MailboxCall) -> None:
-        self._inbox.post(MailboxStale(self.mailbox.mailbox_id, call.signature[0]))
+        self._inbox.post(MailboxStale(self.mailbox.mailbox_id, call.key[1]))
 
     def _wait(self, call: MailboxCall) -> None:
         word, clock = self._area.word, time.perf_counter
@@ -246,7 +223,7 @@ class MailboxEnd:
             if self.last_round != call.round_id:  # its thread was interrupted before it had written
                 self._drop(call)
             elif self._differs(call) is False:
-                self._reduce(call)
+                self._collect(call)
             else:
                 call.entry = call.make_entry()
                 self._call = None
@@ -269,7 +246,7 @@ class MailboxEnd:
             if call is None:
                 return
             if self.last_round == call.round_id and self._differs(call) is False:
-                self._reduce(call)
+                self._collect(call)
             else:
                 call.error = error
                 self._drop(call)
@@ -278,18 +255,14 @@ class MailboxEnd:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _prepare(self, call: MailboxCall) -> bool:
-        name, dtype, _, op, prescale, postscale = call.signature
-        text = repr(call.signature).encode()
-        if op not in OPERATIONS or len(text) > TEXT:  # Adasum is no reduction of single elements
+        signature = call.signature
+        text = repr(tuple(signature)).encode()
+        if signature.op not in OPERATIONS or len(text) > TEXT:  # Adasum is no reduction of single elements
             return False
-        kind, nbytes = SUPPORTED_DTYPES[dtype], call.source.nbytes
-        response = Response(names=(name,), collective=Collective.ALLREDUCE, dtype=dtype, op=op, prescale=prescale,
-                            postscale=postscale, contributors=self.members)
         self._signature = None
         self._text = text
-        self._reduction = Reduction(response, kind, len(self.members), call.source.size, self._casts)
-        self._values = [[both[parity][:nbytes].view(kind) for both in self._area.values] for parity in range(2)]
-        self._signature = call.signature
+        self._exchange = KINDS[signature.collective](signature, self.members, self._area, self._casts)
+        self._signature = signature
         return True
 
     def _differs(self, call: MailboxCall) -> bool | None:
@@ -300,13 +273,15 @@ class MailboxEnd:
             if area.heads[other][parity][NUMBER] != round_id:
                 return None
         for other in self._others:
-            length = area.heads[other][parity][LENGTH]
-            if length != len(text) or area.texts[other][parity][:length] != text:
+            head = area.heads[other][parity]
+            length = head[LENGTH]
+            if (length != len(text) or head[NAME_NUMBER] != call.name_number
+                    or area.texts[other][parity][:length] != text):
                 return True
         return False
 
-    def _reduce(self, call: MailboxCall) -> None:
-        self._reduction.combine(self._values[call.round_id & 1], call.output)
+    def _collect(self, call: MailboxCall) -> None:
+        self._exchange.collect(call, call.round_id & 1)
         call.is_done = True
         self._drop(call)
 

@@ -3,9 +3,10 @@
     rank 0: line | even calls: head, text | odd calls: head, text      rank 1: ...
     then, if calls bring their values: rank 0: even, odd | rank 1: ...
 
-A line has the word on which the rank sleeps, and whether the rank has left. A head has the number of a call, the length
-of its text, and the text's digest; the number is written after the rest. A rank writes only its own line, heads, texts and
-values; but any rank changes a word, and none relies on its value.
+A line has the word on which the rank sleeps, and whether the rank has left. A head has the number of a call, the length of
+its text, the text's digest, how many rows its values have, and the number in the name of a call that has one; the call's own
+number is written after the rest. A rank writes only its own line, heads, texts and values; but any rank changes a word, and
+none relies on its value.
 
 Rules (docs/protocol.md#areas)
 - A rank writes call s + 2 only when all ranks have begun call s + 1. Then all have read what it wrote of call s.
@@ -29,7 +30,7 @@ LINE: Final = 64
 """Bytes of a line and of a head."""
 TEXT: Final = 960
 """Bytes of the longest text."""
-NUMBER, LENGTH, DIGEST = range(3)
+NUMBER, LENGTH, DIGEST, ROWS, NAME_NUMBER = range(5)
 """The words of a head."""
 LEFT, LET_GO = range(2)
 """The words of a rank's line. `LEFT`: once it has left, one more than the last call that it has completed; negative if the
@@ -57,7 +58,7 @@ class Area:
         size: number of ranks.
         word: on which this rank sleeps.
         lines: of each rank: `LEFT`, `LET_GO`.
-        heads: of each rank and parity of the call: `NUMBER`, `LENGTH`, `DIGEST`.
+        heads: of each rank and parity of the call: `NUMBER`, `LENGTH`, `DIGEST`, `ROWS`, `NAME_NUMBER`.
         texts: likewise, bytes.
         values: likewise, arrays of `capacity` bytes.
 
@@ -71,7 +72,7 @@ class Area:
         starts = [rank * _RANK for rank in range(ranks)]
         self.lines = [whole[start + _LEFT_AT:start + _LEFT_AT + 16].cast("q") for start in starts]
         heads = [[start + LINE + parity * (LINE + TEXT) for parity in range(2)] for start in starts]
-        self.heads = [[whole[head:head + 24].cast("q") for head in both] for both in heads]
+        self.heads = [[whole[head:head + 40].cast("q") for head in both] for both in heads]
         self.texts = [[whole[head + LINE:head + LINE + TEXT] for head in both] for both in heads]
         first, each = _padded(ranks * _RANK), _padded(capacity)
         self.values: list[list[Array]] = [

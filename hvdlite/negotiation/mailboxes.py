@@ -1,13 +1,13 @@
-"""Mailboxes at the coordinator: which small allreduces go through shared memory, and how that ends. Pure.
+"""Mailboxes at the coordinator: which blocking collectives go through shared memory, and how that ends. Pure.
 
-A thread that blocks in a small allreduce needs no coordinator if all ranks do the same again and again. After some such
+A thread that blocks in a collective needs no coordinator if all ranks do the same again and again. After some such
 calls the coordinator opens a *mailbox* for them: each rank writes the tensor and its description into it, wakes the others,
-and reduces what all have written. See `handoff/mailbox.py` for a rank's side.
+and makes its result of what all have written. See `handoff/mailbox.py` for a rank's side.
 
 Rules (docs/protocol.md#mailboxes)
 - A mailbox opens with the answer to a call of its stem. So no rank makes the next call of that name before that arrives.
-- A round of a mailbox is complete when every member has written the same description (name, dtype, shape, operation,
-  factors). What a rank has written cannot be taken back.
+- A round of a mailbox is complete when every member has written the same description (name, kind, dtype, shape but for rows
+  that may differ, operation, factors, root). What a rank has written cannot be taken back.
 - A mailbox ends in two decisions. After the first, no rank writes to it, and each one confirms that. After the second, all
   ranks see the same memory: a call in a round that is not complete becomes an ordinary request.
 - It ends when a rank waits long in it or finds another description, and before a rank joins or leaves, before its process
@@ -34,12 +34,15 @@ MOST_CALLS: Final = 1024
 """The same after mailboxes of the stem that ended soon: doubled each time, up to this."""
 SOON: Final = 16
 """Rounds below which a mailbox has ended soon."""
-SMALL: Final = 31 << 10
-"""Mailboxes have room for tensors of up to so many bytes, or for the largest that are allowed."""
-AREAS: Final = 64
-"""Areas of a job."""
+CLASSES: Final = ((31 << 10, 64), (512 << 10, 32), (4 << 20, 4))
+"""The sizes of areas: bytes of the largest tensor (at most the largest that is allowed), and how many a job has. All areas
+together take 68 MiB of each rank."""
+TRAFFIC: Final = 1 << 20
+"""Bytes of all ranks' values in one call, with more than two ranks: each reads them all, where a plane divides the work."""
 STEMS: Final = 1024
 """Stems whose calls are counted; of more, counting begins anew."""
+KINDS: Final = frozenset({Collective.ALLREDUCE, Collective.REDUCESCATTER, Collective.BROADCAST, Collective.ALLGATHER,
+                          Collective.ALLTOALL, Collective.BARRIER})
 OPERATIONS: Final = frozenset({ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT})
 
 StemKey = tuple[int, str]
@@ -90,7 +93,7 @@ class MailboxTable:
         self.closed: list[int] = []
         self.applied: Callable[[], int] = lambda: -1
         self.is_suspended = False
-        self._limit = limit
+        self._limit = min(limit, CLASSES[-1][0])
         self._open: dict[int, _Open] = {}
         self._stems: dict[StemKey, _Open] = {}  # likewise
         self._calls: dict[StemKey, int] = {}  # as requests, since the last mailbox was opened
@@ -108,14 +111,15 @@ class MailboxTable:
         """Count a request that all ranks have made, and that is answered by the next decision.
 
         Args:
-            nbytes: the tensor's size.
+            nbytes: what a rank brings at most.
             all_blocking: whether threads of all members block in it, and all members have data.
         """
-        if not self._limit or request.label or request.collective is not Collective.ALLREDUCE or len(members) < 2:
+        if not self._limit or request.label or request.collective not in KINDS or len(members) < 2:
             return
         key = request.process_set_id, stem_of(request.name)
+        limit = self._limit if len(members) == 2 else min(self._limit, TRAFFIC // len(members))
         if not (all_blocking and request.op in OPERATIONS and request.device == CPU and not request.group
-                and nbytes <= self._limit) or self.is_suspended:
+                and nbytes <= limit) or self.is_suspended:
             self._calls.pop(key, None)
             return
         if len(self._calls) >= STEMS and key not in self._calls:
@@ -127,7 +131,8 @@ class MailboxTable:
             if self._calls[key] >= OPENS_AFTER:  # it has room for smaller tensors only
                 self._freeze(found, now)
         elif self._calls[key] >= self._needed.get(key, OPENS_AFTER):
-            self._open_for(key, members, min(SMALL, self._limit) if nbytes <= SMALL else self._limit, now)
+            capacity = min(limit, next(size for size, _ in CLASSES if nbytes <= size))
+            self._open_for(key, members, capacity, now)
 
     def _open_for(self, key: StemKey, members: tuple[int, ...], capacity: int, now: float) -> None:
         number = self._free_area(members, capacity)
@@ -149,7 +154,8 @@ class MailboxTable:
             if (area.closed_in is not None and area.closed_in < applied and area.members == members
                     and area.capacity == capacity):
                 return number
-        if len(self._areas) >= AREAS:
+        most = next(most for size, most in CLASSES if capacity <= size)
+        if sum(area.capacity == capacity for area in self._areas) >= most:
             return None
         self._areas.append(_Area(members, capacity))
         return len(self._areas) - 1

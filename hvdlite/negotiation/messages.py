@@ -329,7 +329,7 @@ class Layout(Message, frozen=True, kw_only=True):
 
 
 class Mailbox(Message, frozen=True, kw_only=True):
-    """Shared memory through which threads that block in small allreduces exchange values without the coordinator.
+    """Shared memory through which threads that block in a collective exchange values without the coordinator.
 
     See `negotiation/mailboxes.py`.
     """

@@ -26,7 +26,7 @@ from hvdlite.negotiation.fusion import payload_bytes, receive_splits, response_t
 from hvdlite.negotiation.gathering import Gathered, Ranks, Requests, first_of, grouped
 from hvdlite.negotiation.gradient_sets import GradientSetTable
 from hvdlite.negotiation.layouts import BucketSizes, release_of, requests_of
-from hvdlite.negotiation.mailboxes import MailboxTable
+from hvdlite.negotiation.mailboxes import KINDS, MailboxTable
 from hvdlite.negotiation.messages import (
     BucketReady,
     BucketRelease,
@@ -87,7 +87,7 @@ class Negotiator:
         left: the ranks that have left.
         gradient_sets: rounds and layouts.
         reports: what some ranks have reported, and others have not.
-        mailboxes: through which small allreduces go without requests.
+        mailboxes: through which blocking calls go without requests.
         rounds: rounds of gradient sets that are over on all ranks.
         reduced_bytes: bytes reduced on each rank since the beginning.
 
@@ -269,8 +269,11 @@ class Negotiator:
         self.outcome.ready.append((self._with_result(response, requests), nbytes))
         if request.collective is Collective.ALLREDUCE:
             self.reduced_bytes += nbytes
-            self.mailboxes.observe(request, members, nbytes, now, all_blocking=not self.joins.ranks and all(
-                each.blocking and not each.absent for _, each in grouped(requests)))
+        if request.collective in KINDS and not request.label:
+            each_of = [each for _, each in grouped(requests)]
+            most = max(payload_bytes(each) + 8 * len(each.splits) for each in each_of)
+            self.mailboxes.observe(request, members, most, now, all_blocking=not self.joins.ranks and all(
+                each.blocking and not each.absent for each in each_of))
         if request.collective is Collective.JOIN:
             self.reports.end_join(succeeded=True)
             self.gradient_sets.resume()

@@ -26,7 +26,6 @@ from hvdlite.core.system_limits import reserve_descriptors
 from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import ProcessProbe
 from hvdlite.engine.connections import Connections
-from hvdlite.engine.limits import EAGER_TRAFFIC
 from hvdlite.engine.oob import OobChannel
 from hvdlite.memory.area import Area, next_area
 from hvdlite.memory.futex import AVAILABLE as FUTEXES
@@ -177,10 +176,9 @@ def _assembled(meeting: Meeting, casts: Casts, stack_dump: StackDumpTarget, envi
     has_mailboxes = choice.name == "shm" and FUTEXES
     devices = gpus(info, config, environment)(world.rank, oob, control.wake)
     connections = Connections(control, plane, oob, devices, probe, common_clock(welcome),
-                              functools.partial(next_area, memory, world.rank) if has_mailboxes else None,
+                              functools.partial(next_area, memory, world.rank) if has_mailboxes else None, casts,
                               dict(zip(local, memory.heaps(len(local)), strict=True)), planes.of_group, info.rank_names)
-    limit = min(config.mailbox_limit, EAGER_TRAFFIC // world.size) if has_mailboxes else 0
-    coordinator = coordinator_for(world, config, learned, mailbox_limit=limit)
+    coordinator = coordinator_for(world, config, learned, mailbox_limit=config.mailbox_limit if has_mailboxes else 0)
     runtime = Runtime(world, config, connections, coordinator, hosts)
     if not info.owns_directory:
         if world.rank == local[0]:

@@ -5,31 +5,34 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from hvdlite.core.array import Array, check_reducible, dtype_name, flat
-from hvdlite.core.device import CPU, AnyArray, DeviceArray, device_of
+from hvdlite.core.array import Array, flat
+from hvdlite.core.device import CPU, AnyArray, device_of
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.texts import encodable
 from hvdlite.core.types import ROOTED, Collective, ReduceOp
 from hvdlite.core.world import World
 from hvdlite.handoff.entry import Entry, NotifyingEntry
+from hvdlite.handoff.exchange import MailboxCall, Signature, stem_and_number
 from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.handoff.handoff import Handoff
-from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
-from hvdlite.negotiation.mailboxes import stem_of
 from hvdlite.negotiation.messages import Request, Wait
 from hvdlite.negotiation.process_sets import pair_set_id
+from hvdlite.runtime.arguments import check_rows, reducible, transportable
+
+_NOTHING: Final[Array] = np.empty(0, np.uint8)
 
 
 class Collectives:
     """The collectives of one rank on NumPy arrays, and on GPUs' memory. Callable from any thread.
 
-    Every call checks its arguments and returns a `Handle` without blocking. The arrays must be C-contiguous, stay alive
-    and not be written until the handle is done; on a GPU, until what follows the handle's completion.
+    Every call checks its arguments and returns a `Handle` without blocking, but for those with `blocking=True`: their
+    callers wait immediately, so these calls may block, and return a handle that is done. The arrays must be C-contiguous,
+    stay alive and not be written until the handle is done; on a GPU, until what follows the handle's completion.
 
     Args:
         eager_limit: bytes; smaller tensors are sent along with their requests.
@@ -65,7 +68,7 @@ class Collectives:
             postscale: factor on the result.
             process_set: id of the ranks that take part.
             at_once: False lets the call travel together with the next one, or when this rank waits for something.
-            blocking: the caller waits for the handle immediately: this call may block, and return a handle that is done.
+            blocking: see the class.
 
         Raises:
             UnsupportedError: for a dtype or op that cannot be served, arrays that do not match, or a process set that this
@@ -82,16 +85,20 @@ class Collectives:
             return Entry(request, *_memory(source, output), output, self._waiters)
 
         if blocking and self._mailboxes and type(source) is type(output) is np.ndarray:
-            mailbox = self._mailboxes.get((process_set, stem_of(name)))
-            if mailbox is not None:
-                return self._exchange(mailbox, MailboxCall(
-                    (process_set, name), (name, dtype, output.shape, op, prescale, postscale), flat(source), flat(output),
-                    entry), output)
+            stem, number = stem_and_number(name)
+            handle = self._exchange(stem, MailboxCall(
+                (process_set, name), Signature(stem, Collective.ALLREDUCE, dtype, output.shape, op, prescale, postscale),
+                number, flat(source), flat(output), entry, output))
+            if handle is not None:
+                return handle
         self._check_member(name, process_set)
         return self._inbox.enqueue(entry(), at_once=at_once)
 
-    def _exchange(self, mailbox: MailboxEnd, call: MailboxCall, output: Array) -> Handle:
-        """Carry out a call in a mailbox, or enqueue it if the mailbox does not take it."""
+    def _exchange(self, stem: str, call: MailboxCall) -> Handle | None:
+        """Carry out a call in the mailbox of its stem, or enqueue it if that does not take it; None if there is none."""
+        mailbox = self._mailboxes.get((call.key[0], stem))
+        if mailbox is None:
+            return None
         inbox, progress = self._inbox, self._waiters.progress
         inbox.reserve(call.key)
         inbox.last_caller = threading.get_ident()
@@ -100,7 +107,35 @@ class Collectives:
             inbox.put(call.entry)
         if call.entry is not None:
             return call.entry.handle
-        return Handle.finished(call.key[1], self._waiters, Wait(*call.key), output, mailbox.members)
+        handle = Handle.finished(call.key[1], self._waiters, Wait(*call.key), call.result, mailbox.members)
+        handle.rows = call.rows
+        return handle
+
+    def _start(self, request: Request, source: AnyArray | None, *, in_place: bool = False) -> Handle:
+        """Carry out a request in a mailbox if its caller blocks and there is one; else enqueue it.
+
+        Args:
+            in_place: whether the result goes to `source`; else it becomes a new array, or there is none.
+        """
+        output = source if in_place else None
+
+        def entry() -> Entry:
+            sources: list[AnyArray | None] = [] if source is None else [source]
+            return Entry(request, sources, sources if in_place else [], output, self._waiters)
+
+        if request.blocking and self._mailboxes and (source is None or type(source) is np.ndarray):
+            cut = request.collective in (Collective.ALLGATHER, Collective.ALLTOALL)
+            root = -1 if request.root_rank < 0 else self.members(request.process_set_id).index(request.root_rank)
+            stem, number = stem_and_number(request.name)
+            signature = Signature(stem, request.collective, request.dtype, request.shape[cut:], request.op,
+                                  request.prescale, request.postscale, root)
+            values = _NOTHING if source is None else flat(source)
+            handle = self._exchange(stem, MailboxCall(
+                (request.process_set_id, request.name), signature, number, values, None, entry, output,
+                request.shape[:1] if cut else (), request.splits))
+            if handle is not None:
+                return handle
+        return self._inbox.enqueue(entry())
 
     def grouped_allreduce(self, name: str, sources: Sequence[AnyArray], outputs: Sequence[AnyArray], op: ReduceOp, *,
                           prescale: float = 1.0, postscale: float = 1.0,
@@ -142,7 +177,7 @@ class Collectives:
         return self._inbox.enqueue(Entry(request, [source], [output], output, self._waiters))
 
     def reducescatter(self, name: str, array: AnyArray, op: ReduceOp, *, prescale: float = 1.0, postscale: float = 1.0,
-                      process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+                      process_set: int = GLOBAL_PROCESS_SET_ID, blocking: bool = False) -> Handle:
         """Reduce over all ranks of a process set and give each its share of the rows, as a new array.
 
         Rows (the first dimension) are cut as evenly as possible; the first ranks get one more.
@@ -153,14 +188,14 @@ class Collectives:
         op = ReduceOp(op)
         if op is ReduceOp.ADASUM:
             raise UnsupportedError(f"'{name}': reducescatter has no Adasum, which weighs whole tensors; use allreduce")
-        _check_rows(name, array, "reducescatter cuts")
+        check_rows(name, array, "reducescatter cuts")
         request = self.request(name, Collective.REDUCESCATTER, reducible(name, array, array, op), array.shape, op=op,
                                prescale=float(prescale), postscale=float(postscale), process_set=process_set,
-                               device=device_of(array))
-        return self._inbox.enqueue(Entry(request, [array], [], None, self._waiters))
+                               device=device_of(array), blocking=blocking)
+        return self._start(request, array)
 
     def broadcast(self, name: str, array: AnyArray, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID,
-                  over_control: bool = False) -> Handle:
+                  over_control: bool = False, blocking: bool = False) -> Handle:
         """Overwrite `array` on every rank of a process set with rank `root_rank`'s.
 
         Args:
@@ -172,13 +207,13 @@ class Collectives:
             UnsupportedError: for an unsupported dtype, or a root or a caller that is not in the set.
             DuplicateNameError: Like `allreduce`.
         """
-        request = self.request(name, Collective.BROADCAST, _checked(name, array), array.shape, root_rank=root_rank,
+        request = self.request(name, Collective.BROADCAST, transportable(name, array), array.shape, root_rank=root_rank,
                                payload=self._payload(array, over_control) if self._world.rank == root_rank else None,
-                               process_set=process_set, device=device_of(array))
-        return self._inbox.enqueue(Entry(request, *_memory(array, array), array, self._waiters))
+                               process_set=process_set, device=device_of(array), blocking=blocking)
+        return self._start(request, array, in_place=True)
 
     def allgather(self, name: str, array: AnyArray, *, process_set: int = GLOBAL_PROCESS_SET_ID,
-                  over_control: bool = False) -> Handle:
+                  over_control: bool = False, blocking: bool = False) -> Handle:
         """Concatenate all ranks' arrays along the first dimension, in rank order, into a new array.
 
         Args:
@@ -189,18 +224,18 @@ class Collectives:
             UnsupportedError: for a scalar or an unsupported dtype.
             DuplicateNameError: Like `allreduce`.
         """
-        _check_rows(name, array, "allgather concatenates along")
-        request = self.request(name, Collective.ALLGATHER, _checked(name, array), array.shape,
+        check_rows(name, array, "allgather concatenates along")
+        request = self.request(name, Collective.ALLGATHER, transportable(name, array), array.shape,
                                payload=self._payload(array, over_control), process_set=process_set,
-                               device=device_of(array))
-        return self._inbox.enqueue(Entry(request, [array], [], None, self._waiters))
+                               device=device_of(array), blocking=blocking)
+        return self._start(request, array)
 
     def gather(self, name: str, array: AnyArray, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Like `allgather`, but only rank `root_rank` gets the result; the others get None."""
-        _check_rows(name, array, "gather concatenates along")
-        request = self.request(name, Collective.GATHER, _checked(name, array), array.shape, root_rank=root_rank,
+        check_rows(name, array, "gather concatenates along")
+        request = self.request(name, Collective.GATHER, transportable(name, array), array.shape, root_rank=root_rank,
                                process_set=process_set, device=device_of(array))
-        return self._inbox.enqueue(Entry(request, [array], [], None, self._waiters))
+        return self._start(request, array)
 
     def scatter(self, name: str, array: AnyArray, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Give each rank of a process set its share of the rows of rank `root_rank`'s array, as a new array.
@@ -211,13 +246,13 @@ class Collectives:
         Raises:
             UnsupportedError: like `broadcast`, and for a scalar.
         """
-        _check_rows(name, array, "scatter cuts")
-        request = self.request(name, Collective.SCATTER, _checked(name, array), array.shape, root_rank=root_rank,
+        check_rows(name, array, "scatter cuts")
+        request = self.request(name, Collective.SCATTER, transportable(name, array), array.shape, root_rank=root_rank,
                                process_set=process_set, device=device_of(array))
-        return self._inbox.enqueue(Entry(request, [array], [], None, self._waiters))
+        return self._start(request, array)
 
     def alltoall(self, name: str, array: AnyArray, splits: Sequence[int] | None = None, *,
-                 process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+                 process_set: int = GLOBAL_PROCESS_SET_ID, blocking: bool = False) -> Handle:
         """Send rows to each rank of a process set and get rows from each; the result is (new array, rows from each rank).
 
         Args:
@@ -228,8 +263,8 @@ class Collectives:
             UnsupportedError: for a scalar or an unsupported dtype, splits that do not fit, or rows that cannot be shared
                 equally.
         """
-        dtype = _checked(name, array)
-        _check_rows(name, array, "alltoall cuts")
+        dtype = transportable(name, array)
+        check_rows(name, array, "alltoall cuts")
         size, rows = len(self.members(process_set)), array.shape[0]
         if splits is None:
             if rows % size:
@@ -243,8 +278,8 @@ class Collectives:
             raise UnsupportedError(f"'{name}': splits {list(splits)} must be {size} whole numbers from 0, one for each rank "
                                    f"of the set, with a sum of at most {rows}, the number of rows")
         request = self.request(name, Collective.ALLTOALL, dtype, array.shape, splits=given, process_set=process_set,
-                               device=device_of(array))
-        return self._inbox.enqueue(Entry(request, [array], [], None, self._waiters))
+                               device=device_of(array), blocking=blocking)
+        return self._start(request, array)
 
     def send(self, name: str, array: AnyArray, receiver: int, done: Callable[[Exception | None], None] | None = None,
              ) -> Handle:
@@ -272,17 +307,17 @@ class Collectives:
         if other == self._world.rank or not 0 <= other < self._world.size:
             raise UnsupportedError(f"'{name}': rank {self._world.rank} exchanges tensors with another of the ranks "
                                    f"0..{self._world.size - 1}, not with {other}")
-        request = self.request(name, Collective.SEND, _checked(name, array), array.shape, root_rank=sender,
+        request = self.request(name, Collective.SEND, transportable(name, array), array.shape, root_rank=sender,
                                payload=None if output is array else self._payload(array),
                                process_set=pair_set_id(sender, receiver, self._world.size), device=device_of(array))
         if done is not None:
             return self._inbox.enqueue(NotifyingEntry(request, [array], [output], output, self._waiters, done))
         return self._inbox.enqueue(Entry(request, [array], [output], output, self._waiters))
 
-    def barrier(self, name: str, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+    def barrier(self, name: str, *, process_set: int = GLOBAL_PROCESS_SET_ID, blocking: bool = False) -> Handle:
         """Complete when every rank of a process set has made this call."""
-        request = self.request(name, Collective.BARRIER, "uint8", (0,), process_set=process_set)
-        return self._inbox.enqueue(Entry(request, [], [], None, self._waiters))
+        request = self.request(name, Collective.BARRIER, "uint8", (0,), process_set=process_set, blocking=blocking)
+        return self._start(request, None)
 
     def join(self) -> Handle:
         """Take no further part until all ranks of the job have made this call; the result is the last one's rank.
@@ -290,7 +325,7 @@ class Collectives:
         Meanwhile this rank contributes nothing to the others' collectives, and they do not wait for it. Average goes on
         dividing by the number of ranks in the process set, or by the active ones with HVDLITE_JOIN_DIVIDES_BY_ACTIVE.
         """
-        return self._inbox.enqueue(Entry(Request("join", Collective.JOIN, "uint8", (0,)), [], [], None, self._waiters))
+        return self._start(Request("join", Collective.JOIN, "uint8", (0,)), None)
 
     def add_process_set(self, ranks: Sequence[int]) -> Handle:
         """Register a process set; the result is its id. All ranks of the job make this call, with the same ranks.
@@ -306,7 +341,7 @@ class Collectives:
         if known is not None:
             raise UnsupportedError(f"ranks {list(members)} are process set {known} already")
         request = Request("process_set.add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=members)
-        return self._inbox.enqueue(Entry(request, [], [], None, self._waiters))
+        return self._start(request, None)
 
     def remove_process_set(self, number: int) -> Handle:
         """Forget a process set, when nothing of it is under way; all ranks of the job make this call.
@@ -318,7 +353,7 @@ class Collectives:
         if number == GLOBAL_PROCESS_SET_ID:
             raise UnsupportedError("the process set of all ranks cannot be removed")
         request = Request("process_set.remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(number,))
-        return self._inbox.enqueue(Entry(request, [], [], None, self._waiters))
+        return self._start(request, None)
 
     def request(self, name: str, collective: Collective, dtype: str, shape: tuple[int, ...], *, process_set: int,
                  root_rank: int = -1, **rest: Any) -> Request:
@@ -348,36 +383,7 @@ class Collectives:
         return array.tobytes()
 
 
-def reducible(name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp) -> str:
-    """Return the dtype's name of arrays that can be reduced with `op`, or raise `UnsupportedError`.
-
-    `source` must be of `output`'s shape and dtype; None stands for a rank that contributes nothing.
-    """
-    dtype = _checked(name, output)
-    check_reducible(dtype, op, f"'{name}'")
-    if source is None or source is output:
-        return dtype
-    if source.shape != output.shape or source.dtype != output.dtype:
-        raise UnsupportedError(f"'{name}': source is {source.dtype}{list(source.shape)}, "
-                               f"output {output.dtype}{list(output.shape)}; they must be equal")
-    return _checked(name, source)
-
-
-def _check_rows(name: str, array: AnyArray, what: str) -> None:
-    if array.ndim == 0:
-        raise UnsupportedError(f"'{name}': {what} the first dimension, and a scalar has none; pass an array of shape (1,)")
-
-
 def _memory(source: AnyArray | None, output: AnyArray) -> tuple[list[AnyArray | None], list[AnyArray]]:
     """Return sources and outputs of an entry; the same list when the call is in place."""
     outputs = [output]
     return (outputs if source is output else [source]), outputs  # type: ignore[return-value]
-
-
-def _checked(name: str, array: AnyArray) -> str:
-    """Return the dtype's name of an array that a plane can take, or raise `UnsupportedError`."""
-    dtype = dtype_name(array.dtype, name)
-    if type(array) is not DeviceArray and not array.flags.c_contiguous:  # type: ignore[union-attr]
-        raise UnsupportedError(f"'{name}': the array of shape {list(array.shape)} is not C-contiguous; "
-                               "pass numpy.ascontiguousarray(...)")
-    return dtype

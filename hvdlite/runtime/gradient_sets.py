@@ -14,7 +14,8 @@ from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import Handle
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.negotiation.messages import BucketReady, Layout, LayoutStale, Retired, RoundDone
-from hvdlite.runtime.collectives import Collectives, reducible
+from hvdlite.runtime.arguments import reducible
+from hvdlite.runtime.collectives import Collectives
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

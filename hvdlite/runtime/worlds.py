@@ -240,10 +240,13 @@ class Worlds:
             self.runs_elastically = False
 
     def _tell_notice(self) -> bool:
-        """This process got SIGTERM: leave the job, unless that ends as a whole. Return whether to go on until then."""
+        """This process got SIGTERM: leave the job, or save the state if that ends as a whole; return whether to go on."""
         directory = self._environ.get(launch_contract.JOB_DIRECTORY, "")
-        if self.member is None or os.path.exists(os.path.join(directory, launch_contract.ENDING_FILE)):
+        if self.member is None:
             return False
+        if os.path.exists(os.path.join(directory, launch_contract.ENDING_FILE)):
+            self.member.is_ending = self.member.saves_at_end
+            return self.member.is_ending
         self.member.noticed()
         return True
 

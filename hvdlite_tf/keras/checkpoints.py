@@ -34,25 +34,17 @@ class KerasKind(kinds.Kind):
     def tensor_of(self, array: Array) -> Any:
         return keras.ops.convert_to_tensor(array)
 
-    def checks(self, value: Any) -> bool:
-        return True
-
-    def check(self, name: str, value: Any, state: Any) -> None:
+    def check(self, name: str, value: Any, state: Any) -> bool:
         own = [(f"variable {index}", tuple(each.shape), keras.backend.standardize_dtype(each.dtype))
                for index, each in enumerate(_variables(value))]  # Keras numbers names anew in each process
         kinds.refuse_other(name, own, [(f"variable {index}", each["value"].shape, each["value"].dtype.name)
                                        for index, each in enumerate(state)])
+        return True
 
     def load(self, value: Any, state: Any) -> bool:
         for variable, saved in zip(_variables(value), state, strict=True):
             variable.assign(saved["value"])
         return True
-
-    def random_states(self) -> dict[str, Any]:
-        return {}  # layers and datasets have variables
-
-    def set_random_states(self, states: dict[str, Any]) -> None:
-        del states
 
 
 def _variables(value: Any) -> Sequence[Any]:

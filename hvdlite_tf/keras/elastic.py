@@ -16,7 +16,7 @@ from hvdlite.training.elastic.comparison import ComparedState, Part
 from hvdlite.training.elastic.state import ObjectState, State
 from hvdlite.training.replicas import digest
 from hvdlite_tf.keras import checkpoints  # noqa: F401 - it knows variables
-from hvdlite_tf.keras.backends import copier, copies
+from hvdlite_tf.keras.backends import copies
 from hvdlite_tf.keras.broadcast import array_of, read_back, values_of_root
 from hvdlite_tf.keras.elastic_callbacks import (
     CommitStateCallback,
@@ -29,10 +29,6 @@ from hvdlite_tf.variables import is_random_state, moved_on
 __all__ = ["CommitStateCallback", "HorovodInternalError", "HostsUpdatedInterrupt", "KerasState", "ObjectState", "State",
            "UpdateBatchStateCallback", "UpdateEpochStateCallback", "fit", "run"]
 
-_WRITERS = (keras.callbacks.BackupAndRestore, keras.callbacks.CSVLogger, keras.callbacks.ModelCheckpoint,
-            keras.callbacks.TensorBoard)
-"""Callbacks that a script may make on one rank only; see `training/elastic/writers.py`."""
-
 _RANDOM = "random states"
 """The part of a state with the random states of layers, which differ between ranks."""
 
@@ -41,12 +37,12 @@ class VariablesState(ComparedState):
     """A state with variables, beside plain attributes; subclasses define which ones."""
 
     def __init__(self, **kwargs: Any) -> None:
-        self._values = self._copied_values()
+        self._values = copies(self._variables())
         super().__init__(**kwargs)
 
     def save(self) -> None:
         """Copy the variables and all attributes."""
-        values = self._copied_values()
+        values = copies(self._variables())
         super().save()
         self._values = values
 
@@ -98,35 +94,12 @@ class VariablesState(ComparedState):
         """Return the variables, in groups that are compared and sent."""
         raise NotImplementedError
 
-    def _small_variables(self) -> list[Any]:
-        """Return those that a body may change before an optimizer's step: moving statistics, random states, rates."""
-        raise NotImplementedError
-
-    def _small_copy(self, room: Any) -> Any:
-        if keras.backend.backend() == "jax":
-            return None  # a step that fails has given XLA the memory of the parameters
-        if room is None:  # to list them takes as long as to copy them
-            variables = self._small_variables()
-            room = variables, copier(variables)
-        return *room[:2], room[1](), super()._small_copy(None)
-
-    def _load_small(self, small: Any) -> None:
-        variables, _, values, others = small
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(keras.ops.copy(value))
-        super()._load_small(others)
-
     def _durable_parts(self) -> dict[str, Any]:
         return {**super()._durable_parts(), "its variables": self._variables()}
 
-    def _kinds_of_writers(self) -> tuple[type, ...]:
-        return _WRITERS
-
     def _variables(self) -> list[Any]:
+        """Return them; their values are up to date."""
         return [variable for group in self._groups().values() for variable in group]
-
-    def _copied_values(self) -> list[Any]:
-        return copies(self._variables())
 
 
 class KerasState(VariablesState):
@@ -162,14 +135,9 @@ class KerasState(VariablesState):
             self.model._jax_state_synced = True  # what a broken-off step has left is not to be written back
         super().restore()
 
-    def sync(self) -> None:
-        """Take rank 0's state, and save it; see `VariablesState`."""
+    def _variables(self) -> list[Any]:
         read_back(self.model)
-        super().sync()
-
-    def _durable_parts(self) -> dict[str, Any]:
-        read_back(self.model)
-        return super()._durable_parts()
+        return super()._variables()
 
     def _parts(self) -> list[str]:
         own, others, optimizer = map(len, self._groups().values())
@@ -183,11 +151,19 @@ class KerasState(VariablesState):
                 "model's other variables": [each for each in self.model.variables if id(each) not in trained],
                 "optimizer": list(own() if callable(own) else own)}
 
-    def _copied_values(self) -> list[Any]:
-        read_back(self.model)
-        return super()._copied_values()
+    def _small_copy(self, room: Any) -> Any:
+        """Copy what a body may change before an optimizer's step: moving statistics, random states, rates."""
+        if keras.backend.backend() == "jax":
+            return None  # a step that fails has given XLA the memory of the parameters
+        variables = [] if room is None else room[0]
+        if room is None:  # to list them takes as long as to copy them
+            _, others, optimizer = self._groups().values()
+            variables = [*others, *(each for each in optimizer if not tuple(each.shape))]
+        return variables, copies(variables), super()._small_copy(None)
 
-    def _small_variables(self) -> list[Any]:
-        groups = self._groups()
-        return [*groups["model's other variables"], *(each for each in groups["optimizer"] if not tuple(each.shape))]
+    def _load_small(self, small: Any) -> None:
+        variables, values, others = small
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(keras.ops.copy(value))
+        super()._load_small(others)
 

@@ -27,7 +27,7 @@ from hvdlite import api
 from hvdlite.training.elastic import run
 from hvdlite.training.mirrored.shards import equal_split
 from hvdlite.training.objects import allgather_object
-from hvdlite.training.positions import batches
+from hvdlite.training.positions import by_turns
 from hvdlite.training.step_reducer import current_samples
 from hvdlite_tf.keras import elastic_callbacks, step
 from hvdlite_tf.keras.checkpoint_callback import Checkpoint
@@ -111,7 +111,7 @@ def fit(state: Any, x: Any, y: Any = None, *, batch_size: int | None = None, epo
 
 
 def _begin_of(epoch: int, seed: int | None) -> dict[str, Any]:
-    return {"epoch": epoch, "consumed": 0, "seed": seed, "before": _NOTHING, "now": _NOTHING, "stopped": False}
+    return {"epoch": epoch, "consumed": 0, "seed": seed, "means": _NOTHING, "stopped": False}
 
 
 def _check(model: Any, callbacks: Sequence[Any], fit_arguments: dict[str, Any]) -> None:
@@ -132,11 +132,9 @@ class _GlobalSamples(Samples):
     """Samples of arrays, in global batches."""
 
     def rest(self, epoch: int, consumed: int) -> list[tuple[int, Any]]:
-        bodies = list(batches(self.order(epoch)[consumed:], self._batch_size))
-        ends = itertools.accumulate(map(len, bodies), initial=consumed)
-        next(ends)
+        bodies = by_turns(self.order(epoch), consumed, 0, 1, self.length)
         split = equal_split(api.rank(), api.size())
-        return [(end, body[split.own(len(body))]) for end, body in zip(ends, bodies, strict=True)]
+        return [(end, body[split.own(len(body))]) for end, body in bodies]
 
     def rows(self, begin: int, end: int, loaded: Any) -> int:
         """Return the rows of all ranks in a body."""
@@ -151,16 +149,16 @@ class _GlobalBatches(Batches):
         self._rows: dict[int, int] = {}  # by a batch's index
 
     def rest(self, epoch: int, consumed: int) -> list[tuple[int, Any]]:
-        return list(enumerate(self.order(epoch)[consumed:], consumed + 1))
+        return by_turns(self.order(epoch), consumed, 0, 1)
 
     def load(self, epoch: int, consumed: int) -> Iterator[Any]:
-        for (_, index), batch in zip(self.rest(epoch, consumed), super().load(epoch, consumed), strict=True):
+        for (_, [index]), batch in zip(self.rest(epoch, consumed), super().load(epoch, consumed), strict=True):
             self._rows[index] = rows = rows_of(batch)
             yield select_rows(batch, equal_split(api.rank(), api.size()).own(rows))
 
     def rows(self, begin: int, end: int, loaded: Any) -> int:
         """Return the rows of all ranks in a body that has been loaded."""
-        return self._rows[loaded]
+        return self._rows[loaded[0]]
 
 
 class _Bodies(CountsSteps):
@@ -176,7 +174,7 @@ class _Bodies(CountsSteps):
         super().__init__(data)
         data.callback = self
         self._source, self._state, self._callbacks, self._epochs = source, state, callbacks, epochs
-        self._before = _merged(state._place[name] for name in ("before", "now"))
+        self._before = state._place["means"]  # of the logs in this epoch, in earlier worlds
         self._now = _NOTHING
         self._epoch_is_over = True  # what is not counted in batches may have changed
         self._whole: _Kept = _Kept()
@@ -234,8 +232,8 @@ class _Bodies(CountsSteps):
             self._whole = _Kept((key, copy.deepcopy(_attributes(each, state._is_plain))) for key, each in self._named())
         numbers = _Kept((key, _attributes(each, _is_number_or_text)) for key, each in self._named())
         stop = self.model.stop_training
-        place = {**self._data.state_dict(), "before": self._before, "now": [self._now[0] * api.size(), self._now[1]],
-                 "stopped": bool(stop) and stop is not elastic_callbacks.EPOCH_IS_OVER}
+        place = {**self._data.state_dict(), "stopped": bool(stop) and stop is not elastic_callbacks.EPOCH_IS_OVER,
+                 "means": _merged([self._before, [self._now[0] * api.size(), self._now[1]]])}
         vars(state).update(_place=place, _callbacks=_Kept((self._whole, numbers)), epoch=self._data.epoch)
 
     def _ends_epoch(self) -> None:

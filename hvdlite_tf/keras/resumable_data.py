@@ -22,7 +22,7 @@ import numpy as np
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from hvdlite import api
-from hvdlite.training.positions import batches, rank_share
+from hvdlite.training.positions import by_turns, refuse_other
 from hvdlite_tf.keras.elastic_callbacks import EPOCH_IS_OVER
 from hvdlite_tf.keras.loading import Loading
 from hvdlite_tf.keras.order import lineage
@@ -91,7 +91,7 @@ class ResumableData(PyDatasetAdapter):  # type: ignore[misc]
         if self._is_read and self.callback.model is None:
             raise RuntimeError("nobody has counted the steps of fit: give it callbacks=[data.callback, ...], where data is "
                                "what hvd.resumable has returned")
-        return {"epoch": self.epoch, "consumed": self._consumed, **self._source.facts()}
+        return {"epoch": self.epoch, "consumed": self._consumed, **self._source.facts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on at a place with the next `fit`.
@@ -99,13 +99,9 @@ class ResumableData(PyDatasetAdapter):  # type: ignore[misc]
         Raises:
             ValueError: when it is a place in the middle of an epoch that has another order here.
         """
-        consumed, facts = state_dict["consumed"], self._source.facts()
-        if consumed:
-            for name, here in facts.items():
-                if state_dict[name] != here:
-                    raise ValueError(f"the place {consumed} in epoch {state_dict['epoch']} does not fit these data: {name} "
-                                     f"was {state_dict[name]!r} when it was saved, and is {here!r} here")
-        is_over = consumed >= facts["count"]
+        refuse_other(state_dict, self._source.facts)
+        consumed = state_dict["consumed"]
+        is_over = consumed >= self._source.facts["count"]
         self.epoch, self._consumed = state_dict["epoch"] + is_over, 0 if is_over else consumed
 
     def rest(self, consumed: int) -> list[tuple[int, Any]]:
@@ -178,21 +174,29 @@ class _Facade(keras.utils.PyDataset):  # type: ignore[misc]
 
 
 class Source:
-    """What is counted, and how it is loaded."""
+    """What is counted, and how it is loaded.
 
-    def facts(self) -> dict[str, Any]:
-        """Return what the order depends on; `count` is that of an epoch."""
-        raise NotImplementedError
+    Args:
+        kind: of what is counted.
+        count: of an epoch.
+        seed: of the order; None if they keep theirs.
+        length: what a step takes.
+
+    Attributes:
+        facts: what the order depends on.
+    """
+
+    def __init__(self, kind: str, count: int, seed: int | None, length: int = 1) -> None:
+        self.facts: dict[str, Any] = {"kind": kind, "count": count, "seed": seed}
+        self.length = length
 
     def rest(self, epoch: int, consumed: int) -> list[tuple[int, Any]]:
         """Return this rank's steps after a position: the position after each, and what it loads."""
-        count = self.facts()["count"]
-        share = rank_share(self.order(epoch), consumed, api.rank(), api.size())
-        return [(min(consumed + (step + 1) * api.size(), count), each) for step, each in enumerate(share)]
+        return by_turns(self.order(epoch), consumed, api.rank(), api.size(), self.length)
 
     def order(self, epoch: int) -> Sequence[int]:
         """Return an epoch's order of what is counted."""
-        raise NotImplementedError
+        return drawn(self.facts["count"], self.facts["seed"], epoch)
 
     def load(self, epoch: int, consumed: int) -> Iterator[Any]:
         """Yield this rank's batches after a position."""
@@ -206,20 +210,8 @@ class Samples(Source):
     """Samples of arrays."""
 
     def __init__(self, arrays: tuple[Any, ...], batch_size: int, seed: int | None) -> None:
-        self._arrays, self._batch_size, self._seed = arrays, batch_size, seed
-
-    def facts(self) -> dict[str, Any]:
-        return {"kind": "samples", "count": rows_of(self._arrays), "seed": self._seed}
-
-    def order(self, epoch: int) -> Sequence[int]:
-        return drawn(rows_of(self._arrays), self._seed, epoch)
-
-    def rest(self, epoch: int, consumed: int) -> list[tuple[int, Any]]:
-        count, size = rows_of(self._arrays), api.size()
-        share = rank_share(self.order(epoch), consumed, api.rank(), size)
-        cut = list(batches(share, self._batch_size))
-        ends = itertools.accumulate(len(batch) * size for batch in cut)
-        return [(min(consumed + end, count), batch) for end, batch in zip(ends, cut, strict=True)]
+        super().__init__("samples", rows_of(arrays), seed, batch_size)
+        self._arrays = arrays
 
     def load(self, epoch: int, consumed: int) -> Iterator[Any]:
         return (select_rows(self._arrays, np.array(rows)) for _, rows in self.rest(epoch, consumed))
@@ -236,18 +228,12 @@ class Batches(Source):
             if getattr(kind, name, None) is not getattr(keras.utils.PyDataset, name, None):
                 raise ValueError(f"{kind.__name__} has an {name}(), in which it may shuffle: nobody could draw that order "
                                  "again. Leave it out: hvd.resumable with a seed and hvd.elastic.fit shuffle the batches")
-        self._dataset, self._seed = dataset, seed
+        super().__init__("batches", dataset.num_batches, seed)
         self._loading = Loading(dataset)
-
-    def facts(self) -> dict[str, Any]:
-        return {"kind": "batches", "count": self._dataset.num_batches, "seed": self._seed}
-
-    def order(self, epoch: int) -> Sequence[int]:
-        return drawn(self._dataset.num_batches, self._seed, epoch)
 
     def load(self, epoch: int, consumed: int) -> Iterator[Any]:
         self._loading.stop()
-        indices = [index for _, index in self.rest(epoch, consumed)]
+        indices = [index for _, [index] in self.rest(epoch, consumed)]
         return (self._loading.batch(step, indices) for step in range(len(indices)))
 
     def stop(self) -> None:
@@ -263,47 +249,40 @@ class _Elements(Source):
 
     def __init__(self, given: Any) -> None:
         self._of: Callable[[int], Any] = (lambda epoch: given) if is_tf_dataset(given) else given
-        self._count = self._checked(0, again=self._of(0) is self._of(0))
-
-    def facts(self) -> dict[str, Any]:
-        return {"kind": "elements", "count": self._count}
-
-    def order(self, epoch: int) -> Sequence[int]:
-        return range(self._count)
+        super().__init__("elements", _count(self._of(0), again=self._of(0) is self._of(0)), None)
 
     def load(self, epoch: int, consumed: int) -> Iterator[Any]:
-        dataset = self._of(epoch)
-        if int(dataset.cardinality()) != self._count:
+        dataset, count, size = self._of(epoch), self.facts["count"], api.size()
+        if int(dataset.cardinality()) != count:
             raise ValueError(f"the tf.data.Dataset of epoch {epoch} has {int(dataset.cardinality())} elements, and that of "
-                             f"epoch 0 {self._count}: epochs are equally long")
-        size = api.size()
-        padding = dataset.repeat().take((consumed - self._count) % size)
+                             f"epoch 0 {count}: epochs are equally long")
+        padding = dataset.repeat().take((consumed - count) % size)
         rest = dataset.skip(consumed).concatenate(padding).shard(size, api.rank())
         return iter(rest.as_numpy_iterator())
-
-    def _checked(self, epoch: int, *, again: bool) -> int:
-        """Return the number of elements of a dataset.
-
-        Args:
-            again: whether its order has to be the same in each iteration.
-        """
-        dataset = self._of(epoch)
-        if not is_tf_dataset(dataset):
-            raise TypeError(f"the function of an epoch returns a {type(dataset).__name__}, and no tf.data.Dataset")
-        count = int(dataset.cardinality())
-        if count < 0:
-            raise ValueError("the tf.data.Dataset has no known length: add .apply(tf.data.experimental."
-                             "assert_cardinality(count)), and no repeat()")
-        shuffles = [each for each in lineage(dataset) if hasattr(each, "_reshuffle_each_iteration")]
-        if again and any(each._reshuffle_each_iteration is not False for each in shuffles):
-            raise ValueError("the tf.data.Dataset shuffles anew in each iteration, and nobody could draw that order again: "
-                             "give hvd.resumable a function (lambda epoch: dataset.shuffle(1000, seed=epoch))")
-        if any((int(each._seed), int(each._seed2)) == (0, 0) for each in shuffles):
-            raise ValueError("the tf.data.Dataset shuffles without a seed, and nobody could draw that order again: give "
-                             "shuffle a seed")
-        return count
 
 
 def drawn(count: int, seed: int | None, epoch: int) -> Sequence[int]:
     """Return an order of numbers that depends on seed and epoch."""
     return range(count) if seed is None else np.random.default_rng([seed, epoch]).permutation(count).tolist()
+
+
+def _count(dataset: Any, *, again: bool) -> int:
+    """Return the number of elements of a tf.data.Dataset.
+
+    Args:
+        again: whether its order has to be the same in each iteration.
+    """
+    if not is_tf_dataset(dataset):
+        raise TypeError(f"the function of an epoch returns a {type(dataset).__name__}, and no tf.data.Dataset")
+    count = int(dataset.cardinality())
+    if count < 0:
+        raise ValueError("the tf.data.Dataset has no known length: add .apply(tf.data.experimental."
+                         "assert_cardinality(count)), and no repeat()")
+    shuffles = [each for each in lineage(dataset) if hasattr(each, "_reshuffle_each_iteration")]
+    if again and any(each._reshuffle_each_iteration is not False for each in shuffles):
+        raise ValueError("the tf.data.Dataset shuffles anew in each iteration, and nobody could draw that order again: "
+                         "give hvd.resumable a function (lambda epoch: dataset.shuffle(1000, seed=epoch))")
+    if any((int(each._seed), int(each._seed2)) == (0, 0) for each in shuffles):
+        raise ValueError("the tf.data.Dataset shuffles without a seed, and nobody could draw that order again: give "
+                         "shuffle a seed")
+    return count

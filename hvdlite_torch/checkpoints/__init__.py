@@ -9,7 +9,6 @@ import torch
 from hvdlite.core.array import Array
 from hvdlite.training.checkpoints import kinds, load, save
 from hvdlite_torch.arrays.tensors import host_tensor, on_host
-from hvdlite_torch.checkpoints.random_states import load_torch_random_states, torch_random_states
 from hvdlite_torch.collectives.broadcasts import load_exactly
 
 __all__ = ["load", "save"]
@@ -40,12 +39,10 @@ class TorchKind(kinds.Kind):
     def tensor_of(self, array: Array) -> torch.Tensor:
         return host_tensor(array)
 
-    def checks(self, value: Any) -> bool:
-        return True
-
-    def check(self, name: str, value: Any, state: Any) -> None:
+    def check(self, name: str, value: Any, state: Any) -> bool:
         own = value if isinstance(value, torch.Tensor) else self.state_of(value)
         kinds.refuse_other(name, *(_described(each) for each in (own, state)))
+        return True
 
     def load(self, value: Any, state: Any) -> bool:
         if isinstance(value, torch.optim.Optimizer):
@@ -58,10 +55,12 @@ class TorchKind(kinds.Kind):
         return True
 
     def random_states(self) -> dict[str, Any]:
-        return dict(zip(("cpu", "cuda"), torch_random_states(), strict=True))
+        return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None}
 
     def set_random_states(self, states: dict[str, Any]) -> None:
-        load_torch_random_states((states["cpu"], states["cuda"] if torch.cuda.is_available() else None))
+        torch.set_rng_state(states["cpu"])
+        if states["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
 
 
 def _described(state: Any) -> list[tuple[str, Any, Any]]:

@@ -17,6 +17,7 @@ process' seed, the epoch, the position and the rank.
 from __future__ import annotations
 
 import copy
+import itertools
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +26,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from hvdlite import api
-from hvdlite.training.positions import batches, rank_share
+from hvdlite.training.checkpoints.kinds import has_state
+from hvdlite.training.positions import by_turns, rank_share, refuse_other
 
 _FOR_RANKS = "DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())"
 
@@ -70,7 +72,8 @@ class PositionedLoader:
         self._sampler: Any = batched if self._batch_sampler is None else self._batch_sampler.sampler
         self._stand_in: torch.Generator | None = None  # for torch's default generator
         self._seeds = torch.Generator()  # of workers
-        self._indices = _Indices()
+        self._indices: list[Any] = []  # stands in for the sampler or the batch sampler
+        self._left: list[tuple[int, Any]] | None = None  # of this epoch, since the iteration began
         self._inner = copy.copy(loader)
         vars(self._inner).update({  # DataLoader refuses assignments: its iterators would not notice
             "sampler" if loader.batch_sampler is None else "batch_sampler": self._indices,
@@ -89,14 +92,9 @@ class PositionedLoader:
         Raises:
             ValueError: when it is a place in the middle of an epoch that has another order here.
         """
-        if state_dict["consumed"]:
-            for name, here in self._facts().items():
-                if state_dict[name] != here:
-                    raise ValueError(f"the place after {state_dict['consumed']} samples of epoch {state_dict['epoch']} "
-                                     f"does not fit this loader: {name} was {state_dict[name]!r} when it was saved, and is "
-                                     f"{here!r} here. Make the loader as it was, or begin an epoch (set consumed to 0)")
+        refuse_other(state_dict, self._facts())
         self.epoch, self._consumed, self._begin = state_dict["epoch"], state_dict["consumed"], state_dict["generator"]
-        self._checksum, self._drawn = state_dict["order"], None
+        self._checksum, self._drawn, self._left = state_dict["order"], None, None
 
     def _facts(self) -> dict[str, Any]:
         """Return what the order depends on."""
@@ -159,14 +157,14 @@ class PositionedLoader:
         Args:
             items: pairs of the position and the indices.
         """
-        self._indices.items = [indices for _, indices in items]
+        self._indices[:] = [indices for _, indices in items]
         self._seeds.manual_seed(hash((torch.initial_seed(), self.epoch, self._consumed, api.rank())) % 2**63)
         for batch, (position, _) in zip(self._inner, items, strict=False):  # the loader comes first: it has to end, too
             yield position, batch
 
     def _end_epoch(self) -> None:
         self.epoch += 1
-        self._consumed, self._begin, self._checksum, self._drawn = 0, None, None, None
+        self._consumed, self._begin, self._checksum, self._drawn, self._left = 0, None, None, None, None
 
 
 class ResumableLoader(PositionedLoader):
@@ -184,16 +182,6 @@ class ResumableLoader(PositionedLoader):
             raise ValueError(f"rank {api.rank()} of {size}: hvd.resumable needs samples that are divided among the ranks, "
                              f"and this loader's {type(sampler).__name__} does not say how. Give the loader a "
                              f"sampler={_FOR_RANKS}, and batch_size instead of a batch sampler")
-        self._left: list[tuple[int, Any]] | None = None  # of this epoch, since the iteration began
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at a place with the next iteration.
-
-        Raises:
-            ValueError: when it is a place in the middle of an epoch that has another order here.
-        """
-        super().load_state_dict(state_dict)
-        self._left = None
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches that are left of an epoch."""
@@ -202,7 +190,6 @@ class ResumableLoader(PositionedLoader):
             self._consumed = position
             yield batch
         self._end_epoch()
-        self._left = None
 
     def __len__(self) -> int:
         """Return the number of batches that are left: of the iteration, where one has begun, since its beginning."""
@@ -216,23 +203,14 @@ class ResumableLoader(PositionedLoader):
         return getattr(self._own_loader, name)
 
     def _rest(self) -> list[tuple[int, Any]]:
-        """Return this rank's batches of the rest of the epoch: the position after each, and its indices.
-
-        Raises:
-            ValueError: for a place inside a batch of the script's batch sampler.
-        """
-        order, size, position = self._order(), api.size(), self._consumed
-        if self._batch_sampler is None and self._own_loader.batch_sampler is not None:
-            ends = _sums(order)
-            if position not in (0, *ends):
-                raise ValueError(f"the place after {position} samples is inside a batch of the "
-                                 f"{type(self._sampler).__name__}, which gives other batches than when it was saved")
-            return [(end, batch) for end, batch in zip(ends, order, strict=True) if end > position]
-        share = rank_share(order, position, api.rank(), size, drops=getattr(self._sampler, "drop_last", False))
-        if self._batch_sampler is None:  # without batches
-            return [(min(position + (count + 1) * size, len(order)), index) for count, index in enumerate(share)]
-        cut = list(batches(share, self._batch_sampler.batch_size, drops=self._batch_sampler.drop_last))
-        return [(min(position + end * size, len(order)), batch) for end, batch in zip(_sums(cut), cut, strict=True)]
+        """Return this rank's batches of the rest of the epoch: the position after each, and its indices."""
+        order, batched = self._order(), self._batch_sampler
+        if batched is None and self._own_loader.batch_sampler is not None:
+            ends = itertools.accumulate(map(len, order))
+            return [(end, batch) for end, batch in zip(ends, order, strict=True) if end > self._consumed]
+        steps = by_turns(order, self._consumed, api.rank(), api.size(), getattr(batched, "batch_size", 1),
+                         drops=getattr(self._sampler, "drop_last", False), drops_batch=getattr(batched, "drop_last", False))
+        return [(end, batch[0]) for end, batch in steps] if batched is None else steps
 
     @staticmethod
     def _check_subclass(sampler: DistributedSampler[Any]) -> None:
@@ -256,7 +234,7 @@ class ResumableStream:
         self.epoch = 0
         self._loader = loader
         self._dataset: Any = loader.dataset
-        if not all(callable(getattr(self._dataset, name, None)) for name in ("state_dict", "load_state_dict")):
+        if not has_state(self._dataset):
             raise TypeError(f"the place in a {type(self._dataset).__name__} cannot be saved: it has no state_dict() and "
                             "load_state_dict(), such as a shard and the offset in it. Add them, or use a dataset of "
                             f"samples by index, with a sampler={_FOR_RANKS}")
@@ -293,30 +271,9 @@ class ResumableStream:
         self._dataset.load_state_dict(state_dict["dataset"])
 
 
-class _Indices:
-    """Stands in for the sampler or the batch sampler of a loader."""
-
-    items: list[Any]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.items)
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-
 def _undivided(sampler: DistributedSampler[Any]) -> list[Any]:
     """Return the samples that a sampler like this one gives a single rank."""
     whole = copy.copy(sampler)
     whole.num_replicas, whole.rank = 1, 0
     whole.num_samples = whole.total_size = len(sampler.dataset)  # type: ignore[arg-type]
     return list(whole)
-
-
-def _sums(parts: list[Any]) -> list[int]:
-    """Return the sums of lengths so far."""
-    ends, end = [], 0
-    for part in parts:
-        end += len(part)
-        ends.append(end)
-    return ends

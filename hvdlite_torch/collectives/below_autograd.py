@@ -54,7 +54,7 @@ class TorchHandle:
 
 def allreduce(tensor: torch.Tensor, output: torch.Tensor, name: str, op: ReduceOp, prescale: float, postscale: float,
               process_set: ProcessSet, *, blocking: bool = False) -> TorchHandle:
-    """Reduce into `output`, which may be `tensor`; `blocking` as in `Collectives.allreduce`."""
+    """Reduce into `output`, which may be `tensor`; `blocking` as in `Collectives`."""
     source = to_transportable(tensor, name, Collective.ALLREDUCE, op)
     target = source if output is tensor else contiguous_like(output, source)
     if output is tensor:
@@ -85,26 +85,29 @@ def grouped_allreduce(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.T
                                           target in zip(outputs, targets, strict=True)])
 
 
-def allgather(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> TorchHandle:
-    """Concatenate all ranks' rows; the handle's `rows` are their numbers by rank."""
+def allgather(tensor: torch.Tensor, name: str, process_set: ProcessSet, *, blocking: bool = False) -> TorchHandle:
+    """Concatenate all ranks' rows; the handle's `rows` are their numbers by rank. `blocking` as in `Collectives`."""
     source = to_transportable(tensor, name, Collective.ALLGATHER)
-    handle = api.runtime().allgather(name, as_runtime_array(source, name), process_set=api.set_id(process_set))
+    handle = api.runtime().allgather(name, as_runtime_array(source, name), process_set=api.set_id(process_set),
+                                     blocking=blocking)
     return TorchHandle(handle, lambda array: as_tensor(array).to(tensor.device))
 
 
 def reducescatter(tensor: torch.Tensor, name: str, op: ReduceOp, prescale: float, postscale: float,
-                  process_set: ProcessSet) -> TorchHandle:
+                  process_set: ProcessSet, *, blocking: bool = False) -> TorchHandle:
     """Reduce, and return this rank's rows."""
     source = to_transportable(tensor, name, Collective.REDUCESCATTER, op)
     handle = api.runtime().reducescatter(name, as_runtime_array(source, name), op, prescale=prescale, postscale=postscale,
-                                         process_set=api.set_id(process_set))
+                                         process_set=api.set_id(process_set), blocking=blocking)
     return TorchHandle(handle, lambda array: as_tensor(array).to(tensor.device))
 
 
-def alltoall(tensor: torch.Tensor, splits: list[int] | None, name: str, process_set: ProcessSet) -> TorchHandle:
+def alltoall(tensor: torch.Tensor, splits: list[int] | None, name: str, process_set: ProcessSet, *,
+             blocking: bool = False) -> TorchHandle:
     """Exchange rows; the result is the pair of rows and their numbers by source rank."""
     source = to_transportable(tensor, name, Collective.ALLTOALL)
-    handle = api.runtime().alltoall(name, as_runtime_array(source, name), splits, process_set=api.set_id(process_set))
+    handle = api.runtime().alltoall(name, as_runtime_array(source, name), splits, process_set=api.set_id(process_set),
+                                    blocking=blocking)
     return TorchHandle(handle, lambda result: (as_tensor(result[0]).to(tensor.device),
                                                torch.from_numpy(result[1].astype("int32"))))
 
@@ -114,14 +117,15 @@ def join_handles(handles: Sequence[TorchHandle]) -> TorchHandle:
     return TorchHandle(Handles([handle._handle for handle in handles]), lambda _: [handle.wait() for handle in handles])
 
 
-def broadcast(tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str, process_set: ProcessSet) -> TorchHandle:
+def broadcast(tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str, process_set: ProcessSet, *,
+              blocking: bool = False) -> TorchHandle:
     """Write the root's values into `output`, which may be `tensor`."""
     source = to_transportable(tensor, name, Collective.BROADCAST)
     target = source if output is tensor else contiguous_like(output, source).copy_(source)
     if output is tensor:
         mark_written(output)
     return TorchHandle(api.runtime().broadcast(name, as_runtime_array(target, name), root_rank,
-                                               process_set=api.set_id(process_set)),
+                                               process_set=api.set_id(process_set), blocking=blocking),
                        lambda _: copy_back(output, target))
 
 

@@ -46,12 +46,14 @@ class DifferentiableCall:
     Attributes:
         name: as negotiated. Gradients append to it.
         is_grouped: whether it is of a list of tensors, which may have one element.
+        is_blocking: whether the caller of `begin` waits for the handle immediately.
         has_rows: whether the first dimension is cut or concatenated.
     """
 
     name: str
     process_set: ProcessSet
     is_grouped: bool = dataclasses.field(default=False, kw_only=True)
+    is_blocking: bool = dataclasses.field(default=False, kw_only=True)
     has_rows = False
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
@@ -78,7 +80,6 @@ class AllreduceCall(DifferentiableCall):
     op: ReduceOp
     prescale: float = 1.0
     postscale: float = 1.0
-    is_blocking: bool = False  # the caller waits for the handle immediately
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
         self.is_blocking = True
@@ -107,11 +108,13 @@ class BroadcastCall(DifferentiableCall):
     averages: bool = False
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
+        self.is_blocking = True
         return [self.begin(tensors, [torch.empty_like(tensors[0])]).wait()]
 
     def begin(self, tensors: Tensors, outputs: Tensors) -> TorchHandle:
         """Begin to broadcast into the only output, which may be the tensor."""
-        return below_autograd.broadcast(tensors[0], outputs[0], self.root_rank, self.name, self.process_set)
+        return below_autograd.broadcast(tensors[0], outputs[0], self.root_rank, self.name, self.process_set,
+                                        blocking=self.is_blocking)
 
     def adjoint(self, upstream: Tensors) -> list[torch.Tensor]:
         (combined,) = apply(_sum(f"{self.name}.gradient", self.process_set, self.averages), *upstream)
@@ -130,7 +133,7 @@ class AllgatherCall(DifferentiableCall):
     has_rows = True
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
-        handles = [below_autograd.allgather(tensor, name, self.process_set)
+        handles = [below_autograd.allgather(tensor, name, self.process_set, blocking=not self.is_grouped)
                    for tensor, name in zip(tensors, self.names(tensors), strict=True)]
         results = [handle.wait() for handle in handles]
         mine = _members(self.process_set).index(api.runtime().world.rank)
@@ -156,7 +159,8 @@ class ReducescatterCall(DifferentiableCall):
     has_rows = True
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
-        handles = [below_autograd.reducescatter(tensor, name, self.op, self.prescale, self.postscale, self.process_set)
+        handles = [below_autograd.reducescatter(tensor, name, self.op, self.prescale, self.postscale, self.process_set,
+                                                blocking=not self.is_grouped)
                    for tensor, name in zip(tensors, self.names(tensors), strict=True)]
         return [handle.wait() for handle in handles]
 
@@ -183,7 +187,8 @@ class AlltoallCall(DifferentiableCall):
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
         (tensor,) = tensors
-        result, self.received = below_autograd.alltoall(tensor, self.splits, self.name, self.process_set).wait()
+        result, self.received = below_autograd.alltoall(tensor, self.splits, self.name, self.process_set,
+                                                              blocking=True).wait()
         self._rows = tensor.shape[0]
         return [result]
 

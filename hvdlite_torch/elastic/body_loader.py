@@ -10,7 +10,6 @@ and its state travels with the place, so any rank can draw the order again.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hvdlite import api
 from hvdlite.training.mirrored.shards import equal_split
 from hvdlite.training.objects import broadcast_object
-from hvdlite.training.positions import batches
+from hvdlite.training.positions import by_turns
 from hvdlite_torch.checkpoints.resumable_loader import PositionedLoader
 from hvdlite_torch.gradients.weights import GradientWeight
 from hvdlite_torch.optimizer import Distributed
@@ -131,11 +130,9 @@ class BodyLoader(PositionedLoader):
     def _cut(self, rows: int) -> list[tuple[int, Any]]:
         """Return the rest of the epoch: the position after each body, and this rank's indices."""
         assert self._batch_sampler is not None
-        split, begin = equal_split(api.rank(), api.size()), self._consumed
-        bodies = list(batches(self._order()[begin:], rows, drops=self._batch_sampler.drop_last))
-        ends = itertools.accumulate((len(body) for body in bodies), initial=begin)
-        next(ends)
-        return [(end, body[split.own(len(body))]) for end, body in zip(ends, bodies, strict=True)]
+        bodies = by_turns(self._order(), self._consumed, 0, 1, rows, drops_batch=self._batch_sampler.drop_last)
+        split = equal_split(api.rank(), api.size())
+        return [(end, body[split.own(len(body))]) for end, body in bodies]
 
     def _order(self) -> list[Any]:
         """Return the order of rank 0's sampler, which all ranks draw from the same state; all ranks call this.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 from hvdlite import api
+from hvdlite.training.positions import rank_share
 
 
 class ElasticSampler(Sampler[int]):
@@ -92,12 +92,9 @@ class ElasticSampler(Sampler[int]):
         else:
             order = list(range(length))
         self.remaining_indices: list[int] = order[self.processed_num:]
-        self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
+        self.indices = rank_share(self.remaining_indices, 0, self.rank, self.num_replicas)
+        self.num_samples = len(self.indices)
         self.total_size = self.num_samples * self.num_replicas
-        padded = self.remaining_indices
-        while padded and len(padded) < self.total_size:
-            padded = padded + padded[:self.total_size - len(padded)]
-        self.indices = padded[self.rank:self.total_size:self.num_replicas]
 
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's indices."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hvdlite import api
+from hvdlite.training.checkpoints.kinds import has_state
 from hvdlite_torch.collectives.broadcasts import broadcast_structure, load_exactly, with_rooms
 from hvdlite_torch.elastic.elastic_sampler import ElasticSampler
 from hvdlite_torch.rows import mapped, tensors_in
@@ -137,10 +138,8 @@ class ModelStateHandler(StateDictHandler):
     def parts(self, state: Any) -> dict[str, Any]:
         """Return parameters and buffers apart: statistics of BatchNorm differ between ranks in any training."""
         buffers = {name for name, _ in self.value.named_buffers()} & state.keys()
-        parts = {"": {name: each for name, each in state.items() if name not in buffers}}
-        if buffers:
-            parts["'s buffers"] = {name: each for name, each in state.items() if name in buffers}
-        return parts
+        return {"": {name: each for name, each in state.items() if name not in buffers},
+                "'s buffers": {name: each for name, each in state.items() if name in buffers}}
 
     def stage_received(self, structure: Any) -> Any:
         """Put memory in place of a received part's placeholders, in the staged copy of the own state."""
@@ -301,5 +300,4 @@ def handler_for(value: Any) -> StateHandler | None:
     for kind, make in _registry:
         if isinstance(value, kind):
             return make(value)
-    has_state_dict = all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
-    return StateDictHandler(value) if has_state_dict and not isinstance(value, type) else None
+    return StateDictHandler(value) if has_state(value) else None

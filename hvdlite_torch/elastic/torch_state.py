@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, cast
 
@@ -16,13 +15,10 @@ from hvdlite.training.elastic.state import ObjectState, explained, pickled
 from hvdlite.training.replicas import digest, named_parts
 from hvdlite_torch import checkpoints  # noqa: F401 - it knows torch's objects
 from hvdlite_torch.arrays.tensors import on_host
-from hvdlite_torch.checkpoints.random_states import load_torch_random_states, torch_random_states
 from hvdlite_torch.collectives.broadcasts import Placeholder, broadcast_tensors, taken_out, with_rooms
 from hvdlite_torch.elastic.body_loader import SCALE, BodyLoader
 from hvdlite_torch.elastic.elastic_sampler import ElasticSampler
 from hvdlite_torch.elastic.handlers import StateDictHandler, StateHandler, handler_for
-from hvdlite_torch.optimizer.base import is_distributed
-from hvdlite_torch.uncompiled import leave_to_python
 
 _ALIKE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, ElasticSampler)
 """Types whose state dicts are equal on all ranks after `sync`, if scripts do not change how they are loaded."""
@@ -177,23 +173,22 @@ class TorchState(ComparedState):
         rooms = {} if room is None else room[0]
         small = {name: self._checked(name, lambda name=name, handler=handler: handler.small_copy(rooms.get(name)))
                  for name, handler in handlers.items()}
-        return small, super()._small_copy(None), torch_random_states()
+        return small, super()._small_copy(None)
 
     def _steps_so_far(self) -> Any:
-        """Also steps that nobody reports: of optimizers that do not belong to the state, and by hand."""
+        """Also steps that nobody reports: of optimizers that are not distributed, and by hand."""
         if self._watched is None:
             values = [handler.value for handler in self._handlers.values()]
             self._watched = list(dict.fromkeys(parameter for each in values for parameter in parameters_of(each)))
         return super()._steps_so_far(), sum([parameter._version for parameter in self._watched])
 
     def _load_small(self, small: Any) -> None:
-        states, others, generators = small
+        states, others = small
         for parameter in self._watched or ():
             parameter.grad = None  # of the body that is run again; distributed optimizers have cleared theirs
         for name, each in states.items():
             cast(StateDictHandler, self._handlers[name]).load_small(each)
         super()._load_small(others)
-        load_torch_random_states(generators)
 
     def _durable_parts(self) -> dict[str, Any]:
         unknown = [name for name, handler in self._handlers.items() if not isinstance(handler, StateDictHandler)]
@@ -212,10 +207,6 @@ class TorchState(ComparedState):
         states = {name: _equal_part(handler.value) for name, handler in self._built_in().items()}
         known = digests or Digests()
         return named_parts("state", {**states, **{name: getattr(self, name) for name in sent}}, known.of)
-
-    def _kinds_of_writers(self) -> tuple[type, ...]:
-        writer = getattr(sys.modules.get("torch.utils.tensorboard"), "SummaryWriter", None)  # its import takes seconds
-        return () if writer is None else (writer,)
 
     def _built_in(self) -> dict[str, StateDictHandler]:
         """Return the handlers whose copies are made and sent together with those of others."""
@@ -254,8 +245,6 @@ class TorchState(ComparedState):
             pickled(name, taken_out(handler.saved, []))
         self._handlers[name] = handler
         self._watched = None
-        if isinstance(value, torch.optim.Optimizer):
-            value.register_step_pre_hook(leave_to_python(_note_step))
         object.__setattr__(self, name, value)
         return True
 
@@ -279,12 +268,6 @@ def parameters_of(value: Any) -> Iterator[torch.Tensor]:
         yield from (parameter for group in value.param_groups for parameter in group["params"])
     elif isinstance(value, torch.nn.Module):
         yield from value.parameters()
-
-
-def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """A hook: an optimizer whose gradients the script reduces itself changes parameters now; distributed ones say it."""
-    if not is_distributed(optimizer):
-        api.worlds().step_begins()
 
 
 def _keep_freed_memory() -> None:

@@ -3,7 +3,8 @@
 Rules
 - The job on this host ends when the launcher ends, when the link is cut (no order, not even a ping, for as many seconds as
   the knob `agent_timeout` allows) and on a `Stop` order: all its processes are killed and its directory is removed. If the
-  agent itself is killed, or is stopped for twice that time, its reaper does this.
+  agent itself is killed, or is stopped for twice that time, its reaper does this. When the launcher of an elastic job ends,
+  the ranks get SIGTERM and their grace before that.
 - The agent never blocks on the link: while the launcher does not read, or reports that its own reader is slow, the ranks'
   output stays in their pipes.
 """
@@ -63,6 +64,7 @@ from hvdlite_runner.messages import (
 )
 
 _CHECK_SECONDS: Final = 1.0
+_LAUNCHER_ENDED: Final = "hvdrun has ended"
 _FULL, _EMPTY = 4 << 20, 1 << 20  # bytes waiting for the launcher: stop reading from the ranks, and resume
 
 
@@ -155,13 +157,24 @@ class Agent:
     def _end(self, reason: str) -> None:
         self._ending, self._reason = True, reason
 
+    def _lose_launcher(self) -> None:
+        """End; in an elastic job when the ranks have ended, or their grace is over."""
+        self._unsent.clear()
+        if self._is_elastic and not self._asked:
+            self._selector.unregister(self._in)
+            self._asked, self._ends_at, self._silence = _LAUNCHER_ENDED, time.monotonic() + self._grace, math.inf
+            self._is_elastic = False  # nobody orders worlds
+            self._workers.obey(Signal(signal.SIGTERM))
+        elif self._asked != _LAUNCHER_ENDED:
+            self._ending = True
+
     def _receive(self) -> None:
         try:
             content = os.read(self._in, 1 << 16)
         except BlockingIOError:
             return
         if not content:
-            self._ending = True
+            self._lose_launcher()
             return
         for order in self._frames.feed(content):
             self._obey(order)
@@ -239,8 +252,7 @@ class Agent:
         except BlockingIOError:
             pass
         except OSError:
-            self._unsent.clear()  # the launcher has closed its end
-            self._ending = True
+            self._lose_launcher()  # it has closed its end
         waiting = self._out in self._selector.get_map()
         if self._unsent and not waiting:
             self._selector.register(self._out, selectors.EVENT_WRITE, self._push)

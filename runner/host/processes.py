@@ -94,9 +94,10 @@ class Reaper:
 
     Args:
         stopped: seconds for which this process may be stopped, before the reaper kills it.
+        grace: of the ranks between SIGTERM and SIGKILL, in seconds, if the launcher is killed.
     """
 
-    def __init__(self, job_directory: str, stopped: float = math.inf) -> None:
+    def __init__(self, job_directory: str, stopped: float = math.inf, grace: float = 0.0) -> None:
         self._mark = mark(job_directory)
         self._limit = _unused_limit()
         self._ranks: dict[int, int] = {}
@@ -105,7 +106,7 @@ class Reaper:
         self._subreaper = os.getpid() if _adopt_orphans() else 0
         environment = {name: value for name, value in os.environ.items() if name != launch_contract.JOB_DIRECTORY}
         command = [sys.executable, "-S", "-E", str(Path(reaper.__file__)), job_directory, self._mark,
-                   str(self._limit), str(stopped)]
+                   str(self._limit), str(stopped), str(grace)]
         self._process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
                                          stderr=subprocess.DEVNULL, start_new_session=True, env=environment)
         self._excluded.add(self._process.pid)

@@ -1,17 +1,19 @@
 """The reaper ends a job whose launcher was killed. It uses the standard library only, so it starts in milliseconds.
 
-    python reaper.py JOB_DIRECTORY MARK LIMIT STOPPED
+    python reaper.py JOB_DIRECTORY MARK LIMIT STOPPED GRACE
 
 It reads its standard input, whose other end only the launcher has open: a line "rank PID START" for each rank that is
 started, "gone PID" for one whose process id the system may use again, and "done". An end without "done" means that the
-launcher was killed: the reaper kills all processes of the job, and removes the job's directory. It kills a launcher that has
-been stopped (SIGSTOP) for STOPPED seconds; inf for never.
+launcher was killed: ranks get SIGTERM, and after GRACE seconds, or when they have ended, the reaper kills all processes of
+the job, and removes the job's directory. It kills a launcher that has been stopped (SIGSTOP) for STOPPED seconds; inf for
+never.
 
 A process belongs to the job when it has MARK in its environment, has the LIMIT that the launcher sets for ranks, is in the
 session or group of a rank, or descends from such a process. Each criterion alone can fail: by a cleaned environment (or a
 rewritten title, which uses the same memory), by a program that sets limits, by setsid, by a parent that has ended.
 """
 
+import contextlib
 import math
 import os
 import select
@@ -126,6 +128,24 @@ def kill_job(mark: bytes, ranks: dict[int, int], limit: int = 0, timeout: float 
         time.sleep(0.02)
 
 
+def let_end(ranks: dict[int, int], seconds: float) -> None:
+    """Send SIGTERM to the ranks, and wait until they have ended.
+
+    Args:
+        ranks: the start of each, by process id.
+        seconds: after which they are not waited for any more.
+    """
+    until, told = time.monotonic() + seconds, set[int]()
+    while time.monotonic() < until and (left := [
+            pid for pid, start in ranks.items()
+            if (found := look_up(pid)) is not None and found.start == start and found.state not in "ZX"]):
+        for pid in set(left) - told:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGTERM)
+        told.update(left)
+        time.sleep(0.02)
+
+
 def kill_rank(marks: Iterable[bytes], rank: int) -> bool:
     """Kill the processes of one rank, as far as they are found now; return whether there was none.
 
@@ -205,7 +225,8 @@ def read_until_end(launcher: int, allowed: float) -> bytes:
 
 def main() -> None:
     """Wait for the end of the launcher."""
-    directory, mark, limit, allowed = sys.argv[1], os.fsencode(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+    directory, mark, limit = sys.argv[1], os.fsencode(sys.argv[2]), int(sys.argv[3])
+    allowed, grace = map(float, sys.argv[4:])
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # a terminal's Ctrl-C is for the launcher
     lines = [line.split() for line in read_until_end(os.getppid(), allowed).splitlines()]
@@ -216,6 +237,7 @@ def main() -> None:
                 ranks[int(line[1])] = int(line[2])
             elif line[0] == b"gone":
                 ranks.pop(int(line[1]), None)
+        let_end(ranks, grace)
         kill_job(mark, ranks, limit)
         shutil.rmtree(directory, ignore_errors=True)
 

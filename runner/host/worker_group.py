@@ -26,7 +26,8 @@ from hvdlite.core.system_limits import OUT_OF_DESCRIPTORS, explained, reserve_de
 from hvdlite.diagnostics.progress import read, read_metrics
 from hvdlite_runner.host import commands, progress
 from hvdlite_runner.host.member_server import MemberServer
-from hvdlite_runner.host.preemption import PreemptionScript
+from hvdlite_runner.host.polled_program import PolledProgram
+from hvdlite_runner.host.preemption import OPTION, preemption_script
 from hvdlite_runner.host.processes import RankProcess, Reaper, kill_descendants
 from hvdlite_runner.host.reaper import look_up
 from hvdlite_runner.messages import (
@@ -35,11 +36,13 @@ from hvdlite_runner.messages import (
     Event,
     Exited,
     FromMember,
+    HostNoticed,
     KillMember,
     Look,
     Output,
     ProcessStart,
     ProgressReply,
+    Remark,
     Result,
     SeenStopped,
     Signal,
@@ -89,15 +92,16 @@ class WorkerGroup:
         self._paused = False
         self._asked = False  # whether the ranks have been ordered to end
         self._members: MemberServer | None = None  # of an elastic job
-        self._preemption: PreemptionScript | None = None
+        self._preemption: PolledProgram[float | None] | None = None
         self._killed: set[int] = set()  # members that were killed on an order
         self._dying: dict[int, float] = {}  # members that have ended: until when to wait for the end of their descendants
 
-    def prepare(self, stopped: float = math.inf) -> None:
+    def prepare(self, stopped: float = math.inf, grace: float = 0.0) -> None:
         """Create the job's directory, whose name contains this process's id, and start the reaper.
 
         Args:
             stopped: seconds for which this process may be stopped, before the reaper ends the job.
+            grace: of the ranks then.
 
         Raises:
             LaunchError: when there is no place for the directory, or no process can be started.
@@ -109,7 +113,7 @@ class WorkerGroup:
                               "TMPDIR names another place") from None
         try:
             with explained("the process that ends the job if hvdrun is killed"):
-                self._reaper = Reaper(self.directory, stopped)
+                self._reaper = Reaper(self.directory, stopped, grace)
         except LaunchError:
             shutil.rmtree(self.directory, ignore_errors=True)
             raise
@@ -169,7 +173,7 @@ class WorkerGroup:
             self._members = MemberServer(self._selector, self.directory,
                                          lambda *received: self._report(FromMember(*received)))
         if order.preemption_script and self._preemption is None:
-            self._preemption = PreemptionScript(order.preemption_script, self._report, self)
+            self._preemption = preemption_script(order.preemption_script, lambda line: self._report(Remark(line)), self)
         count = len(order.processes)
         try:
             with reserve_descriptors(_DESCRIPTORS * count, f"starting {count} processes on one host"):
@@ -219,8 +223,10 @@ class WorkerGroup:
 
     def notice(self) -> None:
         """Report the ranks that have ended since the last call, and a notice; reap adopted orphans."""
-        if self._preemption is not None:
-            self._preemption.turn()
+        left = None if self._preemption is None else self._preemption.turn(time.monotonic())
+        if self._preemption is not None and left is not None:
+            self._preemption.close()
+            self._report(HostNoticed(OPTION, left))
         for key, process in list(self.running.items()):
             code = process.exit_code()
             if code is None:
@@ -252,7 +258,7 @@ class WorkerGroup:
     def wait(self) -> float:
         """Return the seconds until `notice` is due, if no descriptor makes it due before; infinity for never."""
         needs_polling = bool(self._dying) or any(process.pidfd < 0 for process in self.running.values())
-        due = math.inf if self._preemption is None else self._preemption.wait()
+        due = math.inf if self._preemption is None else self._preemption.wait(time.monotonic())
         return min(POLL_WITHOUT_PIDFD, due) if needs_polling else due
 
     def _kill_descendants(self, process: RankProcess) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from hvdlite.core.errors import LaunchError
-from hvdlite_runner.host.polled_program import PolledProgram, Said
+from hvdlite_runner.host.polled_program import PolledProgram
 from hvdlite_runner.host.worker_group import WorkerGroup
 from hvdlite_runner.placement import parse_host
 
@@ -35,7 +35,7 @@ def parse_discovered(text: str, slots: int) -> dict[str, int]:
         try:
             name, given = parse_host(content)
         except LaunchError as error:
-            raise LaunchError(f"line {number} of its output: {error}") from None
+            raise LaunchError(f"a list of hosts: line {number} of its output: {error}") from None
         found[name] = slots if given is None else given
     return {name: count for name, count in found.items() if count}
 
@@ -51,8 +51,9 @@ class DiscoveryScript:
     """
 
     def __init__(self, program: str, slots: int, warn: Callable[[str], None], local: WorkerGroup | None = None) -> None:
-        self._program = PolledProgram("--host-discovery-script", program, SECONDS_BETWEEN, warn, local)
-        self._slots = slots
+        self._program = PolledProgram(
+            "--host-discovery-script", program, SECONDS_BETWEEN, lambda output: parse_discovered(output, slots),
+            "the hosts stay as they were", warn, local)
         self._warn = warn
         self._known: Mapping[str, int] | None = None
         self.wait, self.close = self._program.wait, self._program.close
@@ -66,26 +67,13 @@ class DiscoveryScript:
         Raises:
             LaunchError: when there is no first answer.
         """
-        try:
-            said = self._program.turn(now)
-            found = None if said is None else self._parsed(said)
-        except LaunchError as error:
-            if self._known is None:
-                raise LaunchError(f"{self._program.name} {error}") from None
-            self._program.warn(error, "the hosts stay as they were", now)
-            return None
+        found = self._program.turn(now, is_needed=self._known is None)
         if found is None or (self._known is not None and list(found.items()) == list(self._known.items())):
             return None
         if self._known and not found:
             self._warn(f"{self._program.name} prints no host; ranks that run go on")
         self._known = found
         return found
-
-    def _parsed(self, said: Said) -> dict[str, int]:
-        try:
-            return parse_discovered(said.output, self._slots)
-        except LaunchError as error:
-            raise LaunchError(f"did not print a list of hosts: {error}{said.quoted}") from None
 
 
 def discover_once(program: str, slots: int) -> dict[str, int]:

@@ -152,7 +152,7 @@ class Job:
     def _begin(self) -> None:
         """Prepare this host, and tell the user what follows from the options."""
         self._output.watch(self.selector, self._pause)
-        self._local.prepare()
+        self._local.prepare(grace=self._settings.limits.grace if self._is_elastic else 0.0)
         self._task.watch_caller(self.selector, lambda: self.ending.interrupt(signal.SIGTERM))
         for line in self._settings.notice.splitlines():
             self._output.note(line)

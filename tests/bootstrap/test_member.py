@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hvdlite.bootstrap import member_client
 from hvdlite.bootstrap.member_client import MemberClient
 from hvdlite.bootstrap.rendezvous import Cancellation
 from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostError, WorldEnded
@@ -265,3 +267,23 @@ def test_a_member_that_cannot_take_an_order_does_not_wait_for_others(launcher: L
 def test_a_member_without_a_launcher_says_so(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="its launcher does not answer"):
         MemberClient(str(tmp_path), 7)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_world_outlives_the_launcher_if_its_state_is_saved(launcher: Launcher, saves: bool,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last boundaries are passed, and what it writes to a pipe that nobody reads is lost."""
+    (reader, writer), stops = os.pipe(), list[str]()
+    monkeypatch.setattr(member_client, "_output_pipes", lambda: [writer])
+    launcher.member.outlive_output()
+    os.close(reader)
+    os.write(writer, b"no broken pipe")
+    launcher.member.attach(1, stops.append)
+    launcher.member.saves_at_end = saves
+    launcher.socket.close()
+    with pytest.raises(LaunchError, match="cannot be reached any more"):
+        launcher.member.next_order()
+    assert launcher.member.is_ending == saves and len(stops) == (not saves)
+    launcher.member.boundary(0)
+    assert os.fstat(writer).st_ino == os.stat(os.devnull).st_ino or not saves
+    os.close(writer)

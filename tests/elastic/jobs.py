@@ -135,6 +135,13 @@ class Job:
             told[int(path.suffix[1:])] = Told(**fields)
         return told
 
+    def end_of_orphans(self) -> None:
+        """Wait until nothing is left of a job whose launcher was killed."""
+        deadline = time.monotonic() + HANGS_SECONDS
+        while left := marked_processes(self._tag.encode()):
+            assert time.monotonic() < deadline, f"processes were left: {left}\n{self.errors()}"
+            time.sleep(0.05)
+
     def succeed(self, timeout: float = HANGS_SECONDS, lost: Iterable[int] = (),
                 lost_hosts: Collection[str] | None = None) -> dict[int, Told]:
         """Wait for the end of a job that is to succeed: the last members agree, and have done every step once.

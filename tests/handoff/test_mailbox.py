@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from hvdlite.core.errors import HorovodInternalError
-from hvdlite.core.types import ReduceOp
-from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
+from hvdlite.core.types import Collective
+from hvdlite.handoff.exchange import MailboxCall, Signature
+from hvdlite.handoff.mailbox import MailboxEnd
 from hvdlite.memory import futex
 from hvdlite.memory.area import Area, area_bytes
+from hvdlite.memory.patience import Patience
 from hvdlite.negotiation.messages import Mailbox
 from hvdlite.planes.arithmetic import Casts, Reduction
 from tests.worlds import HANGS_SECONDS
@@ -28,11 +30,11 @@ def ends(size: int) -> tuple[list[MailboxEnd], list[Any], list[MailboxCall]]:
     inbox: Any = types.SimpleNamespace(post=posted.append, release=lambda key: None)
     mailbox = Mailbox(mailbox_id=1, stem="x", process_set_id=0, area=0, capacity=CAPACITY, first_round=1)
     return [MailboxEnd(mailbox, tuple(range(size)), Area(memory, rank, size, CAPACITY), Casts.of_numpy(), inbox,
-                       over.append) for rank in range(size)], posted, over
+                       over.append, Patience(0.0)) for rank in range(size)], posted, over
 
 
 def call(value: float, elements: int = 1, name: str = "x") -> MailboxCall:
-    return MailboxCall((0, name), (name, "float64", (elements,), ReduceOp.SUM, 1.0, 1.0), np.full(elements, value),
+    return MailboxCall((0, name), Signature(name, Collective.ALLREDUCE, "float64", (elements,)), 1, np.full(elements, value),
                        np.zeros(elements), lambda: "an entry")  # type: ignore[arg-type, return-value]
 
 

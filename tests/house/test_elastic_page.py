@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 _EVENTS, _ELASTIC = "tests/runner/test_elastic_events.py", "tests/runner/test_elastic.py"
 _HOSTS, _KILLS = "tests/runner/test_elastic_hosts.py", "tests/elastic/test_kills.py"
 _NOTICES, _NOTICED = "tests/runner/test_notices.py", "tests/elastic/test_notices.py"
+_DURABLE = "tests/elastic/test_durable.py"
 _WAITED_FOR = f"{_EVENTS}::test_ranks_for_which_others_wait_in_a_collective_and_at_the_end"
 
 ROWS = {
@@ -30,6 +31,9 @@ ROWS = {
     "a rank that was told to leave has not left in time": [
         f"{_NOTICES}::test_a_rank_that_has_not_left_in_time_is_killed"],
     "all ranks were told to leave": [f"{_NOTICED}::test_all_ranks_get_sigterm"],
+    "hvdrun is killed (SIGKILL), or gets SIGTERM": [
+        f"{_DURABLE}::test_hvdrun_ends_and_ranks_leave_a_checkpoint",
+        f"{_DURABLE}::test_hvdrun_is_killed_and_ranks_of_another_host_leave_a_checkpoint_too"],
     "discovery prints no host at all": [f"{_ELASTIC}::test_a_host_comes_and_goes"],
     "the discovery program fails, hangs or returns invalid output": [
         f"{_EVENTS}::test_a_discovery_program_that_fails_at_the_start", f"{_ELASTIC}::test_a_host_comes_and_goes"],

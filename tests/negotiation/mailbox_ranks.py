@@ -14,22 +14,24 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.core.types import Collective
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.stall_report import CallHistory
 from hvdlite.engine.mailboxes import Mailboxes
 from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.exchange import MailboxCall, Signature, stem_and_number
 from hvdlite.handoff.handle import BlockedWaiters
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.inbox import Task
 from hvdlite.handoff.job_state import JobState
-from hvdlite.handoff.mailbox import MailboxCall, MailboxEnd
+from hvdlite.handoff.mailbox import MailboxEnd
 from hvdlite.memory.area import Area, area_bytes
 from hvdlite.negotiation.controller import CloseMailbox, Controller, FreezeMailbox
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.mailboxes import stem_of
 from hvdlite.negotiation.messages import Decision, ErrorKind, Mailbox, MailboxStale, Report, Request, Response
 from hvdlite.negotiation.negotiator import Policy
+from hvdlite.planes.arithmetic import Casts
 
 _WAITERS = BlockedWaiters(lambda: None, lambda _: None)
 
@@ -131,7 +133,7 @@ class Rank:
         made, inbox = iter(range(1 << 30)), Inbox(self)
         self.handoff = Handoff(inbox, _WAITERS, JobState(job.size))  # type: ignore[arg-type]
         self.mailboxes = Mailboxes(lambda capacity, _: job.area(rank, next(made), capacity), self.handoff, self.controller,
-                                   FlightRecorder("shm", lambda: 0.0), CallHistory())
+                                   FlightRecorder("shm", lambda: 0.0), CallHistory(), casts=Casts.of_numpy())
         self.entries: dict[str, tuple[Call, Entry]] = {}
         self.in_use: set[str] = set()
         self.position = 0
@@ -169,8 +171,9 @@ class Rank:
         if end is None:
             self.enqueue(entry())
         else:
-            self._begun = MailboxCall((0, call.name), (call.name, "int64", (call.elements,), ReduceOp.SUM, 1.0, 1.0), value,
-                                      output, entry)
+            stem, number = stem_and_number(call.name)
+            signature = Signature(stem, Collective.ALLREDUCE, "int64", (call.elements,))
+            self._begun = MailboxCall((0, call.name), signature, number, value, output, entry)
 
     def _write(self, call: Call, end: MailboxEnd, made: MailboxCall) -> None:
         self._begun = None

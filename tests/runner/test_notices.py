@@ -15,9 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from hvdlite.core.errors import LaunchError
-from hvdlite_runner.host.polled_program import Said
-from hvdlite_runner.host.preemption import PreemptionScript, seconds_left
-from hvdlite_runner.messages import HostNoticed, Remark
+from hvdlite_runner.host.preemption import preemption_script, seconds_left
 from tests.runner.elastic_jobs import HostsFile, Job
 from tests.worlds import HANGS_SECONDS, HVDRUN, clean_environment
 
@@ -177,27 +175,27 @@ def test_all_ranks_are_to_leave_with_the_host_of_hvdrun(folder: Path) -> None:
 
 @pytest.mark.parametrize("output", ["soon\n", "-1\n", "inf\n", "nan\n", "1 2\n"])
 def test_what_is_no_number_of_seconds(output: str) -> None:
-    with pytest.raises(LaunchError, match="did not print a number of seconds; it said: x"):
-        seconds_left(Said(output, "; it said: x"))
+    with pytest.raises(LaunchError, match="a number of seconds"):
+        seconds_left(output)
 
 
-def test_a_program_that_fails_is_told_and_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    events: list[HostNoticed | Remark] = []
-    answer, now, pids = tmp_path / "answer", [0.0], list[int]()
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    script = PreemptionScript(f"cat {answer}", events.append, Mock(watch=pids.append))
+def test_a_program_that_fails_is_told_and_asked_again(tmp_path: Path) -> None:
+    events: list[float | str | None] = []
+    answer, now, pids = tmp_path / "answer", 0.0, list[int]()
+    script = preemption_script(f"cat {answer}", events.append, Mock(watch=pids.append))
     for said in (None, "soon", "tomorrow", "", " 120\n", "7"):
         if said is not None:
             answer.write_text(said)
         before = len(pids)
-        script.turn()
+        script.turn(now)
         if len(pids) > before:
             os.waitid(os.P_PID, pids[-1], os.WEXITED | os.WNOWAIT)
-        script.turn()
-        now[0] += 5.0
-    failed, nonsense, notice = events
+        events += filter(None, [script.turn(now)])
+        now += 5.0
+    failed, nonsense, *seconds = events
     name = f"--preemption-script cat {answer}"
-    assert isinstance(failed, Remark) and failed.text.startswith(f"{name} failed with code 1; it is asked again; it said:\n")
-    assert nonsense == Remark(f"{name} did not print a number of seconds; it is asked again; it said:\n  soon")
-    assert notice == HostNoticed("--preemption-script", 120.0) and len(pids) == 5, "it is asked no more"
-    assert script.wait() == math.inf
+    assert isinstance(failed, str) and failed.startswith(f"{name} failed with code 1; it is asked again; it said:\n")
+    assert nonsense == f"{name} did not print a number of seconds; it is asked again; it said:\n  soon"
+    assert seconds == [120.0, 7.0]
+    script.close()
+    assert script.turn(now) is None and len(pids) == 6 and script.wait(now) == math.inf, "it is asked no more"

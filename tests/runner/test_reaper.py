@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -15,7 +16,16 @@ import pytest
 
 from hvdlite_runner.host import processes
 from hvdlite_runner.host.processes import Reaper
-from hvdlite_runner.host.reaper import Process, kill_all, kill_job, marked_processes, members, process_table
+from hvdlite_runner.host.reaper import (
+    Process,
+    kill_all,
+    kill_job,
+    let_end,
+    look_up,
+    marked_processes,
+    members,
+    process_table,
+)
 from tests.worlds import HANGS_SECONDS
 
 
@@ -54,6 +64,26 @@ def test_a_process_that_has_got_the_id_of_another_one_is_not_killed(sleeper: sub
     assert sleeper.poll() is None
     kill_job(b"no=mark", {sleeper.pid: now.start})
     assert sleeper.wait(HANGS_SECONDS) == -signal.SIGKILL
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are found in /proc")
+def test_ranks_get_sigterm_and_are_waited_for_until_their_grace_is_over(sleeper: subprocess.Popen[bytes]) -> None:
+    script = "import signal; signal.signal(signal.SIGTERM, lambda *_: print('told', flush=True)); print(flush=True)\n" \
+        "while True: signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as stubborn:
+        assert stubborn.stdout is not None and stubborn.stdout.readline() == "\n"
+        ranks = {}
+        for pid in (sleeper.pid, stubborn.pid):
+            found = look_up(pid)
+            assert found is not None
+            ranks[pid] = found.start
+        let_end(ranks, 0.5)
+        assert stubborn.stdout.readline() == "told\n" and stubborn.poll() is None
+        stubborn.kill()
+        let_end(ranks, math.inf)  # zombies, and those that nobody has reaped, have ended
+        let_end({os.getpid(): 0}, math.inf)  # another process has had this id
+        assert "told" not in stubborn.stdout.read(), "once"
+    assert sleeper.wait(HANGS_SECONDS) == -signal.SIGTERM
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are found in /proc")

@@ -17,6 +17,11 @@ def test_results_are_those_of_requests() -> None:
     processes(2, programs.results_are_those_of_requests)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_kinds_give_what_requests_give(size: int) -> None:
+    processes(size, programs.all_kinds_give_what_requests_give)
+
+
 # docs/protocol.md#mailboxes
 def test_whatever_ends_a_mailbox_the_calls_go_on() -> None:
     processes(3, programs.whatever_ends_a_mailbox_the_calls_go_on)

@@ -158,14 +158,15 @@ def test_steps_are_counted_before_parameters_change(case: str) -> None:
     assert api.worlds().steps_begun - before == count
 
 
-def test_a_plain_optimizer_of_a_state_counts_its_steps() -> None:
+def test_steps_that_nobody_reports_are_seen() -> None:
     model = net()
-    optimizer = sgd(model)
-    TorchState(model, optimizer)
-    before = api.worlds().steps_begun
+    state, optimizer = TorchState(model), sgd(model)
     model(torch.ones(3, 6)).sum().backward()
-    optimizer.step()
-    assert api.worlds().steps_begun == before + 1
+    for change in (optimizer.step, lambda: torch.nn.init.zeros_(model[0].weight)):
+        before = state._steps_so_far()
+        assert state._steps_so_far() == before
+        change()
+        assert state._steps_so_far() != before
 
 
 class OwnHandler(StateHandler):

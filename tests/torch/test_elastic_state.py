@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,17 +139,3 @@ def test_handlers_of_ones_own() -> None:
         assert state.counter is counter and counter.value == 1
     finally:
         set_handler_registry(before)
-
-
-def test_writers_of_tensorboard_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which may not be installed, and is not imported for this."""
-    state = TorchState(epoch=0)
-
-    class SummaryWriter:
-        pass
-
-    writer = SummaryWriter()
-    for module, known in ((None, []), (SimpleNamespace(SummaryWriter=SummaryWriter), ["SummaryWriter"])):
-        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-        state._note_writers(lambda: writer)
-        assert state._writers == known

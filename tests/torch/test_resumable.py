@@ -295,11 +295,6 @@ def test_places_that_do_not_fit_are_refused() -> None:
     again.load_state_dict(saved(hidden))
     with pytest.raises(ValueError, match=r"Hidden gives epoch 1 another order.*torch.Generator"):
         next(iter(again))
-    halves = resumable(make("own batches"))
-    state = place(make("own batches"))
-    halves.load_state_dict({**state, "consumed": 3})
-    with pytest.raises(ValueError, match="inside a batch of the Halves"):
-        next(iter(halves))
 
 
 def test_loaders_whose_place_nobody_knows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlite import api
+from hvdlite import api, boundaries
 from hvdlite.core.errors import HostsUpdatedInterrupt
 from hvdlite.membership.messages import StateReport, WorldOrder
-from hvdlite.training.elastic import state as state_module
 from hvdlite.training.elastic.state import ObjectState, State
 
 
@@ -96,7 +95,7 @@ def test_a_body_without_a_step_has_no_boundary_after_it() -> None:
 def test_a_commit_in_a_body_is_made_at_the_next_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
     state: Any = ObjectState(step=0)
     passed: list[int] = []
-    monkeypatch.setattr(state_module.boundaries, "boundary", lambda: passed.append(state.step))
+    monkeypatch.setattr(boundaries, "boundary", lambda: passed.append(state.step))
     state._begin_body()
     state.commit()
     state.check_host_updates()
@@ -133,7 +132,7 @@ def test_who_stops_at_a_boundary_has_its_copy(monkeypatch: pytest.MonkeyPatch) -
 
     def interrupt() -> None:
         raise HostsUpdatedInterrupt
-    monkeypatch.setattr(state_module.boundaries, "boundary", interrupt)
+    monkeypatch.setattr(boundaries, "boundary", interrupt)
     with pytest.raises(HostsUpdatedInterrupt):
         state._begin_body()
     report = stopped(state, at_rest=True)

@@ -58,7 +58,7 @@ class Manifest(msgspec.Struct, frozen=True):
         ranks: how many have written it.
         parts: the structures that are the same on all ranks, by name; tensors are left out (`structure.py`).
         own_parts: the others, by rank and name.
-        own_tensors: the tensors that each rank has for itself, by rank, with the names that they have in the structures.
+        owners: the ranks that have tensors for themselves.
         files: the tensors of each file of this directory. A rank's own are in a file of its own, `own_file`.
         format: `FORMAT`.
     """
@@ -68,7 +68,7 @@ class Manifest(msgspec.Struct, frozen=True):
     ranks: int
     parts: dict[str, Any]
     own_parts: dict[int, dict[str, Any]]
-    own_tensors: dict[int, tuple[str, ...]]
+    owners: tuple[int, ...]
     files: dict[str, dict[str, SavedTensor]]
     format: str = FORMAT
 
@@ -81,6 +81,11 @@ def own_file(rank: int) -> str:
 def shared_file(index: int) -> str:
     """Return the name of a file with tensors that all ranks have."""
     return f"shared-{index:05d}.safetensors"
+
+
+def is_shared(file: str) -> bool:
+    """Return whether a file has tensors that all ranks have."""
+    return file.startswith("shared-")
 
 
 def checkpoints(directory: Path) -> tuple[list[Manifest], list[str]]:

@@ -29,13 +29,17 @@ class Every:
         self._world: Runtime | None = None
         self._call: AgreedCall | None = None  # of this world
 
-    def is_due(self) -> bool:
-        """Return whether to save now: the same on all ranks, which call this once a step."""
+    def is_due(self, is_wanted: bool = False) -> bool:
+        """Return whether to save now: the same on all ranks, which call this once a step.
+
+        Args:
+            is_wanted: whether this rank wants it soon, whatever the time.
+        """
         runtime = api.runtime()
         if self._call is None or self._world is not runtime:
             self._world, self._call = runtime, runtime.agreed_call(runtime.names.unnamed("checkpoint", "every"))
         is_late = runtime.world.rank == 0 and time.monotonic() - self._last >= self.seconds
-        is_due = self._call.is_due(is_late, runtime.joins)
+        is_due = self._call.is_due(is_late or is_wanted, runtime.joins)
         if is_due:
             self._last = time.monotonic()
         return is_due

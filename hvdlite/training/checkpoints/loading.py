@@ -39,11 +39,6 @@ def load(directory: str | os.PathLike[str], /, **objects: Any) -> dict[str, Any]
             an object has other tensors than the saved one, on any rank: nothing is loaded then.
         ImportError: without the package safetensors.
     """
-    return load_objects(directory, objects)
-
-
-def load_objects(directory: str | os.PathLike[str], objects: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Like `load`, with objects of any names."""
     refuse_missing_package()
     finish()
     ranks = Ranks.present("load")
@@ -83,18 +78,18 @@ def _take(ranks: Ranks, values: Mapping[str, Any], parts: dict[str, Any], arrays
     states = {name: put_together(part, arrays) for name, part in parts.items()}
     random_states = states.pop(RANDOM_STATES)
 
-    def check() -> None:
-        for name, value in values.items():
+    def check() -> set[str]:
+        for name in values:
             if name not in states:
                 raise CheckpointError(f"'{name}' is not in the checkpoint, which has {', '.join(sorted(states))}")
-            kinds.kind_of(value).check(name, value, states[name])
+        return {name for name, value in values.items() if kinds.kind_of(value).check(name, value, states[name])}
 
     def load(known: bool) -> None:
         for name, value in values.items():
-            if kinds.kind_of(value).checks(value) == known and kinds.kind_of(value).load(value, states[name]):
+            if (name in checked) == known and kinds.kind_of(value).load(value, states[name]):
                 del states[name]
 
-    ranks.agreed(check, "nothing was loaded")
+    checked = ranks.agreed(check, "nothing was loaded")
     ranks.agreed(lambda: load(False), "nothing that was checked before was loaded")  # they may refuse a state themselves
     ranks.agreed(lambda: load(True), "a checkpoint was loaded in part")
     if values and size == ranks.size:
@@ -111,7 +106,8 @@ class _Reading:
     """
 
     def __init__(self, ranks: Ranks, directory: Path, holders: list[int], manifest: disk.Manifest | None) -> None:
-        self._ranks, self._holders, self._own = ranks, holders, manifest
+        self._ranks = ranks
+        self._here = {} if manifest is None else manifest.files
         self._manifest: disk.Manifest = manifest if len(holders) == ranks.size and manifest is not None else \
             ranks.broadcast(manifest, holders[0])
         self._path = disk.path_of(directory, self._manifest)
@@ -122,27 +118,28 @@ class _Reading:
         Raises:
             DamagedError: on all ranks, when some rank cannot read what it needs.
         """
-        size = self._manifest.ranks
-        seen = self._ranks.gather((self._own is not None, [rank for rank in range(size) if self._has(rank)]))
-        there = sorted({rank for _, ranks in seen for rank in ranks})
+        size, owners = self._manifest.ranks, self._manifest.owners
+        seen = self._ranks.gather(list(self._here))
+        there = [rank for rank in range(size)
+                 if rank not in owners or any(disk.own_file(rank) in files for files in seen)]
         if not there:
             raise disk.DamagedError("no rank sees what ranks have written for themselves")
         taken = [self._substitute(rank % size, there) for rank in range(self._ranks.size)]  # what each rank takes
         mine = taken[self._ranks.rank]
-        arrays: dict[str, Array] = {}
-        error = ""
-        try:
-            for file, tensors in ({} if self._own is None else self._own.files).items():
-                if file.startswith("shared-") or file == disk.own_file(mine):
-                    arrays.update(disk.read(self._path, file, tensors))
-        except disk.DamagedError as raised:
-            error = str(raised)
-        for rank, text in enumerate(self._ranks.gather(error)):
-            if text:
-                raise disk.DamagedError(text if self._ranks.size == 1 else f"{text} (rank {rank})")
-        arrays.update(self._received(seen, taken, arrays))
-        own = self._manifest.own_parts.get(mine, {})
-        return {**self._manifest.parts, **own}, arrays, size if len(there) == size else 0
+        lacking: dict[str, list[int]] = {}  # files, and the ranks that need them and do not see them
+        for rank, files in enumerate(seen):
+            shared = [file for file in self._manifest.files if disk.is_shared(file)] if not files else []
+            own_files = [disk.own_file(taken[rank])] if taken[rank] in owners else []
+            for file in [file for file in (*shared, *own_files) if file not in files]:
+                lacking.setdefault(file, []).append(rank)
+        senders = {file: next(rank for rank, files in enumerate(seen) if file in files) for file in lacking}
+        wanted = [file for file in self._here if disk.is_shared(file) or file == disk.own_file(mine)]
+        arrays, sent = self._read(wanted, [file for file, sender in senders.items() if sender == self._ranks.rank])
+        for file, sender in senders.items():
+            received = self._ranks.broadcast(sent.get(file), sender)
+            arrays.update(received if self._ranks.rank in lacking[file] else {})
+        own_parts = self._manifest.own_parts.get(mine, {})
+        return {**self._manifest.parts, **own_parts}, arrays, size if len(there) == size else 0
 
     def _substitute(self, rank: int, there: list[int]) -> int:
         """Return a rank of those that are there, if a rank's own tensors are on a host that is lost."""
@@ -154,39 +151,19 @@ class _Reading:
                          "rank %d had is taken instead", rank, other)
         return other
 
-    def _has(self, rank: int) -> bool:
-        """Return whether this rank sees what a rank of the job that has written had for itself."""
-        return self._own is not None and (
-            disk.own_file(rank) in self._own.files or not self._manifest.own_tensors.get(rank))
+    def _read(self, wanted: list[str], sent: list[str]) -> tuple[dict[str, Array], dict[str, dict[str, Array]]]:
+        """Return the tensors of this rank's files, and by file those that it sends.
 
-    def _received(self, seen: list[tuple[bool, list[int]]], taken: list[int],
-                  read: Mapping[str, Array]) -> dict[str, Array]:
-        """Return what this rank does not see, from ranks that do; the others send it.
-
-        Args:
-            seen: whether each rank sees the checkpoint, and whose own tensors.
-            taken: whose own tensors each rank takes.
+        Raises:
+            DamagedError: on all ranks, when some rank cannot read its files.
         """
-        received: dict[str, Array] = {}
-        mine = taken[self._ranks.rank]
-        if not all(has_manifest for has_manifest, _ in seen):
-            holder = self._holders[0]
-            own = self._manifest.own_tensors.get(mine, ())
-            sent = {name: array for name, array in read.items() if name not in own} if self._ranks.rank == holder else None
-            everything = self._ranks.broadcast(sent, holder)
-            received.update({} if self._own is not None else everything)
-        for saved in dict.fromkeys(each for each, (_, ranks) in zip(taken, seen, strict=True) if each not in ranks):
-            holder = next(rank for rank, (_, ranks) in enumerate(seen) if saved in ranks)
-            sent, error = None, ""
-            if self._ranks.rank == holder and self._own is not None:
-                file = disk.own_file(saved)
-                try:
-                    sent = disk.read(self._path, file, self._own.files[file])
-                except disk.DamagedError as raised:
-                    error = str(raised)
-            sent, error = self._ranks.broadcast((sent, error), holder)
-            if error:
-                raise disk.DamagedError(f"{error} (rank {holder})")
-            if saved == mine and not self._has(mine):
-                received.update(sent)
-        return received
+        files: dict[str, dict[str, Array]] = {}
+        error = ""
+        try:
+            files = {file: disk.read(self._path, file, self._here[file]) for file in dict.fromkeys((*wanted, *sent))}
+        except disk.DamagedError as raised:
+            error = str(raised)
+        for rank, text in enumerate(self._ranks.gather(error)):
+            if text:
+                raise disk.DamagedError(text if self._ranks.size == 1 else f"{text} (rank {rank})")
+        return {name: array for file in wanted for name, array in files[file].items()}, {file: files[file] for file in sent}

@@ -61,17 +61,6 @@ class Ranks:
             return value
         return objects.broadcast_object(self._runtime, value, root_rank, self._next_name())
 
-    def refuse(self, error: Exception | None, what: str) -> None:
-        """Compare errors; all ranks call this, with None where there is none.
-
-        Raises:
-            CheckpointError: on all ranks, when there is one.
-        """
-        texts = self.gather("" if error is None else f"{type(error).__name__}: {error}")
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-        if failed:
-            raise CheckpointError(f"{what}: {'; '.join(failed)}") from error
-
     def agreed(self, call: Callable[[], T], what: str) -> T:
         """Return what a function returns, when it has returned on all ranks.
 
@@ -86,7 +75,10 @@ class Ranks:
             result = call()
         except Exception as raised:  # safetensors has errors of its own, and objects of the script theirs
             error = raised
-        self.refuse(error, what)
+        texts = self.gather("" if error is None else f"{type(error).__name__}: {error}")
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+        if failed:
+            raise CheckpointError(f"{what}: {'; '.join(failed)}") from error
         return cast(T, result)
 
     def _next_name(self) -> str:

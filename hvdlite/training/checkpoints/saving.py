@@ -14,6 +14,7 @@ import threading
 import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,9 +36,7 @@ class Saving:
 
     def __init__(self) -> None:
         self._process = os.getpid()  # a forked child has not the thread
-        self._is_done = threading.Event()
-        self._path: Path | None = None
-        self._error: BaseException | None = None
+        self._path: Future[Path] = Future()
 
     def wait(self) -> Path:
         """Wait until the checkpoint is complete, and return where it is.
@@ -46,23 +45,14 @@ class Saving:
             CheckpointError: on all ranks, when a rank could not write. Older checkpoints are whole.
             HorovodInternalError: when a rank was lost meanwhile.
         """
-        self._is_done.wait()
-        if self._error is not None:
-            raise self._error
-        assert self._path is not None
-        return self._path
+        return self._path.result()
 
     def _run(self, write: Callable[[], Path]) -> None:
         try:
-            self._path = write()
+            self._path.set_result(write())
         except BaseException as error:  # it is raised by `wait`
-            self._error = error
-        self._is_done.set()
-
-    def _run_in_background(self, write: Callable[[], Path]) -> None:
-        self._run(write)
-        if self._error is not None:
-            _log.error("a checkpoint was not written: %s: %s", type(self._error).__name__, self._error)
+            _log.error("a checkpoint was not written: %s: %s", type(error).__name__, error)
+            self._path.set_exception(error)
 
 
 _last: Saving | None = None
@@ -103,17 +93,15 @@ def save_objects(directory: str | os.PathLike[str], objects: Mapping[str, Any], 
         raise ValueError(f"{refused.pop()!r} is the name of a part of every checkpoint; call the object something else")
     finish()
     ranks, path = Ranks.present("save"), Path(directory).absolute()
-    parts, arrays, error = _taken(objects, copies=not blocking)
-    ranks.refuse(error, f"no checkpoint was written to {path}")
+    parts, arrays = ranks.agreed(lambda: _taken(objects, copies=not blocking), f"no checkpoint was written to {path}")
     saving = Saving()
     if blocking:
-        saving._run(lambda: write(ranks, path, parts, arrays))
-        saving.wait()
+        saving._path.set_result(write(ranks, path, parts, arrays))
     else:
         global _last
         _last = saving
         api.finish_before_leaving(finish)
-        threading.Thread(target=saving._run_in_background, args=(lambda: write(ranks, path, parts, arrays),),
+        threading.Thread(target=saving._run, args=(lambda: write(ranks, path, parts, arrays),),
                          name="hvdlite-checkpoint").start()
     return saving
 
@@ -123,7 +111,7 @@ def finish() -> None:
     global _last
     saving, _last = _last, None
     if saving is not None and saving._process == os.getpid():
-        saving._is_done.wait()
+        saving._path.exception()
 
 
 def refuse_missing_package() -> None:
@@ -134,17 +122,14 @@ def refuse_missing_package() -> None:
         raise ImportError("checkpoints need the package safetensors: pip install 'hvdlite[checkpoints]'") from None
 
 
-def _taken(values: Mapping[str, Any], *, copies: bool) -> tuple[dict[str, Any], dict[str, Array], Exception | None]:
-    """Return the structures by name, their tensors, and what cannot be saved."""
+def _taken(values: Mapping[str, Any], *, copies: bool) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Return the structures by name, and their tensors."""
     parts: dict[str, Any] = {}
     arrays: dict[str, Array] = {}
-    try:
-        for name, value in {**values, RANDOM_STATES: kinds.all_random_states()}.items():
-            parts[name] = taken_apart(name, kinds.kind_of(value).state_of(value), arrays)
-            json.dumps(parts[name])  # it refuses integers of thousands of digits
-        return parts, {name: array.copy() for name, array in arrays.items()} if copies else arrays, None
-    except Exception as error:  # of any kind: the objects' own methods are called
-        return {}, {}, error
+    for name, value in {**values, RANDOM_STATES: kinds.all_random_states()}.items():
+        parts[name] = taken_apart(name, kinds.kind_of(value).state_of(value), arrays)
+        json.dumps(parts[name])  # it refuses integers of thousands of digits
+    return parts, {name: array.copy() for name, array in arrays.items()} if copies else arrays
 
 
 def write(ranks: Ranks, directory: Path, parts: dict[str, Any], arrays: dict[str, Array]) -> Path:
@@ -170,11 +155,11 @@ def write(ranks: Ranks, directory: Path, parts: dict[str, Any], arrays: dict[str
         files = _own_files(ranks.rank, here, arrays, own)
         written = ranks.agreed(
             lambda: {file: disk.write(path, file, named, digests) for file, named in files.items() if named}, what)
-        others = ranks.gather((written, own_parts, sorted(own)))
+        others = ranks.gather((written, own_parts, bool(own)))
         manifest = disk.Manifest(
             number, id, ranks.size, parts={name: part for name, part in parts.items() if name not in own_parts},
             own_parts={rank: each[1] for rank, each in enumerate(others)},
-            own_tensors={rank: tuple(each[2]) for rank, each in enumerate(others)},
+            owners=tuple(rank for rank, each in enumerate(others) if each[2]),
             files={file: saved for rank in here for file, saved in others[rank][0].items()})
         ranks.agreed(lambda: disk.commit(directory, path, manifest) if ranks.rank == here[0] else None, what)
     except BaseException:

@@ -17,7 +17,7 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.training.checkpoints import kinds
 
 _TAG: Final = "!"
-_SEQUENCES: Final[dict[str, Callable[[Iterable[Any]], Any]]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_SEQUENCES: Final[dict[str, Callable[[Iterable[Any]], Any]]] = {"tuple": tuple, "set": set}
 _MAPPINGS: Final[dict[str, Callable[[Any], Any]]] = {
     "dict": dict, "OrderedDict": collections.OrderedDict, "Counter": lambda items: collections.Counter(dict(items))}
 
@@ -53,14 +53,14 @@ def taken_apart(name: str, value: Any, arrays: dict[str, Array]) -> Any:
             return each
         if kind in (float, complex):
             return {_TAG: kind.__name__, "text": repr(each)}
-        if kind in (bytes, bytearray):
-            return array(where, kind.__name__, np.frombuffer(each, np.uint8))
+        if kind is bytes:
+            return array(where, "bytes", np.frombuffer(each, np.uint8))
         if kind is list:
             return items(where, each)
-        if kind in (set, frozenset) or (isinstance(each, tuple) and not hasattr(each, "_fields")):  # torch.Size is one
-            return {_TAG: kind.__name__ if kind in (set, frozenset) else "tuple", "items": items(where, _ordered(each))}
-        if kind is collections.deque:
-            return {_TAG: "deque", "items": items(where, each), "longest": each.maxlen}
+        if kind is set:
+            return {_TAG: "set", "items": items(where, sorted(each, key=repr))}  # in the same order on all ranks
+        if isinstance(each, tuple) and not hasattr(each, "_fields"):  # torch.Size is one
+            return {_TAG: "tuple", "items": items(where, each)}
         if kind is dict and all(type(key) is str for key in each) and _TAG not in each:
             return {key: plain(f"{where}.{key}", item) for key, item in each.items()}
         if isinstance(each, dict) and kind.__name__ in _MAPPINGS:
@@ -98,20 +98,13 @@ def put_together(skeleton: Any, arrays: Mapping[str, Array]) -> Any:
             if "metadata" in each:
                 mapping._metadata = made(each["metadata"])
             return mapping
-        if kind == "deque":
-            return collections.deque(map(made, each["items"]), each["longest"])
         if kind in ("float", "complex"):
             return {"float": float, "complex": complex}[kind](each["text"])
         array = arrays[each["name"]]
         if kind == "tensor":
             return kinds.as_tensor(each["of"], array)
-        if kind in ("bytes", "bytearray"):
-            return array.tobytes() if kind == "bytes" else bytearray(array.tobytes())
+        if kind == "bytes":
+            return array.tobytes()
         return array[()] if kind == "scalar" else array
 
     return made(skeleton)
-
-
-def _ordered(values: Any) -> Iterable[Any]:
-    """Return the items of a sequence; those of a set in an order that is the same on all ranks."""
-    return sorted(values, key=repr) if isinstance(values, (set, frozenset)) else values

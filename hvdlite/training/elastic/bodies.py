@@ -1,4 +1,4 @@
-"""Where a state stands: commits, boundaries, and the bodies of loops that count them (docs/protocol.md#bodies).
+"""The base of states, and where a state stands: commits, boundaries, and bodies of loops (docs/protocol.md#bodies).
 
 A loop that counts bodies calls `_begin_body` before each body, and `_end_bodies` after the last one. Then these are the
 boundaries, and a commit in a body is made at the next one, where the loop's position says that the body is done.
@@ -6,16 +6,33 @@ boundaries, and a commit in a body is made at the next one, where the loop's pos
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hvdlite import api
+from hvdlite import api, boundaries
+from hvdlite.core.errors import HostsUpdatedInterrupt, UnsupportedError
 from hvdlite.membership.messages import SaveState, StateReport, WorldOrder
+from hvdlite.training import objects
+from hvdlite.training.elastic.durable import DurableCheckpoints
 
 
-class CountedBodies:
-    """The part of a state that counts; its names are private, because scripts give states attributes of their own."""
+def _broadcast_object(value: Any) -> Any:
+    return objects.broadcast_object(api.runtime(), value, 0, "elastic.state")
+
+
+class State:
+    """The base of states for `hvd.elastic.run`; has Horovod's names.
+
+    A subclass defines `save`, `restore` and `sync`. Its `sync` calls this class's, which carries the position.
+
+    Args:
+        bcast_object: a function that returns rank 0's object on all ranks; default: hvdlite's own.
+        get_rank: accepted for Horovod's sake.
+    """
 
     _commits = 0
     """The number of the last commit that this state holds; 0 is the state with which training begins. Private, because
@@ -35,22 +52,116 @@ class CountedBodies:
     _is_commit_due = False
     _keeps_gradients = False
     """Whether gradients of a body without a step may be used in a later one; they are lost with a world."""
+    _durable: DurableCheckpoints | None = None
+    _reset_callbacks: tuple[Callable[[], object], ...] = ()
+    _bcast_object: Callable[[Any], Any] = staticmethod(_broadcast_object)
 
-    def save(self) -> None:
-        """See `State`."""
-        raise NotImplementedError
+    if TYPE_CHECKING:
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute that the script has given the state; for type checkers."""
 
-    def restore(self) -> None:
-        """See `State`."""
-        raise NotImplementedError
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Change one."""
 
-    def _give_way(self, *, is_counted: bool = True) -> None:
-        """Let members come and go, at a boundary at which training goes on, or (if it is not counted) at the one before.
+    def __init__(self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None) -> None:
+        del get_rank
+        if bcast_object is not None:
+            self._bcast_object = bcast_object
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
+        """Add functions to call in each new world before the state is synchronised, to scale a learning rate for example."""
+        self._reset_callbacks = (*self._reset_callbacks, *callbacks)
+
+    def on_reset(self) -> None:
+        """Adapt to a new world: `reset`, then the callbacks in the order in which they were registered."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Called when members come or go, before `HostsUpdatedInterrupt` is raised; for subclasses.
+
+        Args:
+            timestamp: in seconds since 1970.
+            update_res: Horovod's flags: 1 removed, 2 added. It is always 3 here.
+        """
+
+    def commit(self) -> None:
+        """Save the state, to which all ranks go back after a failure; then do what `check_host_updates` does.
+
+        Call it on all ranks at the same points of the training, after an optimizer's step and not in the middle of one.
 
         Raises:
-            HostsUpdatedInterrupt: Like `State.check_host_updates`.
+            HostsUpdatedInterrupt: on all ranks at the same commit, when members come or go.
         """
-        raise NotImplementedError
+        if self._in_body:
+            self._is_commit_due = True
+            return
+        self._commit()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Give way to a change of members without saving; costs nothing if there is none.
+
+        Raises:
+            HostsUpdatedInterrupt: on all ranks at the same call, when members come or go. `hvd.elastic.run` handles it.
+        """
+        if not self._in_body:
+            self._forget_bodies()  # of a loop before this one
+            self._boundaries += 1
+            self._give_way()
+
+    def checkpoint(self, directory: str | os.PathLike[str], every: str | float = "10 min") -> None:
+        """Write durable checkpoints of this state, at boundaries and in the background; see `hvd.save`.
+
+        Call it before the training function, on all ranks. When `run` begins, a job goes on from the newest whole checkpoint
+        in the directory, with any number of ranks.
+
+        Args:
+            directory: one that all hosts share, or one on each host.
+            every: the time between two checkpoints: seconds, or such as "90 s", "10 min", "2 h".
+
+        Raises:
+            ImportError: without the package safetensors.
+            UnsupportedError: for a state of the script's own class, whose parts are not known.
+            ValueError: for an interval that is none.
+        """
+        self._durable = DurableCheckpoints(directory, every, self)
+
+    def _durable_parts(self) -> dict[str, Any]:
+        """Return what belongs to the state, by name: objects that `hvd.save` knows."""
+        raise UnsupportedError(f"what belongs to a {type(self).__name__} is not known, so no checkpoint of it can be "
+                               "written; call hvd.save in the training function")
+
+    def _give_way(self, *, is_counted: bool = True) -> None:
+        try:
+            boundaries.boundary()
+            if self._durable is not None and is_counted:
+                self._durable.boundary()
+        except HostsUpdatedInterrupt:
+            if self._durable is not None:
+                if not is_counted and self._small is not None:
+                    self._load_small(self._small)  # as at the beginning of another world
+                self._durable.world_ends()
+            self.on_hosts_updated(time.time(), 3)
+            raise
+
+    def save(self) -> None:
+        """Copy the state, such that `restore` can go back to it."""
+        raise NotImplementedError(f"{type(self).__name__} does not define save()")
+
+    def restore(self) -> None:
+        """Go back to the last `save` or `sync`."""
+        raise NotImplementedError(f"{type(self).__name__} does not define restore()")
+
+    def sync(self) -> None:
+        """Take rank 0's state on all ranks, and save it."""
+        self._take_position(self._bcast_object(self._position()))
+
+    def reset(self) -> None:
+        """Adapt to the ranks of a new world; called by `on_reset`."""
+
+    # --- bodies ------------------------------------------------------------------------------------------------------
 
     def _commit(self) -> None:
         self.save()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvdlite import api
-from hvdlite.core.errors import UnsupportedError
-from hvdlite.training.elastic.state import ObjectState, pickled
-from hvdlite.training.elastic.writers import names_of_writers, warn_of_writers
-from hvdlite.training.objects import loads
+from hvdlite.training.elastic.state import ObjectState
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,16 +62,6 @@ class ComparedState(ObjectState):
 
     _same_by_repr: frozenset[type] = frozenset((bool, float, complex, str, bytes, type(None)))
     """Types whose values are equal bit by bit if they have the same `repr`."""
-    _writers: Sequence[str] = ()
-    """Names of the writers that the function of `run` finds; empty in jobs that are not elastic."""
-
-    def _note_writers(self, func: Callable[..., Any], *given: Any) -> None:
-        """Note which writers exist before `run` calls a function; `sync` compares them with rank 0's."""
-        self._writers = names_of_writers(self._kinds_of_writers(), func, *given)
-
-    def _kinds_of_writers(self) -> tuple[type, ...]:
-        """Return the framework's classes whose objects one rank makes, to write files."""
-        return ()
 
     def _compare(self, states: dict[str, Part], attributes: dict[str, Part]) -> Comparison:
         """Compare this rank's parts with rank 0's; changes nothing.
@@ -87,45 +74,13 @@ class ComparedState(ObjectState):
             UnsupportedError: on all ranks, when something of rank 0 cannot be pickled.
             ValueError: when rank 0's state was made of other parts than this rank's.
         """
-        runtime = api.runtime()
-        is_root = runtime.world.rank == 0
-        own = {**states, **attributes}
-        position, parts = self._broadcast_parts(states, attributes)
-        lacks = [not is_root and (name not in own or not own[name].equals(part, self._same_by_repr))
+        own, runtime = {**states, **attributes}, api.runtime()
+        position, parts = self._of_root(own)
+        lacks = [runtime.world.rank > 0 and not (name in own and own[name].equals(part, self._same_by_repr))
                  for name, part in parts.items()]
         everywhere = runtime.allgather("elastic.differs", np.array([lacks], np.uint8)).wait()
         return Comparison(position, parts, frozenset(itertools.compress(parts, lacks)),
                           frozenset(itertools.compress(parts, everywhere.any(axis=0))))
-
-    def _broadcast_parts(self, states: dict[str, Part], attributes: dict[str, Part]
-                         ) -> tuple[tuple[int, int | None], dict[str, Part]]:
-        """Return rank 0's position, and its parts.
-
-        Raises:
-            UnsupportedError, ValueError: see `_compare`.
-        """
-        rank = api.runtime().world.rank
-        sent: tuple[dict[str, bytes], ...] = ({}, {})
-        refusal = ""
-        try:
-            if rank == 0:
-                sent = tuple({name: pickled(name, part) for name, part in parts.items()} for parts in (states, attributes))
-        except UnsupportedError as error:
-            refusal = f"rank 0: {error}"
-        names, position, sent, refusal, writers = self._bcast_object(
-            (self._parts(), self._position(), sent, refusal, self._writers))
-        if refusal:
-            raise UnsupportedError(refusal)
-        self._check_parts(names)
-        if rank == 1:  # the next rank 0, if that is lost
-            warn_of_writers(writers, self._writers)
-        if sorted(sent[0]) != sorted(states):
-            raise ValueError(f"rank 0's elastic state has {', '.join(sorted(sent[0])) or 'nothing'} with a state of its "
-                             f"own, and rank {rank}'s has {', '.join(sorted(states)) or 'nothing'}: make the same state on "
-                             "all ranks")
-        if rank == 0:
-            return position, {**states, **attributes}
-        return position, {name: loads(part) for parts in sent for name, part in parts.items()}
 
 
 def _is_same(one: Any, other: Any, plain: Collection[type]) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdlite import api
 from hvdlite.core.errors import CheckpointError
+from hvdlite.membership.events import TOO_FEW
 from hvdlite.training.checkpoints.every import Every
-from hvdlite.training.checkpoints.loading import load_objects
+from hvdlite.training.checkpoints.loading import load
 from hvdlite.training.checkpoints.ranks import Ranks
 from hvdlite.training.checkpoints.saving import finish, refuse_missing_package, save_objects
 
@@ -24,19 +24,18 @@ class DurableCheckpoints:
     Args:
         directory: as in `hvd.save`.
         every: the time between two checkpoints.
-        parts: returns what belongs to the state, by name.
-        assign: called with those that cannot be loaded in place.
+        state: an `ObjectState`.
 
     Raises:
         ValueError: for an interval that is none.
         ImportError: without the package safetensors.
+        UnsupportedError: for another state.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], every: str | float, parts: Callable[[], Mapping[str, Any]],
-                 assign: Callable[[Mapping[str, Any]], object]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], every: str | float, state: Any) -> None:
         refuse_missing_package()
-        parts()  # for a state that has none
-        self._directory, self._every, self._parts, self._assign = os.path.abspath(directory), Every(every), parts, assign
+        state._durable_parts()
+        self._directory, self._every, self._state = os.path.abspath(directory), Every(every), state
         self._is_new = True  # nobody has looked for a checkpoint yet
 
     def resume(self) -> None:
@@ -48,21 +47,29 @@ class DurableCheckpoints:
         """
         is_new = Ranks.present("resume").broadcast(self._is_new, 0)
         if is_new:
-            others = load_objects(self._directory, self._parts())
+            others = load(self._directory, **self._state._durable_parts())
             if others is not None:
-                self._assign(others)
+                self._state._assign(others)  # what cannot be loaded in place
                 if api.rank() == 0:
                     print(f"hvdlite: training goes on from a checkpoint in {self._directory}", file=sys.stderr, flush=True)
         self._is_new = False
 
     def boundary(self) -> None:
-        """At a boundary: write a checkpoint in the background, if one is due on all ranks.
+        """At a boundary: write a checkpoint, if one is due on all ranks; in the background, if the job does not end.
 
         Raises:
             HorovodInternalError: when a rank is lost.
+            SystemExit: on all ranks, when the job ends, or its launcher is lost.
         """
-        if api.is_initialized() and not api.is_provisional() and self._every.is_due():
-            self._write(blocking=False)
+        member = api.worlds().member
+        if not api.is_initialized() or api.is_provisional():
+            return
+        is_ending = member is not None and member.is_ending
+        if self._every.is_due(is_ending):
+            is_ending = any(Ranks.present("end").gather(is_ending))
+            self._write(blocking=is_ending)
+            if is_ending:
+                raise SystemExit(TOO_FEW)
 
     def world_ends(self) -> None:
         """All ranks stop at a boundary, and the world still works: write the last checkpoint, if the job ends with it.
@@ -82,4 +89,4 @@ class DurableCheckpoints:
             _log.error("%s", error)
 
     def _write(self, *, blocking: bool) -> None:
-        save_objects(self._directory, self._parts(), blocking=blocking)
+        save_objects(self._directory, self._state._durable_parts(), blocking=blocking)

@@ -32,7 +32,6 @@ from hvdlite.core.errors import (
     WorldEnded,
 )
 from hvdlite.membership.messages import SaveState, StateReport, WorldOrder
-from hvdlite.training.elastic.comparison import ComparedState
 from hvdlite.training.elastic.state import State
 
 _log = logging.getLogger("hvdlite")
@@ -67,8 +66,6 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 _resume(state)
                 state.sync()
                 return func(state, *args, **kwargs)
-            if isinstance(state, ComparedState):
-                state._note_writers(func, *args, *kwargs.values())
             return _Training(member, state, lambda: func(state, *args, **kwargs)).run()
     return wrapper
 
@@ -93,6 +90,8 @@ class _Training:
         self._has_state = not api.is_provisional()
         self._epoch = api.worlds().coordinates.epoch
         state._forget_bodies()
+        if state._durable is not None:
+            member.outlive_output()
 
     def run(self) -> Any:
         """Return what the function returns."""
@@ -108,12 +107,15 @@ class _Training:
                 self._state.sync()
                 self._has_state = True
                 self._state._synchronized()
+                self._member.saves_at_end = self._state._durable is not None
                 result = self._call()
+                self._member.saves_at_end = False
                 if self._member.finish(self._epoch):
                     return result
                 reason = "the world was stopped when the training function had returned on this rank"
             except (Exception, WorldEnded) as error:
-                if not self._ends_world(error):
+                self._member.saves_at_end = False
+                if self._member.is_ending or not self._ends_world(error):
                     raise
                 reason = "" if self._member.is_at_rest else f"{type(error).__name__}: {error}".splitlines()[0]
                 self._explain(error)
@@ -171,5 +173,6 @@ class _Training:
         self._worlds.followers.collect()
         while isinstance(order := self._member.next_order(), SaveState):
             self._state._go_back(order)
-            self._state._save_alone()
+            if self._state._durable is not None:
+                self._state._durable.write_alone()
         return order

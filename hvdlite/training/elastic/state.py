@@ -8,159 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from hvdlite import api, boundaries
+from hvdlite import api
 from hvdlite.core.array import Array
-from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt, ReplicaMismatchError, UnsupportedError
+from hvdlite.core.errors import HorovodInternalError, ReplicaMismatchError, UnsupportedError
 from hvdlite.training import objects
-from hvdlite.training.elastic.bodies import CountedBodies
-from hvdlite.training.elastic.durable import DurableCheckpoints
-from hvdlite.training.random_states import load_random_states, random_states
+from hvdlite.training.checkpoints import kinds
+from hvdlite.training.elastic.bodies import State
 from hvdlite.training.replicas import check_replicas, named_parts
+
+__all__ = ["ObjectState", "State", "explained", "pickled"]
 
 _UNEQUAL = ("The ranks have just synchronised their states, so a class of the script changes what it is sent by its rank, "
             "or memory is corrupt. Keep what differs between ranks in an attribute whose name begins with an underscore")
 
 _SHARED = (bool, int, float, complex, str, bytes, type(None))
 """Types of values that need no copy."""
-
-
-def _broadcast_object(value: Any) -> Any:
-    return objects.broadcast_object(api.runtime(), value, 0, "elastic.state")
-
-
-class State(CountedBodies):
-    """The base of states for `hvd.elastic.run`; has Horovod's names.
-
-    A subclass defines `save`, `restore` and `sync`. Its `sync` calls this class's, which carries the position.
-
-    Args:
-        bcast_object: a function that returns rank 0's object on all ranks; default: hvdlite's own.
-        get_rank: accepted for Horovod's sake.
-    """
-
-    _durable: DurableCheckpoints | None = None
-    _reset_callbacks: tuple[Callable[[], object], ...] = ()
-    _bcast_object: Callable[[Any], Any] = staticmethod(_broadcast_object)
-
-    if TYPE_CHECKING:
-        def __getattr__(self, name: str) -> Any:
-            """Return an attribute that the script has given the state; for type checkers."""
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            """Change one."""
-
-    def __init__(self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None) -> None:
-        del get_rank
-        if bcast_object is not None:
-            self._bcast_object = bcast_object
-
-    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Add functions to call in each new world before the state is synchronised, to scale a learning rate for example."""
-        self._reset_callbacks = (*self._reset_callbacks, *callbacks)
-
-    def on_reset(self) -> None:
-        """Adapt to a new world: `reset`, then the callbacks in the order in which they were registered."""
-        self.reset()
-        for callback in self._reset_callbacks:
-            callback()
-
-    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Called when members come or go, before `HostsUpdatedInterrupt` is raised; for subclasses.
-
-        Args:
-            timestamp: in seconds since 1970.
-            update_res: Horovod's flags: 1 removed, 2 added. It is always 3 here.
-        """
-
-    def commit(self) -> None:
-        """Save the state, to which all ranks go back after a failure; then do what `check_host_updates` does.
-
-        Call it on all ranks at the same points of the training, after an optimizer's step and not in the middle of one.
-
-        Raises:
-            HostsUpdatedInterrupt: on all ranks at the same commit, when members come or go.
-        """
-        if self._in_body:
-            self._is_commit_due = True
-            return
-        self._commit()
-        self.check_host_updates()
-
-    def check_host_updates(self) -> None:
-        """Give way to a change of members without saving; costs nothing if there is none.
-
-        Raises:
-            HostsUpdatedInterrupt: on all ranks at the same call, when members come or go. `hvd.elastic.run` handles it.
-        """
-        if not self._in_body:
-            self._forget_bodies()  # of a loop before this one
-            self._boundaries += 1
-            self._give_way()
-
-    def checkpoint(self, directory: str | os.PathLike[str], every: str | float = "10 min") -> None:
-        """Write durable checkpoints of this state, at boundaries and in the background; see `hvd.save`.
-
-        Call it before the training function, on all ranks. When `run` begins, a job goes on from the newest whole checkpoint
-        in the directory, with any number of ranks.
-
-        Args:
-            directory: one that all hosts share, or one on each host.
-            every: the time between two checkpoints: seconds, or such as "90 s", "10 min", "2 h".
-
-        Raises:
-            ImportError: without the package safetensors.
-            UnsupportedError: for a state of the script's own class, whose parts are not known.
-            ValueError: for an interval that is none.
-        """
-        self._durable = DurableCheckpoints(directory, every, self._durable_parts, self._assign_durable)
-
-    def _save_alone(self) -> None:
-        """No world has this state any more, and this process waits for others: write it to the disk."""
-        if self._durable is not None:
-            self._durable.write_alone()
-
-    def _durable_parts(self) -> dict[str, Any]:
-        """Return what belongs to the state, by name: objects that `hvd.save` knows."""
-        raise UnsupportedError(f"what belongs to a {type(self).__name__} is not known, so no checkpoint of it can be "
-                               "written; call hvd.save in the training function")
-
-    def _assign_durable(self, parts: Mapping[str, Any]) -> None:
-        """Take parts of a checkpoint that cannot be loaded in place."""
-
-    def _give_way(self, *, is_counted: bool = True) -> None:
-        try:
-            boundaries.boundary()
-            if self._durable is not None and is_counted:
-                self._durable.boundary()
-        except HostsUpdatedInterrupt:
-            if self._durable is not None:
-                if not is_counted and self._small is not None:
-                    self._load_small(self._small)  # as at the beginning of another world
-                self._durable.world_ends()
-            self.on_hosts_updated(time.time(), 3)
-            raise
-
-    def save(self) -> None:
-        """Copy the state, such that `restore` can go back to it."""
-        raise NotImplementedError(f"{type(self).__name__} does not define save()")
-
-    def restore(self) -> None:
-        """Go back to the last `save` or `sync`."""
-        raise NotImplementedError(f"{type(self).__name__} does not define restore()")
-
-    def sync(self) -> None:
-        """Take rank 0's state on all ranks, and save it."""
-        self._take_position(self._bcast_object(self._position()))
-
-    def reset(self) -> None:
-        """Adapt to the ranks of a new world; called by `on_reset`."""
 
 
 class ObjectState(State):
@@ -211,33 +78,45 @@ class ObjectState(State):
             ValueError: when rank 0's state was made of other parts than this rank's.
             ReplicaMismatchError: on all ranks, when the states are not equal afterwards.
         """
-        self._check_parts(self._bcast_object(self._parts()))
-        sent = self._bcast_object((self._position(), *self._pickled_attributes()))
-        self._receive_attributes(sent)
+        position, attributes = self._of_root(self._attributes())
+        self._assign(attributes)
+        self._take_position(position)
         ObjectState.save(self)
-        self._check_replicas(self._replicated(sent[1]))
+        self._check_replicas(self._replicated(attributes))
 
-    def _pickled_attributes(self) -> tuple[dict[str, bytes], str]:
-        """Return the attributes as bytes, and "" or the reason why they cannot be sent."""
+    def _of_root(self, parts: Mapping[str, Any]) -> tuple[tuple[int, int | None], dict[str, Any]]:
+        """Return rank 0's position, and its parts by name: on the other ranks copies.
+
+        Args:
+            parts: this rank's.
+
+        Raises:
+            UnsupportedError, ValueError: see `sync`.
+        """
+        own, rank = self._parts(), api.rank() if api.is_initialized() else "?"
+        sent, refusal = {}, ""
         try:
-            return {name: pickled(name, value) for name, value in self._attributes().items()}, ""
+            if rank in (0, "?"):
+                sent = {name: pickled(name, part) for name, part in parts.items()}
         except UnsupportedError as error:
-            return {}, f"rank {api.rank() if api.is_initialized() else 0}: {error}"
-
-    def _receive_attributes(self, sent: tuple[tuple[int, int | None], dict[str, bytes], str]) -> None:
-        position, attributes, refusal = sent
+            refusal = f"rank 0: {error}"
+        root, position, sent, refusal = self._bcast_object((own, self._position(), sent, refusal))
         if refusal:
             raise UnsupportedError(refusal)
-        self._assign({name: objects.loads(content) for name, content in attributes.items()})
-        self._take_position(position)
+        if own != root:
+            raise ValueError(f"rank 0's elastic state has {', '.join(root) or 'nothing'}, and rank {rank}'s has "
+                             f"{', '.join(own) or 'nothing'}: make the same state on all ranks")
+        if rank == 0:
+            return position, dict(parts)
+        return position, {name: objects.loads(part) for name, part in sent.items()}
 
     def _small_copy(self, room: Any) -> Any:
-        return self._copied(), random_states()
+        return self._copied(), kinds.all_random_states()
 
     def _load_small(self, small: Any) -> None:
         attributes, generators = small
         self._assign(copied(attributes))
-        load_random_states(generators)
+        kinds.set_all_random_states(generators)
 
     def _parts(self) -> list[str]:
         """Return what the state was made of, for people and to compare it between ranks."""
@@ -245,21 +124,6 @@ class ObjectState(State):
 
     def _durable_parts(self) -> dict[str, Any]:
         return self._attributes()
-
-    def _assign_durable(self, parts: Mapping[str, Any]) -> None:
-        self._assign(parts)
-
-    def _check_parts(self, root: list[str]) -> None:
-        """Compare what this state was made of with rank 0's `_parts`; before anything changes.
-
-        Raises:
-            ValueError: when they differ.
-        """
-        own = self._parts()
-        if own != root:
-            rank = api.rank() if api.is_initialized() else "?"
-            raise ValueError(f"rank 0's elastic state has {', '.join(root) or 'nothing'}, and rank {rank}'s has "
-                             f"{', '.join(own) or 'nothing'}: make the same state on all ranks")
 
     def _attributes(self) -> dict[str, Any]:
         """Return what belongs to the state, by name."""

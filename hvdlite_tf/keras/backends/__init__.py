@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import keras
 import numpy as np
@@ -39,19 +39,7 @@ def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequen
 
 def copies(variables: Sequence[Any]) -> list[Any]:
     """Return copies of the variables' values, on their devices."""
-    return list(_backend().copies(_values(variables)))
-
-
-def copier(variables: Sequence[Any]) -> Callable[[], Sequence[Any]]:
-    """Return a function that returns copies of the variables' values, for many calls."""
-    make = getattr(_backend(), "copier", None)
-    if make is not None:
-        return cast(Callable[[], Sequence[Any]], make(_values(variables)))
-    return lambda: copies(variables)
-
-
-def _values(variables: Sequence[Any]) -> list[Any]:
-    return [getattr(variable, "_value", variable) for variable in variables]
+    return list(_backend().copies([getattr(variable, "_value", variable) for variable in variables]))
 
 
 def all_ranks_true(flag: Any, reducer: StepReducer) -> Any:

@@ -19,12 +19,6 @@ def copies(values: Sequence[Any]) -> list[Any]:
     return [tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype) for value in values]
 
 
-def copier(values: Sequence[Any]) -> Callable[[], Sequence[Any]]:
-    """See the package: one call into TensorFlow for all of them."""
-    read = tf.function(lambda: [value.read_value() for value in values], autograph=False)
-    return read.get_concrete_function()  # type: ignore[no-any-return]
-
-
 def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:
     """See the package."""
     return run(lambda *arrays: function(arrays), list(tensors), [tensor.dtype for tensor in tensors],

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import hvdlite as hvd
-from hvdlite.negotiation.mailboxes import AREAS
+from hvdlite.negotiation.mailboxes import CLASSES
 from tests.held import join_threads
 
 
@@ -45,7 +45,7 @@ def collectives(seconds: float) -> tuple[int, int, int, int]:
     until, count, before = time.monotonic() + seconds, 0, None
     value = np.ones(3)
     hvd.init()
-    for turn in range(4 * AREAS):  # afterwards, a new stem's mailbox takes the memory of an old one
+    for turn in range(4 * CLASSES[0][1]):  # afterwards, a new stem's mailbox takes the memory of an old one
         hvd.allreduce_(value, op=hvd.Max, name=f"begin {turn // 4} {turn}")
     while not hvd.broadcast(np.array(time.monotonic() >= until and before is not None), 0):
         for turn in range(100):

@@ -210,8 +210,8 @@ def compute(gate: str) -> int:
 class CorruptState(ObjectState):
     """A state whose weights rank 1 changes when it receives them in world 2, as faulty memory would."""
 
-    def _receive_attributes(self, sent: Any) -> None:
-        super()._receive_attributes(sent)
+    def _take_position(self, position: Any) -> None:
+        super()._take_position(position)
         if (api.rank(), api.worlds().coordinates.epoch) == (1, 2):
             self.weights[3] += 1
 
