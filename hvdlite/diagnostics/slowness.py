@@ -23,6 +23,8 @@ LEAST_EXCESS: Final = 0.1
 """The share of its time that a rank must use more than the median of the others, to be called slow."""
 LEAST_COMPUTING: Final = 0.15
 """The same, where it only computes longer: cores of virtual machines differ by an eighth for minutes, unseen."""
+LEAST_SPEEDUP: Final = 0.1
+"""By how much shares of batches must speed a job up, to be advised."""
 LEAST_COMMUNICATION: Final = 0.5
 """The share of its time that every rank must wait, for communication to be called slow."""
 LEAST_ABSENT: Final = 0.5
@@ -96,6 +98,7 @@ class Slowness:
         excess: of the slow rank, by cause: the share of time that it uses more than the others; of "absent", the gradients.
         slowest: the slowest connection between hosts, of "link" and "communication", where it is known.
         link: the slow link, of "link".
+        speedup: of "computing", how many times as fast the job would be with shares of batches by speed.
     """
 
     rank: int
@@ -104,6 +107,7 @@ class Slowness:
     excess: Mapping[str, float]
     slowest: Flow | None = None
     link: SlowLink | None = None
+    speedup: float = 1.0
 
     def __str__(self) -> str:
         match self.cause:
@@ -114,6 +118,8 @@ class Slowness:
             case _:
                 who = f"rank {self.rank} is late"
         text = f"slow: {who}; {self.share:.0%} of each step. The likely cause: {CAUSES[self.cause]}"
+        if self.speedup >= 1 + LEAST_SPEEDUP:
+            text += f". Shares of batches by speed would give {self.speedup:.1f} x: MirroredStrategy(shares=\"auto\")"
         if self.slowest is not None:
             text += f". {self.slowest}"
         if self.link is not None:
@@ -132,6 +138,8 @@ class Slowness:
         if self.slowest is not None:
             found["slowest_connection"] = {"from": self.slowest.sender, "to": self.slowest.receiver,
                                            "rate": round(self.slowest.rate)}
+        if self.speedup > 1:
+            found["speedup_of_shares"] = round(self.speedup, 4)
         if self.link is not None:
             found["link"] = {"ranks": list(self.link.ranks), "other_rate": round(self.link.usual)}
         return found
@@ -163,7 +171,18 @@ def _late_rank(ledgers: Mapping[int, Ledger]) -> Slowness | None:
     more = {cause: share - statistics.median(shares[rank][cause] for rank in others)
             for cause, share in shares[slow].items()}
     cause = max(more, key=lambda each: more[each])
-    return None if cause == "computing" and excess < LEAST_COMPUTING else Slowness(slow, cause, excess, more)
+    if cause != "computing":
+        return Slowness(slow, cause, excess, more)
+    return None if excess < LEAST_COMPUTING else Slowness(slow, cause, excess, more, speedup=_speedup(list(own.values())))
+
+
+def _speedup(own: list[float]) -> float:
+    """Return how many times as fast steps are if all ranks compute equally long, from how much of each step they do now.
+
+    A rank's speed is 1 / own while all have equal rows, so together they take the harmonic mean. What the slowest rank waits
+    for stays.
+    """
+    return 1 / (1 - max(own) + statistics.harmonic_mean([max(each, 0.01) for each in own]))  # threads may wait at once
 
 
 def _link(ledgers: Mapping[int, Ledger]) -> Slowness | None:

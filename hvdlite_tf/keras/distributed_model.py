@@ -17,7 +17,6 @@ from keras.src.trainers.data_adapters.array_slicing import train_validation_spli
 
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.mirrored.shards import shard
 from hvdlite.training.objects import broadcast_object
 from hvdlite.training.step_reducer import current_samples
 from hvdlite_tf.keras import shards, step
@@ -92,8 +91,10 @@ class DistributedModel:
         sync_random_state()
         self._fits += 1
         seed = order_seed(self._fits) if given["shuffle"] else None
-        local = {"x": shards.training_batches(x, arrays, batch, seed, self._strategy), "y": None, "sample_weight": None,
-                 "batch_size": None, "shuffle": False, "validation_split": 0.0, "validation_steps": None}
+        sharing = shards.Sharing(self._strategy.shares)
+        local = {"x": shards.training_batches(x, arrays, batch, seed, self._strategy, sharing), "y": None,
+                 "sample_weight": None, "batch_size": None, "shuffle": False, "validation_split": 0.0,
+                 "validation_steps": None}
         before = self._held_out
         self._held_out = None
         if held_out is not None:
@@ -104,9 +105,10 @@ class DistributedModel:
         try:
             with _local_input(self._strategy), ExitStack() as self._deferring:
                 self._deferring.enter_context(self._strategy.variable_mirror.deferred())
-                return self.original["fit"](**{**given, **local, "callbacks": self._callbacks(given["callbacks"]),
+                return self.original["fit"](**{**given, **local, "callbacks": self._callbacks(given["callbacks"], sharing),
                                                "verbose": self._verbose(given["verbose"])})
         finally:
+            sharing.end()
             self._fitting, self._held_out, self._is_bare = False, before, is_bare_before
 
     def evaluate(self, *arguments: Any, **named: Any) -> Any:
@@ -217,7 +219,7 @@ class DistributedModel:
         x, arrays = self._data(given, "x", "y", "sample_weight")
         if arrays is None:
             raise ValueError(f"{name} takes the arrays of one batch, not {type(x).__name__}")
-        rows = shard(shards.rows_of(arrays), self._strategy.rank, self._strategy.num_replicas_in_sync)
+        rows = self._strategy.shares.begin().own(shards.rows_of(arrays))
         x, y, weights = (*shards.select_rows(arrays, rows), None, None)[:3]
         self._distribute_optimizers()
         self._fitting = self._applying_shares = True
@@ -323,13 +325,13 @@ class DistributedModel:
         x = None if arrays is not None else shards.global_dataset(held_out)
         return EvaluationData(x, arrays, batch_size, steps, self._strategy, step.needs_whole_batches(self._model))
 
-    def _callbacks(self, callbacks: Any) -> Any:
+    def _callbacks(self, callbacks: Any, sharing: keras.callbacks.Callback) -> Any:
         if callbacks is None:
             callbacks = []
         given = list(callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else
                      callbacks if isinstance(callbacks, (list, tuple)) else [callbacks])
         kept = [each for each in given if self._strategy.rank == 0 or not isinstance(each, WRITERS)]
-        return [*kept, _Beginning(self), StopTogetherCallback(every_batch=any(map(may_stop, given)))]
+        return [*kept, _Beginning(self), sharing, StopTogetherCallback(every_batch=any(map(may_stop, given)))]
 
     def _verbose(self, verbose: Any) -> Any:
         return verbose if self._strategy.rank == 0 else 0

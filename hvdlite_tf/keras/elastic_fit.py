@@ -25,7 +25,7 @@ import keras
 
 from hvdlite import api
 from hvdlite.training.elastic import run
-from hvdlite.training.mirrored.shards import shard, shard_weight
+from hvdlite.training.mirrored.shards import equal_split
 from hvdlite.training.objects import allgather_object
 from hvdlite.training.positions import by_turns
 from hvdlite.training.step_reducer import current_samples
@@ -133,7 +133,8 @@ class _GlobalSamples(Samples):
 
     def rest(self, epoch: int, consumed: int) -> list[tuple[int, Any]]:
         bodies = by_turns(self.order(epoch), consumed, 0, 1, self.length)
-        return [(end, body[shard(len(body), api.rank(), api.size())]) for end, body in bodies]
+        split = equal_split(api.rank(), api.size())
+        return [(end, body[split.own(len(body))]) for end, body in bodies]
 
     def rows(self, begin: int, end: int, loaded: Any) -> int:
         """Return the rows of all ranks in a body."""
@@ -153,7 +154,7 @@ class _GlobalBatches(Batches):
     def load(self, epoch: int, consumed: int) -> Iterator[Any]:
         for (_, [index]), batch in zip(self.rest(epoch, consumed), super().load(epoch, consumed), strict=True):
             self._rows[index] = rows = rows_of(batch)
-            yield select_rows(batch, shard(rows, api.rank(), api.size()))
+            yield select_rows(batch, equal_split(api.rank(), api.size()).own(rows))
 
     def rows(self, begin: int, end: int, loaded: Any) -> int:
         """Return the rows of all ranks in a body that has been loaded."""
@@ -209,7 +210,7 @@ class _Bodies(CountsSteps):
         for end, loaded in self._rest[:batch + 1]:
             if end > begin:
                 own = self._source.rows(begin, end, loaded)
-                rows += own * shard_weight(own, api.rank(), api.size()) / api.size()
+                rows += own * equal_split(api.rank(), api.size()).weight(own) / api.size()
                 begin = end
         self._now = [rows, dict(logs)]
         super().on_train_batch_end(batch, logs)

@@ -27,6 +27,7 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.training.mirrored.shards import disjoint_shard
+from hvdlite.training.mirrored.shares import Shares
 from hvdlite.training.objects import allgather_object
 from hvdlite_tf.keras import shards
 from hvdlite_tf.keras.loading import Loading
@@ -78,11 +79,11 @@ class EvaluationData:
         self._x, self._arrays, self._batch = x, arrays, batch_size
         self._dataset: Any = None
         if arrays is not None and keras.backend.backend() == "tensorflow":
-            self._dataset = self._in_graph(shards.array_dataset(arrays, batch_size, None, lambda indices: indices))
+            self._dataset = self._in_graph(shards.array_dataset(arrays, batch_size, None, lambda _, indices: indices))
         elif arrays is None and shards.is_tf_dataset(x):
             self._dataset = self._in_graph(x if shards.is_distributed(x) else checked(x))
         elif arrays is None and shards.is_loader(x):
-            self._begin_loader = shards.loaded_shards(x)
+            self._begin_loader = shards.loaded_shards(x, strategy, shards.Sharing(Shares(strategy.replicas)))
         elif arrays is None and not isinstance(x, keras.utils.PyDataset):
             if not hasattr(x, "__next__"):
                 raise ValueError(f"MirroredStrategy cannot share out {type(x).__name__}; give arrays, a tf.data.Dataset, a "

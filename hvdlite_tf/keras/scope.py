@@ -7,7 +7,7 @@ other threads they behave as usual.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,8 +15,11 @@ import keras
 import numpy as np
 
 from hvdlite import api
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.mirrored.replica_group import ReplicaGroup
 from hvdlite.training.mirrored.scopes import Scopes
+from hvdlite.training.mirrored.shares import Shares
 from hvdlite.training.mirrored.strategies import LaunchableStrategy
 from hvdlite.training.objects import broadcast_object
 from hvdlite_tf.keras import step
@@ -35,11 +38,15 @@ class BaseStrategy(LaunchableStrategy):
         devices: how many ranks `launch` starts when no launcher has; a number, or as many as the list is long.
         cross_device_ops: accepted for TensorFlow's sake.
         scale_learning_rate: multiply the learning rates of optimizers by the number of replicas.
+        shares: of each rank in global batches of training: None for equal ones, a number for each rank (a list) or for each
+            rank of a host (a dict by host name), or "auto": in `fit` they follow the ranks' speeds.
+        max_rows: the most rows of a rank in a batch, or a list with a number for each.
 
     Attributes:
         rank: this rank.
         scales_learning_rate: as above.
-        replicas: mirrors the scope's variables.
+        variable_mirror: mirrors the scope's variables.
+        has_shares: whether shares or limits of rows were given.
         has_local_input: whether datasets currently contain only this rank's shard.
         scope: returns the context of the strategy.
     """
@@ -47,7 +54,8 @@ class BaseStrategy(LaunchableStrategy):
     scope: Callable[[], Any]
 
     def __init__(self, devices: int | Sequence[str] | None = None, cross_device_ops: Any = None, *,
-                 scale_learning_rate: bool = False) -> None:
+                 scale_learning_rate: bool = False, shares: str | Sequence[float] | Mapping[str, float] | None = None,
+                 max_rows: int | Sequence[int] | None = None) -> None:
         if not api.is_initialized():
             api.init()
         super().__init__(devices)
@@ -56,6 +64,8 @@ class BaseStrategy(LaunchableStrategy):
         self.scales_learning_rate = scale_learning_rate
         self.variable_mirror = VariableMirror(self.rank, self._size)
         self.has_local_input = False
+        self.replicas = ReplicaGroup(runtime, GLOBAL_PROCESS_SET_ID)
+        self.shares, self.has_shares = Shares(self.replicas, shares, max_rows), not (shares is None and max_rows is None)
         self._seed = int(broadcast_object(runtime, int(np.random.default_rng().integers(1 << 30)), 0,
                                           runtime.names.unnamed("keras", "strategy_seed")))
         sync_random_state()

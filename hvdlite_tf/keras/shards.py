@@ -21,16 +21,65 @@ from keras.src.trainers.data_adapters.data_adapter_utils import (
     is_tensorflow_sparse,
 )
 
-from hvdlite import api
-from hvdlite.core.errors import MismatchError
-from hvdlite.training.mirrored.replica_group import ReplicaGroup
-from hvdlite.training.mirrored.shards import shard
+from hvdlite.core.errors import MismatchError, UnsupportedError
+from hvdlite.training.mirrored.shares import Shares, SharesPass
 from hvdlite_tf.keras.loading import ENDLESS, Loading
 from hvdlite_tf.keras.order import checked, lineage, sync_random_state
 from hvdlite_tf.keras.scope import BaseStrategy
 
 Batch = Any
 """A structure of arrays whose first dimension counts samples."""
+Own = Callable[[int, int], slice]
+"""Returns this rank's rows of a batch, given its index in the pass and its rows."""
+
+
+class Sharing(keras.callbacks.Callback):  # type: ignore[misc]
+    """The shares of one training's batches; as a callback, it reports the batches that are finished.
+
+    A pass begins with its batch 0: Keras may begin one more than it uses, and go on with one in the next epoch.
+    """
+
+    def __init__(self, shares: Shares) -> None:
+        super().__init__()
+        self.shares = shares
+        self._pass: SharesPass | None = None
+
+    @property
+    def _calls(self) -> int:
+        """How many batches are made before one of them is finished. (Reading `model` writes JAX's state back.)"""
+        return getattr(self._model, "steps_per_execution", 1)
+
+    def begin(self, prefetched: int = 0) -> SharesPass:
+        """Begin a pass; another one has ended."""
+        self.end()
+        self._pass = self.shares.begin(prefetched + self._calls)
+        return self._pass
+
+    def own(self, index: int, rows: int) -> slice:
+        """Return this rank's rows of the next batch."""
+        current = self._pass if index and self._pass is not None else self.begin()
+        return current.own(int(rows))
+
+    def end(self) -> None:
+        """Let nobody wait who still makes batches."""
+        if self._pass is not None:
+            self._pass.end()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Count the batches before this one. (A method for the end of batches would make Keras wait for logs on JAX.)"""
+        if batch and self._pass is not None:
+            self._pass.finished(self._calls)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Count the last batches; their time and that of the first ones of the next epoch are not theirs alone."""
+        if self._pass is not None:
+            self._pass.pause()
+            self._pass.finished(self._calls)
+            self._pass.pause()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Keras is about to leave its iterators."""
+        self.end()
 
 
 def rows_of(batch: Batch) -> int:
@@ -77,7 +126,7 @@ def is_bare(arrays: tuple[Any, ...] | None) -> bool:
 
 
 def training_batches(x: Any, arrays: tuple[Any, ...] | None, batch_size: int, seed: Sequence[int] | None,
-                     strategy: BaseStrategy) -> Any:
+                     strategy: BaseStrategy, sharing: Sharing) -> Any:
     """Return the data for Keras' training: this rank's rows of every global batch.
 
     Args:
@@ -91,20 +140,20 @@ def training_batches(x: Any, arrays: tuple[Any, ...] | None, batch_size: int, se
         ValueError: for data that cannot be divided among ranks.
         MismatchError: for a tf.data.Dataset or DataLoader that differs between ranks.
     """
-    rank, size = strategy.rank, strategy.num_replicas_in_sync
     if arrays is not None:
         if keras.backend.backend() == "tensorflow":
             draw = None if seed is None else draws_of(rows_of(arrays), seed)
-            return array_dataset(arrays, batch_size, draw, lambda rows: rows[graph_rows(rows, rank, size)])
-        return _ArrayShards(arrays, batch_size, seed, rank, size)
+            return array_dataset(arrays, batch_size, draw, lambda index, rows: rows[own_in_graph(index, rows, strategy,
+                                                                                                sharing.own)])
+        return _ArrayShards(arrays, batch_size, seed, sharing.own)
     if is_tf_dataset(x):
-        return x if is_distributed(x) else sharded_dataset(checked(x), strategy)
+        return x if is_distributed(x) else sharded_dataset(checked(x), strategy, sharing.own)
     if isinstance(x, keras.utils.PyDataset):
-        return _BatchShards(x, seed, rank, size)
+        return _BatchShards(x, seed, sharing.own)
     if is_loader(x):
-        return _sharded_loader(x)
+        return _sharded_loader(x, strategy, sharing)
     if hasattr(x, "__next__"):
-        return (select_rows(batch, shard(rows_of(batch), rank, size)) for batch in x)
+        return (select_rows(batch, sharing.own(index, rows_of(batch))) for index, batch in enumerate(x))
     raise ValueError(f"MirroredStrategy cannot share out {type(x).__name__}; give arrays, a tf.data.Dataset, a PyDataset, a "
                      "torch DataLoader or a generator")
 
@@ -154,9 +203,9 @@ def draws_of(count: int, seed: Sequence[int]) -> Callable[[], Any]:
 class _ArrayShards(keras.utils.PyDataset):
     """A PyDataset with this rank's rows of every global batch of arrays. Keras loads batches one after the other."""
 
-    def __init__(self, arrays: tuple[Any, ...], batch_size: int, seed: Sequence[int] | None, rank: int, size: int) -> None:
+    def __init__(self, arrays: tuple[Any, ...], batch_size: int, seed: Sequence[int] | None, own: Own) -> None:
         super().__init__()
-        self._arrays, self._batch, self._rank, self._size = arrays, batch_size, rank, size
+        self._arrays, self._batch, self._own = arrays, batch_size, own
         self._draw = None if seed is None else draws_of(rows_of(arrays), seed)
         self._order = np.arange(rows_of(arrays))
 
@@ -167,15 +216,15 @@ class _ArrayShards(keras.utils.PyDataset):
         if index == 0 and self._draw is not None:
             self._order = self._draw()
         rows = self._order[index * self._batch:(index + 1) * self._batch]
-        return select_rows(self._arrays, rows[shard(len(rows), self._rank, self._size)])
+        return select_rows(self._arrays, rows[self._own(index, len(rows))])
 
 
 class _BatchShards(keras.utils.PyDataset):
     """A PyDataset with this rank's rows of every batch of another one. Keras loads batches one after the other."""
 
-    def __init__(self, dataset: Any, seed: Sequence[int] | None, rank: int, size: int) -> None:
+    def __init__(self, dataset: Any, seed: Sequence[int] | None, own: Own) -> None:
         super().__init__()
-        self._dataset, self._rank, self._size = dataset, rank, size
+        self._dataset, self._own = dataset, own
         self._loading = Loading(dataset)
         count = dataset.num_batches
         self._draw = None if seed is None or count is None else draws_of(count, seed)
@@ -190,7 +239,7 @@ class _BatchShards(keras.utils.PyDataset):
             self._order = self._draw()
             self._loading.stop()
         batch = self._loading.batch(index, self._order)
-        return select_rows(batch, shard(rows_of(batch), self._rank, self._size))
+        return select_rows(batch, self._own(index, rows_of(batch)))
 
     def on_epoch_begin(self) -> None:
         call_hook(self._dataset, "on_epoch_begin")
@@ -207,7 +256,7 @@ def call_hook(dataset: Any, name: str) -> None:
         getattr(dataset, name)()
 
 
-def loaded_shards(loader: Any) -> Callable[[], Iterator[tuple[int, Any]]]:
+def loaded_shards(loader: Any, strategy: BaseStrategy, sharing: Sharing) -> Callable[[], Iterator[tuple[int, Any]]]:
     """Return a function that begins an epoch of a torch DataLoader: it returns the rows and this rank's shard of each batch.
 
     Each rank loads only its own samples of a map-style dataset, in the order of rank 0's sampler.
@@ -216,27 +265,27 @@ def loaded_shards(loader: Any) -> Callable[[], Iterator[tuple[int, Any]]]:
         MismatchError: on all ranks, when they have different data.
         ValueError: when the loader's sampler already divides samples among ranks.
     """
-    from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
     from hvdlite_torch.mirrored.distributed_loader import source_of
 
-    replicas = ReplicaGroup(api.runtime(), GLOBAL_PROCESS_SET_ID)
-    source = source_of(loader, replicas)
+    replicas = strategy.replicas
+    source = source_of(loader, replicas, sharing.shares)
     everywhere = replicas.allgather_object((source.facts(), source.depth), "loader")
     for rank, (facts, _) in enumerate(everywhere):
         if facts != everywhere[0][0]:
             raise MismatchError(f"ranks have different DataLoaders: {everywhere[0][0]} on rank 0, {facts} on rank {rank}")
     depth = max(each for _, each in everywhere)
-    return lambda: source.batches(depth)
+    return lambda: source.batches(depth, sharing.begin(depth))
 
 
-def _sharded_loader(loader: Any) -> Any:
+def _sharded_loader(loader: Any, strategy: BaseStrategy, sharing: Sharing) -> Any:
     """Return a torch DataLoader of this rank's rows."""
     from torch.utils.data import DataLoader, IterableDataset
-    begin = loaded_shards(loader)
+    begin = loaded_shards(loader, strategy, sharing)
 
     class Shards(IterableDataset):  # type: ignore[misc,type-arg]
         def __iter__(self) -> Iterator[Any]:
-            return (batch for _, batch in begin())
+            for _, batch in begin():  # Keras makes an iterator more at the end of an epoch, and asks it for nothing
+                yield batch
 
     class SizedShards(Shards):
         def __len__(self) -> int:
@@ -245,12 +294,12 @@ def _sharded_loader(loader: Any) -> Any:
 
 
 def array_dataset(arrays: tuple[Any, ...], batch_size: int, draw: Callable[[], Any] | None,
-                  mine: Callable[[Any], Any]) -> Any:
+                  mine: Callable[[Any, Any], Any]) -> Any:
     """Return a tf.data.Dataset of rows of every global batch of arrays.
 
     Args:
         draw: draws an order of the rows for each pass; None for their own.
-        mine: returns this rank's part of the indices of a global batch's rows.
+        mine: returns this rank's part of the indices of a global batch's rows, given the batch's number and these.
     """
     import tensorflow as tf
     tensors = keras.tree.map_structure(
@@ -263,25 +312,25 @@ def array_dataset(arrays: tuple[Any, ...], batch_size: int, draw: Callable[[], A
         indices = tf.data.Dataset.range(1).flat_map(drawn).apply(tf.data.experimental.assert_cardinality(count))
     options = tf.data.Options()
     options.autotune.enabled = False  # the end of an iteration waits for the thread that tunes
-    return indices.batch(batch_size).map(mine).map(lambda rows: keras.tree.map_structure(
+    return indices.batch(batch_size).enumerate().map(mine).map(lambda rows: keras.tree.map_structure(
         lambda leaf: None if leaf is None else leaf[rows], tensors)).prefetch(2).with_options(options)
 
 
-def sharded_dataset(dataset: Any, strategy: BaseStrategy) -> Any:
+def sharded_dataset(dataset: Any, strategy: BaseStrategy, own: Own) -> Any:
     """Return a tf.data.Dataset of this rank's rows of every batch of another one."""
     import tensorflow as tf
 
-    def mine(*batch: Any) -> Any:
-        structure = batch if isinstance(dataset.element_spec, tuple) else batch[0]
-        first = keras.tree.flatten(structure)[0]
-        rows = graph_rows(first, strategy.rank, strategy.num_replicas_in_sync)
-        return select_rows(structure, rows)
-    return dataset.map(mine).prefetch(tf.data.AUTOTUNE)
+    def mine(index: Any, batch: Any) -> Any:
+        return select_rows(batch, own_in_graph(index, keras.tree.flatten(batch)[0], strategy, own))
+    return dataset.enumerate().map(mine).prefetch(tf.data.AUTOTUNE)
 
 
 def distributed_dataset(dataset: Any, strategy: BaseStrategy) -> Any:
     """Return the result of `experimental_distribute_dataset`; `fit`, `evaluate` and `predict` use the original dataset."""
-    shared = sharded_dataset(checked(dataset), strategy)
+    if strategy.shares.is_auto:
+        raise UnsupportedError("shares=\"auto\" follow the times of fit's steps. For loops of your own, give the strategy a "
+                               "number for each rank, such as shares=[2, 1]; give fit the dataset itself")
+    shared = sharded_dataset(checked(dataset), strategy, lambda _, rows: strategy.shares.first.own(int(rows)))
     shared._hvdlite_global = dataset
     return shared
 
@@ -305,11 +354,24 @@ def is_distributed(dataset: Any) -> bool:
     return any(hasattr(each, "_hvdlite_global") for each in lineage(dataset))
 
 
+def own_in_graph(index: Any, leaf: Any, strategy: BaseStrategy, own: Own) -> Any:
+    """Return this rank's rows of a batch, given its index in the pass, when the graph runs."""
+    import tensorflow as tf
+    if not strategy.has_shares:
+        return graph_rows(leaf, strategy.rank, strategy.num_replicas_in_sync)
+
+    def bounds(index: Any, rows: Any) -> tuple[Any, Any]:
+        mine = own(index, rows)
+        return np.int64(mine.start), np.int64(mine.stop)
+    both = tf.numpy_function(bounds, [index, tf.cast(tf.shape(leaf)[0], tf.int64)], [tf.int64, tf.int64])
+    return slice(*(tf.ensure_shape(each, ()) for each in both))
+
+
 def graph_rows(leaf: Any, rank: int, size: int, *, is_exclusive: bool = False) -> Any:
     """Return this rank's rows of a batch whose length is known when the graph runs.
 
     Args:
-        is_exclusive: whether to use `disjoint_shard` of `training.mirrored.shards` instead of `shard`.
+        is_exclusive: whether to use `disjoint_shard` of `training.mirrored.shards` instead of equal shares of a `Split`.
     """
     import tensorflow as tf
     rows = tf.cast(tf.shape(leaf)[0], tf.int32)  # of ragged tensors it is an int64

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hvdlite import api
-from hvdlite.training.mirrored.shards import shard, shard_weight
+from hvdlite.training.mirrored.shards import equal_split
 from hvdlite.training.objects import broadcast_object
 from hvdlite.training.positions import by_turns
 from hvdlite_torch.checkpoints.resumable_loader import PositionedLoader
@@ -101,7 +101,7 @@ class BodyLoader(PositionedLoader):
                     if body > 0:
                         state._begin_body()
                     end, batch = next(loaded)
-                    weight.set(shard_weight(end - self._consumed, api.rank(), api.size()))
+                    weight.set(equal_split(api.rank(), api.size()).weight(end - self._consumed))
                     self._consumed = end
                     self._note(state)
                     yield batch
@@ -131,7 +131,8 @@ class BodyLoader(PositionedLoader):
         """Return the rest of the epoch: the position after each body, and this rank's indices."""
         assert self._batch_sampler is not None
         bodies = by_turns(self._order(), self._consumed, 0, 1, rows, drops_batch=self._batch_sampler.drop_last)
-        return [(end, body[shard(len(body), api.rank(), api.size())]) for end, body in bodies]
+        split = equal_split(api.rank(), api.size())
+        return [(end, body[split.own(len(body))]) for end, body in bodies]
 
     def _order(self) -> list[Any]:
         """Return the order of rank 0's sampler, which all ranks draw from the same state; all ranks call this.

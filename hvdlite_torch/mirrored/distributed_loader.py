@@ -18,7 +18,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from hvdlite.core.errors import MismatchError
 from hvdlite.training.mirrored.replica_group import ReplicaGroup
-from hvdlite.training.mirrored.shards import CurrentBatch, shard
+from hvdlite.training.mirrored.shards import CurrentBatch, Split
+from hvdlite.training.mirrored.shares import Shares, SharesPass
 from hvdlite.training.mirrored.synchronized_sampler import SynchronizedSampler
 from hvdlite_torch.mirrored import same_data
 from hvdlite_torch.mirrored.scope_registry import ScopeRegistry
@@ -39,11 +40,12 @@ class DistributedLoader:
     """
 
     def __init__(self, loader: Iterable[Any], replicas: ReplicaGroup, registry: ScopeRegistry,
-                 current: CurrentBatch) -> None:
+                 current: CurrentBatch, shares: Shares) -> None:
         self._loader, self._replicas, self._registry, self._current = loader, replicas, registry, current
+        self._shares = shares
         self._source: _Source = _Whole(loader)
         if replicas.size > 1:
-            self._source = source_of(loader, replicas)
+            self._source = source_of(loader, replicas, shares)
         self._is_compared, self._is_begun = not self._source.is_whole, False
 
     def __len__(self) -> int:
@@ -60,11 +62,13 @@ class DistributedLoader:
         """Yield this rank's shard of one epoch's batches."""
         depth = self._agree()
         loop = object()
+        shares = self._shares.begin(depth)
         try:
-            for rows, batch in self._compared(self._source.batches(depth)):
+            for rows, batch in self._compared(self._source.batches(depth, shares)):
                 self._registry.mirror_if_due()
-                self._current.reached(loop, rows)
+                self._current.reached(loop, rows, shares.weight(rows))
                 yield batch
+                shares.finished()
         finally:
             self._current.over(loop)
 
@@ -120,7 +124,7 @@ class _Source:
         """Return what must be equal on all ranks."""
         return {}
 
-    def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
+    def batches(self, depth: int, shares: SharesPass) -> Iterator[tuple[int, Any]]:
         """Yield one epoch: the rows of each global batch, and this rank's shard."""
         raise NotImplementedError
 
@@ -131,7 +135,7 @@ class _Whole(_Source):
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
 
-    def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
+    def batches(self, depth: int, shares: SharesPass) -> Iterator[tuple[int, Any]]:
         return ((1, batch) for batch in self._loader)
 
 
@@ -140,50 +144,56 @@ class _Rows(_Source):
 
     is_whole = True
 
-    def __init__(self, batches: Iterable[Any], replicas: ReplicaGroup) -> None:
+    def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
-        self._shard = RowsShard(replicas)
 
     def facts(self) -> dict[str, Any]:
         return {"batches": _length(self._batches)}
 
-    def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
-        for batch in self._batches:
-            rows, own, seen = self._shard(batch)
+    def batches(self, depth: int, shares: SharesPass) -> Iterator[tuple[int, Any]]:
+        for rows, own, seen in map(RowsShard(shares.own), self._batches):
             self.seen = seen or self.seen
             yield rows, own
 
 
 class _Stream(_Source):
-    """Samples of an iterable dataset, which every rank iterates over."""
+    """Samples of an iterable dataset, which every rank iterates over.
+
+    Args:
+        split: of all batches; workers do not know the number of a batch.
+    """
 
     is_whole = True
 
-    def __init__(self, loader: DataLoader[Any], replicas: ReplicaGroup) -> None:
-        collate: Any = RowsShard(replicas, loader.collate_fn) if loader.batch_size is None else \
-            SamplesShard(replicas, loader.collate_fn)
+    def __init__(self, loader: DataLoader[Any], split: Split) -> None:
+        kind = RowsShard if loader.batch_size is None else SamplesShard
+        collate: Any = kind(split.own, loader.collate_fn)
         self._loader = _remade(loader, collate, batch_size=loader.batch_size, drop_last=loader.drop_last)
 
     def facts(self) -> dict[str, Any]:
         return {"samples": _length(self._loader.dataset), "workers": self._loader.num_workers,
                 "batch_size": self._loader.batch_size}
 
-    def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
+    def batches(self, depth: int, shares: SharesPass) -> Iterator[tuple[int, Any]]:
         for rows, batch, seen in self._loader:
             self.seen = seen or self.seen
             yield rows, batch
 
 
 class _Indexed(_Source):
-    """Samples of a map-style dataset, in the order of replica 0's sampler."""
+    """Samples of a map-style dataset, in the order of replica 0's sampler.
 
-    def __init__(self, loader: DataLoader[Any], replicas: ReplicaGroup) -> None:
+    Args:
+        split: of samples that are batches, as for `_Stream`.
+    """
+
+    def __init__(self, loader: DataLoader[Any], replicas: ReplicaGroup, split: Split) -> None:
         self._has_batches = loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
         sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._indices = SynchronizedSampler(sampler, replicas, is_sharded=self._has_batches)
         self.depth = loader.num_workers * (loader.prefetch_factor or 0)
         if not self._has_batches:
-            self._loader = _remade(loader, RowsShard(replicas, loader.collate_fn), batch_size=None, sampler=self._indices)
+            self._loader = _remade(loader, RowsShard(split.own, loader.collate_fn), batch_size=None, sampler=self._indices)
         elif loader.batch_sampler is None:
             self._loader = _remade(loader, loader.collate_fn, batch_size=None, sampler=self._indices)
         else:
@@ -193,8 +203,8 @@ class _Indexed(_Source):
         return {"samples": _length(self._loader.dataset), "batches": _length(self._indices.sampler),
                 **same_data.subset(self._loader.dataset)}
 
-    def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
-        epoch = self._indices.begin(depth)
+    def batches(self, depth: int, shares: SharesPass) -> Iterator[tuple[int, Any]]:
+        epoch = self._indices.begin(depth, shares)
         received = 0
         loaded = iter(self._loader)
         while True:
@@ -217,32 +227,32 @@ class _OwnIteration(_Source):
         self._indices = SynchronizedSampler(getattr(loader, name), replicas, is_batched=loader.batch_sampler is not None)
         self._loader = copy.copy(loader)
         vars(self._loader)[name] = self._indices  # DataLoader refuses assignment: its iterators would not notice
-        self._shard = RowsShard(replicas)
 
     def facts(self) -> dict[str, Any]:
         return {"samples": _length(self._loader.dataset), "batches": _length(self._indices.sampler),
                 **same_data.subset(self._loader.dataset)}
 
-    def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
-        epoch = self._indices.begin(depth)
+    def batches(self, depth: int, shares: SharesPass) -> Iterator[tuple[int, Any]]:
+        epoch = self._indices.begin(depth, shares)
         epoch.has_end = _length(self._indices.sampler) is not None  # then ranks may prefetch any number of batches
-        return (self._shard(batch)[:2] for batch in self._loader)
+        return (each[:2] for each in map(RowsShard(shares.own), self._loader))
 
 
 class RowsShard:
-    """Converts this rank's shard of a batch; returns the batch's rows, the shard and the first signature."""
+    """Converts this rank's shard of a batch; returns the batch's rows, the shard and the first signature.
 
-    def __init__(self, replicas: ReplicaGroup, convert: Callable[[Any], Any] = lambda batch: batch) -> None:
-        self._replica_id, self._size, self._convert = replicas.replica_id, replicas.size, convert
+    Args:
+        own: returns this rank's rows of a batch with so many rows.
+    """
+
+    def __init__(self, own: Callable[[int], slice], convert: Callable[[Any], Any] = lambda batch: batch) -> None:
+        self._own, self._convert = own, convert
         self._is_first = True
 
     def __call__(self, batch: Any) -> tuple[int, Any, list[str] | None]:
         seen, self._is_first = same_data.signature([batch]) if self._is_first else None, False
         rows = rows_of(batch)
         return rows, self._convert(rows_taken(batch, rows, self._own(rows))), seen
-
-    def _own(self, rows: int) -> slice:
-        return shard(rows, self._replica_id, self._size)
 
 
 class SamplesShard(RowsShard):
@@ -253,19 +263,24 @@ class SamplesShard(RowsShard):
         return len(batch), self._convert(batch[self._own(len(batch))]), seen
 
 
-def source_of(loader: Iterable[Any], replicas: ReplicaGroup) -> _Source:
+def source_of(loader: Iterable[Any], replicas: ReplicaGroup, shares: Shares) -> _Source:
     """Return the source of this rank's shards of a loader's batches.
+
+    Where shares follow speeds, no worker makes shards: those that would load whole batches.
 
     Raises:
         ValueError: for a loader that already splits samples among ranks.
     """
     same_data.refuse_shared(loader)
     if not isinstance(loader, DataLoader):
-        return _Rows(loader, replicas)
+        return _Rows(loader)
     iterates_itself = type(loader).__iter__ is not DataLoader.__iter__
     if isinstance(loader.dataset, IterableDataset):
-        return _Rows(loader, replicas) if iterates_itself else _Stream(loader, replicas)
-    return _OwnIteration(loader, replicas) if iterates_itself else _Indexed(loader, replicas)
+        return _Rows(loader) if iterates_itself or shares.is_auto else _Stream(loader, shares.first)
+    has_batches = loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
+    if iterates_itself or (shares.is_auto and not has_batches):
+        return _OwnIteration(loader, replicas)
+    return _Indexed(loader, replicas, shares.first)
 
 
 def _remade(loader: DataLoader[Any], collate: Callable[[Any], Any] | None, **sampling: Any) -> DataLoader[Any]:

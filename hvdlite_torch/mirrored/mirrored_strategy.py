@@ -16,6 +16,7 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.mirrored.scopes import Scopes
 from hvdlite.training.mirrored.shards import CurrentBatch
+from hvdlite.training.mirrored.shares import Shares
 from hvdlite.training.mirrored.strategies import LaunchableStrategy, parse_reduce_op
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.mirrored.distributed_loader import DistributedLoader
@@ -46,25 +47,33 @@ class MirroredStrategy(LaunchableStrategy):
         sync_batch_norm: make BatchNorm layers of the scope `hvd.SyncBatchNorm`: they normalise the global batch.
         backward_passes_per_step: like `DistributedOptimizer`'s.
         compression: like `DistributedOptimizer`'s.
+        shares: of each replica in global batches: None for equal ones, a number for each replica (a list) or for each
+            replica of a host (a dict by host name), or "auto": they follow the speeds of replicas.
+        max_rows: the most rows of a replica in a batch, or a list with a number for each.
         process_set: the ranks that have replicas; on others, there is one replica.
 
     Raises:
         LaunchError: when there is a launch environment, and ranks cannot meet; `hvd.init()` is called here if need be.
         UnsupportedError: for an unregistered process set.
-        ValueError: for devices that are neither counted nor listed.
+        ValueError: for devices that are neither counted nor listed, and for other shares.
+        MismatchError: on all ranks, when they ask for different shares.
     """
 
     def __init__(self, devices: int | Sequence[Any] | None = None, *, scale_learning_rate: bool = False,
                  sync_batch_norm: bool = False, backward_passes_per_step: int = 1,
-                 compression: type[Compressor] = Compression.none, process_set: ProcessSet = global_process_set,
+                 compression: type[Compressor] = Compression.none,
+                 shares: str | Sequence[float] | Mapping[str, float] | None = None,
+                 max_rows: int | Sequence[int] | None = None, process_set: ProcessSet = global_process_set,
                  _runtime: Runtime | None = None) -> None:
         if _runtime is None and not api.is_initialized():
             api.init()
         super().__init__(devices)
         self._settings: dict[str, Any] = {
             "scale_learning_rate": scale_learning_rate, "sync_batch_norm": sync_batch_norm,
-            "backward_passes_per_step": backward_passes_per_step, "compression": compression}
+            "backward_passes_per_step": backward_passes_per_step, "compression": compression, "shares": shares,
+            "max_rows": max_rows}
         self._replicas = TorchReplicaGroup(_runtime or api.runtime(), api.set_id(process_set))
+        self._shares = Shares(self._replicas, shares, max_rows)
         self._registry = ScopeRegistry(
             self._replicas, process_set, learning_rate_factor=self._replicas.size if scale_learning_rate else 1,
             sync_batch_norm=sync_batch_norm, backward_passes_per_step=backward_passes_per_step, compression=compression)
@@ -137,7 +146,7 @@ class MirroredStrategy(LaunchableStrategy):
         """
         if isinstance(loader, DistributedLoader):
             return loader
-        return DistributedLoader(loader, self._replicas, self._registry, self._current)
+        return DistributedLoader(loader, self._replicas, self._registry, self._current, self._shares)
 
     @leave_to_python
     def reduce(self, op: str | ReduceOp, value: Any, axis: int | None = None) -> Any:

@@ -40,8 +40,17 @@ def table(before: Mapping[int, Sample], now: Mapping[int, Sample], rank_hosts: M
                      f"{each.memory / 2**20:>5.0f} MiB" + (f"  {each.gpu}" if gpus else ""))
         total += samples
     if total:
-        lines.append(f"all ranks: {total:,.0f} samples/s")
+        lines.append(f"all ranks: {total:,.0f} samples/s{_shares(before, now)}")
     return lines + waits.splitlines()
+
+
+def _shares(before: Mapping[int, Sample], now: Mapping[int, Sample]) -> str:
+    """Return the ranks' rows of a step if some have a row more than others: shards of equal shares differ by one at most."""
+    rows = {rank: (each.reading.samples - before[rank].reading.samples) / steps for rank, each in sorted(now.items())
+            if rank in before and (steps := each.reading.steps - before[rank].reading.steps) > 0}
+    if not rows or max(rows.values()) - min(rows.values()) <= 1:
+        return ""
+    return "; rows of a step by rank: " + ", ".join(f"{rank}: {each:.0f}" for rank, each in rows.items())
 
 
 class Monitor(ProgressObserver):

@@ -89,6 +89,14 @@ def test_the_table_shows_rates_of_the_last_interval() -> None:
     assert lines[4:] == ["all ranks: 320 samples/s", "ranks 0 wait for 1: 'x', 7 s"]
 
 
+def test_the_table_shows_rows_of_ranks_where_they_differ() -> None:
+    before = {rank: reading(10, 300, 1.0, 0.1) for rank in range(3)}
+    now = {0: reading(20, 780, 1.0, 0.1), 1: reading(20, 460, 1.0, 0.1), 2: reading(0, 0, 0.0, math.inf)}
+    assert table(before, now, {}, 1.0, "")[-1] == "all ranks: 640 samples/s; rows of a step by rank: 0: 48, 1: 16"
+    now[1] = reading(20, 771, 1.0, 0.1)  # equal but for a last batch
+    assert table(before, now, {}, 1.0, "")[-1] == "all ranks: 951 samples/s"
+
+
 def test_the_table_stays_below_the_output() -> None:
     written: list[str] = []
     now = [0.0]

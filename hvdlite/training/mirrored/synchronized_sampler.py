@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hvdlite.training.mirrored.replica_group import ReplicaGroup
-from hvdlite.training.mirrored.shards import shard
+from hvdlite.training.mirrored.shares import SharesPass
 
 CHUNK = 8192
 """The least number of indices that are broadcast together."""
@@ -37,9 +37,10 @@ class SynchronizedSampler:
             raise AttributeError(name)
         return getattr(self.sampler, name)
 
-    def begin(self, depth: int) -> SamplerEpoch:
+    def begin(self, depth: int, shares: SharesPass) -> SamplerEpoch:
         """Begin an epoch; the next iteration is over its indices."""
-        self._epoch = SamplerEpoch(self.sampler, self._replicas, depth, self._is_sharded, self._is_batched)
+        self._epoch = SamplerEpoch(self.sampler, self._replicas, depth, shares if self._is_sharded else None,
+                                   self._is_batched)
         return self._epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -53,16 +54,19 @@ class SynchronizedSampler:
 class SamplerEpoch:
     """One pass over replica 0's sampler.
 
+    Args:
+        shares: of the batches of which each rank takes its shard, if it does.
+
     Attributes:
         rows: of the global batches whose shards were asked for and not received yet.
         has_end: whether all indices are to be fetched as soon as the first one is asked for.
     """
 
-    def __init__(self, sampler: Iterable[Any], replicas: ReplicaGroup, depth: int, is_sharded: bool,
-                 is_batched: bool) -> None:
+    def __init__(self, sampler: Iterable[Any], replicas: ReplicaGroup, depth: int,
+                 shares: SharesPass | None, is_batched: bool) -> None:
         self.rows: collections.deque[int] = collections.deque()
         self._sampler, self._replicas, self._depth = sampler, replicas, depth
-        self._is_sharded, self._is_batched = is_sharded, is_batched
+        self._shares, self._is_batched = shares, is_batched
         self._own: Iterator[Any] | None = None  # not before the loader asks, as in one process
         self._waiting: collections.deque[Any] = collections.deque()
         self._fetched = 0
@@ -78,9 +82,9 @@ class SamplerEpoch:
             if not self._waiting:
                 return
             indices = self._waiting.popleft()
-            if self._is_sharded:
+            if self._shares is not None:
                 self.rows.append(len(indices))
-                indices = indices[shard(len(indices), self._replicas.replica_id, self._replicas.size)]
+                indices = indices[self._shares.own(len(indices))]
             yield indices
 
     def look_ahead(self, received: int) -> None:

@@ -31,6 +31,7 @@ class Training:
         wide: whether the arrays have floats of 64 bits; Keras casts them.
         counted: whether there are a metric that has its own state, and one that is a number for a batch.
         decides: whether a callback decides by the loss of one output, or of the model.
+        shares: whether the ranks' shares are others in each batch of a scope.
         steps: calls into the compiled function do so many steps.
         again: whether the model is compiled and fitted a second time.
     """
@@ -54,11 +55,12 @@ class Training:
     wide: bool
     counted: bool
     decides: bool
+    shares: bool
 
     @property
     def has_equal_shards(self) -> bool:
         """Whether both ranks have equally many samples of every batch."""
-        return self.rows % self.batch % 2 == 0
+        return self.rows % self.batch % 2 == 0 and not self.shares
 
 
 def models_of(backend: str) -> list[str]:
@@ -86,7 +88,7 @@ def draw(seed: int, backend: str) -> Training:
         weighted=scoped and data in ("arrays", "tf.data") and rng.random() < 0.3, validated=scoped and rng.random() < 0.3,
         eager=eager, steps=1 if eager or backend == "torch" else rng.choice((1, 1, 2, 3)), again=rng.random() < 0.2,
         wide=scoped and data == "arrays" and rng.random() < 0.4, counted=scoped and rng.random() < 0.4,
-        decides=scoped and rng.random() < 0.4)
+        decides=scoped and rng.random() < 0.4, shares=scoped and rng.random() < 0.4)
     if training.model == "no call" and not scoped:
         training = dataclasses.replace(training, model="own train_step")
     if training.model == "no call":

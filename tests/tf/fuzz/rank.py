@@ -11,6 +11,7 @@ import numpy as np
 
 from tests.fuzzing import BEGUN, FINE, WRONG, WrongError
 from tests.tf.fuzz.draws import Training, draw
+from tests.training.random_shares import draw_shares
 
 FEATURES, CLASSES = 4, 7
 
@@ -68,7 +69,10 @@ def train(training: Training, hvd: Any, alone: bool) -> dict[str, Any]:
     import keras
     scope: Callable[[], Any] = contextlib.nullcontext
     if training.scoped and not alone:
-        scope = hvd.MirroredStrategy().scope
+        strategy = hvd.MirroredStrategy(shares="auto" if training.shares else None)
+        if training.shares:
+            draw_shares(strategy.shares, training.seed)
+        scope = strategy.scope
     x, y, weights = samples(training)
     found: dict[str, Any] = {}
     with scope():

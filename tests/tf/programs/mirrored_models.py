@@ -348,4 +348,4 @@ def batches_weights_and_states() -> None:
         resolver = strategy.cluster_resolver
         assert (resolver.task_type, resolver.task_id) == ("worker", rank)
         assert resolver.cluster_spec().num_tasks("worker") == 2
-        assert array_dataset((X,), 10, None, lambda rows: rows).options().autotune.enabled is False
+        assert array_dataset((X,), 10, None, lambda index, rows: rows).options().autotune.enabled is False

@@ -49,6 +49,7 @@ FEATURES: dict[str, tuple[object, ...]] = {
     "thread": ("main", "steps", "metrics"),
     "compiled": (False, True),
     "uneven": (False, True),
+    "shares": ("equal", "list", "random"),
 }
 """By name of a feature, its values; the first one is the plain one."""
 FIRST = ("model", "optimizer", "scoped")
@@ -87,6 +88,7 @@ class Training:
         compiled: whether `torch.compile` traces the step.
         uneven: whether the last batch of an epoch has an odd number of rows (in a scope), or ranks run out of batches at
             different times and `join()`.
+        shares: of ranks in the strategy's global batches; "random" ones are others in each batch.
         rows: of a global batch.
         batches: of a step.
         steps: in each epoch.
@@ -128,6 +130,7 @@ class Training:
     thread: str = "main"
     compiled: bool = False
     uneven: bool = False
+    shares: str = "equal"
     rows: int = 4
     batches: int = 1
     steps: int = 3
@@ -271,7 +274,7 @@ RULES: dict[str, Callable[[Training], bool]] = {
         it.uneven and not it.scoped and it.thread == "metrics"),
     "a strategy has none of these options": lambda it: it.scoped and _differs(it, *OUTSIDE),
     "a strategy scales the rates of groups that are added": lambda it: it.scaled_rate and it.event == "regroup",
-    "these belong to a strategy": lambda it: not it.scoped and _differs(it, "scaled_rate", "loader"),
+    "these belong to a strategy": lambda it: not it.scoped and _differs(it, "scaled_rate", "loader", "shares"),
     "copies are not in the scope": lambda it: it.scoped and it.event == "copy both",
     "a hook decides itself how to average": lambda it: it.hook and _differs(it, "groups", "compression", "predivide", "op"),
     "only averages are divided": lambda it: it.predivide != 1.0 and it.op != "Average",
@@ -294,7 +297,7 @@ RULES: dict[str, Callable[[Training], bool]] = {
             _differs(it, "averaged", "scheduler", "amp", "hook", "accumulation") or it.structure == "in turns"
             or it.model == "sync batch norm" or it.optimizer.startswith("LBFGS") or it.wait_in == "mixed")),
     "gradients by hand come after backward(), which weighs uneven batches": lambda it: (
-        it.scoped and it.uneven and it.gradients in ("autograd.grad", "func.grad")),
+        it.scoped and (it.uneven or it.shares != "equal") and it.gradients in ("autograd.grad", "func.grad")),
     "inside join(), losses are added: backward() is called once": lambda it: (
         it.uneven and not it.scoped and it.loss == "disjoint"),
     "join() is of the optimizer with which the epoch began": lambda it: it.uneven and not it.scoped and it.event in (
@@ -329,8 +332,12 @@ COMING: dict[str, Callable[[Training], bool]] = {
         it.uneven and not it.scoped and it.model in ("experts", "unused") and it.clears in ZEROS),
     "disjoint losses with backward_passes_per_step": lambda it: it.accumulation == "passes" and it.loss == "disjoint",
     "gradients that a script sets": lambda it: it.gradients in ("autograd.grad", "func.grad"),
+    "kept gradients of parts that a pass does not reach, in batches with weights: they are replaced by copies": lambda it: (
+        it.scoped and (it.uneven or it.shares != "equal") and it.clears in KEPT
+        and (it.model == "experts" or it.loss == "disjoint")),
 }
-LATER: tuple[str, ...] = ()
+LATER: tuple[str, ...] = (
+    "kept gradients of parts that a pass does not reach, in batches with weights: they are replaced by copies",)
 """What of these does not work yet, and is not drawn."""
 
 

@@ -12,7 +12,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 import hvdlite_torch as hvd
 from tests.torch.trainings.draws import LATER, Training
 from tests.torch.trainings.models import samples
+from tests.training.random_shares import draw_shares
 
+SHARES: dict[str, Any] = {"equal": lambda size: None, "list": lambda size: list(range(1, size + 1)),
+                          "random": lambda size: "auto"}
 Batch = tuple[torch.Tensor, torch.Tensor, float]
 """Inputs, targets, and by what the loss is multiplied."""
 
@@ -187,7 +190,9 @@ class Scoped(Outside):
         self._strategy = hvd.MirroredStrategy(
             scale_learning_rate=training.scaled_rate, sync_batch_norm=training.model == "sync batch norm",
             backward_passes_per_step=training.batches if training.accumulation == "passes" else 1,
-            compression=getattr(hvd.Compression, training.compression))
+            compression=getattr(hvd.Compression, training.compression), shares=SHARES[training.shares](training.size))
+        if training.shares == "random":
+            draw_shares(self._strategy._shares, training.seed)
         self._batches = self._strategy.distribute(self._loader)
 
     def scope(self) -> Any:
