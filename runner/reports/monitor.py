@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Final
 
-from hvdlite.core.ledger import Ledger
 from hvdlite.core.texts import printable
 from hvdlite.diagnostics.progress import Reading
-from hvdlite.diagnostics.slowness import LEAST_STEPS, Slowness, diagnose
 from hvdlite_runner.host.progress import STALL_SECONDS
 from hvdlite_runner.messages import ProgressReply, Sample
 from hvdlite_runner.output.job_output import ProgressObserver
 from hvdlite_runner.placement import LOCAL
-
-WINDOW: Final = 20.0
-"""Seconds over which ranks are compared, to see why they are slow; more where these have fewer than `LEAST_STEPS` steps."""
-_KEPT: Final = 200  # updates with new ledgers, at most
+from hvdlite_runner.reports.recent_ledgers import RecentLedgers
 
 
 def table(before: Mapping[int, Sample], now: Mapping[int, Sample], rank_hosts: Mapping[int, str], seconds: float,
@@ -65,7 +58,7 @@ class Monitor(ProgressObserver):
         self._when = clock()
         self._waits = ""
         self._drawn = 0
-        self._ledgers: deque[tuple[float, dict[int, Ledger]]] = deque(maxlen=_KEPT)
+        self._recent = RecentLedgers()
         self._is_busy: Callable[[], bool] = lambda: False
 
     def attach(self, write: Callable[[str], None], is_busy: Callable[[], bool]) -> None:
@@ -86,21 +79,12 @@ class Monitor(ProgressObserver):
         if self._now and now - self._when >= 0.9 and not self._is_busy():
             self.clear_table()
             lines = table(self._before, self._now, self._rank_hosts, now - self._when, self._waits)
-            slowness = self._slowness(now)
+            slowness = self._recent.slowness(now, self._now)
             if slowness is not None and not self._waits:
                 lines.append(str(slowness))
             self._write("".join(f"{printable(line)}\n" for line in lines))
             self._drawn = len(lines)
             self._before, self._when, self._waits = dict(self._now), now, ""
-
-    def _slowness(self, now: float) -> Slowness | None:
-        """Return why the job has been slow lately."""
-        last = {rank: each.reading.ledger for rank, each in self._now.items()}
-        if not self._ledgers or last != self._ledgers[-1][1]:  # long steps change none for a while
-            self._ledgers.append((now, last))
-        while len(self._ledgers) > 1 and self._ledgers[1][0] <= now - WINDOW and _are_enough(self._ledgers[1][1], last):
-            self._ledgers.popleft()
-        return diagnose(_grown(self._ledgers[0][1], last))
 
     def clear_table(self) -> None:
         """Remove the table from the terminal; the next update writes it again, below other output."""
@@ -115,16 +99,6 @@ class Monitor(ProgressObserver):
     def finish(self) -> None:
         """Leave the last table on the terminal."""
         self._drawn = 0
-
-
-def _grown(first: Mapping[int, Ledger], last: Mapping[int, Ledger]) -> dict[int, Ledger]:
-    return {rank: ledger.since(first[rank]) for rank, ledger in last.items() if rank in first}
-
-
-def _are_enough(first: Mapping[int, Ledger], last: Mapping[int, Ledger]) -> bool:
-    """Return whether the ranks that step have taken enough steps since the first ledgers, to be compared."""
-    steps = [ledger.steps for ledger in _grown(first, last).values() if ledger.steps > 0]
-    return min(steps, default=0) >= LEAST_STEPS
 
 
 class ThroughputRecorder(ProgressObserver):

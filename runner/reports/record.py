@@ -1,0 +1,200 @@
+"""`hvdrun --record FILE.jsonl`: what happens in a job, as lines of JSON, which `--report FILE.jsonl` reads.
+
+Each line has a `kind`, the `seconds` since the job began, and the `time` (seconds since 1970). A file may have several jobs;
+a line that a crash has cut off is no line.
+
+| kind | written | fields |
+|---|---|---|
+| `job` | first | `command`, `host` and `pid` of its hvdrun |
+| `world` | when ranks are started, and for each world of an elastic job | `number`, `ranks` of each host |
+| `sample` | each second, or less often | see below |
+| `slowness` | when another rank or cause is found, or none any more | as `Slowness.as_dict`, or `text` only |
+| `stall` | when ranks wait for others that do not come | `text` |
+| `rank` | when a rank has ended | `rank`, `steps`, `samples`, `waits` (seconds), `memory` (the most bytes) |
+| `note` | when hvdrun prints a line: who was lost and why, who has joined | `text` |
+| `end` | last | `exit_code` |
+
+A sample has `rate` of all ranks together and its `unit`; by rank `waits` (share of the time) and `memory` (MiB), null where
+not known; the number of `replica_checks`, and of those with `replica_mismatches`; all `over` the seconds since the last one.
+
+A file grows by at most `A_DAY` bytes a day, and `AT_ONCE` more. In a large job samples therefore become rarer with time, and
+cover more of it: of 64 ranks one is written each second for about ten minutes, then one in eight seconds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from hvdlite.core.errors import LaunchError
+from hvdlite.core.texts import printable, shortened
+from hvdlite.diagnostics.progress import Reading
+from hvdlite_runner.messages import ProgressReply, Sample
+from hvdlite_runner.output.job_output import ProgressObserver
+from hvdlite_runner.output.streams import OutputTarget, Queue
+from hvdlite_runner.placement import LOCAL, format_ranks
+from hvdlite_runner.reports.metrics import MetricsServer, metrics_text
+from hvdlite_runner.reports.recent_ledgers import RecentLedgers
+
+A_DAY: Final = 9_000_000
+AT_ONCE: Final = 1_000_000
+"""Half of it only for lines that are written once."""
+_LONGEST: Final = 1000  # characters of a line of hvdrun's
+_FIRST: Final = b'{"kind":"job"'
+_END_SECONDS: Final = 5.0  # for a disk that is slow
+
+
+class RecordFile:
+    """The lines of a job, added to a file by a thread, so that a slow disk delays nothing.
+
+    Raises:
+        LaunchError: for a file that cannot be written, or is something else.
+    """
+
+    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._begun, self._size = clock, clock(), 0
+        self._target = OutputTarget(_opened(path), f"--record {path}")
+        self._queue = Queue(lambda: None)
+        self._queue.start()
+
+    def add(self, kind: str, fields: Mapping[str, Any], *, may_fail: bool = False) -> bool:
+        """Add a line; return False if there is no room for it yet."""
+        seconds = self._clock() - self._begun
+        content = {"kind": kind, "seconds": round(seconds, 2), "time": round(time.time(), 2), **fields}
+        line = json.dumps(content, separators=(",", ":")).encode() + b"\n"
+        if self._size + len(line) > A_DAY * seconds / 86400 + (AT_ONCE / 2 if may_fail else AT_ONCE):
+            return False
+        self._size += len(line)
+        self._queue.put(self._target, line)
+        return True
+
+    def problem(self) -> str:
+        """Return what there is to say about a file that has ended early, once; "" otherwise."""
+        return f"{self._queue.failed.popleft().label}: {self._target.reason()}; the record ends here" if (
+            self._queue.failed) else ""
+
+    def close(self) -> None:
+        """Wait until everything is written, but not for long, and close the file."""
+        until = time.monotonic() + _END_SECONDS
+        while not self._queue.is_idle() and time.monotonic() < until:
+            time.sleep(0.01)
+        self._queue.put(self._target, None)
+        self._queue.end()
+
+
+def _opened(path: str) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY, 0o644)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise LaunchError(f"--record {path}: another hvdrun is writing this file; give another name") from None
+    except OSError as error:
+        raise LaunchError(f"--record {path}: {error.strerror}") from None
+    status = os.fstat(descriptor)
+    is_regular = stat.S_ISREG(status.st_mode)
+    if not is_regular or (status.st_size and os.pread(descriptor, len(_FIRST), 0) != _FIRST):
+        raise LaunchError(f"--record {path} is {'there, and no record' if is_regular else 'no file'}: give another name "
+                          "(records of several jobs may be in one file)")
+    if status.st_size and os.pread(descriptor, 1, status.st_size - 1) != b"\n":
+        os.write(descriptor, b"\n")  # a crash has cut off the last line
+    return descriptor
+
+
+class Recorder(ProgressObserver):
+    """Writes a job's record, and passes on what it is made of to a server of metrics.
+
+    Args:
+        file, metrics: None where there is none to be served.
+    """
+
+    wants_samples = True
+
+    def __init__(self, command: Sequence[str], file: RecordFile | None, metrics: MetricsServer | None = None,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._file, self._metrics, self._clock = file, metrics, clock
+        self._write: Callable[[str], None] = lambda text: None
+        self._world = self._size = 0
+        self._before: dict[int, Sample] = {}  # when the last sample was written
+        self._when, self._slow, self._is_stalled = clock(), ("", -1), False
+        self._begin({})
+        self._add("job", {"command": list(command), "host": socket.gethostname(), "pid": os.getpid()})
+
+    def attach(self, write: Callable[[str], None], is_busy: Callable[[], bool]) -> None:
+        """Report on the job's terminal where metrics are, and later a file that cannot be written."""
+        self._write = write
+        if self._metrics is not None:
+            write(f"hvdrun: metrics at {self._metrics.url}\n")
+
+    def begin_world(self, rank_hosts: Mapping[int, str]) -> None:
+        """Write who is in another world."""
+        self._begin(rank_hosts)
+        self._world += 1
+        self._add("world", {"number": self._world, "ranks": {host: format_ranks(
+            rank for rank in rank_hosts if rank_hosts[rank] == host) for host in dict.fromkeys(rank_hosts.values())}})
+
+    def _begin(self, rank_hosts: Mapping[int, str]) -> None:
+        self._size, self._ranks, self._before, self._waits = len(rank_hosts), dict[int, Sample](), {}, ""
+        self._recent = RecentLedgers()
+
+    def take(self, host: str, event: ProgressReply) -> None:
+        """Add the progress of a host's ranks; the launcher's own host is the last one of each round."""
+        self._ranks |= event.ranks
+        self._waits = event.waits or self._waits
+        if host != LOCAL or not self._ranks:
+            return
+        now, slowness = self._clock(), self._recent.slowness(self._clock(), self._ranks)
+        if self._metrics is not None:
+            self._metrics.text = metrics_text(self._world, self._ranks, slowness)
+        found = ("", -1) if slowness is None else (slowness.cause, slowness.rank)
+        if found != self._slow and self._add("slowness", {"text": "no rank is slow any more"} if slowness is None
+                                             else slowness.as_dict(), may_fail=True):
+            self._slow = found
+        if self._waits and not self._is_stalled:
+            self._add("stall", {"text": self._waits}, may_fail=True)
+        self._is_stalled, self._waits = bool(self._waits), ""
+        if not self._before or self._add("sample", self._sample(now - self._when), may_fail=True):
+            self._before, self._when = dict(self._ranks), now
+
+    def _sample(self, seconds: float) -> dict[str, Any]:
+        readings = {rank: each.reading for rank, each in self._ranks.items()}
+        old = {rank: self._before[rank].reading if rank in self._before else readings[rank] for rank in readings}
+        waits = {rank: (new.blocked - old[rank].blocked) / seconds for rank, new in readings.items()}
+        counted = any(each.counts_samples for each in readings.values())
+        return {
+            "over": round(seconds, 2), "unit": "samples/s" if counted else "batches/s",
+            "rate": round(sum(max(0, new.samples - old[rank].samples) for rank, new in readings.items()) / seconds, 1),
+            "waits": [round(min(1.0, max(0.0, waits[rank])), 2) if rank in waits else None for rank in range(self._size)],
+            "memory": [self._ranks[rank].memory >> 20 if rank in readings else None for rank in range(self._size)],
+            "replica_checks": max(each.replica_checks for each in readings.values()),
+            "replica_mismatches": max(each.replica_mismatches for each in readings.values())}
+
+    def ended(self, rank: int, reading: Reading) -> None:
+        """Write the last progress of a rank."""
+        self._ranks.pop(rank, None)
+        self._add("rank", {"rank": rank, "steps": reading.steps, "samples": reading.samples,
+                           "waits": round(reading.blocked, 2), "memory": reading.peak,
+                           "replica_checks": reading.replica_checks, "replica_mismatches": reading.replica_mismatches})
+
+    def noted(self, text: str) -> None:
+        """Write a line of hvdrun's."""
+        self._add("note", {"text": shortened(text, _LONGEST)})
+
+    def closed(self, code: int) -> None:
+        """Write how the job has ended."""
+        self._add("end", {"exit_code": code})
+        for each in (self._file, self._metrics):
+            if each is not None:
+                each.close()
+
+    def _add(self, kind: str, fields: Mapping[str, Any], *, may_fail: bool = False) -> bool:
+        if self._file is None:
+            return True
+        if problem := self._file.problem():
+            self._write(printable(f"hvdrun: {problem}") + "\n")
+        return self._file.add(kind, fields, may_fail=may_fail)
