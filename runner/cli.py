@@ -69,9 +69,10 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
                               check=False).returncode
     if options.horovod_check:
         return _check_scripts(options, environ)
-    if options.report is not None and (options.report.endswith(".jsonl") or os.path.isfile(options.report)):
+    if options.report is not None and (
+            options.report.endswith(".jsonl") or (os.path.isfile(options.report) and not options.report.isdigit())):
         from hvdlite_runner.reports.recorded import show_record
-        return show_record(options.report, as_json=options.json)
+        return show_record(options.report)
     if options.report is not None:
         from hvdlite_runner.reports.report import show_report
         return show_report(options.report, as_json=options.json)
@@ -104,12 +105,9 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             print(f"hvdrun: {line}", file=sys.stderr)
         os.execvpe(command[0], command, {**environ, "PYTHONUNBUFFERED": "1", **_environment(options, environ)})
     settings = job_settings(options, environ)
-    observer, code = _observer(options), USAGE_ERROR
+    observer, code = _observer(options), None
     try:
         code = run_job(settings, environ, observer)
-    except CommandError as error:
-        code = error.code
-        raise
     finally:
         observer.closed(code)
     return code

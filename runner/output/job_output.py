@@ -64,8 +64,8 @@ class ProgressObserver:
     def noted(self, text: str) -> None:
         """Take a line that hvdrun has written about the job."""
 
-    def closed(self, code: int) -> None:
-        """Take the exit code; there is nothing more to take."""
+    def closed(self, code: int | None) -> None:
+        """Take the exit code, which is the last; None for a job that could not begin."""
 
 
 class Observers(ProgressObserver):

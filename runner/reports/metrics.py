@@ -14,6 +14,7 @@ from socketserver import TCPServer
 from typing import Any, Final
 
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.system_limits import explained
 from hvdlite.diagnostics.slowness import Slowness
 from hvdlite_runner.messages import Sample
 
@@ -72,10 +73,11 @@ class MetricsServer:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", "") or "this is not PORT or ADDRESS:PORT"
             raise LaunchError(f"--metrics {address}: {reason}; give another port") from None
-        where = self._server.server_address
-        self.url = f"http://{f'[{where[0]}]' if ':' in where[0] else where[0]}:{where[1]}/metrics"
+        ip, number = self._server.socket.getsockname()[:2]
+        self.url = f"http://{f'[{ip}]' if ':' in ip else ip}:{number}/metrics"
         self._thread = threading.Thread(target=self._serve, name="hvdrun-metrics", daemon=True)
-        self._thread.start()
+        with explained("the thread of --metrics"):
+            self._thread.start()
 
     def close(self) -> None:
         """Answer nobody any more."""

@@ -1,24 +1,7 @@
-"""`hvdrun --record FILE.jsonl`: what happens in a job, as lines of JSON, which `--report FILE.jsonl` reads.
+"""`hvdrun --record FILE.jsonl`: what happens in a job, as JSON lines. Their fields: docs/launching.md#records-and-metrics.
 
-Each line has a `kind`, the `seconds` since the job began, and the `time` (seconds since 1970). A file may have several jobs;
-a line that a crash has cut off is no line.
-
-| kind | written | fields |
-|---|---|---|
-| `job` | first | `command`, `host` and `pid` of its hvdrun |
-| `world` | when ranks are started, and for each world of an elastic job | `number`, `ranks` of each host |
-| `sample` | each second, or less often | see below |
-| `slowness` | when another rank or cause is found, or none any more | as `Slowness.as_dict`, or `text` only |
-| `stall` | when ranks wait for others that do not come | `text` |
-| `rank` | when a rank has ended | `rank`, `steps`, `samples`, `waits` (seconds), `memory` (the most bytes) |
-| `note` | when hvdrun prints a line: who was lost and why, who has joined | `text` |
-| `end` | last | `exit_code` |
-
-A sample has `rate` of all ranks together and its `unit`; by rank `waits` (share of the time) and `memory` (MiB), null where
-not known; the number of `replica_checks`, and of those with `replica_mismatches`; all `over` the seconds since the last one.
-
-A file grows by at most `A_DAY` bytes a day, and `AT_ONCE` more. In a large job samples therefore become rarer with time, and
-cover more of it: of 64 ranks one is written each second for about ten minutes, then one in eight seconds.
+A record is at most `AT_ONCE` and `A_DAY` bytes for each day so far. In a large job samples therefore become rarer with time,
+and cover more of it: of 64 ranks one is written each second for about ten minutes, then one in eight seconds.
 """
 
 from __future__ import annotations
@@ -40,7 +23,7 @@ from hvdlite_runner.output.job_output import ProgressObserver
 from hvdlite_runner.output.streams import OutputTarget, Queue
 from hvdlite_runner.placement import LOCAL, format_ranks
 from hvdlite_runner.reports.metrics import MetricsServer, metrics_text
-from hvdlite_runner.reports.recent_ledgers import RecentLedgers
+from hvdlite_runner.reports.monitor import RecentLedgers
 
 A_DAY: Final = 9_000_000
 AT_ONCE: Final = 1_000_000
@@ -59,8 +42,7 @@ class RecordFile:
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._begun, self._size = clock, clock(), 0
-        self._target = OutputTarget(_opened(path), f"--record {path}")
-        self._queue = Queue(lambda: None)
+        self._target, self._queue = OutputTarget(_opened(path), f"--record {path}"), Queue(lambda: None)
         self._queue.start()
 
     def add(self, kind: str, fields: Mapping[str, Any], *, may_fail: bool = False) -> bool:
@@ -75,16 +57,15 @@ class RecordFile:
         return True
 
     def problem(self) -> str:
-        """Return what there is to say about a file that has ended early, once; "" otherwise."""
-        return f"{self._queue.failed.popleft().label}: {self._target.reason()}; the record ends here" if (
-            self._queue.failed) else ""
+        """Return why the file has ended early, once; "" otherwise."""
+        return f"{self._queue.failed.popleft().label}: {self._target.reason()}" if self._queue.failed else ""
 
     def close(self) -> None:
         """Wait until everything is written, but not for long, and close the file."""
+        self._queue.put(self._target, None)
         until = time.monotonic() + _END_SECONDS
         while not self._queue.is_idle() and time.monotonic() < until:
             time.sleep(0.01)
-        self._queue.put(self._target, None)
         self._queue.end()
 
 
@@ -92,10 +73,9 @@ def _opened(path: str) -> int:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY, 0o644)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise LaunchError(f"--record {path}: another hvdrun is writing this file; give another name") from None
     except OSError as error:
-        raise LaunchError(f"--record {path}: {error.strerror}") from None
+        why = "another hvdrun writes this file" if isinstance(error, BlockingIOError) else error.strerror
+        raise LaunchError(f"--record {path}: {why}") from None
     status = os.fstat(descriptor)
     is_regular = stat.S_ISREG(status.st_mode)
     if not is_regular or (status.st_size and os.pread(descriptor, len(_FIRST), 0) != _FIRST):
@@ -107,10 +87,10 @@ def _opened(path: str) -> int:
 
 
 class Recorder(ProgressObserver):
-    """Writes a job's record, and passes on what it is made of to a server of metrics.
+    """Writes a job's record, and gives a server its metrics.
 
     Args:
-        file, metrics: None where there is none to be served.
+        file, metrics: None where these are not wanted.
     """
 
     wants_samples = True
@@ -118,29 +98,23 @@ class Recorder(ProgressObserver):
     def __init__(self, command: Sequence[str], file: RecordFile | None, metrics: MetricsServer | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._metrics, self._clock = file, metrics, clock
-        self._write: Callable[[str], None] = lambda text: None
-        self._world = self._size = 0
-        self._before: dict[int, Sample] = {}  # when the last sample was written
-        self._when, self._slow, self._is_stalled = clock(), ("", -1), False
-        self._begin({})
+        self._world, self._size, self._waits, self._slow, self._is_stalled = 0, 0, "", ("", -1), False
+        self._before, self._when = dict[int, Sample](), clock()  # of the last sample that was written
+        self._ranks, self._recent = dict[int, Sample](), RecentLedgers()
         self._add("job", {"command": list(command), "host": socket.gethostname(), "pid": os.getpid()})
 
     def attach(self, write: Callable[[str], None], is_busy: Callable[[], bool]) -> None:
-        """Report on the job's terminal where metrics are, and later a file that cannot be written."""
+        """Report on the job's terminal where the metrics are, and later a file that cannot be written."""
         self._write = write
         if self._metrics is not None:
             write(f"hvdrun: metrics at {self._metrics.url}\n")
 
     def begin_world(self, rank_hosts: Mapping[int, str]) -> None:
         """Write who is in another world."""
-        self._begin(rank_hosts)
-        self._world += 1
-        self._add("world", {"number": self._world, "ranks": {host: format_ranks(
-            rank for rank in rank_hosts if rank_hosts[rank] == host) for host in dict.fromkeys(rank_hosts.values())}})
-
-    def _begin(self, rank_hosts: Mapping[int, str]) -> None:
-        self._size, self._ranks, self._before, self._waits = len(rank_hosts), dict[int, Sample](), {}, ""
-        self._recent = RecentLedgers()
+        self._world, self._size = self._world + 1, len(rank_hosts)
+        self._ranks, self._before, self._recent = {}, {}, RecentLedgers()
+        hosts = {host: format_ranks(rank for rank in rank_hosts if rank_hosts[rank] == host) for host in rank_hosts.values()}
+        self._add("world", {"number": self._world, "ranks": hosts})
 
     def take(self, host: str, event: ProgressReply) -> None:
         """Add the progress of a host's ranks; the launcher's own host is the last one of each round."""
@@ -152,8 +126,8 @@ class Recorder(ProgressObserver):
         if self._metrics is not None:
             self._metrics.text = metrics_text(self._world, self._ranks, slowness)
         found = ("", -1) if slowness is None else (slowness.cause, slowness.rank)
-        if found != self._slow and self._add("slowness", {"text": "no rank is slow any more"} if slowness is None
-                                             else slowness.as_dict(), may_fail=True):
+        fields = {"text": "no rank is slow any more"} if slowness is None else slowness.as_dict()
+        if found != self._slow and self._add("slowness", fields, may_fail=True):
             self._slow = found
         if self._waits and not self._is_stalled:
             self._add("stall", {"text": self._waits}, may_fail=True)
@@ -163,7 +137,7 @@ class Recorder(ProgressObserver):
 
     def _sample(self, seconds: float) -> dict[str, Any]:
         readings = {rank: each.reading for rank, each in self._ranks.items()}
-        old = {rank: self._before[rank].reading if rank in self._before else readings[rank] for rank in readings}
+        old = {rank: self._before.get(rank, each).reading for rank, each in self._ranks.items()}
         waits = {rank: (new.blocked - old[rank].blocked) / seconds for rank, new in readings.items()}
         counted = any(each.counts_samples for each in readings.values())
         return {
@@ -185,7 +159,7 @@ class Recorder(ProgressObserver):
         """Write a line of hvdrun's."""
         self._add("note", {"text": shortened(text, _LONGEST)})
 
-    def closed(self, code: int) -> None:
+    def closed(self, code: int | None) -> None:
         """Write how the job has ended."""
         self._add("end", {"exit_code": code})
         for each in (self._file, self._metrics):
@@ -196,5 +170,5 @@ class Recorder(ProgressObserver):
         if self._file is None:
             return True
         if problem := self._file.problem():
-            self._write(printable(f"hvdrun: {problem}") + "\n")
+            self._write(printable(f"hvdrun: {problem}; the record ends here") + "\n")
         return self._file.add(kind, fields, may_fail=may_fail)

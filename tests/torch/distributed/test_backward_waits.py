@@ -1,4 +1,4 @@
-"""Waits at the end of a backward pass for futures, as DDP waits in C++: they are counted, and nothing else is; ranks are threads."""
+"""Waits for futures at the end of a backward pass, as DDP waits: they are counted, and nothing else. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ class Passes(torch.autograd.Function):
         return gradient, None
 
 
+def wait_for(future: Any) -> None:
+    """Wait as DDP does: autograd's callbacks return nothing."""
+    future.wait()
+
+
 def is_blocked(group: Any) -> bool:
     """Return whether a rank counts as blocked at the moment."""
     from hvdlite.diagnostics import progress
@@ -44,7 +49,7 @@ def test_a_wait_after_the_pass_counts_while_it_goes_on_and_work_during_it_does_n
             if group.rank() == 1:
                 assert seen.wait(HANGS_SECONDS), "rank 0 never counted as blocked"
             future = group.allreduce([torch.ones(2)]).get_future()
-            ENGINE.queue_callback(lambda: None if future.wait() else None)
+            ENGINE.queue_callback(lambda: wait_for(future))
 
         def compute() -> None:  # with a call under way, on rank 0
             found.append((progress.blocked, is_blocked(group)))
@@ -102,11 +107,11 @@ def test_a_pass_that_fails_leaves_the_next_one_counted() -> None:
     def step(group: Any) -> float:
         def hand_over() -> None:
             future = group.allreduce([torch.ones(2)]).get_future()
-            ENGINE.queue_callback(lambda: None if future.wait() else None)
+            ENGINE.queue_callback(lambda: wait_for(future))
             if fails:
                 raise ValueError("in the pass")
 
-        for fails in (True, False):  # noqa: B007
+        for fails in (True, False):
             try:
                 Passes.apply(torch.ones(3, requires_grad=True), hand_over).sum().backward()
             except ValueError:

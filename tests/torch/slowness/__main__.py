@@ -29,8 +29,8 @@ from tests.torch.slowness.outcomes import recorded, summary
 JOBS: dict[str, Any] = {"one_host": one_host, "hosts": hosts}
 UNDER = {"optimizer": [*one_host.CAUSES, *hosts.CAUSES], "ddp": [*one_host.CAUSES, "link"],
          "accelerate": [*one_host.CAUSES, "link"], "fsdp2": [*one_host.CAUSES]}
-"""What a job trains with, and which causes it can have: DDP refuses gradients that one rank lacks, and FSDP2 hides no exchange
-behind a backward pass that needs no core.
+"""What a job trains with, and which causes it can have: DDP refuses gradients that one rank lacks, and FSDP2 hides no
+exchange behind a backward pass that needs no core.
 """
 
 
