@@ -93,8 +93,8 @@ def wrapped(under: str, model: torch.nn.Module) -> tuple[torch.nn.Module, Any]:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         mesh = init_device_mesh("cpu", (hvd.size(),))
-        for layer in model.children():
-            fully_shard(layer, mesh=mesh)
+        for block in model.children():
+            fully_shard(block, mesh=mesh)
         model = fully_shard(model, mesh=mesh)
     else:
         model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
@@ -134,7 +134,8 @@ def ranks_program(causes: Sequence[str], controls: int, seed: int, path: Path, u
             current[0].in_input()
         return torch.stack(samples)
 
-    model: torch.nn.Module = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(16)])
+    blocks = [torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)]) for _ in range(4)]  # as FSDP2 shards them
+    model: torch.nn.Module = torch.nn.Sequential(*blocks)
     model, optimizer = wrapped(under, model)
     batches = iter(torch.utils.data.DataLoader(Data(), batch_size=64, sampler=range(1 << 30), collate_fn=collate))
     usual = train(model, optimizer, batches, None, 3.0)
