@@ -152,7 +152,7 @@ def diagnose(ledgers: Mapping[int, Ledger]) -> Slowness | None:
 
 def _late_rank(ledgers: Mapping[int, Ledger]) -> Slowness | None:
     """Return which rank the others wait for."""
-    own = {rank: 1 - _waited(ledger) for rank, ledger in ledgers.items()}
+    own = {rank: 1 - share for rank, share in _waited(ledgers).items()}
     slow = max(own, key=lambda rank: own[rank])
     others = [rank for rank in ledgers if rank != slow]
     excess = own[slow] - statistics.median(own[rank] for rank in others)
@@ -189,16 +189,18 @@ def _exchange(ledgers: Mapping[int, Ledger]) -> Slowness | None:
 
 def _waits(ledgers: Mapping[int, Ledger]) -> float:
     """Return the share of its time that every rank waits for collectives."""
-    return min(map(_waited, ledgers.values()))
+    return min(_waited(ledgers).values())
 
 
-def _waited(ledger: Ledger) -> float:
-    """Return the share of its time that a rank waits for collectives.
+def _waited(ledgers: Mapping[int, Ledger]) -> dict[int, float]:
+    """Return the share of its time that each rank waits for collectives.
 
     A thread whose wait is over waits on if something else has its core. That time is counted twice, and is not the others'.
+    A rank that sleeps besides does not show it: its parts are no more than its time. So ranks that show more tell for all.
     """
-    twice = max(0.0, ledger.blocked + ledger.queued + ledger.cpu - ledger.seconds)
-    return max(0.0, ledger.blocked - min(twice, ledger.queued)) / ledger.seconds
+    twice = max((each.blocked + each.queued + each.cpu) / each.seconds - 1 for each in ledgers.values())
+    return {rank: max(0.0, each.blocked / each.seconds - min(max(0.0, twice), each.queued / each.seconds))
+            for rank, each in ledgers.items()}
 
 
 def _shares(ledger: Ledger, crowd: float) -> dict[str, float]:
