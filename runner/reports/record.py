@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import stat
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -57,8 +58,11 @@ class RecordFile:
         return True
 
     def problem(self) -> str:
-        """Return why the file has ended early, once; "" otherwise."""
-        return f"{self._queue.failed.popleft().label}: {self._target.reason()}" if self._queue.failed else ""
+        """Return a line for the user about a file that has ended early, once; "" otherwise."""
+        if not self._queue.failed:
+            return ""
+        label = self._queue.failed.popleft().label
+        return printable(f"hvdrun: {label}: {self._target.reason()}; the record ends here") + "\n"
 
     def close(self) -> None:
         """Wait until everything is written, but not for long, and close the file."""
@@ -162,13 +166,15 @@ class Recorder(ProgressObserver):
     def closed(self, code: int | None) -> None:
         """Write how the job has ended."""
         self._add("end", {"exit_code": code})
-        for each in (self._file, self._metrics):
-            if each is not None:
-                each.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._file is not None:
+            self._file.close()
+            print(self._file.problem(), end="", file=sys.stderr)  # the job's output has ended
 
     def _add(self, kind: str, fields: Mapping[str, Any], *, may_fail: bool = False) -> bool:
         if self._file is None:
             return True
         if problem := self._file.problem():
-            self._write(printable(f"hvdrun: {problem}; the record ends here") + "\n")
+            self._write(problem)
         return self._file.add(kind, fields, may_fail=may_fail)
