@@ -159,7 +159,7 @@ def _late_rank(ledgers: Mapping[int, Ledger]) -> Slowness | None:
     if excess < LEAST_EXCESS:
         return None
     crowd = statistics.median(ledgers[rank].queued / max(ledgers[rank].cpu, 1e-9) for rank in others)
-    shares = {rank: _shares(ledger, crowd) for rank, ledger in ledgers.items()}
+    shares = {rank: _shares(ledger, own[rank], crowd) for rank, ledger in ledgers.items()}
     more = {cause: share - statistics.median(shares[rank][cause] for rank in others)
             for cause, share in shares[slow].items()}
     cause = max(more, key=lambda each: more[each])
@@ -203,13 +203,14 @@ def _waited(ledgers: Mapping[int, Ledger]) -> dict[int, float]:
             for rank, each in ledgers.items()}
 
 
-def _shares(ledger: Ledger, crowd: float) -> dict[str, float]:
+def _shares(ledger: Ledger, own: float, crowd: float) -> dict[str, float]:
     """Return the share of time by cause, without waits for collectives; together about the rest.
 
     Args:
+        own: the share without waits for collectives.
         crowd: seconds of waiting for a core for each second of running, of the other ranks: who runs longer waits longer.
     """
-    off = ledger.seconds - ledger.cpu - ledger.queued - ledger.blocked - max(0.0, ledger.input - ledger.input_cpu)
+    off = own * ledger.seconds - ledger.cpu - ledger.queued - max(0.0, ledger.input - ledger.input_cpu)
     crowded = min(ledger.queued, crowd * ledger.cpu)
     computing = ledger.cpu - ledger.input_cpu - ledger.collecting + crowded
     seconds = {"input": ledger.input, "cpu": ledger.queued - crowded, "collection": ledger.collecting,

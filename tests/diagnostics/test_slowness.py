@@ -68,6 +68,7 @@ def test_a_rank_that_sleeps_does_not_hide_what_is_counted_twice() -> None:
     early, late = (changed(blocked=blocked, cpu=3.0, queued=3.0, input=0.0, input_cpu=0.0) for blocked in (6.0, 3.0))
     found = diagnose({0: early, 1: late})
     assert found is not None and (found.rank, found.cause, found.share) == (1, "waiting", pytest.approx(0.3))
+    assert found.excess["waiting"] == pytest.approx(0.3)
 
 
 def test_nothing_stands_out() -> None:
