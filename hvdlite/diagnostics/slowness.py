@@ -152,14 +152,14 @@ def diagnose(ledgers: Mapping[int, Ledger]) -> Slowness | None:
 
 def _late_rank(ledgers: Mapping[int, Ledger]) -> Slowness | None:
     """Return which rank the others wait for."""
-    own = {rank: 1 - share for rank, share in _waited(ledgers).items()}
+    own = {rank: 1 - _waited(ledger) for rank, ledger in ledgers.items()}
     slow = max(own, key=lambda rank: own[rank])
     others = [rank for rank in ledgers if rank != slow]
     excess = own[slow] - statistics.median(own[rank] for rank in others)
     if excess < LEAST_EXCESS:
         return None
     crowd = statistics.median(ledgers[rank].queued / max(ledgers[rank].cpu, 1e-9) for rank in others)
-    shares = {rank: _shares(ledger, own[rank], crowd) for rank, ledger in ledgers.items()}
+    shares = {rank: _shares(ledger, crowd) for rank, ledger in ledgers.items()}
     more = {cause: share - statistics.median(shares[rank][cause] for rank in others)
             for cause, share in shares[slow].items()}
     cause = max(more, key=lambda each: more[each])
@@ -189,28 +189,25 @@ def _exchange(ledgers: Mapping[int, Ledger]) -> Slowness | None:
 
 def _waits(ledgers: Mapping[int, Ledger]) -> float:
     """Return the share of its time that every rank waits for collectives."""
-    return min(_waited(ledgers).values())
+    return min(map(_waited, ledgers.values()))
 
 
-def _waited(ledgers: Mapping[int, Ledger]) -> dict[int, float]:
-    """Return the share of its time that each rank waits for collectives.
+def _waited(ledger: Ledger) -> float:
+    """Return the share of its time that a rank waits for collectives.
 
     A thread whose wait is over waits on if something else has its core. That time is counted twice, and is not the others'.
-    A rank that sleeps besides does not show it: its parts are no more than its time. So ranks that show more tell for all.
     """
-    twice = max((each.blocked + each.queued + each.cpu) / each.seconds - 1 for each in ledgers.values())
-    return {rank: max(0.0, each.blocked / each.seconds - min(max(0.0, twice), each.queued / each.seconds))
-            for rank, each in ledgers.items()}
+    twice = max(0.0, ledger.blocked + ledger.queued + ledger.cpu - ledger.seconds)
+    return max(0.0, ledger.blocked - min(twice, ledger.queued)) / ledger.seconds
 
 
-def _shares(ledger: Ledger, own: float, crowd: float) -> dict[str, float]:
+def _shares(ledger: Ledger, crowd: float) -> dict[str, float]:
     """Return the share of time by cause, without waits for collectives; together about the rest.
 
     Args:
-        own: the share without waits for collectives.
         crowd: seconds of waiting for a core for each second of running, of the other ranks: who runs longer waits longer.
     """
-    off = own * ledger.seconds - ledger.cpu - ledger.queued - max(0.0, ledger.input - ledger.input_cpu)
+    off = ledger.seconds - ledger.cpu - ledger.queued - ledger.blocked - max(0.0, ledger.input - ledger.input_cpu)
     crowded = min(ledger.queued, crowd * ledger.cpu)
     computing = ledger.cpu - ledger.input_cpu - ledger.collecting + crowded
     seconds = {"input": ledger.input, "cpu": ledger.queued - crowded, "collection": ledger.collecting,
