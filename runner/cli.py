@@ -39,7 +39,7 @@ from hvdlite_runner.options import (
     parser,
 )
 from hvdlite_runner.output.console import OutputSettings
-from hvdlite_runner.output.job_output import ProgressObserver
+from hvdlite_runner.output.job_output import Observers, ProgressObserver
 from hvdlite_runner.output.streams import prepare_standard_streams
 from hvdlite_runner.placement import LOCAL, Host
 
@@ -69,6 +69,10 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
                               check=False).returncode
     if options.horovod_check:
         return _check_scripts(options, environ)
+    if options.report is not None and (
+            options.report.endswith(".jsonl") or (os.path.isfile(options.report) and not options.report.isdigit())):
+        from hvdlite_runner.reports.recorded import show_record
+        return show_record(options.report)
     if options.report is not None:
         from hvdlite_runner.reports.report import show_report
         return show_report(options.report, as_json=options.json)
@@ -86,7 +90,11 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         raise LaunchError("--until compares values of an option: give --sweep too, such as --sweep batch-size=64,128,256")
     if sum([options.scaling is not None, options.sweep is not None, options.profile]) > 1:
         raise LaunchError("give only one of --scaling, --sweep and --profile")
-    if options.scaling is not None or options.sweep is not None:
+    compares = options.scaling is not None or options.sweep is not None
+    if (options.record or options.metrics) and (compares or options.profile or (options.mpi and not is_elastic(options))):
+        raise LaunchError("--record and --metrics are about one job whose ranks hvdrun starts itself: leave out --scaling, "
+                          "--sweep, --profile and --mpi")
+    if compares:
         return _compare(options, environ)
     if options.profile:
         from hvdlite_runner.reports.profile import profile
@@ -96,7 +104,13 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         for line in [*options_without_effect(options), *([shlex.join(command)] if options.verbose else [])]:
             print(f"hvdrun: {line}", file=sys.stderr)
         os.execvpe(command[0], command, {**environ, "PYTHONUNBUFFERED": "1", **_environment(options, environ)})
-    return run_job(job_settings(options, environ), environ, _monitor(options))
+    settings = job_settings(options, environ)
+    observer, code = _observer(options), None
+    try:
+        code = run_job(settings, environ, observer)
+    finally:
+        observer.closed(code)
+    return code
 
 
 def _compare(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -124,11 +138,22 @@ def _check_scripts(options: argparse.Namespace, environ: Mapping[str, str]) -> i
                           env={**environ, **quiet}).returncode
 
 
-def _monitor(options: argparse.Namespace) -> ProgressObserver | None:
-    if not options.monitor:
-        return None
-    from hvdlite_runner.reports.monitor import Monitor
-    return Monitor(lambda text: print(text, end="", file=sys.stderr, flush=True), sys.stderr.isatty())
+def _observer(options: argparse.Namespace) -> ProgressObserver:
+    """Return what watches a job: a table, a record, a server of metrics.
+
+    Raises:
+        LaunchError: for a file or a port that cannot be used.
+    """
+    observers: list[ProgressObserver] = []
+    if options.monitor:
+        from hvdlite_runner.reports.monitor import Monitor
+        observers.append(Monitor(lambda text: print(text, end="", file=sys.stderr, flush=True), sys.stderr.isatty()))
+    if options.record or options.metrics:
+        from hvdlite_runner.reports.metrics import MetricsServer
+        from hvdlite_runner.reports.record import Recorder, RecordFile
+        metrics = MetricsServer(options.metrics) if options.metrics else None
+        observers.append(Recorder(_command(options), RecordFile(options.record) if options.record else None, metrics))
+    return Observers(observers)
 
 
 def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: int | None = None,

@@ -107,7 +107,8 @@ def _add_instead(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--results", metavar="NAME", help="write the results of --scaling, --sweep or --profile to NAME.csv "
                        "and NAME.png (default: scaling, sweep or profile)")
     group.add_argument("--report", nargs="?", const="", metavar="JOB", help="show which ranks wait for which in your "
-                       "running job on this host; JOB is the process id of its hvdrun, or its directory")
+                       "running job on this host; JOB is the process id of its hvdrun, or its directory. With a file of "
+                       "--record: what it tells of its jobs")
     group.add_argument("--leave", metavar="HOST", help="let the ranks on a host leave your running elastic job at the next "
                        "boundary, and wait until they have; its hvdrun runs on this host")
     group.add_argument("--job", metavar="JOB", default="", help="with --leave: the process id of its hvdrun, or its "
@@ -183,6 +184,10 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--fold", action="store_true", help="show a line that several ranks print once: [0-7] ... (x8)")
     group.add_argument("--monitor", action="store_true", help="show a table of the ranks: steps/s, samples/s, waits, "
                        "which ranks wait for which, memory, GPU")
+    group.add_argument("--record", metavar="FILE.jsonl", help="add to a file, as lines of JSON, once a second: samples/s, "
+                       "waits, memory; and worlds, slow ranks, failures; hvdrun --report FILE.jsonl prints what it tells")
+    group.add_argument("--metrics", metavar="[ADDRESS:]PORT", help="let Prometheus read the same figures at "
+                       "http://ADDRESS:PORT/metrics while the job runs (default: on this host only, 127.0.0.1)")
     group.add_argument("--verbose", action="store_true", help="print what hvdrun starts, and whole tracebacks")
 
 

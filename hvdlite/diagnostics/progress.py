@@ -38,11 +38,11 @@ _STEP: Final = struct.Struct("=dd")  # seconds, samples
 KEPT: Final = 4096
 """Steps whose times are kept."""
 _LEDGER: Final = struct.Struct("=dQddddddQddd")  # the numbers of `Ledger`, since the first step
-_PEAK: Final = struct.Struct("=Q")  # bytes of memory
+_COUNTS: Final = struct.Struct("=QQQ")  # bytes of memory, checks of replicas, those that found a difference
 _TRAFFIC: Final = struct.Struct("=H4094s")  # how many bytes; the traffic of `Ledger`, as JSON
-_ALL: Final = struct.Struct("=" + "".join(part.format[1:] for part in (_HEAD, _BLOCKED, _LEDGER, _PEAK, _TRAFFIC)))
-_PEAK_AT: Final = _HEAD.size + _BLOCKED.size + _LEDGER.size
-_TRAFFIC_AT: Final = _PEAK_AT + _PEAK.size
+_ALL: Final = struct.Struct("=" + "".join(part.format[1:] for part in (_HEAD, _BLOCKED, _LEDGER, _COUNTS, _TRAFFIC)))
+_COUNTS_AT: Final = _HEAD.size + _BLOCKED.size + _LEDGER.size
+_TRAFFIC_AT: Final = _COUNTS_AT + _COUNTS.size
 _TIMES: Final = _TRAFFIC_AT + _TRAFFIC.size  # where the steps begin
 _SIZE: Final = _TIMES + KEPT * _STEP.size
 WARM_UP: Final = 3
@@ -123,7 +123,7 @@ class Progress:
         self._last = 0.0
         self._collecting = self._collection_begun = 0.0
         self.input = self._input_cpu = 0.0
-        self._absent = 0
+        self._absent = self._replica_checks = self._replica_mismatches = 0
         self._parts = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         self._is_watching = False
         self._thread = 0  # the one that trains, once it is known
@@ -162,7 +162,7 @@ class Progress:
 
     def withdraw(self) -> None:
         """From now on nobody reads it; what was written last stays in the file."""
-        self._write_peak()
+        self._write_counts()
         if self._is_watching:
             self._is_watching = False
             gc.callbacks.remove(self._collect)
@@ -230,6 +230,12 @@ class Progress:
         """So many gradients are missing on this rank in this step."""
         self._absent += count
 
+    def replicas_checked(self, *, are_equal: bool) -> None:
+        """This rank has taken part in a check of replicas."""
+        self._replica_checks += 1
+        self._replica_mismatches += not are_equal
+        self._write_counts()
+
     def ledger(self, window: float = WINDOW_SECONDS) -> Ledger:
         """Return what the thread that trains has used its time for in the last `window` seconds with steps.
 
@@ -283,10 +289,11 @@ class Progress:
         if self._traffic is not None:
             traffic = msgspec.json.encode(grown.traffic)
             _TRAFFIC.pack_into(self._memory, _TRAFFIC_AT, len(traffic), traffic)
-        self._write_peak()
+        self._write_counts()
 
-    def _write_peak(self) -> None:
-        _PEAK.pack_into(self._memory, _PEAK_AT, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT)
+    def _write_counts(self) -> None:
+        _COUNTS.pack_into(self._memory, _COUNTS_AT, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT,
+                          self._replica_checks, self._replica_mismatches)
 
     def _write(self) -> None:
         _HEAD.pack_into(self._memory, 0, self.steps, self._samples, self._counts_samples, self._last)
@@ -303,6 +310,7 @@ class Reading:
         rate: samples a second in undisturbed steps (see `rate_of`); 0.0 while there are too few.
         ledger: since its first step.
         peak: the most bytes of memory that it has used.
+        replica_checks: how often replicas were compared; `replica_mismatches` of them have found a difference.
         metrics: of a rank that has ended (see `read_metrics`); else none.
     """
 
@@ -314,6 +322,8 @@ class Reading:
     rate: float = 0.0
     ledger: Ledger = NOTHING
     peak: int = 0
+    replica_checks: int = 0
+    replica_mismatches: int = 0
     metrics: list[Evaluation] = dataclasses.field(default_factory=list)
 
 
@@ -321,7 +331,8 @@ def read(job_directory: str, rank: int) -> Reading:
     """Return a rank's progress; that of a rank that has not called `init` is empty."""
     try:
         content = (Path(job_directory) / f"{PROGRESS_FILE}.{rank}").read_bytes()
-        steps, samples, counted, last, blocked, since, *numbers, peak, length, text = _ALL.unpack_from(content)
+        (steps, samples, counted, last, blocked, since, *numbers, peak, checks, unequal, length,
+         text) = _ALL.unpack_from(content)
         ledger = msgspec.structs.replace(Ledger(*numbers), traffic=_traffic_in(text[:length]))
         kept = min(max(0, steps - 1), KEPT)
         times = [_STEP.unpack_from(content, _TIMES + index * _STEP.size) for index in range(kept)]
@@ -331,7 +342,7 @@ def read(job_directory: str, rank: int) -> Reading:
         times = times[WARM_UP:]
     now = time.monotonic()
     return Reading(steps, samples, bool(counted), blocked + (now - since if since else 0.0),
-                   now - last if last else float("inf"), rate_of(times), ledger, peak)
+                   now - last if last else float("inf"), rate_of(times), ledger, peak, checks, unequal)
 
 
 def read_metrics(job_directory: str, rank: int) -> list[Evaluation]:

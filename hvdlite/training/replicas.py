@@ -52,6 +52,7 @@ def check_replicas(runtime: Runtime, named: Sequence[tuple[str, Array | int]], n
                                    "in the same order everywhere")
     digests = np.stack(found)[:, 2:]
     wrong = np.flatnonzero((digests != digests[0]).any(axis=0))
+    runtime.progress.replicas_checked(are_equal=not wrong.size)
     if wrong.size:
         first = int(wrong[0])
         others = f" and {wrong.size - 1} of the other {len(named) - 1} tensors" if wrong.size > 1 else ""

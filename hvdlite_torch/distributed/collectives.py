@@ -27,6 +27,7 @@ from hvdlite_torch.distributed.observers import begin_span
 from hvdlite_torch.distributed.operations import MONITORED_BARRIER, Operations, Reduce, coalesced, sparse_text
 from hvdlite_torch.distributed.registration import NAME
 from hvdlite_torch.distributed.tensors import PreparedCall, joined
+from hvdlite_torch.distributed.waits import BackwardWaits
 from hvdlite_torch.distributed.work import GroupWork
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class C10dMethods:
 
     _group: Group
     _operations: Operations
+    _waits: BackwardWaits
     _done: GroupWork  # of every blocking call that has succeeded: nobody asks it for more than that
     _calls: int  # collectives begun
     _coalesced: tuple[list[Call], list[torch.Tensor]] | None  # the calls since `_begin_coalescing`, and their results
@@ -56,6 +58,7 @@ class C10dMethods:
         self._group, self._operations = group, Operations(group.rank, group.size)
         self._calls, self._coalesced = 0, None
         self._done = GroupWork(group, (), [])
+        self._waits = BackwardWaits()
 
     # --- what torch asks a backend ------------------------------------------------------------------------------------
 
@@ -259,6 +262,7 @@ class C10dMethods:
             call.when_done(span)
         if is_blocking and call.is_done and call.error is None:
             return self._done
+        self._waits.begun(call.progress)
         return self._began(call, prepared.tensors)
 
     def _began(self, call: Call, tensors: list[torch.Tensor]) -> GroupWork:

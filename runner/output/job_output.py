@@ -7,9 +7,10 @@ import os
 import selectors
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import OUTPUT_LOST
@@ -59,6 +60,26 @@ class ProgressObserver:
 
     def finish(self) -> None:
         """End the output, because the job is over."""
+
+    def noted(self, text: str) -> None:
+        """Take a line that hvdrun has written about the job."""
+
+    def closed(self, code: int | None) -> None:
+        """Take the exit code, which is the last; None for a job that could not begin."""
+
+
+class Observers(ProgressObserver):
+    """Passes everything on to several observers."""
+
+    def __init__(self, observers: Sequence[ProgressObserver]) -> None:
+        self.wants_samples = any(each.wants_samples for each in observers)
+        for name in ("attach", "begin_world", "take", "ended", "clear_table", "finish", "noted", "closed"):
+            setattr(self, name, partial(_call_all, [getattr(each, name) for each in observers]))
+
+
+def _call_all(functions: Sequence[Callable[..., None]], *args: Any) -> None:
+    for function in functions:
+        function(*args)
 
 
 class JobOutput:
@@ -138,6 +159,7 @@ class JobOutput:
 
     def note(self, text: str) -> None:
         """Write a line of hvdrun's own; what it quotes of other programs cannot control the terminal."""
+        self._observer.noted(text)
         self.console.note(printable(f"hvdrun: {text}"))
 
     def close_files(self, key: int) -> None:

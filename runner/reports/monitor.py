@@ -74,7 +74,7 @@ class Monitor(ProgressObserver):
         self._when = clock()
         self._waits = ""
         self._drawn = 0
-        self._ledgers: deque[tuple[float, dict[int, Ledger]]] = deque(maxlen=_KEPT)
+        self._recent = RecentLedgers()
         self._is_busy: Callable[[], bool] = lambda: False
 
     def attach(self, write: Callable[[str], None], is_busy: Callable[[], bool]) -> None:
@@ -95,21 +95,12 @@ class Monitor(ProgressObserver):
         if self._now and now - self._when >= 0.9 and not self._is_busy():
             self.clear_table()
             lines = table(self._before, self._now, self._rank_hosts, now - self._when, self._waits)
-            slowness = self._slowness(now)
+            slowness = self._recent.slowness(now, self._now)
             if slowness is not None and not self._waits:
                 lines.append(str(slowness))
             self._write("".join(f"{printable(line)}\n" for line in lines))
             self._drawn = len(lines)
             self._before, self._when, self._waits = dict(self._now), now, ""
-
-    def _slowness(self, now: float) -> Slowness | None:
-        """Return why the job has been slow lately."""
-        last = {rank: each.reading.ledger for rank, each in self._now.items()}
-        if not self._ledgers or last != self._ledgers[-1][1]:  # long steps change none for a while
-            self._ledgers.append((now, last))
-        while len(self._ledgers) > 1 and self._ledgers[1][0] <= now - WINDOW and _are_enough(self._ledgers[1][1], last):
-            self._ledgers.popleft()
-        return diagnose(_grown(self._ledgers[0][1], last))
 
     def clear_table(self) -> None:
         """Remove the table from the terminal; the next update writes it again, below other output."""
@@ -124,6 +115,25 @@ class Monitor(ProgressObserver):
     def finish(self) -> None:
         """Leave the last table on the terminal."""
         self._drawn = 0
+
+
+class RecentLedgers:
+    """The ledgers of the ranks at some moments of the last seconds."""
+
+    def __init__(self) -> None:
+        self._ledgers: deque[tuple[float, dict[int, Ledger]]] = deque(maxlen=_KEPT)
+
+    def __len__(self) -> int:
+        return len(self._ledgers)
+
+    def slowness(self, now: float, ranks: Mapping[int, Sample]) -> Slowness | None:
+        """Take the present ledgers; return why the job has been slow lately."""
+        last = {rank: each.reading.ledger for rank, each in ranks.items()}
+        if not self._ledgers or last != self._ledgers[-1][1]:  # long steps change none for a while
+            self._ledgers.append((now, last))
+        while len(self._ledgers) > 1 and self._ledgers[1][0] <= now - WINDOW and _are_enough(self._ledgers[1][1], last):
+            self._ledgers.popleft()
+        return diagnose(_grown(self._ledgers[0][1], last))
 
 
 def _grown(first: Mapping[int, Ledger], last: Mapping[int, Ledger]) -> dict[int, Ledger]:

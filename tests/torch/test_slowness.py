@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.worlds import TORCH, processes
@@ -17,3 +19,11 @@ def test_a_rank_that_loads_slowly_is_named_on_all_ranks() -> None:
     assert (found["rank"], found["cause"]) == (1, "input") and "rank 1 is late" in found["text"]
     assert other == found and not nothing, "rank 0 writes"
     assert logged["hvdlite/slow_rank"] == 1 and logged["hvdlite/waits/rank_0"] > logged["hvdlite/waits/rank_1"]
+
+
+@pytest.mark.parametrize("under", ["ddp", "fsdp2"])
+def test_it_is_named_under_torchs_wrappers_too(under: str, tmp_path: Path) -> None:
+    """DDP waits in C++ for futures, and FSDP2 for works."""
+    for rank in processes(2, programs.slow_input, 1, under, str(tmp_path), imported=TORCH):
+        found, _ = rank.result
+        assert (found["rank"], found["cause"]) == (1, "input")

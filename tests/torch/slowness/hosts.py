@@ -20,6 +20,7 @@ import torch
 
 import hvdlite_torch as hvd
 from tests.runner.networks import Hosts
+from tests.torch.slowness.one_host import wrapped
 from tests.torch.slowness.outcomes import NONE, OthersTime, Outcome, as_found, record
 from tests.worlds import PYTHON_PATH, ROOT
 
@@ -79,13 +80,13 @@ def limits(cause: str, slow: int, extra: float, chance: random.Random) -> dict[s
     return dict.fromkeys(NAMES, 0.5 * BACKWARD_SECONDS) if chance.random() < 0.5 else {}
 
 
-def ranks_program(causes: Sequence[str], controls: int, seed: int, path: Path) -> None:
+def ranks_program(causes: Sequence[str], controls: int, seed: int, path: Path, under: str) -> None:
     """Make a trial of each of the causes, and controls, in random order; each rank runs this."""
     hvd.init()
     rank, generator = hvd.rank(), random.Random(seed)
     torch.manual_seed(0)
-    model = Model()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6), model.named_parameters())
+    own = Model()
+    model, optimizer = wrapped(under, own)
     usual = train(model, optimizer, 3.0)
     plan = [*causes, *[NONE] * controls]
     generator.shuffle(plan)
@@ -96,9 +97,9 @@ def ranks_program(causes: Sequence[str], controls: int, seed: int, path: Path) -
             _order(path, {"number": number, "rates": {name: STEP_BYTES / each for name, each in seconds.items()}})
         hvd.barrier()
         others = OthersTime()
-        model.large.requires_grad_(not (cause == "absent" and rank == slow))
+        own.large.requires_grad_(not (cause == "absent" and rank == slow))
         step = train(model, optimizer, SECONDS)
-        model.large.requires_grad_(True)
+        own.large.requires_grad_(True)
         found, disturbance = hvd.slowness(SECONDS - 1.5), others.cores()
         if rank == 0:
             record(path, Outcome(cause, slow, share, step / usual - 1, disturbance, as_found(found)))

@@ -1,4 +1,7 @@
-"""Trials of a job of two ranks on one host, each on its own core: what a rank does by itself, or others do to its core."""
+"""Trials of a job of two ranks on one host, each on its own core: what a rank does by itself, or others do to its core.
+
+The job trains with a `DistributedOptimizer`, or under what builds on `torch.distributed`.
+"""
 
 from __future__ import annotations
 
@@ -76,6 +79,28 @@ def hog(core: int, on: bool) -> Iterator[None]:
             process.kill()
 
 
+def wrapped(under: str, model: torch.nn.Module) -> tuple[torch.nn.Module, Any]:
+    """Return a model and its optimizer as a script uses them."""
+    if under == "optimizer":
+        return model, hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6), model.named_parameters())
+    torch.distributed.init_process_group("hvdlite")
+    if under == "accelerate":
+        from accelerate import Accelerator
+        prepared: tuple[torch.nn.Module, Any] = Accelerator(cpu=True).prepare(
+            model, torch.optim.SGD(model.parameters(), lr=1e-6))
+        return prepared
+    if under == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        mesh = init_device_mesh("cpu", (hvd.size(),))
+        for block in model.children():
+            fully_shard(block, mesh=mesh)
+        model = fully_shard(model, mesh=mesh)
+    else:
+        model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-6)
+
+
 def train(model: torch.nn.Module, optimizer: Any, batches: Iterator[torch.Tensor], situation: Situation | None,
           seconds: float) -> float:
     """Train for some seconds; return the seconds of a step."""
@@ -94,7 +119,7 @@ def train(model: torch.nn.Module, optimizer: Any, batches: Iterator[torch.Tensor
             return (time.perf_counter() - begun) / steps
 
 
-def ranks_program(causes: Sequence[str], controls: int, seed: int, path: Path) -> None:
+def ranks_program(causes: Sequence[str], controls: int, seed: int, path: Path, under: str) -> None:
     """Make a trial of each of the causes, and controls, in random order; each rank runs this."""
     hvd.init()
     rank, generator = hvd.rank(), random.Random(seed)
@@ -109,8 +134,9 @@ def ranks_program(causes: Sequence[str], controls: int, seed: int, path: Path) -
             current[0].in_input()
         return torch.stack(samples)
 
-    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(16)])
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6))
+    blocks = [torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)]) for _ in range(4)]  # as FSDP2 shards them
+    model: torch.nn.Module = torch.nn.Sequential(*blocks)
+    model, optimizer = wrapped(under, model)
     batches = iter(torch.utils.data.DataLoader(Data(), batch_size=64, sampler=range(1 << 30), collate_fn=collate))
     usual = train(model, optimizer, batches, None, 3.0)
     plan = [*causes, *[NONE] * controls]

@@ -1,0 +1,180 @@
+"""`hvdrun --record FILE.jsonl`: what happens in a job, as JSON lines. Their fields: docs/launching.md#records-and-metrics.
+
+A record is at most `AT_ONCE` and `A_DAY` bytes for each day so far. In a large job samples therefore become rarer with time,
+and cover more of it: of 64 ranks one is written each second for about ten minutes, then one in eight seconds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from hvdlite.core.errors import LaunchError
+from hvdlite.core.texts import printable, shortened
+from hvdlite.diagnostics.progress import Reading
+from hvdlite_runner.messages import ProgressReply, Sample
+from hvdlite_runner.output.job_output import ProgressObserver
+from hvdlite_runner.output.streams import OutputTarget, Queue
+from hvdlite_runner.placement import LOCAL, format_ranks
+from hvdlite_runner.reports.metrics import MetricsServer, metrics_text
+from hvdlite_runner.reports.monitor import RecentLedgers
+
+A_DAY: Final = 9_000_000
+AT_ONCE: Final = 1_000_000
+"""Half of it only for lines that are written once."""
+_LONGEST: Final = 1000  # characters of a line of hvdrun's
+_FIRST: Final = b'{"kind":"job"'
+_END_SECONDS: Final = 5.0  # for a disk that is slow
+
+
+class RecordFile:
+    """The lines of a job, added to a file by a thread, so that a slow disk delays nothing.
+
+    Raises:
+        LaunchError: for a file that cannot be written, or is something else.
+    """
+
+    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._begun, self._size = clock, clock(), 0
+        self._target, self._queue = OutputTarget(_opened(path), f"--record {path}"), Queue(lambda: None)
+        self._queue.start()
+
+    def add(self, kind: str, fields: Mapping[str, Any], *, may_fail: bool = False) -> bool:
+        """Add a line; return False if there is no room for it yet."""
+        seconds = self._clock() - self._begun
+        content = {"kind": kind, "seconds": round(seconds, 2), "time": round(time.time(), 2), **fields}
+        line = json.dumps(content, separators=(",", ":")).encode() + b"\n"
+        if self._size + len(line) > A_DAY * seconds / 86400 + (AT_ONCE / 2 if may_fail else AT_ONCE):
+            return False
+        self._size += len(line)
+        self._queue.put(self._target, line)
+        return True
+
+    def problem(self) -> str:
+        """Return a line for the user about a file that has ended early, once; "" otherwise."""
+        if not self._queue.failed:
+            return ""
+        label = self._queue.failed.popleft().label
+        return printable(f"hvdrun: {label}: {self._target.reason()}; the record ends here") + "\n"
+
+    def close(self) -> None:
+        """Wait until everything is written, but not for long, and close the file."""
+        self._queue.put(self._target, None)
+        until = time.monotonic() + _END_SECONDS
+        while not self._queue.is_idle() and time.monotonic() < until:
+            time.sleep(0.01)
+        self._queue.end()
+
+
+def _opened(path: str) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY, 0o644)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        why = "another hvdrun writes this file" if isinstance(error, BlockingIOError) else error.strerror
+        raise LaunchError(f"--record {path}: {why}") from None
+    status = os.fstat(descriptor)
+    is_regular = stat.S_ISREG(status.st_mode)
+    if not is_regular or (status.st_size and os.pread(descriptor, len(_FIRST), 0) != _FIRST):
+        raise LaunchError(f"--record {path} is {'there, and no record' if is_regular else 'no file'}: give another name "
+                          "(records of several jobs may be in one file)")
+    if status.st_size and os.pread(descriptor, 1, status.st_size - 1) != b"\n":
+        os.write(descriptor, b"\n")  # a crash has cut off the last line
+    return descriptor
+
+
+class Recorder(ProgressObserver):
+    """Writes a job's record, and gives a server its metrics.
+
+    Args:
+        file, metrics: None where these are not wanted.
+    """
+
+    wants_samples = True
+
+    def __init__(self, command: Sequence[str], file: RecordFile | None, metrics: MetricsServer | None = None,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._file, self._metrics, self._clock = file, metrics, clock
+        self._world, self._size, self._waits, self._slow, self._is_stalled = 0, 0, "", ("", -1), False
+        self._before, self._when = dict[int, Sample](), clock()  # of the last sample that was written
+        self._ranks, self._recent = dict[int, Sample](), RecentLedgers()
+        self._add("job", {"command": list(command), "host": socket.gethostname(), "pid": os.getpid()})
+
+    def attach(self, write: Callable[[str], None], is_busy: Callable[[], bool]) -> None:
+        """Report on the job's terminal where the metrics are, and later a file that cannot be written."""
+        self._write = write
+        if self._metrics is not None:
+            write(f"hvdrun: metrics at {self._metrics.url}\n")
+
+    def begin_world(self, rank_hosts: Mapping[int, str]) -> None:
+        """Write who is in another world."""
+        self._world, self._size = self._world + 1, len(rank_hosts)
+        self._ranks, self._before, self._recent = {}, {}, RecentLedgers()
+        hosts = {host: format_ranks(rank for rank in rank_hosts if rank_hosts[rank] == host) for host in rank_hosts.values()}
+        self._add("world", {"number": self._world, "ranks": hosts})
+
+    def take(self, host: str, event: ProgressReply) -> None:
+        """Add the progress of a host's ranks; the launcher's own host is the last one of each round."""
+        self._ranks |= event.ranks
+        self._waits = event.waits or self._waits
+        if host != LOCAL or not self._ranks:
+            return
+        now, slowness = self._clock(), self._recent.slowness(self._clock(), self._ranks)
+        if self._metrics is not None:
+            self._metrics.text = metrics_text(self._world, self._ranks, slowness)
+        found = ("", -1) if slowness is None else (slowness.cause, slowness.rank)
+        fields = {"text": "no rank is slow any more"} if slowness is None else slowness.as_dict()
+        if found != self._slow and self._add("slowness", fields, may_fail=True):
+            self._slow = found
+        if self._waits and not self._is_stalled:
+            self._add("stall", {"text": self._waits}, may_fail=True)
+        self._is_stalled, self._waits = bool(self._waits), ""
+        if not self._before or self._add("sample", self._sample(now - self._when), may_fail=True):
+            self._before, self._when = dict(self._ranks), now
+
+    def _sample(self, seconds: float) -> dict[str, Any]:
+        readings = {rank: each.reading for rank, each in self._ranks.items()}
+        old = {rank: self._before.get(rank, each).reading for rank, each in self._ranks.items()}
+        waits = {rank: (new.blocked - old[rank].blocked) / seconds for rank, new in readings.items()}
+        counted = any(each.counts_samples for each in readings.values())
+        return {
+            "over": round(seconds, 2), "unit": "samples/s" if counted else "batches/s",
+            "rate": round(sum(max(0, new.samples - old[rank].samples) for rank, new in readings.items()) / seconds, 1),
+            "waits": [round(min(1.0, max(0.0, waits[rank])), 2) if rank in waits else None for rank in range(self._size)],
+            "memory": [self._ranks[rank].memory >> 20 if rank in readings else None for rank in range(self._size)],
+            "replica_checks": max(each.replica_checks for each in readings.values()),
+            "replica_mismatches": max(each.replica_mismatches for each in readings.values())}
+
+    def ended(self, rank: int, reading: Reading) -> None:
+        """Write the last progress of a rank."""
+        self._ranks.pop(rank, None)
+        self._add("rank", {"rank": rank, "steps": reading.steps, "samples": reading.samples,
+                           "waits": round(reading.blocked, 2), "memory": reading.peak,
+                           "replica_checks": reading.replica_checks, "replica_mismatches": reading.replica_mismatches})
+
+    def noted(self, text: str) -> None:
+        """Write a line of hvdrun's."""
+        self._add("note", {"text": shortened(text, _LONGEST)})
+
+    def closed(self, code: int | None) -> None:
+        """Write how the job has ended."""
+        self._add("end", {"exit_code": code})
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._file is not None:
+            self._file.close()
+            print(self._file.problem(), end="", file=sys.stderr)  # the job's output has ended
+
+    def _add(self, kind: str, fields: Mapping[str, Any], *, may_fail: bool = False) -> bool:
+        if self._file is None:
+            return True
+        if problem := self._file.problem():
+            self._write(problem)
+        return self._file.add(kind, fields, may_fail=may_fail)

@@ -1,0 +1,89 @@
+"""`hvdrun --report FILE.jsonl`: what a record tells of its jobs, also of those that have crashed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from hvdlite.core.errors import LaunchError
+from hvdlite.core.texts import printable
+
+ROWS: Final = 12
+"""Of the throughput over time, at most."""
+Line = dict[str, Any]
+
+
+def show_record(path: str) -> int:
+    """Print what a record tells of each of its jobs; return 0.
+
+    Raises:
+        LaunchError: when it cannot be read, or has no job.
+    """
+    try:
+        jobs = jobs_in(Path(path).read_bytes().splitlines())
+    except OSError as error:
+        raise LaunchError(f"cannot read the record {path}: {error.strerror}") from None
+    if not jobs:
+        raise LaunchError(f"{path} has no job: it is no file of hvdrun --record")
+    for job in jobs:
+        print(*map(printable, report(job)), sep="\n")
+    return 0
+
+
+def jobs_in(lines: Iterable[bytes]) -> list[list[Line]]:
+    """Return the lines of each job of a record, without what is cut off."""
+    jobs: list[list[Line]] = []
+    for text in lines:
+        try:
+            line = json.loads(text)
+            jobs += [[]] if line["kind"] == "job" else []
+        except (ValueError, TypeError, KeyError):
+            continue
+        for job in jobs[-1:]:
+            job.append(line)
+    return jobs
+
+
+def report(lines: list[Line]) -> Iterator[str]:
+    """Yield what the lines of a job tell: its end, the throughput over time, waits, memory, checks of replicas, events."""
+    samples, ended = ([line for line in lines if line["kind"] == kind] for kind in ("sample", "rank"))
+    end = "its end is not recorded: hvdrun was killed, or runs on"
+    if lines[-1]["kind"] == "end":
+        code = lines[-1]["exit_code"]
+        end = "it could not begin" if code is None else f"it ended with exit code {code}"
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lines[0]["time"]))
+    yield f"job on {lines[0]['host']}, {began}: {' '.join(lines[0]['command'])}"
+    yield f"recorded for {lines[-1]['seconds']:,.1f} s; {end}"
+    count = min(ROWS, len(samples))
+    for row in (samples[index * len(samples) // count:(index + 1) * len(samples) // count] for index in range(count)):
+        rate = sum(sample["rate"] * sample["over"] for sample in row) / _seconds(row)
+        yield f"{row[0]['seconds'] - row[0]['over']:>9,.0f} to {row[-1]['seconds']:,.0f} s: {rate:,.1f} {row[-1]['unit']}"
+    waits, memory = dict[int, float](), dict[int, int]()
+    for sample in samples:
+        for rank, (share, mebibytes) in enumerate(zip(sample["waits"], sample["memory"], strict=True)):
+            if share is not None:
+                waits[rank] = waits.get(rank, 0.0) + share * sample["over"]
+                memory[rank] = max(memory.get(rank, 0), mebibytes)
+    for line in ended:
+        memory[line["rank"]] = max(memory.get(line["rank"], 0), line["memory"] >> 20)
+    if waits:
+        yield "in waits: " + ", ".join(f"rank {rank} {each / _seconds(samples):.0%}" for rank, each in sorted(waits.items()))
+    if memory:
+        yield "most memory: " + ", ".join(f"rank {rank} {peak:,} MiB" for rank, peak in sorted(memory.items()))
+    checks, unequal = (max((line[name] for line in samples + ended), default=0)
+                       for name in ("replica_checks", "replica_mismatches"))
+    if checks:
+        yield f"replica checks: {checks}, of which {unequal} found a difference"
+    for line in lines:
+        if line["kind"] == "world":
+            hosts = (f"ranks {ranks} on {host}" for host, ranks in line["ranks"].items())
+            yield f"{line['seconds']:>9,.1f} s  world {line['number']}: {', '.join(hosts)}"
+        elif "text" in line:
+            yield f"{line['seconds']:>9,.1f} s  {'hvdrun: ' if line['kind'] == 'note' else ''}{line['text']}"
+
+
+def _seconds(samples: Iterable[Line]) -> float:
+    return sum(float(sample["over"]) for sample in samples)
