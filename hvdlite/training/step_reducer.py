@@ -1,8 +1,6 @@
-"""The exchange of one step's gradients that are values, and the weight of each rank by its samples.
+"""The exchange of one step's gradients that are values, and the weight of each rank by what it counted (gradients/weights.py).
 
-A rank's gradients are means over its samples. They are multiplied by the weight samples / reference number before the
-reduction; the weight is reduced with them like another gradient, and the result is divided by its mean. No rank
-needs the global batch size. Both factors are 1, and skipped, when all ranks have the reference number of samples.
+A rank's gradients are means over its samples.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
-
-import numpy as np
 
 from hvdlite import api
 from hvdlite.core.errors import MismatchError
@@ -98,7 +94,6 @@ class StepReducer(Learner):
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
         self._lock = threading.Lock()
-        self._reference_samples: float | None = None  # the most that a rank had in the first step of this world
         self._groups = groups
         checked = group_ids(groups, ())
         self._group_ids = None if isinstance(groups, int) else checked  # None: until the variables are known
@@ -131,7 +126,6 @@ class StepReducer(Learner):
     def _attach(self, runtime: Runtime) -> None:
         self._process_set_id = api.set_id(self._process_set)
         self._label = self.gradient_label = runtime.names.label(self._frontend, self._process_set_id)
-        self._reference_samples = None
         self.world += 1
         self._runtime = runtime
 
@@ -195,24 +189,6 @@ class StepReducer(Learner):
         """Gradients are reduced, so variables change next."""
         api.worlds().step_begins()
 
-    def _weight(self, samples: float) -> float:
-        """Return the weight of this rank's gradients: its number of samples divided by that of the first step."""
-        with self._lock:
-            if self._reference_samples is None:
-                most = np.zeros(1)
-                assert self._runtime is not None
-                self._runtime.allreduce(f"{self._label}.samples", np.array([samples], np.float64), most, ReduceOp.MAX,
-                                        process_set=self._process_set_id).wait()
-                self._reference_samples = float(most[0]) or 1.0
-        return samples / self._reference_samples
-
-    def _unweight(self, reduced_weight: float | None) -> float:
-        """Return the factor for reduced gradients, given the reduction of all ranks' weights."""
-        if reduced_weight is None:
-            return 1.0
-        mean = reduced_weight if self._op is ReduceOp.AVERAGE else reduced_weight / self.size
-        return 1.0 / mean if mean else 1.0
-
     def _group_ids_of(self, variables: Sequence[Any]) -> list[int]:
         """Return each variable's group, from 1, or 0; the first call determines which variables there are."""
         if self._group_ids is None:
@@ -223,13 +199,10 @@ class StepReducer(Learner):
 class ArrayStepReducer(StepReducer):
     """Reduces gradients as arrays. Each variable has a permanent slot, numbered in the order of first use."""
 
-    _count_slot = 0
-    """For this rank's weight; part of rounds once ranks have weights."""
-
     def __init__(self, frontend: str, **arguments: Any) -> None:
         self._slots: dict[int, tuple[weakref.ref[Any], int]] = {}  # by a variable's identity
         # By slot, the arguments of `ArrayReducer.add`.
-        self._slot_kinds: list[tuple[tuple[int, ...] | None, str, int]] = [((1,), "float32", 0)]
+        self._slot_kinds: list[tuple[tuple[int, ...] | None, str, int]] = []
         self._reducer: ArrayReducer | None = None  # of this world
         self._alone: dict[int, Gradient] = {}  # of this rank, where no other one takes part
         super().__init__(frontend, **arguments)
@@ -267,7 +240,7 @@ class ArrayStepReducer(StepReducer):
     def _name_of(self, slot: int) -> str:
         """Return the name of a variable in the script."""
         variable = next((reference() for reference, index in self._slots.values() if index == slot), None)
-        return str(getattr(variable, "path", None) or getattr(variable, "name", None) or f"number {slot}, from 1")
+        return str(getattr(variable, "path", None) or getattr(variable, "name", None) or f"number {slot + 1}, from 1")
 
     def _described(self, variable: Any) -> tuple[tuple[int, ...] | None, str]:
         """Return the shape of a variable's gradient, and its dtype on the wire."""
@@ -278,8 +251,8 @@ class ArrayStepReducer(StepReducer):
         target_for = getattr(self._compression, "target_for", None)
         return (target_for(dtype) if target_for is not None else None) or dtype
 
-    def _enqueue(self, gradients: dict[int, Gradient], slots: Collection[int], samples: float | None) -> float:
-        """Enqueue gradients of the round by slot; return this rank's weight.
+    def _enqueue(self, gradients: dict[int, Gradient], slots: Collection[int], samples: float | None) -> None:
+        """Enqueue gradients of the round by slot.
 
         Args:
             slots: the slots of all variables of the round.
@@ -287,19 +260,23 @@ class ArrayStepReducer(StepReducer):
         """
         if not self.is_shared:
             self._alone.update((slot, _copied(gradient)) for slot, gradient in gradients.items())
-            return 1.0
+            return
         assert self._reducer is not None
-        self._reducer.expect(slots if samples is None else [*slots, self._count_slot])
-        weight = 1.0 if samples is None else self._weight(samples)
-        for slot, gradient in reversed(_weighted(gradients, weight).items()):  # the last layers' gradients came first
-            self._reducer.hand_over(slot, gradient)
-        return weight
+        self._reducer.expect(slots)
+        weight = self._weight(samples)
+        for slot, gradient in reversed(gradients.items()):  # the last layers' gradients came first
+            self._reducer.hand_over(slot, scaled(gradient, weight))
 
-    def _finish(self, slots: Collection[int], weight: float | None) -> dict[int, Gradient]:
+    def _weight(self, samples: float | None) -> float:
+        """Return by what this rank's gradients are multiplied before the reduction."""
+        assert self._reducer is not None
+        return 1.0 if samples is None else samples / self._reducer.reducer.weigh(is_optional=True).unit
+
+    def _finish(self, slots: Collection[int], samples: float | None) -> dict[int, Gradient]:
         """Return the reduced gradients, by slot.
 
         Args:
-            weight: this rank's weight, if ranks are weighted by samples.
+            samples: Like `_enqueue`.
 
         Raises:
             MismatchError: if another rank had a gradient for a variable that is not among these.
@@ -309,10 +286,8 @@ class ArrayStepReducer(StepReducer):
             self._step_begins()
             return alone
         assert self._reducer is not None
-        if weight is not None:
-            self._reducer.hand_over(self._count_slot, np.array([weight], np.float32))
+        self._reducer.reducer.set.count_pass(samples)
         reduced = self._reducer.finish()
-        count = reduced.pop(self._count_slot, None)
         others = sorted(reduced.keys() - set(slots))
         if others:
             raise MismatchError(
@@ -320,15 +295,8 @@ class ArrayStepReducer(StepReducer):
                 f"here in this step (the first one is '{self._name_of(others[0])}'); freeze the same variables everywhere, "
                 "and make the same ones part of the loss when a tf.function is traced")
         self._step_begins()
-        return _weighted(reduced, self._unweight(float(count[0]) if isinstance(count, np.ndarray) else None))
+        return reduced
 
 
 def _copied(gradient: Gradient) -> Gradient:
     return Rows(gradient.indices.copy(), gradient.values.copy()) if isinstance(gradient, Rows) else gradient.copy()
-
-
-def _weighted(gradients: dict[int, Gradient], factor: float) -> dict[int, Gradient]:
-    if factor == 1.0:
-        return gradients
-    return {slot: Rows(gradient.indices, scaled(gradient.values, factor)) if isinstance(gradient, Rows)
-            else scaled(gradient, factor) for slot, gradient in gradients.items()}

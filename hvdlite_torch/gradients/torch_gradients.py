@@ -71,6 +71,14 @@ class TorchGradients:
             return gradient + more
         return gradient.add_(more)
 
+    @torch.no_grad()
+    def scaled(self, gradients: Sequence[torch.Tensor], factor: float) -> Sequence[torch.Tensor]:
+        torch._foreach_mul_([each for each in gradients if each.layout is torch.strided], factor)
+        for gradient in gradients:
+            if gradient.layout is not torch.strided:
+                gradient.mul_(factor)
+        return gradients
+
     def is_zero(self, gradient: torch.Tensor) -> bool:
         if gradient.is_cuda:
             return False

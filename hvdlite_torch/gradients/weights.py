@@ -25,11 +25,13 @@ has no weights; the pass that later differentiates the penalty is weighted.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -38,54 +40,87 @@ from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.runtime.runtime import Runtime
 
+if TYPE_CHECKING:
+    from hvdlite_torch.gradients.hooks import Hooks
+
 transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
 
 
-class _UnevenWeight(NamedTuple):
-    """A weight that is not 1.
-
-    Attributes:
-        nodes: returns the nodes that accumulate the gradients of the weighted parameters.
-    """
+class _Weight(Protocol):
+    """A weight of this rank's gradients."""
 
     runtime: Runtime
     value: float
-    nodes: Callable[[], Iterable[Any]]
+
+    def nodes(self) -> Iterable[Any]:
+        """Return the nodes that accumulate the gradients of the weighted parameters."""
 
 
-_uneven: dict[int, _UnevenWeight] = {}
-"""By identity of their owners. Backward passes look here first: autograd does not pass them their scope."""
+_uneven: weakref.WeakSet[_Weight] = weakref.WeakSet()
+"""Those that are not 1. Backward passes look here first: autograd does not pass them their scope."""
+
+
+class _Weighted(NamedTuple):
+    """A parameter that is weighted: its node has a hook, and lives while it is held."""
+
+    node: Any
+    handle: Any
+    kind: tuple[torch.dtype, torch.device]  # with another one, torch makes another node
 
 
 class GradientWeight:
-    """Multiplies the gradients of one scope's parameters on this rank before they are accumulated.
+    """Multiplies gradients of parameters on this rank before they are accumulated, by hooks that stay.
 
     Args:
         runtime: of this rank.
-
-    Attributes:
-        value: the weight; 1 in even batches, which then cost nothing.
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self.value = 1.0
         self.runtime = runtime
-        self._hooks: dict[Any, Any] = {}  # by the node that accumulates a parameter's gradient; nodes live while held
+        self._value = [1.0]  # the hooks refer to this list, and not to this object: torch does not let Python see the cycle
+        self._weighted: dict[int, _Weighted] = {}  # by the parameter's identity
 
-    def apply_to(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Weigh the gradients of these parameters and no others; lazy ones have no gradients yet."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
-        _uneven.pop(id(self), None)
-        if self.value != 1:
-            for parameter in parameters:
-                trainable = parameter.is_floating_point() or parameter.is_complex()
-                if trainable and not is_lazy(parameter) and not parameter.is_inference():
-                    node = _accumulator(parameter)
-                    self._hooks[node] = node.register_prehook(_multiply_by(self.value))
-            _uneven[id(self)] = _UnevenWeight(self.runtime, self.value, lambda: self._hooks)
+    @property
+    def value(self) -> float:
+        """The weight; 1 in even batches."""
+        return self._value[0]
+
+    def nodes(self) -> Iterable[Any]:
+        """See `_Weight`."""
+        return [each.node for each in self._weighted.values()]
+
+    def set(self, value: float, parameters: Iterable[torch.Tensor], optimizers: Iterable[Hooks] = ()) -> None:
+        """Multiply the gradients of these parameters and of no others from now on; lazy ones have no gradients yet.
+
+        Args:
+            value: 0 makes them zeros, also those that are not finite.
+            optimizers: multiply gradients that the script sets itself.
+        """
+        self._value[0] = value
+        for hooks in optimizers:
+            hooks.own_weight = value
+        if value == 1:
+            _uneven.discard(self)
+            return
+        before, self._weighted = self._weighted, {}
+        for parameter in parameters:
+            key, kind, known = id(parameter), (parameter.dtype, parameter.device), before.get(id(parameter))
+            if known is not None and known.kind == kind:
+                self._weighted[key] = before.pop(key)
+            elif (kind[0].is_floating_point or kind[0].is_complex) and not is_lazy(parameter) and not parameter.is_inference():
+                node = _accumulator(parameter)
+                self._weighted[key] = _Weighted(node, node.register_prehook(_multiply_by(self._value)), kind)
+        for known in before.values():
+            known.handle.remove()
+        _uneven.add(self)
+
+
+@dataclasses.dataclass(eq=False)
+class _LaterWeight:
+    runtime: Runtime
+    value: float
+    nodes: Callable[[], Iterable[Any]]
 
 
 @contextmanager
@@ -98,12 +133,12 @@ def weighted_later(runtime: Runtime, value: float, parameters: Callable[[], Iter
         parameters: returns the parameters of these gradients; called in the first backward pass that needs them.
     """
     nodes = functools.cache(lambda: [_accumulator(parameter) for parameter in parameters() if parameter.requires_grad])
-    weight = _UnevenWeight(runtime, value, nodes)
-    _uneven[id(weight)] = weight
+    weight = _LaterWeight(runtime, value, nodes)
+    _uneven.add(weight)
     try:
         yield
     finally:
-        del _uneven[id(weight)]
+        _uneven.discard(weight)
 
 
 def weight_of_this_pass(name: str) -> float:
@@ -118,7 +153,7 @@ def weight_of_this_pass(name: str) -> float:
     """
     if not _uneven:
         return 1.0
-    uneven = [each for each in list(_uneven.values()) if each.runtime is api.runtime()]
+    uneven = [each for each in list(_uneven) if each.runtime is api.runtime()]
     if not uneven:
         return 1.0
     where = f"'{name}': rank {api.runtime().world.rank} differentiates this collective"
@@ -189,5 +224,11 @@ def _accumulator(parameter: torch.Tensor) -> Any:
                 parameter.requires_grad_(False)
 
 
-def _multiply_by(weight: float) -> Callable[[tuple[torch.Tensor | None, ...]], tuple[torch.Tensor | None, ...]]:
-    return lambda gradients: tuple(None if each is None else each * weight for each in gradients)
+def _multiply_by(value: list[float]) -> Callable[[tuple[torch.Tensor | None, ...]], tuple[torch.Tensor | None, ...]]:
+    return lambda gradients: gradients if value[0] == 1 else tuple(
+        None if each is None else times(each, value[0]) for each in gradients)
+
+
+def times(gradient: torch.Tensor, weight: float) -> torch.Tensor:
+    """Return a new gradient, times a weight: zeros for 0, also of values that are not finite."""
+    return gradient * weight if weight else torch.zeros_like(gradient)

@@ -198,7 +198,7 @@ def test_each_backward_pass_weighs_what_is_weighted_afterwards(on_ranks: Any) ->
     def step(rank: int) -> None:
         rows = slice(sum(counts[:rank]), sum(counts[:rank + 1]))
         weighing = GradientWeight(api.runtime())
-        weighing.value = weight = counts[rank] * len(counts) / sum(counts)
+        weight = counts[rank] * len(counts) / sum(counts)
         for affine in (True, False):
             for use, way in ways:
                 plain = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3, affine=affine), torch.nn.Tanh(),
@@ -206,7 +206,7 @@ def test_each_backward_pass_weighs_what_is_weighted_afterwards(on_ranks: Any) ->
                 for index, parameter in enumerate(plain.parameters()):
                     parameter.data.copy_(random(9)[:parameter.numel()].view_as(parameter) + index / 9)
                 synced = hvd.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
-                weighing.apply_to(synced.parameters())
+                weighing.set(weight, synced.parameters())
                 plain[1] = InOperations(plain[1])
                 expected = way(use(plain, whole), [plain[0].weight])
                 got = way(use(synced, whole[rows]), [synced[0].weight])
@@ -216,6 +216,5 @@ def test_each_backward_pass_weighs_what_is_weighted_afterwards(on_ranks: Any) ->
         layer = hvd.SyncBatchNorm(3, track_running_stats=False)
         with pytest.raises(hvd.UnsupportedError, match=r"with torch\.func in a batch"):
             torch.func.grad(lambda x: layer(x).sum())(torch.ones(3, 3))
-        weighing.value = 1.0
-        weighing.apply_to([])
+        weighing.set(1.0, [])
     on_ranks(step)

@@ -28,6 +28,7 @@ from hvdlite.training.gradients.errors import sparse
 from hvdlite.training.gradients.framework import Alone, Framework, Gradient, Parameter, set_gradients
 from hvdlite.training.gradients.gradient_set import GradientSet
 from hvdlite.training.gradients.members import IDLE, READY, Member, set_before, set_held, set_state
+from hvdlite.training.gradients.weights import RankWeights
 
 
 class BucketState(enum.Enum):
@@ -145,6 +146,11 @@ class Bucket(Generic[Parameter]):
             self._placed.append(member.place)
         if next(self._count) == self._size:
             self.send()
+
+    def drop(self) -> None:
+        """After `finish`: nobody is to use the results."""
+        set_held(self.reduced, itertools.repeat(None))
+        self.rest, self.reduced = [*self.rest, *self.reduced], ()
 
     def fill_small(self, keys: Set[int]) -> bool:
         """Like `fill`, for all small members at once, from their parameters. Return False when that cannot be done.
@@ -345,6 +351,34 @@ class BucketOfOne(Bucket[Parameter]):
         except HvdliteError as error:
             self.errors = [error]
         self.reduced, self.rest = ([member], ()) if self.gradients else ((), [member])
+        self.state = DONE
+
+
+class BucketOfWeights(Bucket[Parameter]):
+    """What a rank has counted in a round (weights.py), which is sent at once.
+
+    Attributes:
+        factor: after `finish`: for the round's results; None when the ranks' weights do not fit together.
+    """
+
+    factor: float | None = None
+
+    def __init__(self, gradient_set: GradientSet[Parameter], weights: RankWeights) -> None:
+        self.set = gradient_set
+        self.holding = []
+        self._weights = weights
+        self._rows = gradient_set.runtime.gradients.enqueue_rows(
+            f"{gradient_set.label}.weights", weights.take_rows(), gradient_set.moment,
+            process_set=gradient_set.process_set_id)
+        self.state = SENT
+
+    def finish(self, deferrable: bool) -> None:
+        if self.state is DONE:
+            return
+        try:
+            self.factor = self._weights.factor(self._waited(self._rows, deferrable))
+        except HvdliteError as error:
+            self.errors = [error]
         self.state = DONE
 
 

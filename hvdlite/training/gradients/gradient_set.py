@@ -10,6 +10,7 @@ from hvdlite.negotiation.layouts import first_round
 from hvdlite.runtime.gradient_sets import Moment
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradients.framework import Framework, Parameter
+from hvdlite.training.gradients.weights import RankWeights
 
 
 @dataclasses.dataclass(slots=True)
@@ -27,6 +28,7 @@ class GradientSet(Generic[Parameter]):
     round_id: int = dataclasses.field(init=False)  # of the last round that began; it jumps then: some had fewer rounds
     step: int = 0  # how many steps the optimizer has made since then
     in_step: bool = False  # the optimizer's step takes part in a round now
+    weights: RankWeights | None = None  # once averages are weighted
     has_new_sparse: bool = False  # a member turned out to be sparse: the layout does not describe it any more
 
     def __post_init__(self) -> None:
@@ -39,6 +41,32 @@ class GradientSet(Generic[Parameter]):
             self.__post_init__()
             self.step = 0
         self.round_id += 1
+
+    def weigh(self, is_optional: bool) -> RankWeights:
+        """Weight averages from now on: they are sums, divided by the number of ranks, and then by the weights."""
+        if self.weights is None:
+            ranks = len(self.runtime.members(self.process_set_id))
+            if self.op is ReduceOp.AVERAGE:
+                self.op, self.postscale = ReduceOp.SUM, self.postscale / ranks
+            self.weights = RankWeights(self.runtime, ranks, self.label, is_optional)
+        return self.weights
+
+    def count_pass(self, weight: float | None) -> None:
+        """A backward pass of this rank has a weight, or none."""
+        if self.weights is not None:
+            self.weights.add(weight)
+
+    def forget_weights(self) -> None:
+        """What this rank has counted since the last step does not count."""
+        if self.weights is not None:
+            self.weights.clear()
+
+    @property
+    def reduction(self) -> str:
+        """How the reduction is named in messages; an average that is not exact is a communication hook's."""
+        if self.weights is not None:
+            return "weights"
+        return f"op={self.op.name.capitalize()}" if self.op is not ReduceOp.AVERAGE else "this communication hook"
 
     @property
     def moment(self) -> Moment:
