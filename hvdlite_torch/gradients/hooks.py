@@ -65,6 +65,7 @@ class Hooks(Owner):
         self.weighs_itself = False
         self._pass_weight: GradientWeight | None = None  # once the script gives passes their weights
         self._given_weight: float | None = None  # of the next pass
+        self._weighed: dict[int, Callable[[], torch.Tensor | None]] = {}  # by parameter: what the script has set in this step
         self.on_begin: Callable[[], bool] | None = None
 
     def watch(self, parameter: torch.Tensor, *, claims: bool = True) -> None:
@@ -129,6 +130,7 @@ class Hooks(Owner):
             self._hand_over_recorded(all_of_them=True)
             self.before_step.cleared()
         finally:
+            self._weighed.clear()
             self._unguard()
             self._forget_pass()
             self.claim()
@@ -137,6 +139,7 @@ class Hooks(Owner):
         """Like the reducer's."""
         self.has_stepped = True
         self.before_step.stepped()
+        self._weighed.clear()
         self._unguard()
         self._forget_pass()
         self.claim()
@@ -270,9 +273,14 @@ class Hooks(Owner):
     def _weigh_own(self) -> bool:
         """Weigh gradients that the script has set; return whether there are any that have a weight."""
         weight = self.own_weight if self._pass_weight is None else self._pass_weight.value
-        own = self.before_step.unseen() if weight != 1.0 or self._pass_weight is not None else []
-        for parameter in (member.parameter for member in own if weight != 1.0):
-            set_grad(parameter, times(get_grad(parameter), weight))  # the script may use its tensor further
+        if weight == 1.0 and self._pass_weight is None:
+            return False
+        own = [member.parameter for member in self.before_step.unseen()
+               if self._weighed.get(id(member.parameter), _nothing)() is not get_grad(member.parameter)]
+        for parameter in own:
+            if weight != 1.0:
+                set_grad(parameter, times(get_grad(parameter), weight))  # the script may use its tensor further
+            self._weighed[id(parameter)] = weakref.ref(get_grad(parameter))
         return bool(own)
 
     def end_pass(self) -> bool:
@@ -339,6 +347,10 @@ class Hooks(Owner):
         if guard is not None and self.reducer.round is None:
             guard.lift()
             self._guard = None
+
+
+def _nothing() -> None:
+    pass
 
 
 def _hook(owner: weakref.ref[Hooks]) -> Callable[[torch.Tensor], None]:

@@ -73,10 +73,7 @@ class TorchGradients:
 
     @torch.no_grad()
     def scaled(self, gradients: Sequence[torch.Tensor], factor: float) -> Sequence[torch.Tensor]:
-        torch._foreach_mul_([each for each in gradients if each.layout is torch.strided], factor)
-        for gradient in gradients:
-            if gradient.layout is not torch.strided:
-                gradient.mul_(factor)
+        torch._foreach_mul_([each if each.layout is torch.strided else each._values() for each in gradients], factor)
         return gradients
 
     def is_zero(self, gradient: torch.Tensor) -> bool:

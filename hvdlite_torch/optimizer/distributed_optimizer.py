@@ -291,9 +291,10 @@ class Distributed(DistributedBase):
         if self._loss_reduction is None or not self._active:
             return loss
         name, op = self._loss_reduction
-        value, weights = np.array(float(loss) * self._hooks.own_weight), self._hooks.reducer.set.weights
-        if weights is not None:
-            value = value * weights.share if weights.share else np.zeros(())
+        value = np.array((loss.item() if isinstance(loss, torch.Tensor) else float(loss)) * self._hooks.own_weight)
+        weights = self._hooks.reducer.set.weights
+        if weights is not None:  # a loss over nothing may be NaN
+            value = np.array(value * weights.share if weights.share else 0.0)
         self._runtime.allreduce(name, value, value, op, process_set=self._process_set, blocking=True).wait()
         return torch.full_like(loss, float(value), requires_grad=False) if isinstance(loss, torch.Tensor) else float(value)
 
