@@ -21,7 +21,7 @@ from hvdlite_torch.gradients.recorder import Recorder
 from hvdlite_torch.gradients.runs import AutogradRun, graph_task, outermost
 from hvdlite_torch.gradients.torch_gradients import TorchGradients
 from hvdlite_torch.gradients.unfinal import Guard, get_grad, set_grad
-from hvdlite_torch.gradients.weights import GradientWeight, times
+from hvdlite_torch.gradients.weights import GradientWeight, times, weigh
 from hvdlite_torch.uncompiled import leave_to_python
 
 
@@ -267,7 +267,7 @@ class Hooks(Owner):
     def hand_over(self, parameter: torch.Tensor) -> None:
         """Hand a gradient over now, times the weight."""
         if self.weight != 1.0 and (gradient := get_grad(parameter)) is not None:
-            gradient.mul_(self.weight) if self.weight else gradient.zero_()
+            weigh(gradient, self.weight)
         self.reducer.accumulated(parameter)
 
     def _weigh_own(self) -> bool:
@@ -278,9 +278,14 @@ class Hooks(Owner):
         own = [member.parameter for member in self.before_step.unseen()
                if self._weighed.get(id(member.parameter), _nothing)() is not get_grad(member.parameter)]
         for parameter in own:
-            if weight != 1.0:
-                set_grad(parameter, times(get_grad(parameter), weight))  # the script may use its tensor further
-            self._weighed[id(parameter)] = weakref.ref(get_grad(parameter))
+            gradient = get_grad(parameter)
+            assert gradient is not None
+            if gradient.layout is torch.strided and 0 in gradient.stride():  # expanded
+                gradient = times(gradient, weight)
+                set_grad(parameter, gradient)
+            else:
+                weigh(gradient, weight)
+            self._weighed[id(parameter)] = weakref.ref(gradient)
         return bool(own)
 
     def end_pass(self) -> bool:

@@ -229,6 +229,15 @@ def _multiply_by(value: list[float]) -> Callable[[tuple[torch.Tensor | None, ...
         None if each is None else times(each, value[0]) for each in gradients)
 
 
+@torch.no_grad()
+def weigh(gradient: torch.Tensor, weight: float) -> None:
+    """Like `times`, in place."""
+    if weight == 0:
+        gradient.zero_()
+    elif weight != 1:
+        gradient.mul_(weight)
+
+
 def times(gradient: torch.Tensor, weight: float) -> torch.Tensor:
     """Return a new gradient, times a weight: zeros for 0, also of values that are not finite."""
     return gradient * weight if weight else torch.zeros_like(gradient)

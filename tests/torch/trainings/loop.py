@@ -223,6 +223,7 @@ class Script:
         suspends = training.accumulation == "no_sync" and not is_last
         with self.side.accumulating(self.optimizers) if suspends else contextlib.nullcontext():
             for loss in scaled:
+                self.side.weigh(self.optimizers)
                 loss.backward(create_graph=training.gradients == "create graph")
         return metric
 
@@ -233,6 +234,7 @@ class Script:
         def closure() -> torch.Tensor:
             self.clear()
             loss: Any = sum(self.loss(x, y))
+            self.side.weigh(self.optimizers)
             (loss * factor).backward()
             if self.training.clips in ("norm", "value"):
                 self.clip(self.model.parameters())
@@ -257,6 +259,7 @@ class Script:
 
     def put(self, gradients: dict[Any, Any]) -> None:
         """Set gradients by hand; they are to be reduced before anything looks at them."""
+        self.side.weigh(self.optimizers)
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         if self.training.clips != "none" or self.scaler.is_enabled():
@@ -273,10 +276,12 @@ class Script:
         with self.autocast():
             outputs = self.model(x)
             told = functional.softplus(-self.critic(y)).mean() + functional.softplus(self.critic(outputs.detach())).mean()
+        self.side.weigh(self.optimizers)
         self.scaler.scale(told * factor * self.infinity()).backward()
         self.update(self.optimizers[1:], self.critic.parameters())
         with self.autocast():
             fooled = functional.softplus(-self.critic(outputs)).mean() + functional.mse_loss(outputs, y)
+        self.side.weigh(self.optimizers)
         self.scaler.scale(fooled * factor).backward()
         self.update(self.optimizers[:1], self.model.parameters())
         self.scaler.update() if self.scaler.is_enabled() else None
