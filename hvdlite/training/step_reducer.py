@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from hvdlite import api
-from hvdlite.core.errors import MismatchError
+from hvdlite.core.errors import MismatchError, UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.handoff.handle import is_foreign_thread
@@ -22,6 +22,7 @@ from hvdlite.runtime.names import Names
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import check_compression, factors, group_ids
 from hvdlite.training.gradients.arrays import ArrayReducer, Gradient, Rows, scaled
+from hvdlite.training.gradients.weights import RankWeights, check_weight
 
 _samples: ContextVar[Any] = ContextVar("hvdlite_samples", default=None)
 _open: dict[object, Any] = {}
@@ -42,6 +43,25 @@ def weighted_by_samples(samples: Any) -> Iterator[None]:
     finally:
         del _open[key]
         _samples.reset(token)
+
+
+@contextmanager
+def weighted_by(weight: Any, op: ReduceOp) -> Iterator[None]:
+    """Return a context in which gradients have the weight that a script gives; None for none.
+
+    Raises:
+        UnsupportedError: for a weight with another op than Average, and in a strategy's step.
+    """
+    if weight is None:
+        yield
+        return
+    if op is not ReduceOp.AVERAGE:
+        raise UnsupportedError(f"weight={weight!r} weights averages: it needs op=Average, not {ReduceOp(op).name.capitalize()}")
+    if current_samples() is not None:
+        raise UnsupportedError(f"weight={weight!r} is for optimizers and tapes outside of a scope: a MirroredStrategy weighs "
+                               "ranks by their rows")
+    with weighted_by_samples(weight):
+        yield
 
 
 def current_samples() -> Any:
@@ -184,6 +204,15 @@ class StepReducer(Learner):
         """
         raise NotImplementedError
 
+    def is_weightless(self, weight: float) -> bool:
+        """Return whether the weights of all ranks were 0 in the last step, that of this rank being `weight`."""
+        weights = self._weights()
+        return weight == 0 if weights is None else weights.is_zero
+
+    def _weights(self) -> RankWeights | None:
+        """Return the weights of this world, where ranks have some."""
+        return None
+
     @staticmethod
     def _step_begins() -> None:
         """Gradients are reduced, so variables change next."""
@@ -267,10 +296,15 @@ class ArrayStepReducer(StepReducer):
         for slot, gradient in reversed(gradients.items()):  # the last layers' gradients came first
             self._reducer.hand_over(slot, scaled(gradient, weight))
 
+    def _weights(self) -> RankWeights | None:
+        return None if self._reducer is None else self._reducer.reducer.set.weights
+
     def _weight(self, samples: float | None) -> float:
         """Return by what this rank's gradients are multiplied before the reduction."""
         assert self._reducer is not None
-        return 1.0 if samples is None else samples / self._reducer.reducer.weigh(is_optional=True).unit
+        if samples is None:
+            return 1.0
+        return check_weight(samples, api.rank()) / self._reducer.reducer.weigh(is_optional=True).unit
 
     def _finish(self, slots: Collection[int], samples: float | None) -> dict[int, Gradient]:
         """Return the reduced gradients, by slot.

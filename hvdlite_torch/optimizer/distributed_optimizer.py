@@ -317,7 +317,7 @@ class Distributed(DistributedBase):
     def _skip_weightless(self) -> None:
         """Where all ranks have weight 0, let the step find no gradients, so that it changes nothing."""
         weights = self._hooks.reducer.set.weights
-        if weights is not None and weights.total == 0:
+        if weights is not None and weights.is_zero:
             for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
                 set_grad(parameter, None)
 

@@ -73,7 +73,7 @@ def test_a_rank_without_a_pass_sends_no_row_and_passes_count_once() -> None:
     one.add(3)
     one.clear()
     assert one.take_rows().shape == (0, 3)
-    assert one.factor(np.empty((0, 3))) == 1.0 and one.total is None
+    assert one.factor(np.empty((0, 3))) == 1.0 and not one.is_zero
 
 
 def test_all_ranks_name_those_that_had_no_weight() -> None:
@@ -98,12 +98,13 @@ def test_weights_that_are_all_zero(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "hvdlite"):
         for _ in range(3):
             assert reduced(made, [[0], [0]], [[1.0], [2.0]]) == [0.0, 0.0]
-            assert made[0].total == 0
+            assert made[0].is_zero
             made[0].clear()
+            assert made[0].is_zero, "until another round"
     assert [record.getMessage() for record in caplog.records] == ["'set': the weights of all ranks are 0, so no rank makes this step"]
     reduced(made, [[0], [4]], [[1.0], [2.0]])
     reduced(made, [[0], [0]], [[1.0], [2.0]])
-    assert made[0].total == 4, "two rounds of a step, one of which counts"
+    assert not made[0].is_zero, "two rounds of a step, one of which counts"
 
 
 def test_the_unit_is_found_anew_when_all_ranks_have_joined() -> None:

@@ -55,12 +55,12 @@ class RankWeights:
         is_optional: whether a round in which no rank has a weight is a plain average, and not an error.
 
     Attributes:
-        total: of all ranks in the rounds since the last step; None when no rank had a weight.
+        is_zero: whether all weights were 0 in all rounds of the last step.
         share: of this rank in the last round's weights, times the number of ranks.
     """
 
     def __init__(self, runtime: Runtime, ranks: int, label: str, is_optional: bool) -> None:
-        self.total: float | None = None
+        self.is_zero, self._begins_step = False, True
         self.share = 1.0
         self._runtime, self._ranks, self._label, self._is_optional = runtime, ranks, label, is_optional
         self._unit = _FIRST_UNIT
@@ -89,8 +89,8 @@ class RankWeights:
         return rows
 
     def clear(self) -> None:
-        """What was counted so far does not count."""
-        self._sum, self._passes, self.total = 0.0, 0, None
+        """What was counted so far does not count, and other rounds follow."""
+        self._sum, self._passes, self._begins_step = 0.0, 0, True
 
     def factor(self, rows: Array) -> float:
         """Return the factor for a round's results, given the rows of all ranks.
@@ -108,10 +108,11 @@ class RankWeights:
                 f"{f'{named_ranks(others)} had weights' if others else 'there were weights before'}. A weight is for one "
                 "pass: call optimizer.set_weight(n) before every backward() on all ranks, with 0 where there is nothing to "
                 "count; in TensorFlow and Keras, pass weight=n in every step. The gradients of this round are dropped")
+        total = float(weights.sum())  # NaN where all ranks had none
+        self.is_zero = total == 0 and (len(rows) > 0 if self._begins_step else self.is_zero)
+        self._begins_step = False
         if forgot or not len(rows):
             return 1.0
-        total = float(weights.sum())
-        self.total = (self.total or 0.0) + total
         if not total:
             if not self._has_warned and self._runtime.world.rank == min(ranks):
                 _log.warning("'%s': the weights of all ranks are 0, so no rank makes this step", self._label)

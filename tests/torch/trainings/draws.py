@@ -278,7 +278,8 @@ RULES: dict[str, Callable[[Training], bool]] = {
     "copies are not in the scope": lambda it: it.scoped and it.event == "copy both",
     "a hook decides itself how to average": lambda it: it.hook and _differs(it, "groups", "compression", "predivide", "op"),
     "weights are of averages, and of passes that make one round": lambda it: it.weighted and (
-        it.op != "Average" or it.hook or it.accumulation == "naive" or it.loss == "disjoint" or it.uneven),
+        it.op != "Average" or it.hook or it.accumulation == "naive" or it.loss == "disjoint" or it.uneven
+        or (it.structure == "in turns" and it.amp == "infinity")),  # the other one's pass finds reduced gradients
     "only averages are divided": lambda it: it.predivide != 1.0 and it.op != "Average",
     "only rows can be made dense": lambda it: it.sparse_as_dense and not it.is_sparse,
     "a second pass onto sums would count the first one twice": lambda it: it.accumulation == "naive" and (

@@ -210,6 +210,7 @@ class Script:
     def backward(self, x: torch.Tensor, y: torch.Tensor, factor: float, *, is_last: bool) -> float:
         """Compute gradients of a batch; return its loss."""
         training = self.training
+        self.side.weigh(self.optimizers)
         if training.gradients == "func.grad":
             return self.functional(x, y, factor)
         found = self.loss(x, y)
@@ -223,7 +224,6 @@ class Script:
         suspends = training.accumulation == "no_sync" and not is_last
         with self.side.accumulating(self.optimizers) if suspends else contextlib.nullcontext():
             for loss in scaled:
-                self.side.weigh(self.optimizers)
                 loss.backward(create_graph=training.gradients == "create graph")
         return metric
 
@@ -259,7 +259,6 @@ class Script:
 
     def put(self, gradients: dict[Any, Any]) -> None:
         """Set gradients by hand; they are to be reduced before anything looks at them."""
-        self.side.weigh(self.optimizers)
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         if self.training.clips != "none" or self.scaler.is_enabled():
