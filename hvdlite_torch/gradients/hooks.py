@@ -109,20 +109,20 @@ class Hooks(Owner):
         if any(map(is_lazy, parameters)):
             raise UnsupportedError(f"rank {self.reducer.rank}: set_weight was called before lazy parameters have got their "
                                    "shapes; call the model once before, on all ranks")
-        weights = self.reducer.weigh()
-        if not weights.has_unit and self.reducer.round is not None:
-            self.finish()  # the unit is different then
+        weights, current = self.reducer.weigh(), self.reducer.round
+        if current is not None and current.is_closed and not weights.has_unit:
+            self.finish()  # the unit is different then, and what the next pass computes is not of this round
         if self._pass_weight is None:
-            self._pass_weight = GradientWeight(self.reducer.runtime)
+            self._pass_weight = GradientWeight(self.reducer.runtime, weights)
         self._given_weight = weight
-        self._pass_weight.set(weight / weights.unit, parameters)
+        self._pass_weight.set(weight, parameters)
 
     def _count_pass(self) -> None:
         """A pass is over, or its gradients were set by the script: the weight was for it only."""
         if self._pass_weight is not None:
             self.reducer.set.count_pass(self._given_weight)
             self._given_weight = None
-            self._pass_weight.set(1.0, ())
+            self._pass_weight.set(None, ())
 
     def cleared(self) -> None:
         """Like the reducer's."""

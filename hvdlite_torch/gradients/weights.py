@@ -39,6 +39,7 @@ from torch.nn.parameter import is_lazy
 from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.runtime.runtime import Runtime
+from hvdlite.training.gradients.weights import RankWeights
 
 if TYPE_CHECKING:
     from hvdlite_torch.gradients.hooks import Hooks
@@ -69,38 +70,58 @@ class _Weighted(NamedTuple):
     kind: tuple[torch.dtype, torch.device]  # with another one, torch makes another node
 
 
+@dataclasses.dataclass(slots=True)
+class _Factor:
+    """What the hooks refer to: not to `GradientWeight`, as torch does not let Python see the cycle.
+
+    Attributes:
+        weight: None for none.
+        weights: have the unit, which may change before a backward pass.
+    """
+
+    weights: RankWeights | None
+    weight: float | None = None
+
+    @property
+    def value(self) -> float:
+        if self.weight is None:
+            return 1.0
+        return self.weight if self.weights is None else self.weight / self.weights.unit
+
+
 class GradientWeight:
     """Multiplies gradients of parameters on this rank before they are accumulated, by hooks that stay.
 
     Args:
         runtime: of this rank.
+        weights: of all ranks, by whose unit a weight is divided; None for a weight that is a factor already.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, weights: RankWeights | None = None) -> None:
         self.runtime = runtime
-        self._value = [1.0]  # the hooks refer to this list, and not to this object: torch does not let Python see the cycle
+        self._factor = _Factor(weights)
         self._weighted: dict[int, _Weighted] = {}  # by the parameter's identity
 
     @property
     def value(self) -> float:
-        """The weight; 1 in even batches."""
-        return self._value[0]
+        """By what gradients are multiplied now."""
+        return self._factor.value
 
     def nodes(self) -> Iterable[Any]:
         """See `_Weight`."""
         return [each.node for each in self._weighted.values()]
 
-    def set(self, value: float, parameters: Iterable[torch.Tensor], optimizers: Iterable[Hooks] = ()) -> None:
-        """Multiply the gradients of these parameters and of no others from now on; lazy ones have no gradients yet.
+    def set(self, weight: float | None, parameters: Iterable[torch.Tensor], optimizers: Iterable[Hooks] = ()) -> None:
+        """Weigh the gradients of these parameters and of no others from now on; lazy ones have no gradients yet.
 
         Args:
-            value: 0 makes them zeros, also those that are not finite.
-            optimizers: multiply gradients that the script sets itself.
+            weight: 0 makes them zeros, also those that are not finite; None is none.
+            optimizers: weigh gradients that the script sets itself.
         """
-        self._value[0] = value
+        self._factor.weight = weight
         for hooks in optimizers:
-            hooks.own_weight = value
-        if value == 1:
+            hooks.own_weight = self.value
+        if weight is None or (weight == 1 and self._factor.weights is None):
             _uneven.discard(self)
             return
         before, self._weighted = self._weighted, {}
@@ -110,7 +131,7 @@ class GradientWeight:
                 self._weighted[key] = before.pop(key)
             elif (kind[0].is_floating_point or kind[0].is_complex) and not is_lazy(parameter) and not parameter.is_inference():
                 node = _accumulator(parameter)
-                self._weighted[key] = _Weighted(node, node.register_prehook(_multiply_by(self._value)), kind)
+                self._weighted[key] = _Weighted(node, node.register_prehook(_multiply_by(self._factor)), kind)
         for known in before.values():
             known.handle.remove()
         _uneven.add(self)
@@ -224,9 +245,11 @@ def _accumulator(parameter: torch.Tensor) -> Any:
                 parameter.requires_grad_(False)
 
 
-def _multiply_by(value: list[float]) -> Callable[[tuple[torch.Tensor | None, ...]], tuple[torch.Tensor | None, ...]]:
-    return lambda gradients: gradients if value[0] == 1 else tuple(
-        None if each is None else times(each, value[0]) for each in gradients)
+def _multiply_by(factor: _Factor) -> Callable[[tuple[torch.Tensor | None, ...]], tuple[torch.Tensor | None, ...] | None]:
+    def multiply(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+        value = factor.value
+        return None if value == 1 else tuple(None if each is None else times(each, value) for each in gradients)
+    return multiply
 
 
 @torch.no_grad()
