@@ -18,8 +18,8 @@ _HINTS = {STEPS: "The ranks made different numbers of backward passes between tw
                  "step"}
 _SPARSE = ("One rank's gradient is sparse (gathered row by row), another's is dense. Pass sparse_as_dense=True to the "
            "optimizer or tape")
-_WEIGHTS = ("optimizer.set_weight(n) makes an average a sum, which is divided by the weights (TensorFlow and Keras: weight=n): "
-            "before each backward(), call it on all ranks or on none")
+_WEIGHTS = ("Weights make an average a sum, which is divided by them: call optimizer.set_weight(n) before every backward() "
+            "on all ranks, or on none (TensorFlow and Keras: weight=n)")
 _GENERAL_HINT = "Nothing was changed on any rank; call it with the same value everywhere, or use different names"
 
 _COMMON: tuple[Aspect, ...] = (

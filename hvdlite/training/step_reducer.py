@@ -1,7 +1,4 @@
-"""The exchange of one step's gradients that are values, and the weight of each rank by what it counted (gradients/weights.py).
-
-A rank's gradients are means over its samples.
-"""
+"""The exchange of one step's gradients that are values: means over what each rank counts, see gradients/weights.py."""
 
 from __future__ import annotations
 
@@ -56,10 +53,10 @@ def weighted_by(weight: Any, op: ReduceOp) -> Iterator[None]:
         yield
         return
     if op is not ReduceOp.AVERAGE:
-        raise UnsupportedError(f"weight={weight!r} weights averages: it needs op=Average, not {ReduceOp(op).name.capitalize()}")
+        raise UnsupportedError(f"weight={weight!r} weights averages: it needs op=Average, not {op.name.capitalize()}")
     if current_samples() is not None:
-        raise UnsupportedError(f"weight={weight!r} is for optimizers and tapes outside of a scope: a MirroredStrategy weighs "
-                               "ranks by their rows")
+        raise UnsupportedError(f"weight={weight!r} is for optimizers and tapes outside of a scope: a MirroredStrategy "
+                               "weighs ranks by their rows")
     with weighted_by_samples(weight):
         yield
 

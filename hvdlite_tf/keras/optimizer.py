@@ -99,7 +99,7 @@ class _Distributed:
         if weight is not None and (accumulates or backend == "torch"):
             raise UnsupportedError(
                 f"rank {api.rank()}: weight={weight!r} comes too late: " + (
-                    "gradients have accumulated. Let the loss of each batch be a sum, or accumulate by hand" if accumulates else
+                    "it is for one batch, and gradients of several accumulate" if accumulates else
                     "on torch, backward() reduces gradients. Use the optimizer of hvdlite_torch, which has set_weight"))
         with weighted_by(weight, self._hvdlite_settings.arguments["op"]):
             if not accumulates:
@@ -107,7 +107,7 @@ class _Distributed:
         base = super()
 
         def apply() -> Any:
-            return base.apply(grads, None if trainable_variables is None else variables)  # type: ignore[misc]
+            return base.apply(grads, None if trainable_variables is None else variables)  # type: ignore[attr-defined]
         if weight is None:
             return apply()
         if not self.built:  # type: ignore[has-type]
@@ -124,7 +124,8 @@ class _Distributed:
         """Like the base class's, see `apply`."""
         if weight is None:
             return super().apply_gradients(grads_and_vars)  # type: ignore[misc]
-        self.apply(*zip(*grads_and_vars, strict=True), weight=weight)
+        grads, variables = zip(*grads_and_vars, strict=True)
+        self.apply(grads, variables, weight)
         return self._iterations  # type: ignore[attr-defined]
 
     def register_local_var(self, var: Any) -> None:

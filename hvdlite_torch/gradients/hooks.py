@@ -65,7 +65,7 @@ class Hooks(Owner):
         self.weighs_itself = False
         self._pass_weight: GradientWeight | None = None  # once the script gives passes their weights
         self._given_weight: float | None = None  # of the next pass
-        self._weighed: dict[int, Callable[[], torch.Tensor | None]] = {}  # by parameter: what the script has set in this step
+        self._weighed: dict[int, Callable[[], torch.Tensor | None]] = {}  # by parameter: what the script has set in a step
         self.on_begin: Callable[[], bool] | None = None
 
     def watch(self, parameter: torch.Tensor, *, claims: bool = True) -> None:

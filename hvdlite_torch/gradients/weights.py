@@ -52,7 +52,10 @@ class _Weight(Protocol):
     """A weight of this rank's gradients."""
 
     runtime: Runtime
-    value: float
+
+    @property
+    def value(self) -> float:
+        """By what gradients are multiplied."""
 
     def nodes(self) -> Iterable[Any]:
         """Return the nodes that accumulate the gradients of the weighted parameters."""
@@ -129,7 +132,7 @@ class GradientWeight:
             key, kind, known = id(parameter), (parameter.dtype, parameter.device), before.get(id(parameter))
             if known is not None and known.kind == kind:
                 self._weighted[key] = before.pop(key)
-            elif (kind[0].is_floating_point or kind[0].is_complex) and not is_lazy(parameter) and not parameter.is_inference():
+            elif (kind[0].is_floating_point or kind[0].is_complex) and not (is_lazy(parameter) or parameter.is_inference()):
                 node = _accumulator(parameter)
                 self._weighted[key] = _Weighted(node, node.register_prehook(_multiply_by(self._factor)), kind)
         for known in before.values():

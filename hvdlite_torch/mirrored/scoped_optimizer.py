@@ -54,8 +54,8 @@ class ScopedOptimizer(Distributed):
         Raises:
             UnsupportedError: always.
         """
-        raise UnsupportedError("set_weight is for optimizers outside of a scope: in a MirroredStrategy, losses are means over "
-                               "a rank's rows, and the strategy weighs them by rows. For tokens, use hvd.DistributedOptimizer")
+        raise UnsupportedError("set_weight is for optimizers outside of a scope: in a MirroredStrategy, losses are means "
+                               "over a rank's rows, and the strategy weighs them. For tokens, use hvd.DistributedOptimizer")
 
     @contextmanager
     def join(self, *models: torch.nn.Module, synchronize: bool = True) -> Iterator[Joined]:

@@ -216,10 +216,10 @@ class Distributed(DistributedBase):
         """Weight this rank's gradients of the next backward pass by what its loss is a mean over: samples, or tokens.
 
         The average over ranks is then sum(n g) / sum(n), and k sum(n g) / sum(n) over all ranks and passes where k backward
-        passes accumulate (`backward_passes_per_step`, `no_sync`). So equal weights change nothing. All ranks call this before
-        every backward pass, also ranks that make none in a step. Gradients with weight 0 count as zeros, whatever they are.
-        Where the weights of all ranks are 0, the step changes nothing. Gradients that the script sets itself are a pass, too.
-        A second backward pass onto reduced gradients is an error, as with op=Sum.
+        passes accumulate (`backward_passes_per_step`, `no_sync`). So equal weights change nothing. All ranks call this
+        before every backward pass (and before `torch.autograd.grad`, where the script sets gradients itself), and in a step
+        without one, with 0. Gradients with weight 0 count as zeros, whatever they are. Where the weights of all ranks are 0,
+        the step changes nothing. A second backward pass onto reduced gradients is an error, as with op=Sum.
 
         Args:
             weight: a finite number, at least 0.

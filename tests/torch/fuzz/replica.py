@@ -147,8 +147,8 @@ class Simulation:
                 divisor = sum(map(sum, weights)) / max(map(len, weights))
             self._reduce(part, optimizer, members, divisor or 1.0)
             if not divisor and step.applies:  # nobody has counted anything, so the step changes nothing
-                for replica, index in itertools.product(map(self.replicas.__getitem__, members), self.replicas[0].members[part]):
-                    replica.model[index].grad = None
+                for rank, index in itertools.product(members, self.replicas[0].members[part]):
+                    self.replicas[rank].model[index].grad = None
         for rank in active:
             if step.clips:
                 self.replicas[rank].clip()
