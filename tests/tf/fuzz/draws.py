@@ -31,6 +31,7 @@ class Training:
         wide: whether the arrays have floats of 64 bits; Keras casts them.
         counted: whether there are a metric that has its own state, and one that is a number for a batch.
         decides: whether a callback decides by the loss of one output, or of the model.
+        share: of a batch, the rows of rank 0, where ranks weigh their gradients by rows; 0: both have as many.
         steps: calls into the compiled function do so many steps.
         again: whether the model is compiled and fitted a second time.
     """
@@ -54,6 +55,7 @@ class Training:
     wide: bool
     counted: bool
     decides: bool
+    share: int = 0
 
     @property
     def has_equal_shards(self) -> bool:
@@ -89,6 +91,9 @@ def draw(seed: int, backend: str) -> Training:
         decides=scoped and rng.random() < 0.4)
     if training.model == "no call" and not scoped:
         training = dataclasses.replace(training, model="own train_step")
+    if (training.model == "own train_step" and not scoped and backend == "tensorflow"
+            and not {"accumulation", "scaled"}.intersection(settings)):
+        training = dataclasses.replace(training, share=rng.randint(1, batch - 1))
     if training.model == "no call":
         training = dataclasses.replace(training, counted=False, validated=False, weighted=False)
     if training.model == "sparse" and not (scoped and data == "arrays"):
