@@ -76,7 +76,8 @@ class Hooks(Owner):
     def abandon(self) -> None:
         """The runtime has ended, maybe in the middle of a backward pass: end here too, without waiting for anything."""
         self.reducer.abandon()
-        self._pass_weight = None
+        if self._pass_weight is not None:  # its hooks stay where a graph still has their nodes
+            self._pass_weight.set(None, ())
         self._leave_run()
         self._unguard()
         self._resting = []

@@ -103,6 +103,7 @@ class GradientWeight:
     def __init__(self, runtime: Runtime, weights: RankWeights | None = None) -> None:
         self.runtime = runtime
         self._factor = _Factor(weights)
+        weakref.finalize(self, setattr, self._factor, "weight", None).atexit = False
         self._weighted: dict[int, _Weighted] = {}  # by the parameter's identity
 
     @property

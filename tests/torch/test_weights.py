@@ -12,6 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from hvdlite.core.errors import UnsupportedError  # noqa: E402
+from hvdlite.core.process_set import ProcessSet  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
 from tests.torch.models import by_bucket, net, weights  # noqa: E402
@@ -320,3 +322,25 @@ def test_join_and_the_next_epoch() -> None:
     for result in threads(2, step):
         for own, wanted in zip(result, weights(model), strict=True):
             torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_in_a_process_set() -> None:
+    """The third rank trains alone, without weights."""
+    def step(runtime: Runtime) -> list[Any]:
+        own, pair = net().double(), ProcessSet([0, 1])
+        pair.process_set_id = runtime.add_process_set([0, 1]).wait()
+        optimizer = DistributedOptimizer(sgd(own), _runtime=runtime, process_set=pair)
+        side = Side(runtime.world.rank, 2, 1, optimizer, own)
+        if runtime.world.rank == 2:
+            with pytest.raises(UnsupportedError, match="this rank trains alone"):
+                optimizer.set_weight(1)
+            return []
+        for turn in range(TURNS):
+            plainly(side, turn)
+        return weights(own)
+    model = net().double()
+    side = Side(None, 2, 1, sgd(model), model)
+    for turn in range(TURNS):
+        plainly(side, turn)
+    for own, wanted in zip(threads(3, step)[0], weights(model), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from hvdlite.core.errors import MismatchError, UnsupportedError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.gradients.errors import GradientOrderError  # noqa: E402
-from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
+from hvdlite_torch import DistributedOptimizer, MirroredStrategy, comm_hooks  # noqa: E402
+from hvdlite_torch.elastic import body_loader  # noqa: E402
 from tests.torch.models import net, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -137,3 +139,21 @@ def test_a_warning_once_where_nobody_counts_anything(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, "hvdlite"):
         threads(2, step)
     assert sum("the weights of all ranks are 0" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_strategy_and_a_loop_that_weigh_ranks_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(runtime: Runtime) -> None:
+        strategy = MirroredStrategy(_runtime=runtime)
+        with strategy.scope():
+            scoped = sgd(net())
+        with pytest.raises(UnsupportedError, match="set_weight is for optimizers outside of a scope"):
+            scoped.set_weight(1)
+        optimizer = DistributedOptimizer(sgd(net()), _runtime=runtime)
+        monkeypatch.setattr(body_loader.api, "runtime", lambda: runtime)
+        weight = body_loader._Weight(SimpleNamespace(_handlers={"": SimpleNamespace(value=optimizer)}))
+        weight.set(0.5)
+        with pytest.raises(UnsupportedError, match=r"cannot be used in state\.loop"):
+            optimizer.set_weight(1)
+        weight.end()
+        optimizer.set_weight(1)
+    threads(1, step)
