@@ -65,7 +65,8 @@ class Hooks(Owner):
         self.weighs_itself = False
         self._pass_weight: GradientWeight | None = None  # once the script gives passes their weights
         self._given_weight: float | None = None  # of the next pass
-        self._weighed: dict[int, Callable[[], torch.Tensor | None]] = {}  # by parameter: what the script has set in a step
+        # By parameter, the gradients that the script has set in a step.
+        self._weighed: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self.on_begin: Callable[[], bool] | None = None
 
     def watch(self, parameter: torch.Tensor, *, claims: bool = True) -> None:
@@ -273,11 +274,11 @@ class Hooks(Owner):
 
     def _weigh_own(self) -> bool:
         """Weigh gradients that the script has set; return whether there are any that have a weight."""
-        weight = self.own_weight if self._pass_weight is None else self._pass_weight.value
+        weight = self.own_weight if self._pass_weight is None else self._pass_weight.factor()
         if weight == 1.0 and self._pass_weight is None:
             return False
         own = [member.parameter for member in self.before_step.unseen()
-               if self._weighed.get(id(member.parameter), _nothing)() is not get_grad(member.parameter)]
+               if self._weighed.get(id(member.parameter)) is not get_grad(member.parameter)]
         for parameter in own:
             gradient = get_grad(parameter)
             assert gradient is not None
@@ -286,7 +287,7 @@ class Hooks(Owner):
                 set_grad(parameter, gradient)
             else:
                 weigh(gradient, weight)
-            self._weighed[id(parameter)] = weakref.ref(gradient)
+            self._weighed[id(parameter)] = gradient
         return bool(own)
 
     def end_pass(self) -> bool:
@@ -353,10 +354,6 @@ class Hooks(Owner):
         if guard is not None and self.reducer.round is None:
             guard.lift()
             self._guard = None
-
-
-def _nothing() -> None:
-    pass
 
 
 def _hook(owner: weakref.ref[Hooks]) -> Callable[[torch.Tensor], None]:

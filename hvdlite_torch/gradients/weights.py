@@ -1,4 +1,4 @@
-"""The weight of this rank's gradients in an uneven global batch: where it is applied, and why the result is exact.
+"""The weight of this rank's gradients, of uneven shards or by `set_weight`: where it is applied, and why that is exact.
 
 Rank r's loss L_r is a mean over its n_r samples. The loss of the global batch is the average over R ranks of w_r L_r, with
 w_r = n_r R / sum(n). A script differentiates L_r: no hook of torch sees every loss (`backward`, `autograd.grad`, scalers,
@@ -16,7 +16,8 @@ where v_r is the gradient that the collective returns and w_r is applied to v_r 
 
 This is the adjoint of C under the inner product <u, v> = sum_r w_r u_r v_r. Each rank multiplies u_r by its own weight, runs
 the unweighted adjoint and divides by its own weight, so no rank needs another rank's weight. A chain of collectives is exact
-too, because the weights between them cancel. The rule covers every collective that has a gradient, linear or not.
+too, because the weights between them cancel. So does a factor that all ranks' weights have: w_r = n_r is as good. The rule
+covers every collective that has a gradient, linear or not.
 
 Each backward pass is weighted or not as a whole. A pass that computes gradients of weighted parameters is weighted. A pass
 that only returns gradients of other tensors, as for a gradient penalty, is a derivative of the sum of all ranks' outputs and
@@ -31,7 +32,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -48,21 +49,8 @@ transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transf
 _current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
 
 
-class _Weight(Protocol):
-    """A weight of this rank's gradients."""
-
-    runtime: Runtime
-
-    @property
-    def value(self) -> float:
-        """By what gradients are multiplied."""
-
-    def nodes(self) -> Iterable[Any]:
-        """Return the nodes that accumulate the gradients of the weighted parameters."""
-
-
-_uneven: weakref.WeakSet[_Weight] = weakref.WeakSet()
-"""Those that are not 1. Backward passes look here first: autograd does not pass them their scope."""
+_uneven: weakref.WeakSet[GradientWeight | _LaterWeight] = weakref.WeakSet()
+"""Weights that may not be 1. Backward passes look here first: autograd does not pass them their scope."""
 
 
 class _Weighted(NamedTuple):
@@ -85,8 +73,7 @@ class _Factor:
     weights: RankWeights | None
     weight: float | None = None
 
-    @property
-    def value(self) -> float:
+    def __call__(self) -> float:
         if self.weight is None:
             return 1.0
         return self.weight if self.weights is None else self.weight / self.weights.unit
@@ -108,11 +95,15 @@ class GradientWeight:
 
     @property
     def value(self) -> float:
-        """By what gradients are multiplied now."""
-        return self._factor.value
+        """The weight; 1 where there is none."""
+        return 1.0 if self._factor.weight is None else self._factor.weight
+
+    def factor(self) -> float:
+        """Return by what gradients are multiplied now: the weight in the unit of all ranks."""
+        return self._factor()
 
     def nodes(self) -> Iterable[Any]:
-        """See `_Weight`."""
+        """Return the nodes that accumulate the gradients of the weighted parameters."""
         return [each.node for each in self._weighted.values()]
 
     def set(self, weight: float | None, parameters: Iterable[torch.Tensor], optimizers: Iterable[Hooks] = ()) -> None:
@@ -143,6 +134,8 @@ class GradientWeight:
 
 @dataclasses.dataclass(eq=False)
 class _LaterWeight:
+    """Like `GradientWeight`, of gradients that another part of hvdlite multiplies."""
+
     runtime: Runtime
     value: float
     nodes: Callable[[], Iterable[Any]]
@@ -167,7 +160,9 @@ def weighted_later(runtime: Runtime, value: float, parameters: Callable[[], Iter
 
 
 def weight_of_this_pass(name: str) -> float:
-    """Return by what the gradients of the running backward pass are multiplied on this rank when they reach parameters.
+    """Return this rank's weight in the running backward pass, by which gradients are multiplied when they reach parameters.
+
+    That may be another multiple of it, if it is the same on all ranks.
 
     Args:
         name: of the collective that asks, for messages.
@@ -190,8 +185,9 @@ def weight_of_this_pass(name: str) -> float:
     if not values and _accumulates_activations():
         values = {each.value for each in uneven}
     if len(values) > 1:
-        raise UnsupportedError(f"{where} while {len(uneven)} strategies have uneven batches with the weights "
-                               f"{sorted(values)}, and hvdlite cannot know which one applies; leave one of the loops first")
+        raise UnsupportedError(f"{where} while {len(uneven)} strategies or optimizers have the weights {sorted(values)}, and "
+                               "hvdlite cannot know which one applies; leave one of the loops first, or give all optimizers "
+                               "of the pass the same weight")
     return values.pop() if values else 1.0
 
 
@@ -251,7 +247,7 @@ def _accumulator(parameter: torch.Tensor) -> Any:
 
 def _multiply_by(factor: _Factor) -> Callable[[tuple[torch.Tensor | None, ...]], tuple[torch.Tensor | None, ...] | None]:
     def multiply(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
-        value = factor.value
+        value = factor()
         return None if value == 1 else tuple(None if each is None else times(each, value) for each in gradients)
     return multiply
 

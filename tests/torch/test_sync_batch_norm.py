@@ -218,3 +218,33 @@ def test_each_backward_pass_weighs_what_is_weighted_afterwards(on_ranks: Any) ->
             torch.func.grad(lambda x: layer(x).sum())(torch.ones(3, 3))
         weighing.set(1.0, [])
     on_ranks(step)
+
+
+def test_two_optimizers_with_weights(on_ranks: Callable[..., None]) -> None:
+    """A backward pass goes through the layer to the parameters of both; their first passes had other batches."""
+    def train(mine: Sequence[int], convert: Callable[[Any], Any], wrap: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        first = convert(torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh()).double())
+        second = torch.nn.Linear(4, 2).double()
+        optimizers = [wrap(torch.optim.SGD(model.parameters(), lr=0.1)) for model in (first, second)]
+        for turn in range(8):
+            counts = [2 + (5 * turn + 3 * rank) % 4 for rank in mine]
+            x = torch.cat([torch.randn(count, 6, generator=torch.Generator().manual_seed(10 * turn + rank),
+                                       dtype=torch.float64) for rank, count in zip(mine, counts, strict=True)])
+            hidden = first(x) if turn % 2 else first(x).detach()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                if len(mine) == 1:
+                    optimizer.set_weight(counts[0])
+            second(hidden).square().mean().backward()
+            optimizers[1 - turn % 2].step()
+        return [parameter.detach().clone() for parameter in (*first.parameters(), *second.parameters())]
+
+    expected = train([0, 1], lambda model: model, lambda plain: plain)
+
+    def step(rank: int) -> None:
+        got = train([rank], hvd.SyncBatchNorm.convert_sync_batchnorm,
+                    lambda plain: hvd.DistributedOptimizer(plain, _runtime=api.runtime()))
+        for own, wanted in zip(got, expected, strict=True):
+            torch.testing.assert_close(own, wanted, rtol=1e-10, atol=1e-10)
+    on_ranks(step)
