@@ -185,9 +185,9 @@ def weight_of_this_pass(name: str) -> float:
     if not values and _accumulates_activations():
         values = {each.value for each in uneven}
     if len(values) > 1:
-        raise UnsupportedError(f"{where} while {len(uneven)} strategies or optimizers have the weights {sorted(values)}, and "
-                               "hvdlite cannot know which one applies; leave one of the loops first, or give all optimizers "
-                               "of the pass the same weight")
+        raise UnsupportedError(f"{where} while {len(uneven)} strategies or optimizers have the weights {sorted(values)}, "
+                               "and hvdlite cannot know which one applies; leave one of the loops first, or give all "
+                               "optimizers of the pass the same weight")
     return values.pop() if values else 1.0
 
 

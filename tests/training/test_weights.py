@@ -80,7 +80,7 @@ def test_a_rank_without_a_pass_sends_no_row_and_passes_count_once() -> None:
 def test_all_ranks_name_those_that_had_no_weight() -> None:
     one, other, _ = counting(3)
     rows = np.array([[0, 3.0, 1], [1, math.nan, 2]])
-    with pytest.raises(MismatchError, match="'set': rank 1 made a backward pass without one; rank 0 had .*set_weight"):
+    with pytest.raises(MismatchError, match=r"'set': rank 1 made a backward pass without one; rank 0 had .*set_weight"):
         one.factor(rows)
     with pytest.raises(MismatchError, match=r"rank 1 made a backward pass without one \(rank 1 is this rank\)"):
         other.factor(rows)

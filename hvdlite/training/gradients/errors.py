@@ -86,7 +86,7 @@ def accumulated_alone(rank: int, accumulates: bool) -> GradientOrderError:
 def weighed_late(label: str, rank: int) -> GradientOrderError:
     """Return the error for a first weight after gradients that have none."""
     return GradientOrderError(
-        f"rank {rank}: '{label}' has accumulated gradients since the last step without a weight, so this one comes too late: "
+        f"rank {rank}: '{label}' has accumulated gradients since the last step without a weight, so this comes too late: "
         "call set_weight(n) before the first backward() of a step, or clear gradients with optimizer.zero_grad()")
 
 
