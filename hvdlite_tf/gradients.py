@@ -202,10 +202,10 @@ class TensorFlowStepReducer(ArrayStepReducer):
         given = _times(gradients, self._weight(samples))
         assert self._reducer is not None
         rounds = self._reducer.reducer.set
-        rounds.count_pass(samples)
+        rounds.weights.add(samples)
         reduced = reduce_together(given, f"{self.label}.gradients", rounds.op, rounds.prescale, rounds.postscale,
                                   self._process_set)
-        if rounds.weights is not None:
+        if rounds.weights.are_used:
             rows = self.take_part().allgather(f"{self.label}.weights", rounds.weights.take_rows(),
                                               process_set=self._process_set_id).wait()
             reduced = _times(reduced, rounds.weights.factor(rows))

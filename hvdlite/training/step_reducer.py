@@ -19,7 +19,7 @@ from hvdlite.runtime.names import Names
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import check_compression, factors, group_ids
 from hvdlite.training.gradients.arrays import ArrayReducer, Gradient, Rows, scaled
-from hvdlite.training.gradients.weights import RankWeights, check_weight
+from hvdlite.training.gradients.weights import check_weight
 
 _samples: ContextVar[Any] = ContextVar("hvdlite_samples", default=None)
 _open: dict[object, Any] = {}
@@ -203,12 +203,7 @@ class StepReducer(Learner):
 
     def is_weightless(self, weight: float) -> bool:
         """Return whether the weights of all ranks were 0 in the last step, that of this rank being `weight`."""
-        weights = self._weights()
-        return weight == 0 if weights is None else weights.is_zero
-
-    def _weights(self) -> RankWeights | None:
-        """Return the weights of this world, where ranks have some."""
-        return None
+        return weight == 0
 
     @staticmethod
     def _step_begins() -> None:
@@ -242,6 +237,7 @@ class ArrayStepReducer(StepReducer):
         super()._attach(runtime)
         self._reducer = ArrayReducer(runtime, self._label, op=self._op, prescale=self._prescale, postscale=self._postscale,
                                      process_set=self._process_set_id)
+        self._reducer.reducer.set.weights.is_optional = True
         for kind in self._slot_kinds:
             self._reducer.add(*kind)
 
@@ -293,15 +289,15 @@ class ArrayStepReducer(StepReducer):
         for slot, gradient in reversed(gradients.items()):  # the last layers' gradients came first
             self._reducer.hand_over(slot, scaled(gradient, weight))
 
-    def _weights(self) -> RankWeights | None:
-        return None if self._reducer is None else self._reducer.reducer.set.weights
+    def is_weightless(self, weight: float) -> bool:
+        return self._reducer.reducer.set.weights.is_zero if self._reducer is not None and self.is_shared else weight == 0
 
     def _weight(self, samples: float | None) -> float:
         """Return by what this rank's gradients are multiplied before the reduction."""
         assert self._reducer is not None
         if samples is None:
             return 1.0
-        return check_weight(samples, api.rank()) / self._reducer.reducer.weigh(is_optional=True).unit
+        return check_weight(samples, api.rank()) / self._reducer.reducer.weigh().unit
 
     def _finish(self, slots: Collection[int], samples: float | None) -> dict[int, Gradient]:
         """Return the reduced gradients, by slot.
@@ -317,7 +313,7 @@ class ArrayStepReducer(StepReducer):
             self._step_begins()
             return alone
         assert self._reducer is not None
-        self._reducer.reducer.set.count_pass(samples)
+        self._reducer.reducer.set.weights.add(samples)
         reduced = self._reducer.finish()
         others = sorted(reduced.keys() - set(slots))
         if others:

@@ -64,7 +64,6 @@ class Hooks(Owner):
         self.weight = self.own_weight = 1.0
         self.weighs_itself = False
         self._pass_weight: GradientWeight | None = None  # once the script gives passes their weights
-        self._given_weight: float | None = None  # of the next pass
         # By parameter, the gradients that the script has set in a step.
         self._weighed: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self.on_begin: Callable[[], bool] | None = None
@@ -116,14 +115,12 @@ class Hooks(Owner):
             self.finish()  # the unit is different then, and what the next pass computes is not of this round
         if self._pass_weight is None:
             self._pass_weight = GradientWeight(self.reducer.runtime, weights)
-        self._given_weight = weight
         self._pass_weight.set(weight, parameters)
 
     def _count_pass(self) -> None:
         """A pass is over, or its gradients were set by the script: the weight was for it only."""
         if self._pass_weight is not None:
-            self.reducer.set.count_pass(self._given_weight)
-            self._given_weight = None
+            self.reducer.set.weights.add(self._pass_weight.given)
             self._pass_weight.set(None, ())
 
     def cleared(self) -> None:

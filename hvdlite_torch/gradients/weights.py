@@ -94,9 +94,14 @@ class GradientWeight:
         self._weighted: dict[int, _Weighted] = {}  # by the parameter's identity
 
     @property
+    def given(self) -> float | None:
+        """The weight that was given, if there is one."""
+        return self._factor.weight
+
+    @property
     def value(self) -> float:
         """The weight; 1 where there is none."""
-        return 1.0 if self._factor.weight is None else self._factor.weight
+        return 1.0 if self.given is None else self.given
 
     def factor(self) -> float:
         """Return by what gradients are multiplied now: the weight in the unit of all ranks."""

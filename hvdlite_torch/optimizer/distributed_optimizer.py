@@ -292,9 +292,8 @@ class Distributed(DistributedBase):
             return loss
         name, op = self._loss_reduction
         value = np.array((loss.item() if isinstance(loss, torch.Tensor) else float(loss)) * self._hooks.own_weight)
-        weights = self._hooks.reducer.set.weights
-        if weights is not None:  # a loss over nothing may be NaN
-            value = np.array(value * weights.share if weights.share else 0.0)
+        share = self._hooks.reducer.set.weights.share
+        value = np.array(value * share if share else 0.0)  # a loss over nothing may be NaN
         self._runtime.allreduce(name, value, value, op, process_set=self._process_set, blocking=True).wait()
         return torch.full_like(loss, float(value), requires_grad=False) if isinstance(loss, torch.Tensor) else float(value)
 
@@ -316,8 +315,7 @@ class Distributed(DistributedBase):
 
     def _skip_weightless(self) -> None:
         """Where all ranks have weight 0, let the step find no gradients, so that it changes nothing."""
-        weights = self._hooks.reducer.set.weights
-        if weights is not None and weights.is_zero:
+        if self._hooks.reducer.set.weights.is_zero:
             for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
                 set_grad(parameter, None)
 

@@ -25,7 +25,8 @@ def counting(ranks: int, is_optional: bool = False) -> list[RankWeights]:
     for rank in range(ranks):
         runtime: Any = FakeRuntime()
         runtime.world.rank = rank
-        made.append(RankWeights(runtime, ranks, "set", is_optional))
+        made.append(RankWeights(runtime, ranks, "set"))
+        made[-1].are_used, made[-1].is_optional = True, is_optional
     return made
 
 
@@ -138,7 +139,7 @@ def test_gradients_of_weight_zero_are_zeros_whatever_they_are() -> None:
 
 def weighed(own: Set, weight: float | None, *numbers: int) -> None:
     weights = own.reducer.weigh()
-    own.reducer.set.count_pass(weight)
+    own.reducer.set.weights.add(weight)
     own.backward(*numbers, value=1.0 if weight is None else weight / weights.unit)
 
 
@@ -153,7 +154,7 @@ def test_a_weighted_round(by_bucket: bool) -> None:
     assert (own.reducer.set.op, own.reducer.set.postscale) == (ReduceOp.SUM, 0.5)
     assert own.runtime.closed == [1]
     own.step()
-    assert own.reducer.set.weights is not None and own.reducer.set.weights.unit == 4
+    assert own.reducer.set.weights.unit == 4
 
 
 def test_results_of_a_round_that_a_rank_has_not_counted_are_dropped() -> None:

@@ -28,7 +28,6 @@ from hvdlite.training.gradients.errors import sparse
 from hvdlite.training.gradients.framework import Alone, Framework, Gradient, Parameter, set_gradients
 from hvdlite.training.gradients.gradient_set import GradientSet
 from hvdlite.training.gradients.members import IDLE, READY, Member, set_before, set_held, set_state
-from hvdlite.training.gradients.weights import RankWeights
 
 
 class BucketState(enum.Enum):
@@ -363,20 +362,17 @@ class BucketOfWeights(Bucket[Parameter]):
 
     factor: float | None = None
 
-    def __init__(self, gradient_set: GradientSet[Parameter], weights: RankWeights) -> None:
-        self.set = gradient_set
-        self.holding = []
-        self._weights = weights
-        self._rows = gradient_set.runtime.gradients.enqueue_rows(
-            f"{gradient_set.label}.weights", weights.take_rows(), gradient_set.moment,
-            process_set=gradient_set.process_set_id)
+    def __init__(self, owner: GradientSet[Parameter]) -> None:
+        self.set, self.holding = owner, []
+        self._rows = owner.runtime.gradients.enqueue_rows(
+            f"{owner.label}.weights", owner.weights.take_rows(), owner.moment, process_set=owner.process_set_id)
         self.state = SENT
 
     def finish(self, deferrable: bool) -> None:
         if self.state is DONE:
             return
         try:
-            self.factor = self._weights.factor(self._waited(self._rows, deferrable))
+            self.factor = self.set.weights.factor(self._waited(self._rows, deferrable))
         except HvdliteError as error:
             self.errors = [error]
         self.state = DONE

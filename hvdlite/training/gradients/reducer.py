@@ -108,18 +108,19 @@ class Reducer(Generic[Parameter]):
             if self.round is None and self.members.admit():
                 self.layout.forget()  # it does not describe the set any more
 
-    def weigh(self, *, is_optional: bool = False) -> RankWeights:
+    def weigh(self) -> RankWeights:
         """Weight averages by what ranks count, from the next round on; all ranks do so before the same round.
 
         Raises:
             GradientOrderError: when a gradient was accumulated before, without a weight.
         """
-        if self.set.weights is None:
+        if not self.set.weights.are_used:
             if self.round is not None or self.has_local:
                 raise weighed_late(self.set.label, self.rank)
             self.is_idempotent = self.members.is_idempotent = False
             self.layout.forget()
-        return self.set.weigh(is_optional)
+            self.set.weigh()
+        return self.set.weights
 
     def member(self, parameter: Parameter) -> Member[Parameter] | None:
         """Return the member that a parameter is; None when it is none, or not before the round is over."""
@@ -332,7 +333,7 @@ class Reducer(Generic[Parameter]):
         self.is_due = True
         self.has_local = self.has_reduced = False
         self.passes.clear()
-        self.set.forget_weights()
+        self.set.weights.clear()
 
     def check_invariants(self) -> None:
         """Between any two calls; for tests."""

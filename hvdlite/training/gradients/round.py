@@ -55,8 +55,8 @@ class Round(Generic[Parameter]):
 
     def send_weights(self, gradient_set: GradientSet[Parameter]) -> None:
         """Every member is given: send what this rank has counted, if averages are weighted."""
-        if gradient_set.weights is not None:
-            self.weights = BucketOfWeights(gradient_set, gradient_set.weights)
+        if gradient_set.weights.are_used:
+            self.weights = BucketOfWeights(gradient_set)
             self.alone.append(self.weights)
 
     @property
@@ -105,7 +105,7 @@ class BucketPlans(Generic[Parameter]):
                 self.forget()
                 runtime.gradients.mark_stale(learned.layout)
             return []
-        is_whole = sum(len(plan.members) for plan in self.plans) == len(members) and gradient_set.weights is None
+        is_whole = sum(len(plan.members) for plan in self.plans) == len(members) and not gradient_set.weights.are_used
         last = len(self.plans) if is_whole else 0
         sent = itertools.count(1)
         return [Bucket(gradient_set, plan, sent, last, alone) for plan in self.plans]

@@ -52,20 +52,22 @@ class RankWeights:
     Args:
         ranks: how many share the gradients.
         label: of the gradient set, for messages.
-        is_optional: whether a round in which no rank has a weight is a plain average, and not an error.
 
     Attributes:
+        are_used: whether averages are weighted.
+        is_optional: whether a round in which no rank has a weight is a plain average, and not an error.
         is_zero: whether all weights were 0 in all rounds of the last step.
         share: of this rank in the last round's weights, times the number of ranks.
     """
 
-    def __init__(self, runtime: Runtime, ranks: int, label: str, is_optional: bool) -> None:
-        self.is_zero, self._begins_step = False, True
+    def __init__(self, runtime: Runtime, ranks: int, label: str) -> None:
+        self.are_used = self.is_optional = self.is_zero = False
+        self.ranks = ranks
         self.share = 1.0
-        self._runtime, self._ranks, self._label, self._is_optional = runtime, ranks, label, is_optional
+        self._runtime, self._label = runtime, label
         self._unit = _FIRST_UNIT
         self._joins = -1  # when the unit became the mean of a round; ranks that had joined did not see that round
-        self._sum, self._passes, self._has_warned = 0.0, 0, False
+        self._sum, self._passes, self._begins_step, self._has_warned = 0.0, 0, True, False
 
     @property
     def has_unit(self) -> bool:
@@ -78,7 +80,7 @@ class RankWeights:
         return self._unit if self.has_unit else _FIRST_UNIT
 
     def add(self, weight: float | None) -> None:
-        """Count a backward pass; None is one without a weight."""
+        """Count a backward pass, if averages are weighted; None is one without a weight."""
         self._sum += math.nan if weight is None else weight
         self._passes += 1
 
@@ -100,7 +102,7 @@ class RankWeights:
         """
         ranks, weights, passes = rows[:, 0].astype(int).tolist(), rows[:, 1], rows[:, 2]
         forgot = sorted(rank for rank, weight in zip(ranks, weights, strict=True) if math.isnan(weight))
-        if forgot and not (self._is_optional and len(forgot) == len(rows)):
+        if forgot and not (self.is_optional and len(forgot) == len(rows)):
             rank, others = self._runtime.world.rank, sorted(set(ranks).difference(forgot))
             raise MismatchError(
                 f"ranks disagree about the weights of '{self._label}': {named_ranks(forgot)} made a backward pass without "
@@ -118,9 +120,9 @@ class RankWeights:
                 _log.warning("'%s': the weights of all ranks are 0, so no rank makes this step", self._label)
             self._has_warned = True
             return 1.0
-        self.share = float(weights[ranks.index(self._runtime.world.rank)]) * self._ranks / total if (
+        self.share = float(weights[ranks.index(self._runtime.world.rank)]) * self.ranks / total if (
             self._runtime.world.rank in ranks) else 0.0
-        factor = float(passes.max()) * self.unit * self._ranks / total
+        factor = float(passes.max()) * self.unit * self.ranks / total
         if not self.has_unit:
             self._unit, self._joins = total / float(passes.sum()), self._runtime.joins
         return factor

@@ -105,6 +105,7 @@ class TorchStepReducer(StepReducer):
             reducer: Reducer[torch.Tensor] = Reducer(
                 runtime, framework, self.label, op=self._op, prescale=self._prescale, postscale=self._postscale,
                 passes=1, process_set=self.process_set)
+            reducer.set.weights.is_optional = True
             self._hooks = Hooks(reducer, BeforeStep(reducer, looks_for_replaced=False))
             self._hooks.scope, self._hooks.on_begin = TorchStepReducer, self._begin_backward
         for variable, group_id in new:
@@ -132,8 +133,8 @@ class TorchStepReducer(StepReducer):
         """Let this rank's gradients have its weight."""
         assert self._hooks is not None
         count = None if current_samples() is None else float(current_samples())
-        self._hooks.weight = 1.0 if count is None else count / self._hooks.reducer.weigh(is_optional=True).unit
-        self._hooks.reducer.set.count_pass(count)
+        self._hooks.weight = 1.0 if count is None else count / self._hooks.reducer.weigh().unit
+        self._hooks.reducer.set.weights.add(count)
 
     def _hand_over(self, hooks: Hooks, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Enqueue a gradient that was not computed by a backward pass with hooks."""
