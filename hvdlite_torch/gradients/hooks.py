@@ -120,7 +120,7 @@ class Hooks(Owner):
     def _count_pass(self) -> None:
         """A pass is over, or its gradients were set by the script: the weight was for it only."""
         if self._pass_weight is not None:
-            self.reducer.set.weights.add(self._pass_weight.given)
+            self.reducer.set.weights.add(self._pass_weight.factor.weight)
             self._pass_weight.set(None, ())
 
     def cleared(self) -> None:

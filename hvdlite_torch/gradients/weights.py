@@ -32,7 +32,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -53,27 +53,20 @@ _uneven: weakref.WeakSet[GradientWeight | _LaterWeight] = weakref.WeakSet()
 """Weights that may not be 1. Backward passes look here first: autograd does not pass them their scope."""
 
 
-class _Weighted(NamedTuple):
-    """A parameter that is weighted: its node has a hook, and lives while it is held."""
-
-    node: Any
-    handle: Any
-    kind: tuple[torch.dtype, torch.device]  # with another one, torch makes another node
-
-
 @dataclasses.dataclass(slots=True)
-class _Factor:
-    """What the hooks refer to: not to `GradientWeight`, as torch does not let Python see the cycle.
+class Factor:
+    """By what gradients are multiplied. Hooks refer to this only: torch does not let Python see the cycle with more.
 
     Attributes:
+        weights: have the unit of the weight, which may change before a backward pass; None: it is a factor already.
         weight: None for none.
-        weights: have the unit, which may change before a backward pass.
     """
 
     weights: RankWeights | None
     weight: float | None = None
 
     def __call__(self) -> float:
+        """Return the number."""
         if self.weight is None:
             return 1.0
         return self.weight if self.weights is None else self.weight / self.weights.unit
@@ -84,32 +77,27 @@ class GradientWeight:
 
     Args:
         runtime: of this rank.
-        weights: of all ranks, by whose unit a weight is divided; None for a weight that is a factor already.
+        weights: Like `Factor`.
+
+    Attributes:
+        factor: by what gradients are multiplied.
     """
 
     def __init__(self, runtime: Runtime, weights: RankWeights | None = None) -> None:
         self.runtime = runtime
-        self._factor = _Factor(weights)
-        weakref.finalize(self, setattr, self._factor, "weight", None).atexit = False
-        self._weighted: dict[int, _Weighted] = {}  # by the parameter's identity
-
-    @property
-    def given(self) -> float | None:
-        """The weight that was given, if there is one."""
-        return self._factor.weight
+        self.factor = Factor(weights)
+        weakref.finalize(self, setattr, self.factor, "weight", None).atexit = False
+        # By a parameter's identity: its dtype and device (with others, torch makes another node), its node, and our hook.
+        self._weighted: dict[int, tuple[Any, Any, Any]] = {}
 
     @property
     def value(self) -> float:
         """The weight; 1 where there is none."""
-        return 1.0 if self.given is None else self.given
-
-    def factor(self) -> float:
-        """Return by what gradients are multiplied now: the weight in the unit of all ranks."""
-        return self._factor()
+        return 1.0 if self.factor.weight is None else self.factor.weight
 
     def nodes(self) -> Iterable[Any]:
         """Return the nodes that accumulate the gradients of the weighted parameters."""
-        return [each.node for each in self._weighted.values()]
+        return [node for _, node, _ in self._weighted.values()]
 
     def set(self, weight: float | None, parameters: Iterable[torch.Tensor], optimizers: Iterable[Hooks] = ()) -> None:
         """Weigh the gradients of these parameters and of no others from now on; lazy ones have no gradients yet.
@@ -118,22 +106,22 @@ class GradientWeight:
             weight: 0 makes them zeros, also those that are not finite; None is none.
             optimizers: weigh gradients that the script sets itself.
         """
-        self._factor.weight = weight
+        self.factor.weight = weight
         for hooks in optimizers:
             hooks.own_weight = self.value
-        if weight is None or (weight == 1 and self._factor.weights is None):
+        if weight is None or (weight == 1 and self.factor.weights is None):
             _uneven.discard(self)
             return
         before, self._weighted = self._weighted, {}
         for parameter in parameters:
-            key, kind, known = id(parameter), (parameter.dtype, parameter.device), before.get(id(parameter))
-            if known is not None and known.kind == kind:
+            key, kind = id(parameter), (parameter.dtype, parameter.device)
+            if key in before and before[key][0] == kind:
                 self._weighted[key] = before.pop(key)
             elif (kind[0].is_floating_point or kind[0].is_complex) and not (is_lazy(parameter) or parameter.is_inference()):
                 node = _accumulator(parameter)
-                self._weighted[key] = _Weighted(node, node.register_prehook(_multiply_by(self._factor)), kind)
-        for known in before.values():
-            known.handle.remove()
+                self._weighted[key] = kind, node, node.register_prehook(_multiply_by(self.factor))
+        for _, _, hook in before.values():
+            hook.remove()
         _uneven.add(self)
 
 
@@ -250,7 +238,7 @@ def _accumulator(parameter: torch.Tensor) -> Any:
                 parameter.requires_grad_(False)
 
 
-def _multiply_by(factor: _Factor) -> Callable[[tuple[torch.Tensor | None, ...]], tuple[torch.Tensor | None, ...] | None]:
+def _multiply_by(factor: Factor) -> Callable[[tuple[torch.Tensor | None, ...]], tuple[torch.Tensor | None, ...] | None]:
     def multiply(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
         value = factor()
         return None if value == 1 else tuple(None if each is None else times(each, value) for each in gradients)

@@ -49,11 +49,7 @@ class ScopedOptimizer(Distributed):
         self._scope.apply_weight()
 
     def set_weight(self, weight: float) -> None:
-        """Not possible: the strategy weighs each rank by its rows.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Not possible: the strategy weighs each rank by its rows."""
         raise UnsupportedError("set_weight is for optimizers outside of a scope: in a MirroredStrategy, losses are means "
                                "over a rank's rows, and the strategy weighs them. For tokens, use hvd.DistributedOptimizer")
 

@@ -241,14 +241,14 @@ class Distributed(DistributedBase):
 
     def _why_unweighted(self) -> str:
         """Return why passes cannot have weights; nothing where they can."""
-        settings, hooks = self._settings, self._hooks
-        if settings.op is not ReduceOp.AVERAGE:
-            return f"weights averages: it needs op=Average, not {settings.op.name.capitalize()}"
-        if settings.comm_hook is not None:
+        op, members = self._settings.op, self._hooks.reducer.members
+        if op is not ReduceOp.AVERAGE:
+            return f"weights averages: it needs op=Average, not {op.name.capitalize()}"
+        if self._settings.comm_hook is not None:
             return "cannot be used with comm_hook, which decides itself how gradients are averaged"
-        if hooks.weighs_itself:
+        if self._hooks.weighs_itself:
             return "cannot be used in state.loop, which weighs ranks by their rows: let the loss be a mean over the rows"
-        if any(map(hooks.reducer.members.is_elsewhere, hooks.reducer.members.parameters())):
+        if any(map(members.is_elsewhere, members.parameters())):
             return "cannot be used for an optimizer of whose parameters another one reduces the gradients"
         if self._runtime.world.rank not in self._runtime.members(self._process_set):
             return "is for the ranks of the optimizer's process set, and this rank trains alone"

@@ -111,15 +111,14 @@ class Reducer(Generic[Parameter]):
     def weigh(self) -> RankWeights:
         """Weight averages by what ranks count, from the next round on; all ranks do so before the same round.
 
-        Raises:
-            GradientOrderError: when a gradient was accumulated before, without a weight.
+        Raises `GradientOrderError` when a gradient was accumulated before, without a weight.
         """
         if not self.set.weights.are_used:
             if self.round is not None or self.has_local:
                 raise weighed_late(self.set.label, self.rank)
             self.is_idempotent = self.members.is_idempotent = False
-            self.layout.forget()
             self.set.weigh()
+            self.layout.forget()
         return self.set.weights
 
     def member(self, parameter: Parameter) -> Member[Parameter] | None:
