@@ -114,7 +114,8 @@ class FakeRuntime:
     def enqueue_gradient(self, name: str, source: Any, output: Any, op: ReduceOp, moment: Any, **how: Any) -> FakeHandle:
         def reduce(handle: FakeHandle) -> Any:
             handle.contributors = self._reduce(name, source, output, op)
-            np.multiply(output, how["postscale"], output)
+            if handle.contributors:
+                np.multiply(output, how["postscale"], output)
             return output
         return FakeHandle(self, reduce)
 
