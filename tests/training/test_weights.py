@@ -76,6 +76,10 @@ def test_a_rank_without_a_pass_sends_no_row_and_passes_count_once() -> None:
     one.clear()
     assert one.take_rows().shape == (0, 3)
     assert one.factor(np.empty((0, 3))) == 1.0 and not one.is_zero
+    one.are_used = False
+    one.add(None)
+    one.are_used = True
+    assert one.take_rows().shape == (0, 3), "passes before the first weight do not count"
 
 
 def test_all_ranks_name_those_that_had_no_weight() -> None:

@@ -81,8 +81,9 @@ class RankWeights:
 
     def add(self, weight: float | None) -> None:
         """Count a backward pass, if averages are weighted; None is one without a weight."""
-        self._sum += math.nan if weight is None else weight
-        self._passes += 1
+        if self.are_used:
+            self._sum += math.nan if weight is None else weight
+            self._passes += 1
 
     def take_rows(self) -> Array:
         """Return what was counted for the round that is closed, (1, 3) float64, without a pass (0, 3); begin anew."""
