@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.arguments import chosen_groups
+from hvdlite.training.step_reducer import weighted_by
 from hvdlite_tf.compression import Compression, Compressor
 from hvdlite_tf.errors import as_tensorflow
 from hvdlite_tf.gradients import TensorFlowStepReducer
@@ -42,12 +43,20 @@ class _Tape:
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     @as_tensorflow
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False,
-                 **options: Any) -> Any:
+                 weight: Any = None, **options: Any) -> Any:
         """Return the gradients, reduced over all ranks; otherwise like `tf.GradientTape.gradient`.
 
         Args:
             sources: the same in every call, in any structure that `tf.nest` supports.
             use_generic_names: accepted for Horovod's sake: names are always generic.
+            weight: what the target is a mean over on this rank, samples or tokens: a number or a scalar tensor, at least 0.
+                The average is weighted by it, sum(n g) / sum(n). Give one on all ranks or on none, in every call. Gradients
+                with weight 0 count as zeros; where the weights of all ranks are 0, all are zeros.
+
+        Raises:
+            ValueError: for a weight that is negative or not finite.
+            UnsupportedError: for a weight with op=Sum, and in a strategy's scope, which weighs ranks itself.
+            MismatchError: on all ranks, when some have no weight.
         """
         gradients = self._tape.gradient(target, sources, output_gradients, **options)
         flat, flat_sources = tf.nest.flatten(gradients, expand_composites=False), tf.nest.flatten(sources)
@@ -57,7 +66,8 @@ class _Tape:
         shared = [index for index in first.values() if id(flat_sources[index]) not in self._local]
         shared_sources = [flat_sources[index] for index in shared]
         reducer = _step_reducer_for(shared_sources, self._arguments)
-        reduced = reducer.reduce([flat[index] for index in shared], shared_sources)
+        with weighted_by(weight, self._arguments["op"]):
+            reduced = reducer.reduce([flat[index] for index in shared], shared_sources)
         for index, gradient in zip(shared, reduced, strict=True):
             flat[index] = gradient
         flat = [flat[first[id(source)]] for source in flat_sources]

@@ -129,8 +129,8 @@ class TensorFlowStepReducer(ArrayStepReducer):
         """Return the reduced gradients by slot, as their parts; slots for which no rank has a gradient are missing."""
         given = {slot: _gradient([as_array(part) for part in each.parts]) for slot, each in sent.items()}
         counted = None if current_samples() is None else float(current_samples())
-        weight = self._enqueue(given, variables, counted)
-        reduced = self._finish(variables, None if counted is None else weight)
+        self._enqueue(given, variables, counted)
+        reduced = self._finish(variables, counted)
         return {slot: [as_tensor(part) for part in _parts(gradient)] for slot, gradient in reduced.items()}
 
     def _reduce_in_graph(self, sent: dict[int, _Sent], variables: dict[int, Any]) -> dict[int, list[tf.Tensor]]:
@@ -176,8 +176,8 @@ class TensorFlowStepReducer(ArrayStepReducer):
             each = iter(arrays)
             given = {slot: _gradient([next(each) for _ in range(count)]) for slot, count in part_counts.items()}
             given |= {slot: _zeros(kinds[slot], *spec) for slot, spec in lacking.items()}
-            weight = self._enqueue(given, slots, own_samples)
-            reduced = self._finish(kinds, None if own_samples is None else weight)
+            self._enqueue(given, slots, own_samples)
+            reduced = self._finish(kinds, own_samples)
             return [part for slot in kinds for part in _parts(reduced[slot])]
         counted_here = bool(counted)
         dtypes, shapes = [], []
@@ -199,17 +199,18 @@ class TensorFlowStepReducer(ArrayStepReducer):
         if not self.is_shared:
             self._step_begins()
             return list(gradients)
-        weight = 1.0 if samples is None else self._weight(samples)
-        reduced = reduce_together(_times(gradients, weight), f"{self.label}.gradients", self._op, self._prescale,
-                                  self._postscale, self._process_set)
-        if samples is None:
-            self._step_begins()
-            return reduced
-        own, count = np.array([weight], np.float32), np.empty(1, np.float32)
-        self.take_part().allreduce(f"{self.label}.weight", own, count, self._op, prescale=self._prescale,
-                                   postscale=self._postscale, process_set=self._process_set_id).wait()
+        given = _times(gradients, self._weight(samples))
+        assert self._reducer is not None
+        rounds = self._reducer.reducer.set
+        rounds.weights.add(samples)
+        reduced = reduce_together(given, f"{self.label}.gradients", rounds.op, rounds.prescale, rounds.postscale,
+                                  self._process_set)
+        if rounds.weights.are_used:
+            rows = self.take_part().allgather(f"{self.label}.weights", rounds.weights.take_rows(),
+                                              process_set=self._process_set_id).wait()
+            reduced = _times(reduced, rounds.weights.factor(rows))
         self._step_begins()
-        return _times(reduced, self._unweight(float(count[0])))
+        return reduced
 
     def _spec(self, slot: int, variable: Any) -> tf.TensorSpec:
         """Return shape and dtype of a gradient that this rank lacks.
@@ -271,6 +272,8 @@ def _times(tensors: Sequence[tf.Tensor], factor: float) -> list[tf.Tensor]:
     """Return dense tensors multiplied by a factor, 16-bit floats in 32 bits."""
     if factor == 1.0:
         return list(tensors)
+    if not factor:
+        return [tf.zeros_like(each) for each in tensors]
     return [tf.cast(tf.cast(each, tf.float32) * factor, each.dtype) if each.dtype.size == 2 else
             each * tf.cast(factor, each.dtype) for each in tensors]
 

@@ -18,6 +18,8 @@ _HINTS = {STEPS: "The ranks made different numbers of backward passes between tw
                  "step"}
 _SPARSE = ("One rank's gradient is sparse (gathered row by row), another's is dense. Pass sparse_as_dense=True to the "
            "optimizer or tape")
+_WEIGHTS = ("Weights make an average a sum, which is divided by them: call optimizer.set_weight(n) before every backward() "
+            "on all ranks, or on none (TensorFlow and Keras: weight=n)")
 _GENERAL_HINT = "Nothing was changed on any rank; call it with the same value everywhere, or use different names"
 
 _COMMON: tuple[Aspect, ...] = (
@@ -86,7 +88,8 @@ def disagreement(requests: Mapping[int, Request]) -> str | None:
             groups.setdefault(str(value_of(requests[rank])), []).append(rank)
         if len(groups) > 1:
             values = "; ".join(f"{named_ranks(ranks)}: {value}" for value, ranks in groups.items())
-            hint = _SPARSE if what == "operation" and first.label else _HINTS.get(what, _GENERAL_HINT)
+            of_gradients = {"operation": _SPARSE, "reduce op": _WEIGHTS} if first.label else {}
+            hint = of_gradients.get(what) or _HINTS.get(what, _GENERAL_HINT)
             return f"ranks disagree about the {what} of '{first.name}': {values}. {hint}"
     return None
 

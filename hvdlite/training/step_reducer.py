@@ -1,9 +1,4 @@
-"""The exchange of one step's gradients that are values, and the weight of each rank by its samples.
-
-A rank's gradients are means over its samples. They are multiplied by the weight samples / reference number before the
-reduction; the weight is reduced with them like another gradient, and the result is divided by its mean. No rank
-needs the global batch size. Both factors are 1, and skipped, when all ranks have the reference number of samples.
-"""
+"""The exchange of one step's gradients that are values: means over what each rank counts, see gradients/weights.py."""
 
 from __future__ import annotations
 
@@ -14,10 +9,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
-
 from hvdlite import api
-from hvdlite.core.errors import MismatchError
+from hvdlite.core.errors import MismatchError, UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.handoff.handle import is_foreign_thread
@@ -26,6 +19,7 @@ from hvdlite.runtime.names import Names
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import check_compression, factors, group_ids
 from hvdlite.training.gradients.arrays import ArrayReducer, Gradient, Rows, scaled
+from hvdlite.training.gradients.weights import check_weight
 
 _samples: ContextVar[Any] = ContextVar("hvdlite_samples", default=None)
 _open: dict[object, Any] = {}
@@ -46,6 +40,25 @@ def weighted_by_samples(samples: Any) -> Iterator[None]:
     finally:
         del _open[key]
         _samples.reset(token)
+
+
+@contextmanager
+def weighted_by(weight: Any, op: ReduceOp) -> Iterator[None]:
+    """Return a context in which gradients have the weight that a script gives; None for none.
+
+    Raises:
+        UnsupportedError: for a weight with another op than Average, and in a strategy's step.
+    """
+    if weight is None:
+        yield
+        return
+    if op is not ReduceOp.AVERAGE:
+        raise UnsupportedError(f"weight={weight!r} weights averages: it needs op=Average, not {op.name.capitalize()}")
+    if current_samples() is not None:
+        raise UnsupportedError(f"weight={weight!r} is for optimizers and tapes outside of a scope: a MirroredStrategy "
+                               "weighs ranks by their rows")
+    with weighted_by_samples(weight):
+        yield
 
 
 def current_samples() -> Any:
@@ -98,7 +111,6 @@ class StepReducer(Learner):
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
         self._lock = threading.Lock()
-        self._reference_samples: float | None = None  # the most that a rank had in the first step of this world
         self._groups = groups
         checked = group_ids(groups, ())
         self._group_ids = None if isinstance(groups, int) else checked  # None: until the variables are known
@@ -131,7 +143,6 @@ class StepReducer(Learner):
     def _attach(self, runtime: Runtime) -> None:
         self._process_set_id = api.set_id(self._process_set)
         self._label = self.gradient_label = runtime.names.label(self._frontend, self._process_set_id)
-        self._reference_samples = None
         self.world += 1
         self._runtime = runtime
 
@@ -190,28 +201,14 @@ class StepReducer(Learner):
         """
         raise NotImplementedError
 
+    def is_weightless(self, weight: float) -> bool:
+        """Return whether the weights of all ranks were 0 in the last step, that of this rank being `weight`."""
+        return weight == 0
+
     @staticmethod
     def _step_begins() -> None:
         """Gradients are reduced, so variables change next."""
         api.worlds().step_begins()
-
-    def _weight(self, samples: float) -> float:
-        """Return the weight of this rank's gradients: its number of samples divided by that of the first step."""
-        with self._lock:
-            if self._reference_samples is None:
-                most = np.zeros(1)
-                assert self._runtime is not None
-                self._runtime.allreduce(f"{self._label}.samples", np.array([samples], np.float64), most, ReduceOp.MAX,
-                                        process_set=self._process_set_id).wait()
-                self._reference_samples = float(most[0]) or 1.0
-        return samples / self._reference_samples
-
-    def _unweight(self, reduced_weight: float | None) -> float:
-        """Return the factor for reduced gradients, given the reduction of all ranks' weights."""
-        if reduced_weight is None:
-            return 1.0
-        mean = reduced_weight if self._op is ReduceOp.AVERAGE else reduced_weight / self.size
-        return 1.0 / mean if mean else 1.0
 
     def _group_ids_of(self, variables: Sequence[Any]) -> list[int]:
         """Return each variable's group, from 1, or 0; the first call determines which variables there are."""
@@ -223,13 +220,10 @@ class StepReducer(Learner):
 class ArrayStepReducer(StepReducer):
     """Reduces gradients as arrays. Each variable has a permanent slot, numbered in the order of first use."""
 
-    _count_slot = 0
-    """For this rank's weight; part of rounds once ranks have weights."""
-
     def __init__(self, frontend: str, **arguments: Any) -> None:
         self._slots: dict[int, tuple[weakref.ref[Any], int]] = {}  # by a variable's identity
         # By slot, the arguments of `ArrayReducer.add`.
-        self._slot_kinds: list[tuple[tuple[int, ...] | None, str, int]] = [((1,), "float32", 0)]
+        self._slot_kinds: list[tuple[tuple[int, ...] | None, str, int]] = []
         self._reducer: ArrayReducer | None = None  # of this world
         self._alone: dict[int, Gradient] = {}  # of this rank, where no other one takes part
         super().__init__(frontend, **arguments)
@@ -243,6 +237,7 @@ class ArrayStepReducer(StepReducer):
         super()._attach(runtime)
         self._reducer = ArrayReducer(runtime, self._label, op=self._op, prescale=self._prescale, postscale=self._postscale,
                                      process_set=self._process_set_id)
+        self._reducer.reducer.set.weights.is_optional = True
         for kind in self._slot_kinds:
             self._reducer.add(*kind)
 
@@ -267,7 +262,7 @@ class ArrayStepReducer(StepReducer):
     def _name_of(self, slot: int) -> str:
         """Return the name of a variable in the script."""
         variable = next((reference() for reference, index in self._slots.values() if index == slot), None)
-        return str(getattr(variable, "path", None) or getattr(variable, "name", None) or f"number {slot}, from 1")
+        return str(getattr(variable, "path", None) or getattr(variable, "name", None) or f"number {slot + 1}, from 1")
 
     def _described(self, variable: Any) -> tuple[tuple[int, ...] | None, str]:
         """Return the shape of a variable's gradient, and its dtype on the wire."""
@@ -278,8 +273,8 @@ class ArrayStepReducer(StepReducer):
         target_for = getattr(self._compression, "target_for", None)
         return (target_for(dtype) if target_for is not None else None) or dtype
 
-    def _enqueue(self, gradients: dict[int, Gradient], slots: Collection[int], samples: float | None) -> float:
-        """Enqueue gradients of the round by slot; return this rank's weight.
+    def _enqueue(self, gradients: dict[int, Gradient], slots: Collection[int], samples: float | None) -> None:
+        """Enqueue gradients of the round by slot.
 
         Args:
             slots: the slots of all variables of the round.
@@ -287,19 +282,28 @@ class ArrayStepReducer(StepReducer):
         """
         if not self.is_shared:
             self._alone.update((slot, _copied(gradient)) for slot, gradient in gradients.items())
-            return 1.0
+            return
         assert self._reducer is not None
-        self._reducer.expect(slots if samples is None else [*slots, self._count_slot])
-        weight = 1.0 if samples is None else self._weight(samples)
-        for slot, gradient in reversed(_weighted(gradients, weight).items()):  # the last layers' gradients came first
-            self._reducer.hand_over(slot, gradient)
-        return weight
+        self._reducer.expect(slots)
+        weight = self._weight(samples)
+        for slot, gradient in reversed(gradients.items()):  # the last layers' gradients came first
+            self._reducer.hand_over(slot, scaled(gradient, weight))
 
-    def _finish(self, slots: Collection[int], weight: float | None) -> dict[int, Gradient]:
+    def is_weightless(self, weight: float) -> bool:
+        return self._reducer.reducer.set.weights.is_zero if self._reducer is not None and self.is_shared else weight == 0
+
+    def _weight(self, samples: float | None) -> float:
+        """Return by what this rank's gradients are multiplied before the reduction."""
+        assert self._reducer is not None
+        if samples is None:
+            return 1.0
+        return check_weight(samples, api.rank()) / self._reducer.reducer.weigh().unit
+
+    def _finish(self, slots: Collection[int], samples: float | None) -> dict[int, Gradient]:
         """Return the reduced gradients, by slot.
 
         Args:
-            weight: this rank's weight, if ranks are weighted by samples.
+            samples: Like `_enqueue`.
 
         Raises:
             MismatchError: if another rank had a gradient for a variable that is not among these.
@@ -309,10 +313,8 @@ class ArrayStepReducer(StepReducer):
             self._step_begins()
             return alone
         assert self._reducer is not None
-        if weight is not None:
-            self._reducer.hand_over(self._count_slot, np.array([weight], np.float32))
+        self._reducer.reducer.set.weights.add(samples)
         reduced = self._reducer.finish()
-        count = reduced.pop(self._count_slot, None)
         others = sorted(reduced.keys() - set(slots))
         if others:
             raise MismatchError(
@@ -320,15 +322,8 @@ class ArrayStepReducer(StepReducer):
                 f"here in this step (the first one is '{self._name_of(others[0])}'); freeze the same variables everywhere, "
                 "and make the same ones part of the loss when a tf.function is traced")
         self._step_begins()
-        return _weighted(reduced, self._unweight(float(count[0]) if isinstance(count, np.ndarray) else None))
+        return reduced
 
 
 def _copied(gradient: Gradient) -> Gradient:
     return Rows(gradient.indices.copy(), gradient.values.copy()) if isinstance(gradient, Rows) else gradient.copy()
-
-
-def _weighted(gradients: dict[int, Gradient], factor: float) -> dict[int, Gradient]:
-    if factor == 1.0:
-        return gradients
-    return {slot: Rows(gradient.indices, scaled(gradient.values, factor)) if isinstance(gradient, Rows)
-            else scaled(gradient, factor) for slot, gradient in gradients.items()}

@@ -15,14 +15,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvdlite import api
+from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.arguments import WRAPPED, check_passes, chosen_groups
-from hvdlite.training.step_reducer import StepReducer, weighted_by_samples
+from hvdlite.training.step_reducer import StepReducer, weighted_by, weighted_by_samples
 from hvdlite_tf.compression import Compression, Compressor
-from hvdlite_tf.keras.backends import create_step_reducer
+from hvdlite_tf.keras.backends import call, create_step_reducer
 from hvdlite_tf.variables import local_variables
 
 
@@ -82,12 +84,49 @@ class _Distributed:
         super().build(variables)  # type: ignore[misc]
         self._hvdlite_watch(variables)
 
-    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        """Like the base class's, of gradients that are reduced over all ranks."""
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None, weight: Any = None) -> Any:
+        """Like the base class's, of gradients that are reduced over all ranks.
+
+        Args:
+            weight: what this rank's loss is a mean over, as in `DistributedGradientTape`. Where the weights of all ranks are
+                0, nothing is applied.
+
+        Raises:
+            UnsupportedError: for a weight where gradients accumulate, and on torch; beside those of the tape.
+        """
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)  # type: ignore
-        if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            grads = self._hvdlite_reduced(list(grads), variables)
-        return super().apply(grads, None if trainable_variables is None else variables)  # type: ignore[misc]
+        backend, accumulates = keras.backend.backend(), self.gradient_accumulation_steps  # type: ignore[attr-defined]
+        if weight is not None and (accumulates or backend == "torch"):
+            raise UnsupportedError(
+                f"rank {api.rank()}: weight={weight!r} comes too late: " + (
+                    "it is for one batch, and gradients of several accumulate" if accumulates else
+                    "on torch, backward() reduces gradients. Use the optimizer of hvdlite_torch, which has set_weight"))
+        with weighted_by(weight, self._hvdlite_settings.arguments["op"]):
+            if not accumulates:
+                grads = self._hvdlite_reduced(list(grads), variables)
+        base = super()
+
+        def apply() -> Any:
+            return base.apply(grads, None if trainable_variables is None else variables)  # type: ignore[attr-defined]
+        if weight is None:
+            return apply()
+        if not self.built:  # type: ignore[has-type]
+            self.build(variables)
+            self.built = True
+        reducer = self._hvdlite_step_reducer()
+        if backend != "tensorflow":
+            return None if reducer.is_weightless(float(weight)) else apply()
+        is_weightless, = call(lambda arrays: [np.array(reducer.is_weightless(float(arrays[0])), np.float32)],
+                              [keras.ops.convert_to_tensor(weight, "float32")])
+        return keras.ops.cond(is_weightless > 0, lambda: None, apply)
+
+    def apply_gradients(self, grads_and_vars: Any, weight: Any = None) -> Any:
+        """Like the base class's, see `apply`."""
+        if weight is None:
+            return super().apply_gradients(grads_and_vars)  # type: ignore[misc]
+        grads, variables = zip(*grads_and_vars, strict=True)
+        self.apply(grads, variables, weight)
+        return self._iterations  # type: ignore[attr-defined]
 
     def register_local_var(self, var: Any) -> None:
         """Leave the gradients of a variable to this rank; before the first step, and before the optimizer is built.

@@ -29,7 +29,7 @@ from hvdlite.runtime.names import member_names
 from hvdlite_torch.arrays.tensors import contiguous
 from hvdlite_torch.collectives import below_autograd
 from hvdlite_torch.collectives.below_autograd import TorchHandle
-from hvdlite_torch.gradients.weights import transforms_active, weight_of_this_pass
+from hvdlite_torch.gradients.weights import times, transforms_active, weight_of_this_pass
 from hvdlite_torch.uncompiled import leave_module_to_python
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -250,8 +250,9 @@ def pull_back(call: DifferentiableCall, upstream: Tensors) -> list[torch.Tensor]
     if weight == 1:
         return call.adjoint(upstream)
     wide = [each.float() if each.dtype in (torch.float16, torch.bfloat16) else each for each in upstream]
-    pulled = call.adjoint([each * weight for each in wide])  # 16-bit gradients could overflow
-    return [(each / weight).to(given.dtype) for each, given in zip(pulled, upstream, strict=True)]
+    pulled = call.adjoint([times(each, weight) for each in wide])  # 16-bit gradients could overflow
+    back = 1 / weight if weight else 0.0  # what comes back is multiplied by the weight later
+    return [times(each, back).to(given.dtype) for each, given in zip(pulled, upstream, strict=True)]
 
 
 def _check(call: DifferentiableCall, tensors: Tensors) -> None:

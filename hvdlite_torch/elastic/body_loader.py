@@ -89,7 +89,7 @@ class BodyLoader(PositionedLoader):
             ValueError: when ranks draw different orders, or the state's place does not fit.
         """
         if self._weight is not None:
-            self._weight.set(1.0)  # who has left that loop by an error may still refer to it
+            self._weight.end()  # who has left that loop by an error may still refer to it
         self._weight = weight = _Weight(state)
         self._go_on(state)
         try:
@@ -112,7 +112,7 @@ class BodyLoader(PositionedLoader):
                     state.commit()  # at the next boundary: so much is lost at most when all have stepped and one is lost
             state._end_bodies()
         finally:
-            weight.set(1.0)
+            weight.end()
             if self._weight is weight:  # and not a later call, before which this one was left by an error
                 state._in_body = False
 
@@ -165,11 +165,16 @@ class _Weight:
             self._parameters.update(each.parameters() if isinstance(each, torch.nn.Module) else ())
         self._hooks = [each._hooks for each in optimizers if isinstance(each, Distributed) and each._is_attached]
         self._weight = GradientWeight(api.runtime())
+        for hooks in self._hooks:
+            hooks.weighs_itself = True
 
     def set(self, weight: float) -> None:
         """Multiply the gradients of later backward passes, and those that the script sets itself."""
         if weight != self._weight.value:
-            self._weight.value = weight
-            for hooks in self._hooks:
-                hooks.own_weight = weight
-            self._weight.apply_to(self._parameters)
+            self._weight.set(weight, self._parameters, self._hooks)
+
+    def end(self) -> None:
+        """The loop is over."""
+        self.set(1.0)
+        for hooks in self._hooks:
+            hooks.weighs_itself = False

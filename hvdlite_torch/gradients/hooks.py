@@ -8,8 +8,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from hvdlite.core.errors import HvdliteError
+from hvdlite.core.errors import HvdliteError, UnsupportedError
 from hvdlite.training.gradients.before_step import BeforeStep
 from hvdlite.training.gradients.errors import GradientOrderError
 from hvdlite.training.gradients.reducer import Reducer
@@ -20,6 +21,7 @@ from hvdlite_torch.gradients.recorder import Recorder
 from hvdlite_torch.gradients.runs import AutogradRun, graph_task, outermost
 from hvdlite_torch.gradients.torch_gradients import TorchGradients
 from hvdlite_torch.gradients.unfinal import Guard, get_grad, set_grad
+from hvdlite_torch.gradients.weights import GradientWeight, times, weigh
 from hvdlite_torch.uncompiled import leave_to_python
 
 
@@ -41,6 +43,7 @@ class Hooks(Owner):
         run: the outermost autograd run that computes gradients, while one goes on.
         weight: by what gradients are multiplied before they are handed over.
         own_weight: by what gradients are multiplied that the script has set itself.
+        weighs_itself: whether a scope or loop gives gradients their weights.
         on_begin: called before a backward pass hands over its first gradient; returns whether it is to do so.
     """
 
@@ -59,6 +62,10 @@ class Hooks(Owner):
         self._recorder = Recorder(self._hook)
         self._recorded_layout: object = None  # for which parameters are recorded
         self.weight = self.own_weight = 1.0
+        self.weighs_itself = False
+        self._pass_weight: GradientWeight | None = None  # once the script gives passes their weights
+        # By parameter, the gradients that the script has set in a step.
+        self._weighed: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self.on_begin: Callable[[], bool] | None = None
 
     def watch(self, parameter: torch.Tensor, *, claims: bool = True) -> None:
@@ -69,6 +76,8 @@ class Hooks(Owner):
     def abandon(self) -> None:
         """The runtime has ended, maybe in the middle of a backward pass: end here too, without waiting for anything."""
         self.reducer.abandon()
+        if self._pass_weight is not None:  # its hooks stay where a graph still has their nodes
+            self._pass_weight.set(None, ())
         self._leave_run()
         self._unguard()
         self._resting = []
@@ -83,10 +92,36 @@ class Hooks(Owner):
             self._hand_over_recorded(all_of_them=True)
             for parameter in itertools.islice(self._own.values(), 1):
                 self._notice_move(parameter)
-            self._weigh_own()
+            if self._weigh_own():
+                self._count_pass()
             self.before_step.make_final(in_step=in_step)
         finally:
             self._unguard()
+
+    def set_weight(self, weight: float) -> None:
+        """Let the next backward pass have a weight, see `DistributedOptimizer.set_weight`.
+
+        Raises:
+            GradientOrderError: Like `Reducer.weigh`.
+            UnsupportedError: while parameters have no shape yet.
+        """
+        parameters = [member.parameter for members in (self.reducer.members.by_key, self.reducer.members.waiting)
+                      for member in members.values()]
+        if any(map(is_lazy, parameters)):
+            raise UnsupportedError(f"rank {self.reducer.rank}: set_weight was called before lazy parameters have got their "
+                                   "shapes; call the model once before, on all ranks")
+        weights, current = self.reducer.weigh(), self.reducer.round
+        if current is not None and current.is_closed and not weights.has_unit:
+            self.finish()  # the unit is different then, and what the next pass computes is not of this round
+        if self._pass_weight is None:
+            self._pass_weight = GradientWeight(self.reducer.runtime, weights)
+        self._pass_weight.set(weight, parameters)
+
+    def _count_pass(self) -> None:
+        """A pass is over, or its gradients were set by the script: the weight was for it only."""
+        if self._pass_weight is not None:
+            self.reducer.set.weights.add(self._pass_weight.factor.weight)
+            self._pass_weight.set(None, ())
 
     def cleared(self) -> None:
         """Like the reducer's."""
@@ -94,6 +129,7 @@ class Hooks(Owner):
             self._hand_over_recorded(all_of_them=True)
             self.before_step.cleared()
         finally:
+            self._weighed.clear()
             self._unguard()
             self._forget_pass()
             self.claim()
@@ -102,6 +138,7 @@ class Hooks(Owner):
         """Like the reducer's."""
         self.has_stepped = True
         self.before_step.stepped()
+        self._weighed.clear()
         self._unguard()
         self._forget_pass()
         self.claim()
@@ -229,13 +266,26 @@ class Hooks(Owner):
     def hand_over(self, parameter: torch.Tensor) -> None:
         """Hand a gradient over now, times the weight."""
         if self.weight != 1.0 and (gradient := get_grad(parameter)) is not None:
-            gradient.mul_(self.weight)
+            weigh(gradient, self.weight)
         self.reducer.accumulated(parameter)
 
-    def _weigh_own(self) -> None:
-        if self.own_weight != 1.0:
-            for parameter in (member.parameter for member in self.before_step.unseen()):
-                set_grad(parameter, get_grad(parameter) * self.own_weight)  # the script may use its tensor further
+    def _weigh_own(self) -> bool:
+        """Weigh gradients that the script has set; return whether there are any that have a weight."""
+        weight = self.own_weight if self._pass_weight is None else self._pass_weight.factor()
+        if weight == 1.0 and self._pass_weight is None:
+            return False
+        own = [member.parameter for member in self.before_step.unseen()
+               if self._weighed.get(id(member.parameter)) is not get_grad(member.parameter)]
+        for parameter in own:
+            gradient = get_grad(parameter)
+            assert gradient is not None
+            if gradient.layout is torch.strided and 0 in gradient.stride():  # expanded
+                gradient = times(gradient, weight)
+                set_grad(parameter, gradient)
+            else:
+                weigh(gradient, weight)
+            self._weighed[id(parameter)] = gradient
+        return bool(own)
 
     def end_pass(self) -> bool:
         """The outermost backward pass is over: hand over what was left for then; return whether to wait for results now."""
@@ -247,6 +297,7 @@ class Hooks(Owner):
         for parameter in later:
             self.hand_over(parameter)
         self._weigh_own()
+        self._count_pass()
         waits = self.reducer.end_pass()
         if not waits:
             self.guard()

@@ -71,6 +71,11 @@ class TorchGradients:
             return gradient + more
         return gradient.add_(more)
 
+    @torch.no_grad()
+    def scaled(self, gradients: Sequence[torch.Tensor], factor: float) -> Sequence[torch.Tensor]:
+        torch._foreach_mul_([each if each.layout is torch.strided else each._values() for each in gradients], factor)
+        return gradients
+
     def is_zero(self, gradient: torch.Tensor) -> bool:
         if gradient.is_cuda:
             return False

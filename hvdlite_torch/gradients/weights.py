@@ -1,4 +1,4 @@
-"""The weight of this rank's gradients in an uneven global batch: where it is applied, and why the result is exact.
+"""The weight of this rank's gradients, of uneven shards or by `set_weight`: where it is applied, and why that is exact.
 
 Rank r's loss L_r is a mean over its n_r samples. The loss of the global batch is the average over R ranks of w_r L_r, with
 w_r = n_r R / sum(n). A script differentiates L_r: no hook of torch sees every loss (`backward`, `autograd.grad`, scalers,
@@ -16,7 +16,8 @@ where v_r is the gradient that the collective returns and w_r is applied to v_r 
 
 This is the adjoint of C under the inner product <u, v> = sum_r w_r u_r v_r. Each rank multiplies u_r by its own weight, runs
 the unweighted adjoint and divides by its own weight, so no rank needs another rank's weight. A chain of collectives is exact
-too, because the weights between them cancel. The rule covers every collective that has a gradient, linear or not.
+too, because the weights between them cancel. So does a factor that all ranks' weights have: w_r = n_r is as good. The rule
+covers every collective that has a gradient, linear or not.
 
 Each backward pass is weighted or not as a whole. A pass that computes gradients of weighted parameters is weighted. A pass
 that only returns gradients of other tensors, as for a gradient penalty, is a derivative of the sum of all ranks' outputs and
@@ -25,11 +26,13 @@ has no weights; the pass that later differentiates the penalty is weighted.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -37,55 +40,98 @@ from torch.nn.parameter import is_lazy
 from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.runtime.runtime import Runtime
+from hvdlite.training.gradients.weights import RankWeights
+
+if TYPE_CHECKING:
+    from hvdlite_torch.gradients.hooks import Hooks
 
 transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
 
 
-class _UnevenWeight(NamedTuple):
-    """A weight that is not 1.
+_uneven: weakref.WeakSet[GradientWeight | _LaterWeight] = weakref.WeakSet()
+"""Weights that may not be 1. Backward passes look here first: autograd does not pass them their scope."""
+
+
+@dataclasses.dataclass(slots=True)
+class Factor:
+    """By what gradients are multiplied. Hooks refer to this only: torch does not let Python see the cycle with more.
 
     Attributes:
-        nodes: returns the nodes that accumulate the gradients of the weighted parameters.
+        weights: have the unit of the weight, which may change before a backward pass; None: it is a factor already.
+        weight: None for none.
     """
+
+    weights: RankWeights | None
+    weight: float | None = None
+
+    def __call__(self) -> float:
+        """Return the number."""
+        if self.weight is None:
+            return 1.0
+        return self.weight if self.weights is None else self.weight / self.weights.unit
+
+
+class GradientWeight:
+    """Multiplies gradients of parameters on this rank before they are accumulated, by hooks that stay.
+
+    Args:
+        runtime: of this rank.
+        weights: Like `Factor`.
+
+    Attributes:
+        factor: by what gradients are multiplied.
+    """
+
+    def __init__(self, runtime: Runtime, weights: RankWeights | None = None) -> None:
+        self.runtime = runtime
+        self.factor = Factor(weights)
+        weakref.finalize(self, setattr, self.factor, "weight", None).atexit = False
+        # By a parameter's identity: its dtype and device (with others, torch makes another node), its node, and our hook.
+        self._weighted: dict[int, tuple[Any, Any, Any]] = {}
+
+    @property
+    def value(self) -> float:
+        """The weight; 1 where there is none."""
+        return 1.0 if self.factor.weight is None else self.factor.weight
+
+    def nodes(self) -> Iterable[Any]:
+        """Return the nodes that accumulate the gradients of the weighted parameters."""
+        return [node for _, node, _ in self._weighted.values()]
+
+    def set(self, weight: float | None, parameters: Iterable[torch.Tensor], optimizers: Iterable[Hooks] = ()) -> None:
+        """Weigh the gradients of these parameters and of no others from now on; lazy ones have no gradients yet.
+
+        Args:
+            weight: 0 makes them zeros, also those that are not finite; None is none.
+            optimizers: weigh gradients that the script sets itself.
+        """
+        self.factor.weight = weight
+        for hooks in optimizers:
+            hooks.own_weight = self.value
+        if weight is None or (weight == 1 and self.factor.weights is None):
+            _uneven.discard(self)
+            return
+        before, self._weighted = self._weighted, {}
+        for parameter in parameters:
+            key, kind = id(parameter), (parameter.dtype, parameter.device)
+            if key in before and before[key][0] == kind:
+                self._weighted[key] = before.pop(key)
+            elif (kind[0].is_floating_point or kind[0].is_complex) and not (is_lazy(parameter) or parameter.is_inference()):
+                node = _accumulator(parameter)
+                self._weighted[key] = kind, node, node.register_prehook(_multiply_by(self.factor))
+        for _, _, hook in before.values():
+            hook.remove()
+        _uneven.add(self)
+
+
+@dataclasses.dataclass(eq=False)
+class _LaterWeight:
+    """Like `GradientWeight`, of gradients that another part of hvdlite multiplies."""
 
     runtime: Runtime
     value: float
     nodes: Callable[[], Iterable[Any]]
-
-
-_uneven: dict[int, _UnevenWeight] = {}
-"""By identity of their owners. Backward passes look here first: autograd does not pass them their scope."""
-
-
-class GradientWeight:
-    """Multiplies the gradients of one scope's parameters on this rank before they are accumulated.
-
-    Args:
-        runtime: of this rank.
-
-    Attributes:
-        value: the weight; 1 in even batches, which then cost nothing.
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.value = 1.0
-        self.runtime = runtime
-        self._hooks: dict[Any, Any] = {}  # by the node that accumulates a parameter's gradient; nodes live while held
-
-    def apply_to(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Weigh the gradients of these parameters and no others; lazy ones have no gradients yet."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
-        _uneven.pop(id(self), None)
-        if self.value != 1:
-            for parameter in parameters:
-                trainable = parameter.is_floating_point() or parameter.is_complex()
-                if trainable and not is_lazy(parameter) and not parameter.is_inference():
-                    node = _accumulator(parameter)
-                    self._hooks[node] = node.register_prehook(_multiply_by(self.value))
-            _uneven[id(self)] = _UnevenWeight(self.runtime, self.value, lambda: self._hooks)
 
 
 @contextmanager
@@ -98,16 +144,18 @@ def weighted_later(runtime: Runtime, value: float, parameters: Callable[[], Iter
         parameters: returns the parameters of these gradients; called in the first backward pass that needs them.
     """
     nodes = functools.cache(lambda: [_accumulator(parameter) for parameter in parameters() if parameter.requires_grad])
-    weight = _UnevenWeight(runtime, value, nodes)
-    _uneven[id(weight)] = weight
+    weight = _LaterWeight(runtime, value, nodes)
+    _uneven.add(weight)
     try:
         yield
     finally:
-        del _uneven[id(weight)]
+        _uneven.discard(weight)
 
 
 def weight_of_this_pass(name: str) -> float:
-    """Return by what the gradients of the running backward pass are multiplied on this rank when they reach parameters.
+    """Return this rank's weight in the running backward pass, by which gradients are multiplied when they reach parameters.
+
+    That may be another multiple of it, if it is the same on all ranks.
 
     Args:
         name: of the collective that asks, for messages.
@@ -118,7 +166,7 @@ def weight_of_this_pass(name: str) -> float:
     """
     if not _uneven:
         return 1.0
-    uneven = [each for each in list(_uneven.values()) if each.runtime is api.runtime()]
+    uneven = [each for each in list(_uneven) if each.runtime is api.runtime()]
     if not uneven:
         return 1.0
     where = f"'{name}': rank {api.runtime().world.rank} differentiates this collective"
@@ -130,8 +178,9 @@ def weight_of_this_pass(name: str) -> float:
     if not values and _accumulates_activations():
         values = {each.value for each in uneven}
     if len(values) > 1:
-        raise UnsupportedError(f"{where} while {len(uneven)} strategies have uneven batches with the weights "
-                               f"{sorted(values)}, and hvdlite cannot know which one applies; leave one of the loops first")
+        raise UnsupportedError(f"{where} while {len(uneven)} strategies or optimizers have the weights {sorted(values)}, "
+                               "and hvdlite cannot know which one applies; leave one of the loops first, or give all "
+                               "optimizers of the pass the same weight")
     return values.pop() if values else 1.0
 
 
@@ -189,5 +238,22 @@ def _accumulator(parameter: torch.Tensor) -> Any:
                 parameter.requires_grad_(False)
 
 
-def _multiply_by(weight: float) -> Callable[[tuple[torch.Tensor | None, ...]], tuple[torch.Tensor | None, ...]]:
-    return lambda gradients: tuple(None if each is None else each * weight for each in gradients)
+def _multiply_by(factor: Factor) -> Callable[[tuple[torch.Tensor | None, ...]], tuple[torch.Tensor | None, ...] | None]:
+    def multiply(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+        value = factor()
+        return None if value == 1 else tuple(None if each is None else times(each, value) for each in gradients)
+    return multiply
+
+
+@torch.no_grad()
+def weigh(gradient: torch.Tensor, weight: float) -> None:
+    """Like `times`, in place."""
+    if weight == 0:
+        gradient.zero_()
+    elif weight != 1:
+        gradient.mul_(weight)
+
+
+def times(gradient: torch.Tensor, weight: float) -> torch.Tensor:
+    """Return a new gradient, times a weight: zeros for 0, also of values that are not finite."""
+    return gradient * weight if weight else torch.zeros_like(gradient)

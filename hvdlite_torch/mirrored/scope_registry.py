@@ -201,21 +201,23 @@ class ScopeRegistry:
         script sets itself are multiplied before they are reduced.
         """
         if weight != self.weight.value:
-            self.weight.value = weight
-            self.apply_weight()
+            self.apply_weight(weight)
 
-    def apply_weight(self) -> None:
-        """Apply the weight to all parameters that there are now, including frozen ones; to lazy ones with their shapes."""
+    def apply_weight(self, weight: float | None = None) -> None:
+        """Apply the weight to all parameters that there are now, including frozen ones; to lazy ones with their shapes.
+
+        Args:
+            weight: a new one.
+        """
+        weight = self.weight.value if weight is None else weight
         optimizers = [optimizer for _, optimizer in self._optimizers]
-        for optimizer in optimizers:
-            optimizer._hooks.own_weight = self.weight.value
         for hook in self._awaiting:
             hook.remove()
         self._awaiting = []
         parameters = {id(parameter): parameter for optimizer in optimizers
                       for group in optimizer.param_groups for parameter in group["params"]}
-        self.weight.apply_to(parameters.values())
-        lazy = {key for key, parameter in parameters.items() if self.weight.value != 1 and is_lazy(parameter)}
+        self.weight.set(weight, parameters.values(), [optimizer._hooks for optimizer in optimizers])
+        lazy = {key for key, parameter in parameters.items() if weight != 1 and is_lazy(parameter)}
         if lazy:
             modules = {module for _, root in self._living_modules() for module in root.modules()}
             # torch's own hook, which gives the parameters their shapes, comes first.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvdlite.core.errors import UnsupportedError
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.gradients.owners import owner_in
 from hvdlite_torch.optimizer import Distributed
@@ -46,6 +47,11 @@ class ScopedOptimizer(Distributed):
         self._scope.schedule.due = True
         super().add_param_group(param_group)
         self._scope.apply_weight()
+
+    def set_weight(self, weight: float) -> None:
+        """Not possible: the strategy weighs each rank by its rows."""
+        raise UnsupportedError("set_weight is for optimizers outside of a scope: in a MirroredStrategy, losses are means "
+                               "over a rank's rows, and the strategy weighs them. For tokens, use hvd.DistributedOptimizer")
 
     @contextmanager
     def join(self, *models: torch.nn.Module, synchronize: bool = True) -> Iterator[Joined]:

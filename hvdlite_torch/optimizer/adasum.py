@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from hvdlite import api
+from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.runtime.runtime import Runtime
@@ -70,6 +71,10 @@ class DistributedAdasum(DistributedBase):
     def no_sync(self) -> AbstractContextManager[None]:
         """Nothing to do: gradients are not reduced."""
         return nullcontext()
+
+    def set_weight(self, weight: float) -> None:
+        """Not possible with Adasum."""
+        raise UnsupportedError("set_weight weights averages: it needs op=Average, not Adasum")
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Nothing to do: gradients accumulate until `step()` is called."""

@@ -17,9 +17,11 @@ from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors, group_ids
+from hvdlite.training.gradients.weights import check_weight
 from hvdlite_torch.comm_hooks.exchange import CommHook, check_hook
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.gradients.hooks import Hooks
+from hvdlite_torch.gradients.unfinal import set_grad
 from hvdlite_torch.optimizer.adasum import DistributedAdasum, check_whole_job
 from hvdlite_torch.optimizer.base import DistributedBase, Stage, is_distributed
 from hvdlite_torch.optimizer.reduction import ReductionSettings, chosen_wait
@@ -150,12 +152,11 @@ class Distributed(DistributedBase):
         label = runtime.names.label("torch", self._process_set) if label is None else label
         self.gradient_label, self._check_name = label, f"{label}.check"
         self._hooks = settings.make_hooks(runtime, label)
-        self._runtime, self._active = runtime, self._hooks.reducer.is_shared
-        self._sources = [self._hooks] if self._active else []
+        self._runtime, self._active, self._sources = runtime, False, []
         self._loss_reduction = (f"{label}.loss", settings.op) if isinstance(self, torch.optim.LBFGS) else None
         self._steps = 0
-        for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
-            self._watch(parameter)
+        if self._hooks.reducer.is_shared:
+            self._activate()
         self._hooks.retire_others()
 
     def _detach(self) -> None:
@@ -210,6 +211,55 @@ class Distributed(DistributedBase):
                 stack.enter_context(hooks.reducer.suspended())
             yield
 
+    @leave_to_python
+    def set_weight(self, weight: float) -> None:
+        """Weight this rank's gradients of the next backward pass by what its loss is a mean over: samples, or tokens.
+
+        The average over ranks is then sum(n g) / sum(n), and k sum(n g) / sum(n) over all ranks and passes where k backward
+        passes accumulate (`backward_passes_per_step`, `no_sync`). So equal weights change nothing. All ranks call this
+        before every backward pass (and before `torch.autograd.grad`, where the script sets gradients itself), and in a step
+        without one, with 0. Gradients with weight 0 count as zeros, whatever they are. Where the weights of all ranks are 0,
+        the step changes nothing. A second backward pass onto reduced gradients is an error, as with op=Sum.
+
+        Args:
+            weight: a finite number, at least 0.
+
+        Raises:
+            ValueError: for anything else.
+            UnsupportedError: with another op than Average, with a communication hook, for parameters that another optimizer
+                reduces, on a rank that is not in the optimizer's process set, and in loops that weigh ranks themselves.
+            GradientOrderError: when gradients without a weight have accumulated since the last step.
+            MismatchError: by `backward()` or `step()`, on all ranks, when some ranks make a pass without a weight.
+        """
+        self._take_part()
+        value, reason = check_weight(weight, self._runtime.world.rank), self._why_unweighted()
+        if reason:
+            raise UnsupportedError(f"rank {self._runtime.world.rank}: set_weight {reason}")
+        if not self._active:
+            self._activate()
+        self._hooks.set_weight(value)
+
+    def _why_unweighted(self) -> str:
+        """Return why passes cannot have weights; nothing where they can."""
+        op, members = self._settings.op, self._hooks.reducer.members
+        if op is not ReduceOp.AVERAGE:
+            return f"weights averages: it needs op=Average, not {op.name.capitalize()}"
+        if self._settings.comm_hook is not None:
+            return "cannot be used with comm_hook, which decides itself how gradients are averaged"
+        if self._hooks.weighs_itself:
+            return "cannot be used in state.loop, which weighs ranks by their rows: let the loss be a mean over the rows"
+        if any(map(members.is_elsewhere, members.parameters())):
+            return "cannot be used for an optimizer of whose parameters another one reduces the gradients"
+        if self._runtime.world.rank not in self._runtime.members(self._process_set):
+            return "is for the ranks of the optimizer's process set, and this rank trains alone"
+        return ""
+
+    def _activate(self) -> None:
+        """Reduce gradients, also where no other rank takes part: passes have weights."""
+        self._active, self._sources = True, [self._hooks]
+        for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
+            self._watch(parameter)
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes are accumulated before each reduction."""
         check_passes(passes)
@@ -242,6 +292,8 @@ class Distributed(DistributedBase):
             return loss
         name, op = self._loss_reduction
         value = np.array((loss.item() if isinstance(loss, torch.Tensor) else float(loss)) * self._hooks.own_weight)
+        share = self._hooks.reducer.set.weights.share
+        value = np.array(value * share if share else 0.0)  # a loss over nothing may be NaN
         self._runtime.allreduce(name, value, value, op, process_set=self._process_set, blocking=True).wait()
         return torch.full_like(loss, float(value), requires_grad=False) if isinstance(loss, torch.Tensor) else float(value)
 
@@ -252,12 +304,20 @@ class Distributed(DistributedBase):
         is_final = not self._synchronizes or not callable(closure)
         if is_final and self._synchronizes:
             self._make_final(in_step=True)
+        if is_final:
+            self._skip_weightless()
         if is_final or not type(self).__module__.startswith("torch.optim"):  # those call the closure first
             api.worlds().step_begins()
         if is_final:
             return None
         final = _final_closure(closure, self)
         return ((args[0], final, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": final})
+
+    def _skip_weightless(self) -> None:
+        """Where all ranks have weight 0, let the step find no gradients, so that it changes nothing."""
+        if self._hooks.reducer.set.weights.is_zero:
+            for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
+                set_grad(parameter, None)
 
     def _end_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for hooks in self._sources:
@@ -282,6 +342,7 @@ def _final_closure(closure: Closure, optimizer: Distributed) -> Closure:
                     stack.enter_context(hooks.before_step.later_call())
             loss = closure()
             optimizer._make_final(in_step=True)
+        optimizer._skip_weightless()
         loss = optimizer._reduce_loss(loss)
         api.worlds().step_begins()
         return loss

@@ -81,14 +81,14 @@ def assert_close(ours: list[Any], theirs: list[Any], msg: str | None = None) -> 
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6, msg=msg)
 
 
-def equal_one_process(case: Callable[[MirroredStrategy | None, Any], Any], size: int = 2) -> None:
+def equal_one_process(case: Callable[[MirroredStrategy | None, Any], Any], size: int = 2, **config: object) -> None:
     """Run a case on ranks and without a strategy; it gets the strategy and what makes a scope, and returns tensors."""
     expected = case(None, contextlib.nullcontext)
 
     def step(runtime: Runtime) -> Any:
         strategy = MirroredStrategy(_runtime=runtime)
         return case(strategy, strategy.scope)
-    results = threads(size, step)
+    results = threads(size, step, **config)
     for ours in results:
         assert all(torch.equal(mine, first) for mine, first in zip(ours, results[0], strict=True)), "ranks differ"
         assert_close(ours, expected)

@@ -21,7 +21,7 @@ from hvdlite_torch import Compression  # noqa: E402
 from hvdlite_torch.arrays import cuda  # noqa: E402
 from tests.gpu_double.torch_cuda import install  # noqa: E402
 from tests.gpu_double.worlds import Gpus  # noqa: E402
-from tests.torch import test_buckets, test_optimizer  # noqa: E402
+from tests.torch import test_buckets, test_optimizer, test_weights  # noqa: E402
 from tests.torch.models import by_bucket, net, settle, train, wrapped  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -42,7 +42,7 @@ ON_THE_HOST = ("test_bad_arguments", "test_no_memory_on_one_rank_means_no_bucket
 
 def _again() -> None:
     """Collect the tests of other files that run on threads."""
-    for module in (test_optimizer, test_buckets):
+    for module in (test_optimizer, test_buckets, test_weights):
         for name, test in vars(module).items():
             if name.startswith("test_") and name not in ON_THE_HOST and "processes" not in test.__code__.co_names:
                 again = types.FunctionType(test.__code__, test.__globals__, f"{name}_on_a_gpu", closure=test.__closure__)

@@ -198,7 +198,7 @@ def test_each_backward_pass_weighs_what_is_weighted_afterwards(on_ranks: Any) ->
     def step(rank: int) -> None:
         rows = slice(sum(counts[:rank]), sum(counts[:rank + 1]))
         weighing = GradientWeight(api.runtime())
-        weighing.value = weight = counts[rank] * len(counts) / sum(counts)
+        weight = counts[rank] * len(counts) / sum(counts)
         for affine in (True, False):
             for use, way in ways:
                 plain = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3, affine=affine), torch.nn.Tanh(),
@@ -206,7 +206,7 @@ def test_each_backward_pass_weighs_what_is_weighted_afterwards(on_ranks: Any) ->
                 for index, parameter in enumerate(plain.parameters()):
                     parameter.data.copy_(random(9)[:parameter.numel()].view_as(parameter) + index / 9)
                 synced = hvd.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
-                weighing.apply_to(synced.parameters())
+                weighing.set(weight, synced.parameters())
                 plain[1] = InOperations(plain[1])
                 expected = way(use(plain, whole), [plain[0].weight])
                 got = way(use(synced, whole[rows]), [synced[0].weight])
@@ -216,6 +216,35 @@ def test_each_backward_pass_weighs_what_is_weighted_afterwards(on_ranks: Any) ->
         layer = hvd.SyncBatchNorm(3, track_running_stats=False)
         with pytest.raises(hvd.UnsupportedError, match=r"with torch\.func in a batch"):
             torch.func.grad(lambda x: layer(x).sum())(torch.ones(3, 3))
-        weighing.value = 1.0
-        weighing.apply_to([])
+        weighing.set(1.0, [])
+    on_ranks(step)
+
+
+def test_two_optimizers_with_weights(on_ranks: Callable[..., None]) -> None:
+    """A backward pass goes through the layer to the parameters of both; their first passes had other batches."""
+    def train(mine: Sequence[int], convert: Callable[[Any], Any], wrap: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        first = convert(torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh()).double())
+        second = torch.nn.Linear(4, 2).double()
+        optimizers = [wrap(torch.optim.SGD(model.parameters(), lr=0.1)) for model in (first, second)]
+        for turn in range(8):
+            counts = [2 + (5 * turn + 3 * rank) % 4 for rank in mine]
+            x = torch.cat([torch.randn(count, 6, generator=torch.Generator().manual_seed(10 * turn + rank),
+                                       dtype=torch.float64) for rank, count in zip(mine, counts, strict=True)])
+            hidden = first(x) if turn % 2 else first(x).detach()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                if len(mine) == 1:
+                    optimizer.set_weight(counts[0])
+            second(hidden).square().mean().backward()
+            optimizers[1 - turn % 2].step()
+        return [parameter.detach().clone() for parameter in (*first.parameters(), *second.parameters())]
+
+    expected = train([0, 1], lambda model: model, lambda plain: plain)
+
+    def step(rank: int) -> None:
+        got = train([rank], hvd.SyncBatchNorm.convert_sync_batchnorm,
+                    lambda plain: hvd.DistributedOptimizer(plain, _runtime=api.runtime()))
+        for own, wanted in zip(got, expected, strict=True):
+            torch.testing.assert_close(own, wanted, rtol=1e-10, atol=1e-10)
     on_ranks(step)

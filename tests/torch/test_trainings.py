@@ -43,7 +43,7 @@ def test_what_comes_later_is_drawn_then() -> None:
     assert set(LATER) <= set(COMING)
     missing = set(COMING)
     with unittest.mock.patch.object(draws, "LATER", ()):
-        for training in map(draw, range(12_000)):
+        for training in map(draw, range(20_000)):
             missing -= {reason for reason in missing if COMING[reason](training)}
             if not missing:
                 return

@@ -88,13 +88,21 @@ def with_two_backward_passes(model: Any, optimizer: Any, batches: Any) -> None:
 @pytest.mark.parametrize("loop", [with_closure, with_scaler, with_checkpoints, with_penalty, with_own_gradients,
                                   with_two_backward_passes])
 def test_uneven_batches_in(loop: Callable[[Any, Any, Any], None]) -> None:
+    train(loop)
+
+
+def test_gradients_of_the_script_are_weighted_once_where_ranks_wait_in_the_step() -> None:
+    train(with_own_gradients, wait_in="step")
+
+
+def train(loop: Callable[[Any, Any, Any], None], **config: object) -> None:
     def case(strategy: MirroredStrategy | None, scope: Any) -> list[Any]:
         with scope():
             model = Net()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         loop(model, optimizer, shards(strategy, UNEVEN))
         return weights(model)
-    equal_one_process(case)
+    equal_one_process(case, **config)
 
 
 def adds_a_group(index: int, model: Any, optimizer: Any) -> None:

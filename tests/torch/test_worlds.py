@@ -99,6 +99,16 @@ def with_a_scaler(member: Member, rank: int, turn: int, die: Callable[[], None])
     scaler.update()
 
 
+def with_weights(member: Member, rank: int, turn: int, die: Callable[[], None]) -> None:
+    member.optimizer.zero_grad()
+    for part in range(2):
+        member.optimizer.set_weight((3 * turn + 5 * rank + part) % 4)
+        loss(member.model, rank, turn + 50 * part).backward()
+        if part == 0:
+            die()
+    member.optimizer.step()
+
+
 def thawing(member: Member, rank: int, turn: int, die: Callable[[], None]) -> None:
     member.model[0].weight.requires_grad_(turn % 10 >= 2)
     plainly(member, rank, turn, die)
@@ -125,6 +135,7 @@ KINDS = {
     "with a scaler": Kind(with_a_scaler, options=lambda model: {"wait_in": "step"}),
     "with groups": Kind(options=lambda model: {"groups": [list(model.parameters())[:2]], "compression": None}),
     "thawing": Kind(thawing),
+    "with weights": Kind(with_weights, options=lambda model: {"backward_passes_per_step": 2}),
     "Adasum": Kind(options=lambda model: {"op": ReduceOp.ADASUM}, buckets=False),
     "AllReduce": Kind(options=lambda model: {"comm_hook": comm_hooks.AllReduce()}, buckets=False),
     "PowerSGD": Kind(options=lambda model: {"comm_hook": comm_hooks.PowerSGD()}, buckets=False),

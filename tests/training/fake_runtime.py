@@ -60,6 +60,7 @@ class FakeRuntime:
 
     Attributes:
         other: what the other rank has, given a member's number and this rank's gradient, or None; None: it has none.
+        other_rows: what the other rank has counted.
         closed: the rounds that this rank has closed, by themselves or with a bucket.
     """
 
@@ -69,6 +70,7 @@ class FakeRuntime:
         self.joins = 0
         self.progress = types.SimpleNamespace(round=lambda: None)
         self.other: Callable[[int, Any], Any] = lambda number, own: own
+        self.other_rows = np.empty((0, 3))
         self.defers = False
         self.ranks_in_step: tuple[int, ...] = ()
         self.error: HvdliteError | None = None
@@ -112,8 +114,13 @@ class FakeRuntime:
     def enqueue_gradient(self, name: str, source: Any, output: Any, op: ReduceOp, moment: Any, **how: Any) -> FakeHandle:
         def reduce(handle: FakeHandle) -> Any:
             handle.contributors = self._reduce(name, source, output, op)
+            if handle.contributors:
+                np.multiply(output, how["postscale"], output)
             return output
         return FakeHandle(self, reduce)
+
+    def enqueue_rows(self, name: str, rows: Any, moment: Any, *, process_set: int) -> FakeHandle:
+        return FakeHandle(self, lambda handle: np.concatenate([rows, self.other_rows]))
 
     def enqueue_bucket(self, bucket: LearnedBucket, ready: BucketReady, event: Any = None) -> FakeHandle:
         if ready.ends_round:

@@ -147,6 +147,9 @@ class ArrayGradients:
     def add(self, gradient: Gradient, more: Gradient) -> Gradient:
         return gradient + more  # type: ignore[operator]
 
+    def scaled(self, gradients: Sequence[Gradient], factor: float) -> Sequence[Gradient]:
+        return [scaled(gradient, factor) for gradient in gradients]
+
     def version(self, gradient: Gradient) -> int:
         return 0
 
@@ -176,7 +179,7 @@ class ArrayGradients:
             # one, as in one process. Where each sample has rows of its own, one process has several of the same index, too.
             summed = values.reshape(self._sources, own, *row).sum(0, dtype=accumulator_dtype(values.dtype))
             indices, values = indices[:own], summed.astype(values.dtype, copy=False)
-        return Rows(indices, scaled(values, factor))
+        return scaled(Rows(indices, values), factor)
 
     def places(self, bucket: LearnedBucket, slots: Sequence[Slot]) -> Places:
         arrays = [bucket.logical(index) for index in range(len(slots))]
@@ -203,14 +206,17 @@ class ArrayReducer:
     Args:
         label: equal on all ranks. Names of gradients are made of it and a number in order of first expectation: ranks may
             have other slots besides.
+
+    Attributes:
+        reducer: of the slots.
     """
 
     def __init__(self, runtime: Runtime, label: str, *, op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0,
                  process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
-        self._reducer: Reducer[Slot] = Reducer(
+        self.reducer: Reducer[Slot] = Reducer(
             runtime, ArrayGradients(len(runtime.members(process_set))), label, op=op, prescale=prescale, postscale=postscale,
             passes=1, process_set=process_set)
-        self._before_step = BeforeStep(self._reducer, looks_for_replaced=False)
+        self._before_step = BeforeStep(self.reducer, looks_for_replaced=False)
         self._slots: list[Slot] = []
         self._names = itertools.count()
         self._lock = threading.Lock()
@@ -234,10 +240,10 @@ class ArrayReducer:
         with self._lock:
             new = [self._slots[slot] for slot in sorted(slots) if not self._slots[slot].is_expected]
             for slot in new:
-                self._reducer.add(slot, str(next(self._names)), slot.group_id)
+                self.reducer.add(slot, str(next(self._names)), slot.group_id)
             for slot in new:
                 slot.is_expected = True
-            self._reducer.admit()
+            self.reducer.admit()
 
     def hand_over(self, slot: int, gradient: Gradient) -> None:
         """Enqueue one gradient.
@@ -251,7 +257,7 @@ class ArrayReducer:
         given.dtype, given.gradient = values.dtype, gradient
         if given.shape is None or values is gradient:
             given.shape = values.shape  # of rows only the shape of a row counts
-        self._reducer.accumulated(given)
+        self.reducer.accumulated(given)
 
     def finish(self) -> dict[int, Gradient]:
         """Return the reduced gradients by slot, without slots that have no gradient on any rank.
@@ -261,8 +267,8 @@ class ArrayReducer:
             UnsupportedError: when a gradient of unknown shape is missing.
         """
         try:
-            if self._reducer.end_pass():
-                self._reducer.wait()
+            if self.reducer.end_pass():
+                self.reducer.wait()
             return {index: slot.gradient for index, slot in enumerate(self._slots) if slot.gradient is not None}
         finally:
             try:
@@ -272,9 +278,13 @@ class ArrayReducer:
                     slot.gradient = None
 
 
-def scaled(array: Array, factor: float) -> Array:
-    """Return an array times a factor; itself when that is 1."""
-    return array if abs(factor - 1.0) < 1e-6 else (array * factor).astype(array.dtype, copy=False)
+def scaled(gradient: Gradient, factor: float) -> Gradient:
+    """Return a gradient times a factor; itself when that is 1, and zeros when it is 0, also of what is not finite."""
+    if factor == 1.0:
+        return gradient
+    values = gradient.values if isinstance(gradient, Rows) else gradient
+    values = (values * factor if factor else np.zeros_like(values)).astype(values.dtype, copy=False)
+    return Rows(gradient.indices, values) if isinstance(gradient, Rows) else values
 
 
 def _shape(slot: Slot) -> tuple[int, ...]:

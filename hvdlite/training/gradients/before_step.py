@@ -15,7 +15,7 @@ from typing import Generic
 import numpy as np
 
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.gradients.errors import accumulated_alone, changed_alone, reduction_name, replaced
+from hvdlite.training.gradients.errors import accumulated_alone, changed_alone, replaced
 from hvdlite.training.gradients.framework import Parameter
 from hvdlite.training.gradients.members import AGAIN, IDLE, LOCAL, REDUCED, Member, Origin
 from hvdlite.training.gradients.reducer import JOB_CONTINUES, Reducer
@@ -173,7 +173,7 @@ class BeforeStep(Generic[Parameter]):
                 return True
             if origin is Origin.REPLACED and self._looks_for_replaced:
                 if not members.is_idempotent:
-                    raise replaced(member.name, self.reducer.rank, reduction_name(self.reducer.set.op))
+                    raise replaced(member.name, self.reducer.rank, self.reducer.set.reduction)
                 return True
         return False
 

@@ -146,6 +146,11 @@ class Bucket(Generic[Parameter]):
         if next(self._count) == self._size:
             self.send()
 
+    def drop(self) -> None:
+        """After `finish`: nobody is to use the results."""
+        set_held(self.reduced, itertools.repeat(None))
+        self.rest, self.reduced = [*self.rest, *self.reduced], ()
+
     def fill_small(self, keys: Set[int]) -> bool:
         """Like `fill`, for all small members at once, from their parameters. Return False when that cannot be done.
 
@@ -345,6 +350,31 @@ class BucketOfOne(Bucket[Parameter]):
         except HvdliteError as error:
             self.errors = [error]
         self.reduced, self.rest = ([member], ()) if self.gradients else ((), [member])
+        self.state = DONE
+
+
+class BucketOfWeights(Bucket[Parameter]):
+    """What a rank has counted in a round (weights.py), which is sent at once.
+
+    Attributes:
+        factor: after `finish`: for the round's results; None when the ranks' weights do not fit together.
+    """
+
+    factor: float | None = None
+
+    def __init__(self, owner: GradientSet[Parameter]) -> None:
+        self.set, self.holding = owner, []
+        self._rows = owner.runtime.gradients.enqueue_rows(
+            f"{owner.label}.weights", owner.weights.take_rows(), owner.moment, process_set=owner.process_set_id)
+        self.state = SENT
+
+    def finish(self, deferrable: bool) -> None:
+        if self.state is DONE:
+            return
+        try:
+            self.factor = self.set.weights.factor(self._waited(self._rows, deferrable))
+        except HvdliteError as error:
+            self.errors = [error]
         self.state = DONE
 
 

@@ -20,11 +20,6 @@ class GradientOrderError(HvdliteError, AssertionError):
     """
 
 
-def reduction_name(op: ReduceOp) -> str:
-    """Return how a reduction is named in messages; an average that is not exact is a communication hook's."""
-    return f"op={op.name.capitalize()}" if op is not ReduceOp.AVERAGE else "this communication hook"
-
-
 def computed_twice(name: str, rank: int, passes: int, reduction: str) -> GradientOrderError:
     """Return the error for a gradient that is reduced, and was accumulated onto, where reducing it again is not exact.
 
@@ -86,6 +81,13 @@ def accumulated_alone(rank: int, accumulates: bool) -> GradientOrderError:
     return GradientOrderError(f"the closure of optimizer.step() was called again, and on rank {rank} it {here}: this rank's "
                               "part of the averages would be wrong. Call optimizer.zero_grad() at the beginning of the "
                               "closure, on all ranks")
+
+
+def weighed_late(label: str, rank: int) -> GradientOrderError:
+    """Return the error for a first weight after gradients that have none."""
+    return GradientOrderError(
+        f"rank {rank}: '{label}' has accumulated gradients since the last step without a weight, so this comes too late: "
+        "call set_weight(n) before the first backward() of a step, or clear gradients with optimizer.zero_grad()")
 
 
 def changed_alone(name: str, ranks_in_step: Collection[int]) -> GradientOrderError:

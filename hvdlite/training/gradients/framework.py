@@ -95,6 +95,9 @@ class Framework(Protocol[ParameterIn]):
     def add(self, gradient: Gradient, more: Gradient, /) -> Gradient:
         """Return the sum of two gradients, in the first one's memory where that is possible."""
 
+    def scaled(self, gradients: Sequence[Gradient], factor: float, /) -> Sequence[Gradient]:
+        """Return gradients times a factor, in their memory where that is possible."""
+
     def version(self, gradient: Gradient, /) -> int:
         """Return how often a gradient has been written to; always the same where nobody can."""
 

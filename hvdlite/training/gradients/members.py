@@ -224,8 +224,10 @@ class Members(Generic[Parameter]):
             member.state = TRAILING
         return True
 
-    def finish(self, members: Sequence[Member[Parameter]], gradients: Sequence[Gradient]) -> None:
-        """These results, to which some rank contributed, are the members' gradients."""
+    def finish(self, members: Sequence[Member[Parameter]], gradients: Sequence[Gradient], factor: float) -> None:
+        """These results, to which some rank contributed, are the members' gradients, times a factor."""
+        if factor != 1.0:
+            gradients = self.framework.scaled(gradients, factor)
         set_gradients(self.framework, map(_parameter_of, members), gradients)
         set_reduced(members, map(self.framework.reference, gradients))
         set_version(members, map(self.framework.version, gradients))

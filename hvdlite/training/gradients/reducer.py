@@ -25,8 +25,8 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager
 from typing import Generic
 
 from hvdlite.core.errors import HvdliteError, MismatchError, UnsupportedError
@@ -35,11 +35,12 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.handoff.handle import WaitDeferred, WaitLeftToCaller
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradients.bucket import FILLING, Bucket, BucketOfOne
-from hvdlite.training.gradients.errors import GradientOrderError, computed_after_round, computed_twice, reduction_name
+from hvdlite.training.gradients.errors import GradientOrderError, computed_after_round, computed_twice, weighed_late
 from hvdlite.training.gradients.framework import Framework, Parameter
 from hvdlite.training.gradients.gradient_set import GradientSet
 from hvdlite.training.gradients.members import AGAIN, READY, REDUCED, TRAILING, UNUSED, Member, Members, Origin, set_held
 from hvdlite.training.gradients.round import BucketPlans, LaterCall, PassCounter, Round, WaitIn
+from hvdlite.training.gradients.weights import RankWeights
 
 _log = logging.getLogger("hvdlite")
 JOB_CONTINUES = (GradientOrderError, MismatchError, UnsupportedError)
@@ -85,7 +86,6 @@ class Reducer(Generic[Parameter]):
         self.ranks_in_step: set[int] = set()  # ranks that took part in rounds since the last step from within theirs
         self.written_too = False  # what was written to gradients since they were reduced for an older step counts
         self.later_call: LaterCall | None = None  # of a step's closure, while there is one
-        self.on_reduced: Callable[[Sequence[Parameter]], None] | None = None  # gets the parameters of each round's results
         self.lock = threading.RLock()  # while a round is closed or waited for: gradients may be read from several threads
         self._begin_lock = threading.RLock()  # hooks may come from several autograd threads; the first one begins the round
         self._make_bucket = make_bucket
@@ -107,6 +107,19 @@ class Reducer(Generic[Parameter]):
         with self._begin_lock:
             if self.round is None and self.members.admit():
                 self.layout.forget()  # it does not describe the set any more
+
+    def weigh(self) -> RankWeights:
+        """Weight averages by what ranks count, from the next round on; all ranks do so before the same round.
+
+        Raises `GradientOrderError` when a gradient was accumulated before, without a weight.
+        """
+        if not self.set.weights.are_used:
+            if self.round is not None or self.has_local:
+                raise weighed_late(self.set.label, self.rank)
+            self.is_idempotent = self.members.is_idempotent = False
+            self.set.weigh()
+            self.layout.forget()
+        return self.set.weights
 
     def member(self, parameter: Parameter) -> Member[Parameter] | None:
         """Return the member that a parameter is; None when it is none, or not before the round is over."""
@@ -189,14 +202,9 @@ class Reducer(Generic[Parameter]):
         if self.round is not None and not self.round.is_closed and not self.passes.are_due:
             self.round.of_failed_pass = True
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Accumulate locally; the first backward pass after it reduces everything."""
-        before, self.passes.is_suspended = self.passes.is_suspended, True
-        try:
-            yield
-        finally:
-            self.passes.is_suspended = before
+        return self.passes.suspended()
 
     def begin(self) -> Round[Parameter]:
         """Return the round under way; begin one if there is none."""
@@ -223,6 +231,7 @@ class Reducer(Generic[Parameter]):
                     self._hand_over_rest(current, member)
             if self._make_bucket is not None:
                 current.buckets[0].send()
+            current.send_weights(self.set)
             current.is_closed = True
             if current.alone:
                 self.runtime.gradients.close_round(self.set.label, current.id, self.set.process_set_id)
@@ -323,6 +332,7 @@ class Reducer(Generic[Parameter]):
         self.is_due = True
         self.has_local = self.has_reduced = False
         self.passes.clear()
+        self.set.weights.clear()
 
     def check_invariants(self) -> None:
         """Between any two calls; for tests."""
@@ -333,7 +343,7 @@ class Reducer(Generic[Parameter]):
             assert not any(bucket.state is FILLING for bucket in (*current.buckets, *current.alone))
 
     def _computed_twice(self, member: Member[Parameter]) -> GradientOrderError:
-        return computed_twice(member.name, self.rank, self.passes.per_round, reduction_name(self.set.op))
+        return computed_twice(member.name, self.rank, self.passes.per_round, self.set.reduction)
 
     def _hand_over_rest(self, current: Round[Parameter], member: Member[Parameter]) -> None:
         """Give a member that no backward pass has given, or leave it out, by its gradient's origin."""
@@ -379,9 +389,11 @@ class Reducer(Generic[Parameter]):
             errors += bucket.errors
             current.ranks_in_step.update(bucket.ranks_in_step)
             current.check_contributors(bucket, self.runtime.members(self.set.process_set_id))
-            if bucket.reduced:
+            if current.factor is None:
+                bucket.drop()
+            elif bucket.reduced:
                 self.has_reduced = True
-                members.finish(bucket.reduced, bucket.gradients)
+                members.finish(bucket.reduced, bucket.gradients, current.factor)
             for member in bucket.rest:
                 members.take_back(member)
             set_held(bucket.holding, itertools.repeat(None))
@@ -390,11 +402,9 @@ class Reducer(Generic[Parameter]):
         self.round = None
         added, dropped = members.add_trailing(current.trailing)
         self.has_local = self.has_local or bool(added)
-        errors += [computed_after_round(member.name, self.rank, reduction_name(self.set.op)) for member in dropped]
+        errors += [computed_after_round(member.name, self.rank, self.set.reduction) for member in dropped]
         if self.later_call is not None:
             self.later_call.incomplete = self.later_call.incomplete or current.incomplete
         elif current.incomplete is not None:
             errors.append(current.incomplete)
-        if self.on_reduced is not None and not errors:
-            self.on_reduced([member.parameter for bucket in buckets for member in bucket.reduced])
         return errors

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic
 
 from hvdlite.core.errors import HvdliteError
 from hvdlite.handoff.buckets import LearnedLayout
-from hvdlite.training.gradients.bucket import Bucket, BucketPlan, planned
+from hvdlite.training.gradients.bucket import Bucket, BucketOfWeights, BucketPlan, planned
 from hvdlite.training.gradients.errors import computed_again_without
 from hvdlite.training.gradients.framework import Parameter
 from hvdlite.training.gradients.gradient_set import GradientSet
@@ -43,13 +44,25 @@ class Round(Generic[Parameter]):
     def __init__(self, id: int) -> None:
         self.id = id
         self.buckets: list[Bucket[Parameter]] = []  # by index, those in which members have places
-        self.alone: list[Bucket[Parameter]] = []  # of one member each
+        self.alone: list[Bucket[Parameter]] = []  # of one member each, and `weights`
+        self.weights: BucketOfWeights[Parameter] | None = None  # what the ranks have counted
         self.is_closed = False  # this rank has given every member
         self.of_failed_pass = False  # the backward pass that began it did not come to its end: another pass ends it
         self.has_again = False  # a gradient was given of which a part is reduced already
         self.trailing: dict[Member[Parameter], GradientState] = {}  # accumulated into after given; their states before
         self.ranks_in_step: set[int] = set()  # ranks that took part from within their step, while others had not
         self.incomplete: HvdliteError | None = None  # for a member whose reduced part some ranks did not contribute
+
+    def send_weights(self, gradient_set: GradientSet[Parameter]) -> None:
+        """Every member is given: send what this rank has counted, if averages are weighted."""
+        if gradient_set.weights.are_used:
+            self.weights = BucketOfWeights(gradient_set)
+            self.alone.append(self.weights)
+
+    @property
+    def factor(self) -> float | None:
+        """When all buckets are done: by what results are multiplied; None where they are not to be used."""
+        return 1.0 if self.weights is None else self.weights.factor
 
     def check_contributors(self, bucket: Bucket[Parameter], ranks: Collection[int]) -> None:
         """Without the reduced gradients of some of these ranks, an average of reduced gradients is too small."""
@@ -92,7 +105,8 @@ class BucketPlans(Generic[Parameter]):
                 self.forget()
                 runtime.gradients.mark_stale(learned.layout)
             return []
-        last = len(self.plans) if sum(len(plan.members) for plan in self.plans) == len(members) else 0
+        is_whole = sum(len(plan.members) for plan in self.plans) == len(members) and not gradient_set.weights.are_used
+        last = len(self.plans) if is_whole else 0
         sent = itertools.count(1)
         return [Bucket(gradient_set, plan, sent, last, alone) for plan in self.plans]
 
@@ -144,6 +158,15 @@ class PassCounter:
     def are_due(self) -> bool:
         """Whether a round is due for the pending passes."""
         return self.pending >= self.per_round
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Return a context in which gradients are accumulated locally."""
+        before, self.is_suspended = self.is_suspended, True
+        try:
+            yield
+        finally:
+            self.is_suspended = before
 
     def note_trailing(self) -> None:
         """The pass that goes on has computed a gradient that cannot count in the round under way."""

@@ -32,8 +32,8 @@ class KerasStepReducer(ArrayStepReducer):
 
         def reduce(arrays: Sequence[Array]) -> list[Array]:
             own = float(arrays[-1]) if is_counted else None
-            weight = self._enqueue(dict(zip(present, arrays, strict=False)), slots, own)
-            reduced = self._finish(present, None if own is None else weight)
+            self._enqueue(dict(zip(present, arrays, strict=False)), slots, own)
+            reduced = self._finish(present, own)
             return [*(reduced[slot] for slot in present), *arrays[len(present):]]  # type: ignore[list-item]  # dense ones
         tensors = [*sent, *counted]
         outputs = dict(zip(given, self._call(reduce, tensors) if tensors else [], strict=False))

@@ -52,7 +52,6 @@ class TorchStepReducer(StepReducer):
     def _attach(self, runtime: Runtime) -> None:
         super()._attach(runtime)
         self._is_watching = False
-        self._count = torch.zeros(1)  # its "gradient" is this rank's weight; trainable once ranks have weights
 
     def watch(self, variables: Sequence[Any]) -> None:
         if api.attached_runtime() is None or not self.is_shared:
@@ -106,10 +105,9 @@ class TorchStepReducer(StepReducer):
             reducer: Reducer[torch.Tensor] = Reducer(
                 runtime, framework, self.label, op=self._op, prescale=self._prescale, postscale=self._postscale,
                 passes=1, process_set=self.process_set)
-            reducer.on_reduced = self._divide_by_weights
+            reducer.set.weights.is_optional = True
             self._hooks = Hooks(reducer, BeforeStep(reducer, looks_for_replaced=False))
             self._hooks.scope, self._hooks.on_begin = TorchStepReducer, self._begin_backward
-            reducer.add(self._count, "count")
         for variable, group_id in new:
             tensor = variable.value
             self._hooks.reducer.add(tensor, str(len(self._tensors)), group_id)
@@ -132,25 +130,11 @@ class TorchStepReducer(StepReducer):
         return True
 
     def _begin_round(self) -> None:
-        """Compute this rank's weight, and reduce it with the gradients."""
+        """Let this rank's gradients have its weight."""
         assert self._hooks is not None
-        count = current_samples()
-        self._hooks.weight = 1.0 if count is None else self._weight(float(count))
-        self._count.grad = None
-        if count is not None:
-            self._count.requires_grad_()
-            self._count.grad = torch.tensor([self._hooks.weight])
-            self._hooks.reducer.accumulated(self._count)
-
-    def _divide_by_weights(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Divide a round's reduced gradients by the mean of all ranks' weights."""
-        if not any(tensor is self._count for tensor in tensors):
-            return
-        factor = self._unweight(float(self._count.grad))  # type: ignore[arg-type]
-        if abs(factor - 1.0) > 1e-6:
-            for tensor in tensors:
-                if tensor is not self._count and (gradient := get_grad(tensor)) is not None:
-                    gradient.data.mul_(factor)  # part of the reduction, not a change by the script
+        count = None if current_samples() is None else float(current_samples())
+        self._hooks.weight = 1.0 if count is None else count / self._hooks.reducer.weigh().unit
+        self._hooks.reducer.set.weights.add(count)
 
     def _hand_over(self, hooks: Hooks, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Enqueue a gradient that was not computed by a backward pass with hooks."""

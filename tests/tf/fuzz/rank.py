@@ -102,8 +102,10 @@ def train(training: Training, hvd: Any, alone: bool) -> dict[str, Any]:
             callbacks = [] if alone else [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
             mine = x, y
             if not alone:
-                mine = keras.tree.map_structure(lambda array: part(array, training.batch, hvd), (x, y))
-            model.fit(*mine, batch_size=training.batch // (1 if alone else hvd.size()), callbacks=callbacks, **options)
+                mine = keras.tree.map_structure(lambda array: part(array, training, hvd.rank()), (x, y))
+            model.weighs = training.share > 0 and not alone
+            rows = slice(training.batch) if alone else rows_of(training, hvd.rank())
+            model.fit(*mine, batch_size=rows.stop - (rows.start or 0), callbacks=callbacks, **options)
     for index, variable in enumerate(model.trainable_variables):
         found[f"variable {index} {list(variable.shape)}"] = np.array(keras.ops.convert_to_numpy(variable))
     if training.scoped:
@@ -128,10 +130,16 @@ def monitored(training: Training) -> str:
     return "val_" * training.validated + "first_" * by_output + "loss"
 
 
-def part(array: Any, batch: int, hvd: Any) -> Any:
-    """Return this rank's part of each global batch."""
-    size = hvd.size()
-    return array.reshape(-1, size, batch // size, *array.shape[1:])[:, hvd.rank()].reshape(-1, *array.shape[1:])
+def rows_of(training: Training, rank: int) -> slice:
+    """Return the rows of each global batch that one of two ranks has."""
+    share = training.share or training.batch // 2
+    return slice(share, training.batch) if rank else slice(share)
+
+
+def part(array: Any, training: Training, rank: int) -> Any:
+    """Return a rank's part of each global batch."""
+    batches = array.reshape(-1, training.batch, *array.shape[1:])
+    return batches[:, rows_of(training, rank)].reshape(-1, *array.shape[1:])
 
 
 def samples(training: Training) -> tuple[Any, Any, Any]:
@@ -225,6 +233,8 @@ def own_step(base: Any) -> Any:
     import keras
 
     class Model(base):  # type: ignore[misc]
+        weighs = False
+
         def found(self, x: Any) -> Any:
             return self(x, training=True)
 
@@ -237,8 +247,10 @@ def own_step(base: Any) -> Any:
                 import tensorflow as tf
                 with tf.GradientTape() as tape:
                     loss = self.mean(data)
-                self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables,
-                                                   strict=True))
+                gradients, weight = tape.gradient(loss, self.trainable_variables), {}
+                if self.weighs:
+                    weight = {"weight": tf.shape(data[0])[0]}
+                self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True), **weight)
                 return {"own": loss}
         if keras.backend.backend() == "torch":
             def train_step(self, data: Any) -> Any:

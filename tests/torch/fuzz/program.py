@@ -21,7 +21,8 @@ FEATURES = (
     "missing",  # ranks have no gradient for some parameters
     "absent",  # ranks have no backward pass in a step, or fewer than others
     "no_sync", "passes", "clears", "skips", "dtypes", "casts", "layouts", "freezing", "several", "separate", "circles",
-    "metrics", "clips", "joins", "sets", "groups", "sparse", "keeps", "adding", "anew", "wait_in", "sums", "disjoint")
+    "metrics", "clips", "joins", "sets", "groups", "sparse", "keeps", "adding", "anew", "wait_in", "sums", "disjoint",
+    "weights")
 SHAPES = ((1,), (3,), (17, 2), (64, 9), (5000,), (), (0, 3), (4, 3, 5, 5))
 ROWS = 12
 """Of a sparse embedding."""
@@ -83,11 +84,13 @@ class Backward:
     Attributes:
         uses: indices of the parameters in its loss.
         accumulates: whether it is inside `no_sync` of these optimizers; empty: it counts.
+        weight: of this rank; None in programs without weights.
     """
 
     uses: tuple[int, ...]
     scale: float
     accumulates: tuple[int, ...] = ()
+    weight: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +132,11 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A training program on a device, "cpu" or "cuda". Steps `joins[0]`..`joins[1]` are in `optimizer.join()`."""
+    """A training program on a device, "cpu" or "cuda". Steps `joins[0]`..`joins[1]` are in `optimizer.join()`.
+
+    Attributes:
+        weighted: whether ranks weigh their passes; those without a pass have weight 0.
+    """
 
     seed: int
     size: int
@@ -137,6 +144,7 @@ class Program:
     optimizers: tuple[Optimizer, ...]
     steps: tuple[Step, ...]
     joins: tuple[int, int] | None
+    weighted: bool = False
     device: str = "cpu"
 
     def told(self) -> str:
@@ -189,6 +197,11 @@ class _Draw:
         waits = set(optimizers[0].wait_in)  # two rounds a step with "backward", one with "step"
         self._disjoint = len(optimizers) == optimizers[0].passes == len(waits) == 1 and self._has("disjoint", 0.2)
         self._nobody_absent = self._disjoint and waits == {"backward"}
+        self._weights: tuple[int, ...] = ()
+        weighs = all(optimizer.op == "Average" and optimizer.ranks is None for optimizer in optimizers)
+        rounds = any(parameter.dtype == "bfloat16" for parameter in parameters)
+        if weighs and not rounds and not self._disjoint and self._has("weights", 0.4):
+            self._weights = (1, 2, 5) if any(parameter.sparse for parameter in parameters) else (0, 1, 2, 5)
         joins = None
         count = self._stream("steps").randint(8, 18)
         if len(optimizers) == 1 and optimizers[0].ranks is None and self._has("joins", 0.3):
@@ -203,7 +216,7 @@ class _Draw:
             steps.append(self._step(number, active, inside=joins is not None and joins[0] <= number < joins[1],
                                     joins=joins is not None))
             self._had_joined = joins is not None and number + 1 == joins[1]
-        return Program(self._seed, self._size, parameters, optimizers, tuple(steps), joins)
+        return Program(self._seed, self._size, parameters, optimizers, tuple(steps), joins, bool(self._weights))
 
     def _joined(self, joins: tuple[int, int] | None) -> list[int] | None:
         """Return before which step each rank leaves the loop; one goes on to its end."""
@@ -260,6 +273,8 @@ class _Draw:
         clears = "none"
         if not self._had_joined and self._has("clears", 0.5, number):
             clears = self._stream("clears", "how", number).choice(["zeros", "model", "hand", "keep"])
+        if self._weights and clears == "keep":
+            clears = "none"  # weighted gradients add up with unweighted ones of the step before
         if self._was_skipped and clears in ("keep", "model", "hand"):
             clears = "none"  # without a step, only zero_grad() says that the gradients are cleared
         if self._disjoint and any(change.kind == "anew" for change in changes):
@@ -333,7 +348,9 @@ class _Draw:
             if trainable and not used and not self._circles:
                 used = [stream.choice(trainable)]
             uses += used
-        return Backward(tuple(uses), 0.5 + stream.random(), accumulates)
+        scale = 0.5 + stream.random()
+        weight = self._stream("weight", number, scale).choice(self._weights) if self._weights else None
+        return Backward(tuple(uses), scale, accumulates, weight)
 
     def _halves(self, number: int, stream: random.Random) -> list[Backward]:
         """Return two backward passes over gradients that have nothing in common; the same two halves on all ranks."""

@@ -83,10 +83,15 @@ class Rank(Replica):
                 raise WrongError(f"step {number}: a gradient of shape {tuple(gradient.shape)} that was kept has changed")
 
     def _compute(self, turn: Turn, number: int) -> None:
+        for optimizer in self.optimizers if self.program.weighted else ():
+            optimizer.set_weight(0)
         for backward in turn.backwards:
             with contextlib.ExitStack() as suspended:
                 for part in backward.accumulates:
                     suspended.enter_context(self.optimizers[part].no_sync())
+                for part, optimizer in enumerate(self.optimizers):
+                    if backward.weight is not None and self.computes(part, backward):
+                        optimizer.set_weight(backward.weight)
                 self.loss(backward, number).backward()
 
     def _measure(self, number: int) -> None:

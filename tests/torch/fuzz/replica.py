@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -102,6 +103,10 @@ class Replica:
                 for gradient in gradients:
                     gradient.mul_(LONGEST / norm)
 
+    def computes(self, part: int, backward: Backward) -> bool:
+        """Return whether a pass computes gradients of an optimizer."""
+        return any(index in self.members[part] and self.model[index].requires_grad for index in backward.uses)
+
     def apply(self) -> None:
         """Let the optimizers step."""
         for optimizer in self.optimizers:
@@ -131,11 +136,19 @@ class Simulation:
         for rank in active:
             turn = step.turns[rank]
             for backward in turn.backwards if turn is not None else ():
-                self.replicas[rank].loss(backward, number).backward()
+                weight = 1 if backward.weight is None else backward.weight
+                (self.replicas[rank].loss(backward, number) * weight).backward()
                 self._touched[rank].update(backward.uses)
         for part, optimizer in enumerate(self._program.optimizers):
             members = [rank for rank in active if optimizer.ranks is None or rank in optimizer.ranks]
-            self._reduce(part, optimizer, members)
+            divisor = self._program.size if optimizer.ranks is None else len(optimizer.ranks)
+            weights = [self._weights(part, rank, step) for rank in members]
+            if any(weights):  # k sum(n g) / sum(n), for the k passes of the rank with most
+                divisor = sum(map(sum, weights)) / max(map(len, weights))
+            self._reduce(part, optimizer, members, divisor or 1.0)
+            if not divisor and step.applies:  # nobody has counted anything, so the step changes nothing
+                for rank, index in itertools.product(members, self.replicas[0].members[part]):
+                    self.replicas[rank].model[index].grad = None
         for rank in active:
             if step.clips:
                 self.replicas[rank].clip()
@@ -144,6 +157,12 @@ class Simulation:
             self._touched[rank].clear()
         if self._program.joins is not None and number + 1 == self._program.joins[1]:
             self._take_over(active[0])
+
+    def _weights(self, part: int, rank: int, step: Step) -> list[int]:
+        """Return the weights of a rank's passes that compute gradients of an optimizer."""
+        turn = step.turns[rank]
+        return [each.weight for each in (turn.backwards if turn is not None else ())
+                if each.weight is not None and self.replicas[rank].computes(part, each)]
 
     def _prepare(self, rank: int, replica: Replica, step: Step, *, active: bool) -> None:
         for change in step.changes:
@@ -155,8 +174,7 @@ class Simulation:
             replica.clear(step.clears)
             self._reduced[rank] = {index for index in self._reduced[rank] if replica.model[index].grad is not None}
 
-    def _reduce(self, part: int, optimizer: Optimizer, ranks: Sequence[int]) -> None:
-        divisor = self._program.size if optimizer.ranks is None else len(optimizer.ranks)
+    def _reduce(self, part: int, optimizer: Optimizer, ranks: Sequence[int], divisor: float) -> None:
         replica = self.replicas[0]
         self._admitted[part].update(index for index in replica.members[part] if replica.model[index].requires_grad)
         for index in sorted(self._admitted[part]):
@@ -181,7 +199,7 @@ class Simulation:
                 replica.optimizers[0].load_state_dict(copy.deepcopy(self.replicas[root].optimizers[0].state_dict()))
 
 
-def mean(gradients: Sequence[torch.Tensor], divisor: int) -> torch.Tensor:
+def mean(gradients: Sequence[torch.Tensor], divisor: float) -> torch.Tensor:
     """Return the sum of gradients, in the order of the ranks, over a divisor; 16-bit ones are summed in float32."""
     if any(gradient.layout is not torch.strided for gradient in gradients):
         total = sum(gradients[1:], gradients[0]).coalesce()

@@ -50,6 +50,7 @@ FEATURES: dict[str, tuple[object, ...]] = {
     "compiled": (False, True),
     "uneven": (False, True),
     "shares": ("equal", "list", "random"),
+    "weighted": (False, True),
 }
 """By name of a feature, its values; the first one is the plain one."""
 FIRST = ("model", "optimizer", "scoped")
@@ -89,6 +90,7 @@ class Training:
         uneven: whether the last batch of an epoch has an odd number of rows (in a scope), or ranks run out of batches at
             different times and `join()`.
         shares: of ranks in the strategy's global batches; "random" ones are others in each batch.
+        weighted: whether ranks divide each batch at random and `set_weight`; some have weight 0.
         rows: of a global batch.
         batches: of a step.
         steps: in each epoch.
@@ -131,6 +133,7 @@ class Training:
     compiled: bool = False
     uneven: bool = False
     shares: str = "equal"
+    weighted: bool = False
     rows: int = 4
     batches: int = 1
     steps: int = 3
@@ -189,7 +192,7 @@ KEPT = ("kept list", "flat buffer")
 ZEROS = ("model zeros", "hand zeros", *KEPT)
 REENTRANT = ("reentrant checkpoint", "reentrant twice", "all reentrant")
 RECURRENT = ("lstm", "gru")
-OUTSIDE = ("groups", "predivide", "op", "process_set", "sparse_as_dense", "wait_in", "hook", "named", "begins")
+OUTSIDE = ("groups", "predivide", "op", "process_set", "sparse_as_dense", "wait_in", "hook", "named", "begins", "weighted")
 """Options of `DistributedOptimizer` that a strategy does not have, and broadcasts that it makes by itself."""
 PLAIN = {name: values[0] for name, values in FEATURES.items()}
 
@@ -277,6 +280,9 @@ RULES: dict[str, Callable[[Training], bool]] = {
     "these belong to a strategy": lambda it: not it.scoped and _differs(it, "scaled_rate", "loader", "shares"),
     "copies are not in the scope": lambda it: it.scoped and it.event == "copy both",
     "a hook decides itself how to average": lambda it: it.hook and _differs(it, "groups", "compression", "predivide", "op"),
+    "weights are of averages, and of passes that make one round": lambda it: it.weighted and (
+        it.op != "Average" or it.hook or it.accumulation == "naive" or it.loss == "disjoint" or it.uneven
+        or (it.structure == "in turns" and it.amp == "infinity")),  # the other one's pass finds reduced gradients
     "only averages are divided": lambda it: it.predivide != 1.0 and it.op != "Average",
     "only rows can be made dense": lambda it: it.sparse_as_dense and not it.is_sparse,
     "a second pass onto sums would count the first one twice": lambda it: it.accumulation == "naive" and (
@@ -286,7 +292,7 @@ RULES: dict[str, Callable[[Training], bool]] = {
     "a rank that has no gradient for any parameter of an optimizer comes too late to clip": lambda it: (
         it.model == "experts" and it.structure == "two" and it.clips != "none"),
     "only the optimizer's zero_grad tells that sums begin anew, where no step has used them": lambda it: (
-        it.op == "Sum" and it.clears in ZEROS and (it.event == "skip" or it.amp == "infinity"
+        (it.op == "Sum" or it.weighted) and it.clears in ZEROS and (it.event == "skip" or it.amp == "infinity"
                                                    or it.structure == "in turns" or it.optimizer.startswith("LBFGS"))),
     "a hook that scales what has accumulated is called where a pass adds to it, which not all ranks' passes do": lambda it: (
         it.model == "experts" and it.hooks.endswith("wrapping") and it.accumulation != "none"),

@@ -210,6 +210,7 @@ class Script:
     def backward(self, x: torch.Tensor, y: torch.Tensor, factor: float, *, is_last: bool) -> float:
         """Compute gradients of a batch; return its loss."""
         training = self.training
+        self.side.weigh(self.optimizers)
         if training.gradients == "func.grad":
             return self.functional(x, y, factor)
         found = self.loss(x, y)
@@ -233,6 +234,7 @@ class Script:
         def closure() -> torch.Tensor:
             self.clear()
             loss: Any = sum(self.loss(x, y))
+            self.side.weigh(self.optimizers)
             (loss * factor).backward()
             if self.training.clips in ("norm", "value"):
                 self.clip(self.model.parameters())
@@ -273,10 +275,12 @@ class Script:
         with self.autocast():
             outputs = self.model(x)
             told = functional.softplus(-self.critic(y)).mean() + functional.softplus(self.critic(outputs.detach())).mean()
+        self.side.weigh(self.optimizers)
         self.scaler.scale(told * factor * self.infinity()).backward()
         self.update(self.optimizers[1:], self.critic.parameters())
         with self.autocast():
             fooled = functional.softplus(-self.critic(outputs)).mean() + functional.mse_loss(outputs, y)
+        self.side.weigh(self.optimizers)
         self.scaler.scale(fooled * factor).backward()
         self.update(self.optimizers[:1], self.model.parameters())
         self.scaler.update() if self.scaler.is_enabled() else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -63,6 +64,9 @@ class Alone:
     def synchronize(self, optimizers: Sequence[Any]) -> None:
         """Make gradients final that the script has set."""
 
+    def weigh(self, optimizers: Sequence[Any]) -> None:
+        """Give the next backward pass its weight."""
+
     def init_anew(self) -> None:
         """Begin a new job of the same ranks."""
 
@@ -114,6 +118,7 @@ class Outside(Alone):
         self.seed += 0 if training.begins == "same seed" else 1000 * hvd.rank()
         self.meets_infinity = hvd.rank() == training.seed % training.size
         self.loads = hvd.rank() == 0
+        self._count = 0  # of this rank's rows in the batch
 
     def converted(self, model: torch.nn.Module) -> torch.nn.Module:
         return hvd.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -166,7 +171,13 @@ class Outside(Alone):
         for optimizer in optimizers:
             optimizer.synchronize()
 
+    def weigh(self, optimizers: Sequence[Any]) -> None:
+        for optimizer in optimizers if self.training.weighted else ():
+            optimizer.set_weight(self._count)
+
     def mean(self, loss: torch.Tensor) -> float:
+        if self.training.weighted:
+            return float(hvd.allreduce(loss.detach() * self._count, op=hvd.Sum)) / self.training.rows
         return float(loss.detach()) if self.training.uneven else float(hvd.allreduce(loss.detach()))
 
     def batches(self) -> Iterator[Batch]:
@@ -176,7 +187,14 @@ class Outside(Alone):
             lasts = hvd.rank() == training.seed % training.size
             if training.uneven and index >= (training.steps - 1) * training.batches and not lasts:
                 return
-            yield *_part(batch, hvd.rank(), training.size), share
+            if training.weighted:
+                counts = _counts(training, index)
+                begin, self._count = sum(counts[:hvd.rank()]), counts[hvd.rank()]
+                begin = min(begin, training.rows - 1)  # of the row of a rank that has none
+                x, y = (column[begin:begin + max(1, self._count)] for column in batch)
+                yield x, y, 1.0
+            else:
+                yield *_part(batch, hvd.rank(), training.size), share
 
 
 class Scoped(Outside):
@@ -223,6 +241,20 @@ class _Rows(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return zip(*self._columns, strict=True)
+
+
+def _counts(training: Training, index: int) -> list[int]:
+    """Return how many rows of a batch each rank has.
+
+    The rank that may meet infinity has some, others perhaps none; they compute with one whose weight is 0, but not where all
+    ranks' rows count in a normalisation.
+    """
+    draw = random.Random(f"{training.seed} {index}")
+    some = training.model == "sync batch norm"
+    counts = [int(some or rank == training.seed % training.size) for rank in range(training.size)]
+    for _ in range(training.rows - sum(counts)):
+        counts[draw.randrange(training.size) if index % 3 else training.seed % training.size] += 1
+    return counts
 
 
 def _part(batch: tuple[torch.Tensor, torch.Tensor], rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
