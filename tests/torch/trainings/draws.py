@@ -338,12 +338,11 @@ COMING: dict[str, Callable[[Training], bool]] = {
         it.uneven and not it.scoped and it.model in ("experts", "unused") and it.clears in ZEROS),
     "disjoint losses with backward_passes_per_step": lambda it: it.accumulation == "passes" and it.loss == "disjoint",
     "gradients that a script sets": lambda it: it.gradients in ("autograd.grad", "func.grad"),
-    "kept gradients of parts that a pass does not reach, in batches with weights: they are replaced by copies": lambda it: (
+    "kept gradients of parts that a pass does not reach, in batches with weights": lambda it: (
         it.scoped and (it.uneven or it.shares != "equal") and it.clears in KEPT
         and (it.model == "experts" or it.loss == "disjoint")),
 }
-LATER: tuple[str, ...] = (
-    "kept gradients of parts that a pass does not reach, in batches with weights: they are replaced by copies",)
+LATER: tuple[str, ...] = ()
 """What of these does not work yet, and is not drawn."""
 
 
