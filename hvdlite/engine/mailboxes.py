@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
@@ -12,14 +12,15 @@ from hvdlite.diagnostics.stall_report import CallHistory
 from hvdlite.handoff.exchange import MailboxCall
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.mailbox import MailboxEnd
-from hvdlite.memory.area import Area
+from hvdlite.memory.area import Area, area_bytes
 from hvdlite.memory.patience import Patience, has_cores
+from hvdlite.memory.shared import Range
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.messages import Mailbox, MailboxFrozen, MailboxStale
 from hvdlite.planes.arithmetic import Casts
 
-Areas = Callable[[int, Sequence[int]], Area | None]
-"""Returns the next area of that capacity for some ranks, None on other ranks; all ranks make the same calls in order."""
+Areas = Callable[[int], Range]
+"""Returns the next range of so many bytes, without pages; all ranks make the same calls in order."""
 
 
 class Mailboxes:
@@ -44,7 +45,7 @@ class Mailboxes:
         self._casts, self._spin = casts, spin
         self._recorder, self._history = recorder, history
         self._last: dict[int, MailboxEnd] = {}  # by area
-        self._areas: dict[int, Area | None] = {}
+        self._areas: dict[int, Range] = {}  # of all members of mailboxes, by turns
         self._ends: dict[int, MailboxEnd] = {}
         self._unusable: dict[int, int] = {}  # mailboxes without memory here, and the round before their first
 
@@ -57,11 +58,13 @@ class Mailboxes:
         """Let threads use a mailbox, if this rank is a member of its process set."""
         assert self._make_area is not None
         ranks, number = self._handoff.state.process_sets[mailbox.process_set_id], mailbox.area
-        if number not in self._areas:
-            self._areas[number] = None
-            with contextlib.suppress(MemoryError, OSError):
-                self._areas[number] = self._make_area(mailbox.capacity, ranks)
-        area = self._areas[number]
+        nbytes, area = area_bytes(len(ranks), mailbox.capacity), None
+        with contextlib.suppress(MemoryError, OSError):
+            if number not in self._areas:
+                self._areas[number] = self._make_area(nbytes)
+            if self._rank in ranks:
+                self._areas[number].allocate(0, nbytes)
+                area = Area(self._areas[number].bytes, ranks.index(self._rank), len(ranks), mailbox.capacity)
         if self._rank not in ranks:
             return
         last = self._last.get(number)

@@ -17,7 +17,6 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.entry import Entry
 from hvdlite.memory.area import ROWS, Area
 from hvdlite.negotiation.fusion import even_rows
-from hvdlite.negotiation.mailboxes import stem_of
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.arithmetic import Casts, Reduction
 
@@ -29,7 +28,7 @@ class Signature(NamedTuple):
     """What must be the same on all ranks, but for the number in a name: calls without a name are numbered.
 
     Attributes:
-        stem: see `stem_of`; or the whole name.
+        stem: see `stem_and_number`.
         shape: without the first dimension where ranks' rows may differ.
         root: an index among the ranks of the process set; -1 for none.
     """
@@ -50,7 +49,7 @@ class MailboxCall:
 
     Attributes:
         key: what is in use meanwhile: the process set and the name.
-        name_number: of the name; different for each name with the signature's stem.
+        name_number: see `stem_and_number`.
         source: this rank's values, flat.
         output: receives the result, flat; None if its size is known only from the others.
         make_entry: makes an ordinary request of it; its name is in use already.
@@ -85,19 +84,8 @@ class MailboxCall:
         return self.source.nbytes + 8 * len(self.splits)
 
 
-LONGEST_NUMBER: Final = 17
-"""Digits, with which a 1 before them fits into 64 bits."""
-
-
-def stem_and_number(name: str) -> tuple[str, int]:
-    """Return a name's stem, and a number that is different for each name with this stem; the whole name if there is none."""
-    stem = stem_of(name)
-    digits = name[len(stem):]
-    return (stem, int(f"1{digits}")) if len(digits) <= LONGEST_NUMBER else (name, 0)
-
-
 class Exchange:
-    """Calls of one signature in one area. This one is a barrier: nobody has values.
+    """Calls of one signature in one area.
 
     Args:
         members: the ranks of the process set.
@@ -126,6 +114,10 @@ class Exchange:
         call.result = np.empty((rows, *self.signature.shape), self.dtype)
         flat: Array = call.result.reshape(-1)
         return flat
+
+
+class Barrier(Exchange):
+    """Nobody has values."""
 
 
 class Allreduce(Exchange):
@@ -206,5 +198,6 @@ class Alltoall(Exchange):
         call.result = call.result, received
 
 
-KINDS: Final = {Collective.ALLREDUCE: Allreduce, Collective.REDUCESCATTER: Reducescatter, Collective.BROADCAST: Broadcast,
-                Collective.ALLGATHER: Allgather, Collective.ALLTOALL: Alltoall, Collective.BARRIER: Exchange}
+EXCHANGES: Final = {Collective.ALLREDUCE: Allreduce, Collective.REDUCESCATTER: Reducescatter,
+                    Collective.BROADCAST: Broadcast, Collective.ALLGATHER: Allgather, Collective.ALLTOALL: Alltoall,
+                    Collective.BARRIER: Barrier}

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Final
 
 from hvdlite.handoff.entry import Entry
-from hvdlite.handoff.exchange import KINDS, Exchange, MailboxCall, Signature
+from hvdlite.handoff.exchange import EXCHANGES, Exchange, MailboxCall, Signature
 from hvdlite.handoff.inbox import Inbox, Task
 from hvdlite.memory.area import LENGTH, NAME_NUMBER, NUMBER, ROWS, TEXT, Area
 from hvdlite.memory.patience import Patience
@@ -261,7 +261,7 @@ class MailboxEnd:
             return False
         self._signature = None
         self._text = text
-        self._exchange = KINDS[signature.collective](signature, self.members, self._area, self._casts)
+        self._exchange = EXCHANGES[signature.collective](signature, self.members, self._area, self._casts)
         self._signature = signature
         return True
 

@@ -17,14 +17,13 @@ Rules (docs/protocol.md#areas)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.memory.futex import shared_word
-from hvdlite.memory.shared import SharedMemory
 
 LINE: Final = 64
 """Bytes of a line and of a head."""
@@ -132,17 +131,6 @@ class Area:
         self.word = self._words[self.index]
         if lines:
             lines[self.index][LET_GO] = let_go
-
-
-def next_area(memory: SharedMemory, rank: int, capacity: int, ranks: Sequence[int]) -> Area | None:
-    """Return the next area of a host's file, with pages; None if `rank` is not one of `ranks`.
-
-    Raises:
-        MemoryError: see `SharedMemory.segment`.
-    """
-    nbytes = area_bytes(len(ranks), capacity)
-    taken = memory.range(nbytes, ranks, nbytes)
-    return None if taken is None else Area(taken.bytes, list(ranks).index(rank), len(ranks), capacity)
 
 
 def _padded(nbytes: int) -> int:

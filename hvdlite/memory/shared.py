@@ -198,6 +198,14 @@ class SharedMemory:
             self.allocate(start, pages)
         return self.mapped(start, nbytes)
 
+    def mapped_range(self, nbytes: int) -> Range:
+        """Return the next range, without pages, on every rank.
+
+        Raises:
+            MemoryError: on all ranks, when the file is exhausted.
+        """
+        return self.mapped(self._next_range(nbytes, PAGE), nbytes)
+
     def segment(self, ranks: Sequence[int], slot: int) -> Segment | None:
         """Return the next segment, for a process set; None if this rank is not one of `ranks`.
 

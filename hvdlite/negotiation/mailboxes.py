@@ -20,6 +20,7 @@ Rules (docs/protocol.md#mailboxes)
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
@@ -31,7 +32,7 @@ from hvdlite.negotiation.stalls import Stall
 OPENS_AFTER: Final = 2
 """Calls of a stem after which a mailbox opens."""
 MOST_CALLS: Final = 1024
-"""The same after mailboxes of the stem that ended soon: doubled each time, up to this."""
+"""The same after mailboxes of the stem that ended soon, or for another stem: doubled each time, up to this."""
 SOON: Final = 16
 """Rounds below which a mailbox has ended soon."""
 CLASSES: Final = ((31 << 10, 64), (512 << 10, 32), (4 << 20, 4))
@@ -41,17 +42,26 @@ TRAFFIC: Final = 1 << 20
 """Bytes of all ranks' values in one call, with more than two ranks: each reads them all, where a plane divides the work."""
 STEMS: Final = 1024
 """Stems whose calls are counted; of more, counting begins anew."""
-KINDS: Final = frozenset({Collective.ALLREDUCE, Collective.REDUCESCATTER, Collective.BROADCAST, Collective.ALLGATHER,
-                          Collective.ALLTOALL, Collective.BARRIER})
+BLOCKING_KINDS: Final = frozenset({Collective.ALLREDUCE, Collective.REDUCESCATTER, Collective.BROADCAST,
+                                   Collective.ALLGATHER, Collective.ALLTOALL, Collective.BARRIER})
 OPERATIONS: Final = frozenset({ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT})
 
 StemKey = tuple[int, str]
 """A process set, and the stem of a name."""
 
 
-def stem_of(name: str) -> str:
-    """Return a name without the number at its end: calls without a name are numbered."""
-    return name.rstrip("0123456789")
+LONGEST_NUMBER: Final = 17
+"""Digits, which fit into 64 bits with a 1 before them."""
+
+
+def stem_and_number(name: str) -> tuple[str, int]:
+    """Return a name without the digits at its end, because calls without a name are numbered; and a number that tells them.
+
+    A name with too many digits is its own stem. Names with the same stem have different numbers, "x1" and "x01", too.
+    """
+    stem = name.rstrip("0123456789")
+    digits = name[len(stem):]
+    return (stem, int(f"1{digits}")) if len(digits) <= LONGEST_NUMBER else (name, 0)
 
 
 @dataclasses.dataclass
@@ -65,12 +75,14 @@ class _Open:
     since: float = 0.0  # when it was frozen
     waiting: dict[int, str] = dataclasses.field(default_factory=dict)  # tensors that ranks wait for, by rank
     warned: bool = False
+    is_evicted: bool = False  # another stem needs its area
 
 
 @dataclasses.dataclass
 class _Area:
-    members: tuple[int, ...]
+    size: int  # members; 0 when it is not used any more
     capacity: int
+    members: tuple[int, ...] = ()  # of its last mailbox
     next_round: int = 1
     closed_in: int | None = None  # the decision that closed its mailbox; None while it has one, or is not used again
 
@@ -114,9 +126,9 @@ class MailboxTable:
             nbytes: what a rank brings at most.
             all_blocking: whether threads of all members block in it, and all members have data.
         """
-        if not self._limit or request.label or request.collective not in KINDS or len(members) < 2:
+        if not self._limit or request.label or request.collective not in BLOCKING_KINDS or len(members) < 2:
             return
-        key = request.process_set_id, stem_of(request.name)
+        key = request.process_set_id, stem_and_number(request.name)[0]
         limit = self._limit if len(members) == 2 else min(self._limit, TRAFFIC // len(members))
         if not (all_blocking and request.op in OPERATIONS and request.device == CPU and not request.group
                 and nbytes <= limit) or self.is_suspended:
@@ -140,7 +152,7 @@ class MailboxTable:
             self._take_back(members, capacity, now)
             return
         area = self._areas[number]
-        area.closed_in = None
+        area.closed_in, area.members = None, members
         mailbox = Mailbox(mailbox_id=self._next_id, stem=key[1], process_set_id=key[0], area=number, capacity=capacity,
                           first_round=area.next_round)
         self._next_id += 1
@@ -151,20 +163,22 @@ class MailboxTable:
     def _free_area(self, members: tuple[int, ...], capacity: int) -> int | None:
         applied = self.applied()
         for number, area in enumerate(self._areas):
-            if (area.closed_in is not None and area.closed_in < applied and area.members == members
+            if (area.closed_in is not None and area.closed_in < applied and area.size == len(members)
                     and area.capacity == capacity):
                 return number
-        most = next(most for size, most in CLASSES if capacity <= size)
-        if sum(area.capacity == capacity for area in self._areas) >= most:
+        least, size, most = next((least, size, most) for (least, _), (size, most) in itertools.pairwise(((0, 0), *CLASSES))
+                                 if capacity <= size)
+        if sum(least < area.capacity <= size for area in self._areas) >= most:
             return None
-        self._areas.append(_Area(members, capacity))
+        self._areas.append(_Area(len(members), capacity))
         return len(self._areas) - 1
 
     def _take_back(self, members: tuple[int, ...], capacity: int, now: float) -> None:
         """End the mailbox that was opened first, unless an area is about to be free; a later call gets it."""
-        mine = [number for number, area in enumerate(self._areas) if (area.members, area.capacity) == (members, capacity)]
+        mine = [number for number, area in enumerate(self._areas) if (area.size, area.capacity) == (len(members), capacity)]
         in_use = [found for found in self._open.values() if found.mailbox.area in mine]
         if in_use and len(in_use) == len(mine) and all(found.awaited is None for found in in_use):
+            in_use[0].is_evicted = True
             self._freeze(in_use[0], now)
 
     # --- the end of a mailbox ------------------------------------------------------------------------------------------
@@ -195,7 +209,7 @@ class MailboxTable:
                 self._answered(found, rank, sequence)
         for area in self._areas:
             if rank in area.members:
-                area.members = ()
+                area.size = 0
 
     def member_frozen(self, rank: int, frozen: MailboxFrozen, sequence: int) -> None:
         """A member does not write to a mailbox any more.
@@ -225,7 +239,7 @@ class MailboxTable:
         area.next_round, area.closed_in = found.last_round + 1, sequence
         key = mailbox.process_set_id, mailbox.stem
         del self._stems[key]
-        if found.last_round - mailbox.first_round + 1 < SOON:
+        if found.is_evicted or found.last_round - mailbox.first_round + 1 < SOON:
             self._needed[key] = min(2 * self._needed.get(key, OPENS_AFTER), MOST_CALLS)
         else:
             self._needed.pop(key, None)

@@ -26,7 +26,7 @@ from hvdlite.negotiation.fusion import payload_bytes, receive_splits, response_t
 from hvdlite.negotiation.gathering import Gathered, Ranks, Requests, first_of, grouped
 from hvdlite.negotiation.gradient_sets import GradientSetTable
 from hvdlite.negotiation.layouts import BucketSizes, release_of, requests_of
-from hvdlite.negotiation.mailboxes import KINDS, MailboxTable
+from hvdlite.negotiation.mailboxes import BLOCKING_KINDS, MailboxTable
 from hvdlite.negotiation.messages import (
     BucketReady,
     BucketRelease,
@@ -269,7 +269,7 @@ class Negotiator:
         self.outcome.ready.append((self._with_result(response, requests), nbytes))
         if request.collective is Collective.ALLREDUCE:
             self.reduced_bytes += nbytes
-        if request.collective in KINDS and not request.label:
+        if request.collective in BLOCKING_KINDS and not request.label:
             each_of = [each for _, each in grouped(requests)]
             most = max(payload_bytes(each) + 8 * len(each.splits) for each in each_of)
             self.mailboxes.observe(request, members, most, now, all_blocking=not self.joins.ranks and all(

@@ -23,6 +23,13 @@ def reducible(name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp
     return transportable(name, source)
 
 
+def check_writeable(name: str, output: AnyArray) -> None:
+    """Raise `UnsupportedError` for an array that cannot receive a result."""
+    if type(output) is not DeviceArray and not output.flags.writeable:  # type: ignore[union-attr]
+        raise UnsupportedError(f"'{name}': the array of shape {list(output.shape)} is read-only, and would be overwritten; "
+                               "pass a copy")
+
+
 def check_rows(name: str, array: AnyArray, what: str) -> None:
     """Raise `UnsupportedError` for a scalar, of which no rows can be cut or joined."""
     if array.ndim == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import ProcessProbe
 from hvdlite.engine.connections import Connections
 from hvdlite.engine.oob import OobChannel
-from hvdlite.memory.area import Area, next_area
+from hvdlite.memory.area import Area
 from hvdlite.memory.futex import AVAILABLE as FUTEXES
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.layouts import BucketSizes
@@ -176,7 +175,7 @@ def _assembled(meeting: Meeting, casts: Casts, stack_dump: StackDumpTarget, envi
     has_mailboxes = choice.name == "shm" and FUTEXES
     devices = gpus(info, config, environment)(world.rank, oob, control.wake)
     connections = Connections(control, plane, oob, devices, probe, common_clock(welcome),
-                              functools.partial(next_area, memory, world.rank) if has_mailboxes else None, casts,
+                              memory.mapped_range if has_mailboxes else None, casts,
                               dict(zip(local, memory.heaps(len(local)), strict=True)), planes.of_group, info.rank_names)
     coordinator = coordinator_for(world, config, learned, mailbox_limit=config.mailbox_limit if has_mailboxes else 0)
     runtime = Runtime(world, config, connections, coordinator, hosts)

@@ -17,12 +17,13 @@ from hvdlite.core.texts import encodable
 from hvdlite.core.types import ROOTED, Collective, ReduceOp
 from hvdlite.core.world import World
 from hvdlite.handoff.entry import Entry, NotifyingEntry
-from hvdlite.handoff.exchange import MailboxCall, Signature, stem_and_number
+from hvdlite.handoff.exchange import MailboxCall, Signature
 from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.handoff.handoff import Handoff
+from hvdlite.negotiation.mailboxes import stem_and_number
 from hvdlite.negotiation.messages import Request, Wait
 from hvdlite.negotiation.process_sets import pair_set_id
-from hvdlite.runtime.arguments import check_rows, reducible, transportable
+from hvdlite.runtime.arguments import check_rows, check_writeable, reducible, transportable
 
 _NOTHING: Final[Array] = np.empty(0, np.uint8)
 
@@ -77,6 +78,7 @@ class Collectives:
         """
         op = ReduceOp(op)
         dtype, prescale, postscale = reducible(name, source, output, op), float(prescale), float(postscale)
+        check_writeable(name, output)
 
         def entry() -> Entry:
             request = Request(name, Collective.ALLREDUCE, dtype, output.shape, op=op, prescale=prescale, postscale=postscale,
@@ -207,6 +209,7 @@ class Collectives:
             UnsupportedError: for an unsupported dtype, or a root or a caller that is not in the set.
             DuplicateNameError: Like `allreduce`.
         """
+        check_writeable(name, array)
         request = self.request(name, Collective.BROADCAST, transportable(name, array), array.shape, root_rank=root_rank,
                                payload=self._payload(array, over_control) if self._world.rank == root_rank else None,
                                process_set=process_set, device=device_of(array), blocking=blocking)

@@ -22,7 +22,7 @@ from hvdlite.groups.link import Done, GroupLink
 from hvdlite.groups.members import GroupMembers
 from hvdlite.groups.messages import Messages
 from hvdlite.handoff.group_state import GroupState
-from hvdlite.memory.area import LEFT, Area, next_area
+from hvdlite.memory.area import LEFT, Area, area_bytes
 from hvdlite.memory.fence import Fence, fence_file
 from hvdlite.memory.rings import Rings, pair_bytes
 from hvdlite.memory.shared import SharedMemory
@@ -143,11 +143,10 @@ class Host:
 
     def place(self, index: int) -> tuple[Area, Rings]:
         """Return what a rank of the host sees of the group."""
-        memory, local = self.memories[index], range(len(self.ranks))
-        area, pairs = next_area(memory, index, 0, local), memory.range(pair_bytes(len(self.ranks)), local)
-        assert area is not None and pairs is not None
-        pairs.allocate(0, pairs.bytes.size)
-        return area, Rings(pairs.bytes.data, index, self.heaps[index], RING)
+        memory, size = self.memories[index], len(self.ranks)
+        lines, pairs = (memory.range(nbytes, range(size), nbytes) for nbytes in (area_bytes(size), pair_bytes(size)))
+        assert lines is not None and pairs is not None
+        return Area(lines.bytes, index, size), Rings(pairs.bytes.data, index, self.heaps[index], RING)
 
     @property
     def allocated(self) -> int:

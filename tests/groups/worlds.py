@@ -26,7 +26,7 @@ from hvdlite.groups.members import GroupMembers
 from hvdlite.groups.messages import Messages
 from hvdlite.groups.operation import Operation
 from hvdlite.handoff.group_state import PATIENCE_SECONDS, GroupState
-from hvdlite.memory.area import next_area
+from hvdlite.memory.area import Area, area_bytes
 from hvdlite.memory.fence import Fence, fence_file
 from hvdlite.memory.rings import Rings, pair_bytes
 from hvdlite.memory.shared import SharedMemory
@@ -121,9 +121,9 @@ def groups(size: int, *, one_host: bool = True, timeout: float = HANGS_SECONDS,
         memory = SharedMemory(os.dup(file), rank, Fence(os.dup(order)) if fenced else None)
         members = GroupMembers.of("group of tests", ranks, rank, Hosts((ranks,)))
         heaps, told = memory.heaps(size), Reports()
-        area = next_area(memory, rank, 0, ranks)
-        pairs = memory.range(pair_bytes(size), ranks)
-        assert area is not None and pairs is not None
+        lines, pairs = memory.range(area_bytes(size), ranks, area_bytes(size)), memory.range(pair_bytes(size), ranks)
+        assert lines is not None and pairs is not None
+        area = Area(lines.bytes, rank, size)
         state = GroupState("id", ranks, area, told.waits_changed)
         plane: Plane
         if one_host:

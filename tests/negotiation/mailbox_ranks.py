@@ -9,6 +9,7 @@ import dataclasses
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,16 +20,15 @@ from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.stall_report import CallHistory
 from hvdlite.engine.mailboxes import Mailboxes
 from hvdlite.handoff.entry import Entry
-from hvdlite.handoff.exchange import MailboxCall, Signature, stem_and_number
+from hvdlite.handoff.exchange import MailboxCall, Signature
 from hvdlite.handoff.handle import BlockedWaiters
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.inbox import Task
 from hvdlite.handoff.job_state import JobState
 from hvdlite.handoff.mailbox import MailboxEnd
-from hvdlite.memory.area import Area, area_bytes
 from hvdlite.negotiation.controller import CloseMailbox, Controller, FreezeMailbox
 from hvdlite.negotiation.coordinator import Coordinator
-from hvdlite.negotiation.mailboxes import stem_of
+from hvdlite.negotiation.mailboxes import stem_and_number
 from hvdlite.negotiation.messages import Decision, ErrorKind, Mailbox, MailboxStale, Report, Request, Response
 from hvdlite.negotiation.negotiator import Policy
 from hvdlite.planes.arithmetic import Casts
@@ -70,13 +70,15 @@ class Job:
         self.ranks = [Rank(self, rank, script) for rank, script in enumerate(scripts)]
         self.exchanged = 0  # calls that needed no request
 
-    def area(self, rank: int, number: int, capacity: int) -> Area:
-        """Return a rank's view of an area; now and then, a rank has no memory for it."""
+    def range(self, number: int, nbytes: int) -> Any:
+        """Return the memory of an area; now and then, a rank has no pages for it."""
         if number == len(self.areas):
-            self.areas.append(bytearray(area_bytes(self.size, capacity)))
+            self.areas.append(bytearray(nbytes))
+        return SimpleNamespace(bytes=self.areas[number], allocate=self._allocate)
+
+    def _allocate(self, begin: int, nbytes: int) -> None:
         if self.choice.random() < 0.02:
             raise MemoryError
-        return Area(self.areas[number], rank, self.size, capacity)
 
     def decide(self) -> None:
         """Send the next decision, if there is one."""
@@ -132,7 +134,7 @@ class Rank:
         self.inbox: deque[Decision] = deque()
         made, inbox = iter(range(1 << 30)), Inbox(self)
         self.handoff = Handoff(inbox, _WAITERS, JobState(job.size))  # type: ignore[arg-type]
-        self.mailboxes = Mailboxes(lambda capacity, _: job.area(rank, next(made), capacity), self.handoff, self.controller,
+        self.mailboxes = Mailboxes(lambda nbytes: job.range(next(made), nbytes), self.handoff, self.controller,
                                    FlightRecorder("shm", lambda: 0.0), CallHistory(), casts=Casts.of_numpy())
         self.entries: dict[str, tuple[Call, Entry]] = {}
         self.in_use: set[str] = set()
@@ -166,7 +168,7 @@ class Rank:
             return made
 
         self.in_use.add(call.name)
-        end = self.handoff.mailboxes.get((0, stem_of(call.name))) if call.blocking else None
+        end = self.handoff.mailboxes.get((0, stem_and_number(call.name)[0])) if call.blocking else None
         self.current = call, end, None
         if end is None:
             self.enqueue(entry())

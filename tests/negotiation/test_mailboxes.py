@@ -69,6 +69,43 @@ def test_without_a_free_area_the_mailbox_that_was_opened_first_is_given_back() -
 
 
 # docs/protocol.md#mailboxes
+def test_areas_serve_all_sets_with_equally_many_ranks_and_are_counted_by_size() -> None:
+    table = MailboxTable(4 << 20)
+    table.applied = lambda: 1 << 60
+
+    def call(name: str, members: tuple[int, ...], nbytes: int, process_set: int) -> None:
+        for _ in range(2):
+            request = Request(name, Collective.BROADCAST, "uint8", (nbytes,), root_rank=members[0], blocking=True,
+                              process_set_id=process_set)
+            table.observe(request, members, nbytes, 0.0, all_blocking=True)
+
+    large = dict(mailboxes.CLASSES)[4 << 20]
+    for index in range(large):
+        call(f"a{'x' * index}", (0, 1), 2 << 20, 1)
+    assert len(table.opened) == large
+    call("b", (1, 2), 2 << 20, 2)
+    assert table.frozen == [1], "the first one gives its area, whichever the members"
+    table.freeze_in(1, 0.0)  # the set is removed
+    for mailbox in table.opened[:]:
+        for rank in (0, 1):
+            table.member_frozen(rank, MailboxFrozen(mailbox.mailbox_id, 20), sequence=5)
+    call("b", (1, 2), 2 << 20, 2)
+    assert table.opened[-1].stem == "b" and table.opened[-1].area < large
+    for count in (3, 4, 5):
+        for index in range(40):
+            call(f"c{'x' * index}", tuple(range(count)), 100 << 10, 2 + count)
+    assert sum(mailbox.capacity > 31 << 10 for mailbox in table.opened) <= 2 * large + dict(mailboxes.CLASSES)[512 << 10]
+
+
+@pytest.mark.parametrize(("name", "stem"), [
+    ("x", "x"), ("x1", "x"), ("x01", "x"), ("7", ""), (f"q{10 ** 17}", f"q{10 ** 17}")])
+def test_names_have_a_stem_and_a_number_of_their_own(name: str, stem: str) -> None:
+    assert mailboxes.stem_and_number(name)[0] == stem
+    names = [name, f"{name}1", f"{name}01", f"{name}0"]
+    assert len(set(map(mailboxes.stem_and_number, names))) == 4
+
+
+# docs/protocol.md#mailboxes
 @pytest.mark.parametrize("is_too_early", [False, True])
 def test_an_area_is_used_again_only_when_all_ranks_have_applied_the_end_of_its_mailbox(is_too_early: bool) -> None:
     """A rank that has applied it would write round 3 over round 1, which another one has still to read.

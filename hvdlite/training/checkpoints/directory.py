@@ -23,7 +23,7 @@ from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.training.replicas import digest
 
-FORMAT: Final = "hvdlite checkpoint 1"
+FORMAT: Final = "hvdlite checkpoint 2"
 KEPT: Final = 2
 """The newest checkpoints, which are kept."""
 _NAME: Final = re.compile(r"checkpoint-(\d{6,})")
