@@ -168,6 +168,9 @@ def test_ranks_that_ask_for_different_shares_are_told_so() -> None:
         told = "replica 0 has shares=[1, 2], max_rows=None, replica 1 shares=[2, 1]"
         with pytest.raises(MismatchError, match=re.escape(told)):
             Shares(replicas, [[1, 2], [2, 1]][runtime.world.rank])
+        told = "replica 0 has shares=None, max_rows=None, replica 1 shares=None, max_rows=[3, 4]"
+        with pytest.raises(MismatchError, match=re.escape(told)):
+            Shares(replicas, None, [None, [3, 4]][runtime.world.rank])
     threads(2, step)
 
 

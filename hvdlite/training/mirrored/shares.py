@@ -83,6 +83,7 @@ class Shares:
     Args:
         asked: None for equal shares, "auto", a number for each replica, or for each replica of a host, by the host's name.
         max_rows: the most rows of a replica, or a list with a number for each; None without a limit.
+        compare: whether ranks compare what they ask for; they make this together then, also those that ask for nothing.
 
     Attributes:
         is_auto: whether they follow speeds.
@@ -94,11 +95,12 @@ class Shares:
         MismatchError: on all ranks, when they ask for different shares.
     """
 
-    def __init__(self, replicas: ReplicaGroup, asked: Any = None, max_rows: int | Sequence[int] | None = None) -> None:
+    def __init__(self, replicas: ReplicaGroup, asked: Any = None, max_rows: int | Sequence[int] | None = None, *,
+                 compare: bool = True) -> None:
         self._replicas = replicas
         self.is_auto = asked == AUTO and replicas.size > 1
         self.first = equal_split(replicas.replica_id, replicas.size)
-        if replicas.size > 1 and not (asked is None and max_rows is None):
+        if replicas.size > 1 and compare:
             own = f"shares={asked!r}, max_rows={max_rows!r}", socket.gethostname()
             everywhere = replicas.allgather_object(own, "shares")
             for replica_id, (theirs, _) in enumerate(everywhere):
