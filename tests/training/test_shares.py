@@ -209,6 +209,34 @@ def test_ranks_decide_alike_for_batches_that_are_made_early(prefetched: int, mon
     assert everywhere[first] != everywhere[0]
 
 
+class Interrupted:
+    """A handle whose first wait is interrupted."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle, self._errors = handle, [KeyboardInterrupt()]
+
+    def wait(self) -> Any:
+        if self._errors:
+            raise self._errors.pop()
+        return self._handle.wait()
+
+
+def test_an_interrupted_wait_loses_no_decision() -> None:
+    def step(runtime: Runtime) -> list[int]:
+        rank = runtime.world.rank
+        shares: Any = Shares(ReplicaGroup(runtime, GLOBAL_PROCESS_SET_ID), "auto")
+        current = shares.begin()
+        for _ in range(EVERY):
+            shares.finished(1, [1.0, 3.0][rank] * 8, 8)
+        if rank == 1:
+            shares._begun[0] = Interrupted(shares._begun[0])
+            with pytest.raises(KeyboardInterrupt):
+                shares.at(EVERY, current)
+        owns = [shares.at(number, current).own(16) for number in (EVERY - 1, EVERY)]
+        return [own.stop - own.start for own in owns]
+    assert threads(2, step) == [[8, 12], [8, 4]]
+
+
 def test_a_maker_ahead_waits_for_the_decision_or_the_end_of_its_pass() -> None:
     def step(runtime: Runtime) -> int:
         shares = Shares(ReplicaGroup(runtime, GLOBAL_PROCESS_SET_ID), "auto")

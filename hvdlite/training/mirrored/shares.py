@@ -129,11 +129,12 @@ class Shares:
                 self.changed.wait_for(lambda: self._begun or caller.has_ended)
                 if caller.has_ended:
                     break
-                measured = [Measured(*map(float, each)) for each in self._begun.popleft().wait()]
-                self._decided += 1
+                measured = [Measured(*map(float, each)) for each in self._begun[0].wait()]  # a wait may be interrupted
                 shares = balanced(measured, self.first.limits)
                 if shares is not None:
-                    self._splits.append((self._decided * EVERY, self.first._replace(shares=shares)))
+                    self._splits.append(((self._decided + 1) * EVERY, self.first._replace(shares=shares)))
+                self._decided += 1
+                self._begun.popleft()
             return next((split for since, split in reversed(self._splits) if since <= number), self.first)
 
     def finished(self, count: int, seconds: float, rows: int) -> None:
