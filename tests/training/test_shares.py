@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -172,6 +173,21 @@ def test_ranks_that_ask_for_different_shares_are_told_so() -> None:
         with pytest.raises(MismatchError, match=re.escape(told)):
             Shares(replicas, None, [None, [3, 4]][runtime.world.rank])
     threads(2, step)
+
+
+@pytest.mark.parametrize("forms", [
+    ([3, 1], [3.0, 1.0]), ((3, 1), list(np.array([3, 1]))), (np.array([3, 1]), np.array([3, 1], np.float32)),
+    ({"a": 3, "b": 1.5}, {"b": np.float64(1.5), "a": np.int8(3)})])
+def test_shares_in_other_forms_are_the_same(forms: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter("ab")
+    monkeypatch.setattr(socket, "gethostname", lambda: next(names))
+
+    def step(runtime: Runtime) -> tuple[float, ...]:
+        rank, limits = runtime.world.rank, (8, np.array([8, 8]).max())
+        shares = Shares(ReplicaGroup(runtime, GLOBAL_PROCESS_SET_ID), forms[rank], limits[rank])
+        assert shares.first.limits == (8, 8)
+        return tuple(sorted(shares.first.shares))
+    assert threads(2, step) == [(1.5 if isinstance(forms[0], dict) else 1.0, 3.0)] * 2
 
 
 def test_shares_by_host_and_limits() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import math
+import numbers
 import socket
 import statistics
 import threading
@@ -83,6 +84,7 @@ class Shares:
     Args:
         asked: None for equal shares, "auto", a number for each replica, or for each replica of a host, by the host's name.
         max_rows: the most rows of a replica, or a list with a number for each; None without a limit.
+            All numbers may be NumPy's, lists arrays.
         compare: whether ranks compare what they ask for; they make this together then, also those that ask for nothing.
 
     Attributes:
@@ -98,6 +100,7 @@ class Shares:
     def __init__(self, replicas: ReplicaGroup, asked: Any = None, max_rows: int | Sequence[int] | None = None, *,
                  compare: bool = True) -> None:
         self._replicas = replicas
+        asked, max_rows = plain(asked), plain(max_rows)
         self.is_auto = asked == AUTO and replicas.size > 1
         self.first = equal_split(replicas.replica_id, replicas.size)
         if replicas.size > 1 and compare:
@@ -200,6 +203,20 @@ class SharesPass:
         with self._shares.changed:
             self.has_ended = True
             self._shares.changed.notify_all()
+
+
+def plain(asked: Any) -> Any:
+    """Return what is asked of `Shares` in one form: Python's numbers, floats if need be, lists, and dicts in order."""
+    if isinstance(asked, np.ndarray):
+        asked = asked.tolist()
+    if isinstance(asked, Mapping):
+        return {host: plain(each) for host, each in sorted(asked.items(), key=lambda item: str(item[0]))}
+    if isinstance(asked, Sequence) and not isinstance(asked, str):
+        return [plain(each) for each in asked]
+    if not isinstance(asked, numbers.Real):
+        return asked
+    number = float(asked)
+    return int(number) if number.is_integer() else number
 
 
 def shares_asked(asked: Any, hosts: Sequence[str]) -> tuple[float, ...]:
