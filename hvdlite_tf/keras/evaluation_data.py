@@ -83,7 +83,8 @@ class EvaluationData:
         elif arrays is None and shards.is_tf_dataset(x):
             self._dataset = self._in_graph(x if shards.is_distributed(x) else checked(x))
         elif arrays is None and shards.is_loader(x):
-            self._begin_loader = shards.loaded_shards(x, strategy, shards.Sharing(Shares(strategy.replicas)))
+            equal = Shares(strategy.replicas, compare=False)
+            self._begin_loader = shards.loaded_shards(x, strategy, shards.Sharing(equal))
         elif arrays is None and not isinstance(x, keras.utils.PyDataset):
             if not hasattr(x, "__next__"):
                 raise ValueError(f"MirroredStrategy cannot share out {type(x).__name__}; give arrays, a tf.data.Dataset, a "

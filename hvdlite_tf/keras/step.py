@@ -153,6 +153,11 @@ def summing() -> Iterator[None]:
         _sums.reset(token)
 
 
+def is_summing() -> bool:
+    """Return whether this thread is in `strategy.run` on TensorFlow."""
+    return _sums.get()
+
+
 def prepared(gradients: Sequence[Any], accumulates: bool) -> list[Any]:
     """Return this rank's gradients, scaled so that their average over ranks by `StepReducer` is the gradient to apply.
 

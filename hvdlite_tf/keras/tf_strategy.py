@@ -7,6 +7,7 @@ guarantee the interface: README's table of versions has those with which the tes
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +25,8 @@ from hvdlite_tf import ops, step_samples
 from hvdlite_tf.keras import scope, step
 from hvdlite_tf.keras.shards import distributed_dataset, local_dataset
 from hvdlite_tf.variables import RANDOM_STATE
+
+_log = logging.getLogger("hvdlite")
 
 
 class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ignore[misc]
@@ -47,6 +50,7 @@ class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ign
 
     def _set_up(self) -> None:
         tf.distribute.Strategy.__init__(self, _Extended(self, own_device(api.local_rank())))
+        self._has_unequal_datasets = False
         with tf.device("CPU:0"):
             self._samples = tf.Variable(1.0, trainable=False)
         from tensorflow.python.eager import context
@@ -101,7 +105,7 @@ class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ign
         return isinstance(getattr(variable, "_value", variable), values.SyncOnReadVariable)
 
     def check_applies(self) -> None:
-        """Raise where gradients cannot be applied.
+        """Raise where gradients cannot be applied; warn once where they are averaged though shards have different sizes.
 
         Raises:
             RuntimeError: in the scope but outside of `run`, where Keras divides losses by the number of replicas.
@@ -110,6 +114,12 @@ class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ign
             raise RuntimeError("gradients are applied inside strategy.scope() but outside of strategy.run(), where Keras' "
                                "losses are divided by the number of replicas: call the training step with "
                                "strategy.run(step, args=...), or outside of the scope")
+        if self._has_unequal_datasets and step.current() is None and not step.is_summing():
+            self._has_unequal_datasets = False
+            _log.warning("MirroredStrategy(shares=...): outside of strategy.run, gradients are averaged over ranks with "
+                         "equal weights, but shards of experimental_distribute_dataset can have different sizes. Call "
+                         "the step with strategy.run(step, args=...), and divide its loss by the global batch size: "
+                         "tf.nn.compute_average_loss(losses, global_batch_size=...)")
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Return the sum or mean of a value over all ranks, and over the dimension `axis` unless it is None."""
@@ -213,6 +223,8 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         if self._mirrored.has_local_input or self._num_replicas_in_sync == 1:
             return dataset
+        first = self._mirrored.shares.first
+        self._mirrored._has_unequal_datasets |= len(set(first.shares)) > 1 or first.limits is not None
         return distributed_dataset(dataset, self._mirrored)
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:

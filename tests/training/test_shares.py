@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -168,7 +169,25 @@ def test_ranks_that_ask_for_different_shares_are_told_so() -> None:
         told = "replica 0 has shares=[1, 2], max_rows=None, replica 1 shares=[2, 1]"
         with pytest.raises(MismatchError, match=re.escape(told)):
             Shares(replicas, [[1, 2], [2, 1]][runtime.world.rank])
+        told = "replica 0 has shares=None, max_rows=None, replica 1 shares=None, max_rows=[3, 4]"
+        with pytest.raises(MismatchError, match=re.escape(told)):
+            Shares(replicas, None, [None, [3, 4]][runtime.world.rank])
     threads(2, step)
+
+
+@pytest.mark.parametrize("forms", [
+    ([3, 1], [3.0, 1.0]), ((3, 1), list(np.array([3, 1]))), (np.array([3, 1]), np.array([3, 1], np.float32)),
+    ({"a": 3, "b": 1.5}, {"b": np.float64(1.5), "a": np.int8(3)})])
+def test_shares_in_other_forms_are_the_same(forms: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter("ab")
+    monkeypatch.setattr(socket, "gethostname", lambda: next(names))
+
+    def step(runtime: Runtime) -> tuple[float, ...]:
+        rank, limits = runtime.world.rank, (8, np.array([8, 8]).max())
+        shares = Shares(ReplicaGroup(runtime, GLOBAL_PROCESS_SET_ID), forms[rank], limits[rank])
+        assert shares.first.limits == (8, 8)
+        return tuple(sorted(shares.first.shares))
+    assert threads(2, step) == [(1.5 if isinstance(forms[0], dict) else 1.0, 3.0)] * 2
 
 
 def test_shares_by_host_and_limits() -> None:
@@ -204,6 +223,34 @@ def test_ranks_decide_alike_for_batches_that_are_made_early(prefetched: int, mon
     first = EVERY + prefetched + AHEAD
     assert set(everywhere[:first]) == {(24, 23, 23)} and set(everywhere[-10:]) == {(30, 30, 10)}
     assert everywhere[first] != everywhere[0]
+
+
+class Interrupted:
+    """A handle whose first wait is interrupted."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle, self._errors = handle, [KeyboardInterrupt()]
+
+    def wait(self) -> Any:
+        if self._errors:
+            raise self._errors.pop()
+        return self._handle.wait()
+
+
+def test_an_interrupted_wait_loses_no_decision() -> None:
+    def step(runtime: Runtime) -> list[int]:
+        rank = runtime.world.rank
+        shares: Any = Shares(ReplicaGroup(runtime, GLOBAL_PROCESS_SET_ID), "auto")
+        current = shares.begin()
+        for _ in range(EVERY):
+            shares.finished(1, [1.0, 3.0][rank] * 8, 8)
+        if rank == 1:
+            shares._begun[0] = Interrupted(shares._begun[0])
+            with pytest.raises(KeyboardInterrupt):
+                shares.at(EVERY, current)
+        owns = [shares.at(number, current).own(16) for number in (EVERY - 1, EVERY)]
+        return [own.stop - own.start for own in owns]
+    assert threads(2, step) == [[8, 12], [8, 4]]
 
 
 def test_a_maker_ahead_waits_for_the_decision_or_the_end_of_its_pass() -> None:

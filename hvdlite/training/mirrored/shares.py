@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import math
+import numbers
 import socket
 import statistics
 import threading
@@ -83,6 +84,8 @@ class Shares:
     Args:
         asked: None for equal shares, "auto", a number for each replica, or for each replica of a host, by the host's name.
         max_rows: the most rows of a replica, or a list with a number for each; None without a limit.
+            All numbers may be NumPy's, lists arrays.
+        compare: whether ranks compare what they ask for; they make this together then, also those that ask for nothing.
 
     Attributes:
         is_auto: whether they follow speeds.
@@ -94,11 +97,13 @@ class Shares:
         MismatchError: on all ranks, when they ask for different shares.
     """
 
-    def __init__(self, replicas: ReplicaGroup, asked: Any = None, max_rows: int | Sequence[int] | None = None) -> None:
+    def __init__(self, replicas: ReplicaGroup, asked: Any = None, max_rows: int | Sequence[int] | None = None, *,
+                 compare: bool = True) -> None:
         self._replicas = replicas
+        asked, max_rows = plain(asked), plain(max_rows)
         self.is_auto = asked == AUTO and replicas.size > 1
         self.first = equal_split(replicas.replica_id, replicas.size)
-        if replicas.size > 1 and not (asked is None and max_rows is None):
+        if replicas.size > 1 and compare:
             own = f"shares={asked!r}, max_rows={max_rows!r}", socket.gethostname()
             everywhere = replicas.allgather_object(own, "shares")
             for replica_id, (theirs, _) in enumerate(everywhere):
@@ -127,11 +132,12 @@ class Shares:
                 self.changed.wait_for(lambda: self._begun or caller.has_ended)
                 if caller.has_ended:
                     break
-                measured = [Measured(*map(float, each)) for each in self._begun.popleft().wait()]
-                self._decided += 1
+                measured = [Measured(*map(float, each)) for each in self._begun[0].wait()]  # a wait may be interrupted
                 shares = balanced(measured, self.first.limits)
                 if shares is not None:
-                    self._splits.append((self._decided * EVERY, self.first._replace(shares=shares)))
+                    self._splits.append(((self._decided + 1) * EVERY, self.first._replace(shares=shares)))
+                self._decided += 1
+                self._begun.popleft()
             return next((split for since, split in reversed(self._splits) if since <= number), self.first)
 
     def finished(self, count: int, seconds: float, rows: int) -> None:
@@ -197,6 +203,20 @@ class SharesPass:
         with self._shares.changed:
             self.has_ended = True
             self._shares.changed.notify_all()
+
+
+def plain(asked: Any) -> Any:
+    """Return what is asked of `Shares` in one form: Python's numbers, floats if need be, lists, and dicts in order."""
+    if isinstance(asked, np.ndarray):
+        asked = asked.tolist()
+    if isinstance(asked, Mapping):
+        return {host: plain(each) for host, each in sorted(asked.items(), key=lambda item: str(item[0]))}
+    if isinstance(asked, Sequence) and not isinstance(asked, str):
+        return [plain(each) for each in asked]
+    if not isinstance(asked, numbers.Real):
+        return asked
+    number = float(asked)
+    return int(number) if number.is_integer() else number
 
 
 def shares_asked(asked: Any, hosts: Sequence[str]) -> tuple[float, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import logging
 from typing import Any
 
 import keras
+import numpy as np
 
 import hvdlite_tf.keras as hvd
 from hvdlite.core.errors import UnsupportedError
@@ -77,3 +80,28 @@ def fixed_shares_and_batches_by_hand() -> None:
         assert [len(x) for x, _ in strategy.experimental_distribute_dataset(dataset)][:2] == [(7, 5)[hvd.rank()]] * 2
         raises(UnsupportedError, "give the strategy a number for each rank",
                lambda: hvd.MirroredStrategy(shares="auto").experimental_distribute_dataset(dataset))
+        loops_of_steps(strategy)
+
+
+def loops_of_steps(strategy: Any) -> None:
+    """TensorFlow: `run` trains like one process; outside of it a loop over unequal shards warns, once."""
+    import tensorflow as tf
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    logging.getLogger("hvdlite").addHandler(handler)
+    with strategy.scope():
+        variable, optimizer = keras.Variable(np.zeros((X.shape[1], 1), X.dtype)), keras.optimizers.SGD(1.0)
+
+    def step(x: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.nn.compute_average_loss(tf.matmul(x, variable.value)[:, 0], global_batch_size=BATCH)
+        optimizer.apply(tape.gradient(loss, [variable.value]), [variable])
+    shard = next(iter(strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(X).batch(BATCH))))
+    strategy.run(step, args=(shard,))
+    strategy.run(tf.function(step), args=(shard,))
+    np.testing.assert_allclose(variable.numpy()[:, 0], -2 * X[:BATCH].mean(0), rtol=1e-5, atol=1e-6)
+    assert not log.getvalue()
+    step(shard)
+    step(shard)
+    assert log.getvalue().count("outside of strategy.run, gradients are averaged over ranks with equal weights") == 1
+    logging.getLogger("hvdlite").removeHandler(handler)
