@@ -92,8 +92,8 @@ class Hooks(Owner):
             self._hand_over_recorded(all_of_them=True)
             for parameter in itertools.islice(self._own.values(), 1):
                 self._notice_move(parameter)
-            if self._weigh_own():
-                self._count_pass()
+            if self._weigh_own() or (self._pass_weight is not None and self._pass_weight.factor.weight is not None):
+                self._count_pass()  # the weight also counts where the pass has reached no parameter, or there was none
             self.before_step.make_final(in_step=in_step)
         finally:
             self._unguard()
@@ -137,6 +137,8 @@ class Hooks(Owner):
     def stepped(self) -> None:
         """Like the reducer's."""
         self.has_stepped = True
+        if self._pass_weight is not None:
+            self._pass_weight.set(None, ())  # it was for a pass before the step
         self.before_step.stepped()
         self._weighed.clear()
         self._unguard()

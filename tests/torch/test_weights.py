@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hvdlite.core.errors import UnsupportedError  # noqa: E402
+from hvdlite.core.errors import MismatchError, UnsupportedError  # noqa: E402
 from hvdlite.core.process_set import ProcessSet  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
@@ -287,6 +287,38 @@ def test_equal_weights_give_the_bits_that_there_are_without() -> None:
         return found
     for without, equal in threads(2, step):
         assert all(torch.equal(one, other) for one, other in zip(without, equal, strict=True))
+
+
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+@pytest.mark.parametrize("other", [True, False], ids=["a pass of another optimizer", "no pass"])
+def test_a_rank_whose_pass_reaches_no_parameter_counts(other: bool, wait_in: str) -> None:
+    """Its gradients are zeros; the weight does not last until the next step."""
+    def step(runtime: Runtime) -> list[float]:
+        rank, found = runtime.world.rank, []
+        shared, expert = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+        optimizers = [DistributedOptimizer(torch.optim.SGD([each], lr=0.0), _runtime=runtime, wait_in=wait_in)
+                      for each in (shared, expert)]
+        for turn in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                optimizer.set_weight((3, 5)[rank] + turn)
+            if other or not rank:
+                (shared.sum() + (2 * expert.sum() if not rank else 0)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            found += [float(each.grad[0]) for each in (shared, expert)]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            if not rank:
+                optimizer.set_weight(1)
+        with pytest.raises(MismatchError, match="rank 1 made a backward pass without one"):
+            (shared.sum() + expert.sum()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return found
+    shares = [(3 + turn) / (8 + 2 * turn) for turn in range(4)]
+    for found in threads(2, step):
+        assert found == pytest.approx([value for share in shares for value in (1 if other else share, 2 * share)])
 
 
 def test_join_and_the_next_epoch() -> None:
