@@ -297,7 +297,9 @@ class ArrayStepReducer(StepReducer):
         assert self._reducer is not None
         if samples is None:
             return 1.0
-        return check_weight(samples, api.rank()) / self._reducer.reducer.weigh().unit
+        weights = self._reducer.reducer.weigh()
+        weights.renew()
+        return check_weight(samples, api.rank()) / weights.unit
 
     def _finish(self, slots: Collection[int], samples: float | None) -> dict[int, Gradient]:
         """Return the reduced gradients, by slot.

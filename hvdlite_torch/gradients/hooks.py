@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from hvdlite.core.errors import HvdliteError, UnsupportedError
 from hvdlite.training.gradients.before_step import BeforeStep
 from hvdlite.training.gradients.errors import GradientOrderError
+from hvdlite.training.gradients.members import IDLE, LOCAL
 from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.gradients.round import Round
 from hvdlite_torch.arrays import cuda
@@ -92,6 +93,7 @@ class Hooks(Owner):
             self._hand_over_recorded(all_of_them=True)
             for parameter in itertools.islice(self._own.values(), 1):
                 self._notice_move(parameter)
+            self._renew_unit()
             if self._weigh_own() or (self._pass_weight is not None and self._pass_weight.factor.weight is not None):
                 self._count_pass()  # the weight also counts where the pass has reached no parameter, or there was none
             self.before_step.make_final(in_step=in_step)
@@ -113,9 +115,20 @@ class Hooks(Owner):
         weights, current = self.reducer.weigh(), self.reducer.round
         if current is not None and current.is_closed and not weights.has_unit:
             self.finish()  # the unit is different then, and what the next pass computes is not of this round
+        self._renew_unit()
         if self._pass_weight is None:
             self._pass_weight = GradientWeight(self.reducer.runtime, weights)
         self._pass_weight.set(weight, parameters)
+
+    def _renew_unit(self) -> None:
+        """If all ranks have joined, their unit is found anew: let what has accumulated have the new one."""
+        if self.reducer.round is None and (factor := self.reducer.set.weights.renew()) != 1.0:
+            accumulated = {id(gradient): gradient for member in self.reducer.members
+                           if (gradient := get_grad(member.parameter)) is not None
+                           and (member.state is LOCAL or (member.state is IDLE and
+                                                          self._weighed.get(id(member.parameter)) is gradient))}
+            for gradient in accumulated.values():
+                weigh(gradient, factor)
 
     def _count_pass(self) -> None:
         """A pass is over, or its gradients were set by the script: the weight was for it only."""

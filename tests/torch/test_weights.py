@@ -356,6 +356,50 @@ def test_join_and_the_next_epoch() -> None:
             torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["backward_passes_per_step", "no_sync", "gradients that the script sets", "reduced"])
+def test_join_between_the_passes_of_a_step(kind: str) -> None:
+    """What has accumulated is multiplied for the unit that is found anew."""
+    def step(runtime: Runtime) -> list[float]:
+        rank, found, (parameter, other) = runtime.world.rank, [], (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+        optimizer = DistributedOptimizer(torch.optim.SGD([parameter, other], lr=0.0), _runtime=runtime,
+                                         backward_passes_per_step=1 if kind in ("no_sync", "reduced") else 2)
+
+        def turn(number: int) -> None:
+            optimizer.set_weight(count(rank, number))
+            if kind.startswith("gradients") and number % 2 == 0:
+                parameter.grad = torch.full((1,), gradient(rank, number))
+                other.sum().backward()
+            else:
+                ((parameter + other).sum() * gradient(rank, number)).backward()
+        for number in range(6):
+            if kind == "no_sync" and number % 2 == 0:
+                with optimizer.no_sync():
+                    turn(number)
+            else:
+                turn(number)
+            if number % 2 == 0 and number:
+                runtime.join().wait()
+            if number % 2 or kind == "reduced":
+                optimizer.step()
+                assert parameter.grad is not None
+                found.append(float(parameter.grad[0]))
+                optimizer.zero_grad()
+        return found
+
+    def gradient(rank: int, number: int) -> float:
+        return 1.0 + rank + number
+
+    def count(rank: int, number: int) -> int:
+        return 3 + rank + 10 * number
+
+    def wanted(numbers: list[int]) -> float:
+        pairs = [(count(rank, number), gradient(rank, number)) for rank in range(2) for number in numbers]
+        return len(numbers) * sum(one * other for one, other in pairs) / sum(one for one, _ in pairs)
+    steps = [[number] for number in range(6)] if kind == "reduced" else [[0, 1], [2, 3], [4, 5]]
+    for found in threads(2, step):
+        assert found == pytest.approx(list(map(wanted, steps)), rel=1e-5)
+
+
 def test_in_a_process_set() -> None:
     """The third rank trains alone, without weights."""
     def step(runtime: Runtime) -> list[Any]:
