@@ -291,14 +291,19 @@ class Hooks(Owner):
             return False
         own = [member.parameter for member in self.before_step.unseen()
                if self._weighed.get(id(member.parameter)) is not get_grad(member.parameter)]
+        weighed = set(map(id, self._weighed.values()))  # one may be the gradient of several parameters
         for parameter in own:
             gradient = get_grad(parameter)
             assert gradient is not None
-            if gradient.layout is torch.strided and 0 in gradient.stride():  # expanded
+            if id(gradient) in weighed:
+                gradient = gradient.clone()
+                set_grad(parameter, gradient)
+            elif gradient.layout is torch.strided and 0 in gradient.stride():  # expanded
                 gradient = times(gradient, weight)
                 set_grad(parameter, gradient)
             else:
                 weigh(gradient, weight)
+                weighed.add(id(gradient))
             self._weighed[id(parameter)] = gradient
         return bool(own)
 

@@ -400,6 +400,22 @@ def test_join_between_the_passes_of_a_step(kind: str) -> None:
         assert found == pytest.approx(list(map(wanted, steps)), rel=1e-5)
 
 
+def test_one_tensor_as_the_gradient_of_two_parameters() -> None:
+    def step(runtime: Runtime) -> list[float]:
+        parameters, found = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)], []
+        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0), _runtime=runtime)
+        for _ in range(3):
+            optimizer.zero_grad()
+            optimizer.set_weight((1, 3)[runtime.world.rank])
+            gradient = torch.full((2,), 1.0 + runtime.world.rank)
+            for parameter in parameters:
+                parameter.grad = gradient
+            optimizer.step()
+            found += [float(parameter.grad[1]) for parameter in parameters]
+        return found
+    assert threads(2, step) == [[1.75] * 6] * 2
+
+
 def test_in_a_process_set() -> None:
     """The third rank trains alone, without weights."""
     def step(runtime: Runtime) -> list[Any]:
