@@ -73,6 +73,8 @@ class Hooks(Owner):
         """Hand this parameter's gradients over from now on."""
         super().watch(parameter, claims=claims)
         self._recorded_layout = None
+        if self._pass_weight is not None and self._pass_weight.factor.weight is not None:
+            self.set_weight(self._pass_weight.factor.weight)  # it came after the weight, before the pass
 
     def abandon(self) -> None:
         """The runtime has ended, maybe in the middle of a backward pass: end here too, without waiting for anything."""

@@ -416,6 +416,22 @@ def test_one_tensor_as_the_gradient_of_two_parameters() -> None:
     assert threads(2, step) == [[1.75] * 6] * 2
 
 
+def test_parameters_that_are_added_between_the_weight_and_the_pass() -> None:
+    def step(runtime: Runtime) -> list[float]:
+        parameters, found = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)], []
+        optimizer = DistributedOptimizer(torch.optim.SGD(parameters[:1], lr=0.0), _runtime=runtime)
+        for turn in range(4):
+            optimizer.zero_grad()
+            optimizer.set_weight((1, 3)[runtime.world.rank])
+            if turn == 1:
+                optimizer.add_param_group({"params": parameters[1:]})
+            (sum(parameters[:1 if turn == 0 else 2]).sum() * (1.0 + runtime.world.rank)).backward()
+            optimizer.step()
+            found += [float(parameter.grad[1]) for parameter in parameters if parameter.grad is not None]
+        return found
+    assert threads(2, step) == [[1.75] * 7] * 2
+
+
 def test_in_a_process_set() -> None:
     """The third rank trains alone, without weights."""
     def step(runtime: Runtime) -> list[Any]:
