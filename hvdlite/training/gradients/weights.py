@@ -118,8 +118,9 @@ class RankWeights:
                 f"ranks disagree about the weights of '{self._label}': {named_ranks(forgot)} made a backward pass without "
                 f"one{f' (rank {rank} is this rank)' if rank in forgot else ''}; "
                 f"{f'{named_ranks(others)} had weights' if others else 'there were weights before'}. A weight is for one "
-                "pass: call optimizer.set_weight(n) before every backward() on all ranks, with 0 where there is nothing to "
-                "count; in TensorFlow and Keras, pass weight=n in every step. The gradients of this round are dropped")
+                "pass: call set_weight(n) before every backward() on all ranks, of every optimizer whose parameters it "
+                "reaches, with 0 where there is nothing to count; in TensorFlow and Keras, pass weight=n in every step. "
+                "The gradients of this round are dropped")
         total = float(weights.sum())  # NaN where all ranks had none
         self.is_zero = total == 0 and (len(rows) > 0 if self._begins_step else self.is_zero)
         self._begins_step = False
