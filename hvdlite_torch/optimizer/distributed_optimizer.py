@@ -210,6 +210,8 @@ class Distributed(DistributedBase):
             for hooks in self._sources:
                 stack.enter_context(hooks.reducer.suspended())
             yield
+        for hooks in self._sources:
+            hooks.count_unreached()
 
     @leave_to_python
     def set_weight(self, weight: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import random
@@ -319,6 +320,34 @@ def test_a_rank_whose_pass_reaches_no_parameter_counts(other: bool, wait_in: str
     shares = [(3 + turn) / (8 + 2 * turn) for turn in range(4)]
     for found in threads(2, step):
         assert found == pytest.approx([value for share in shares for value in (1 if other else share, 2 * share)])
+
+
+@pytest.mark.parametrize("reached", [(), (0,), (1,)], ids=str)
+@pytest.mark.parametrize("passes", [1, 2], ids=["no_sync", "backward_passes_per_step"])
+def test_passes_that_reach_no_parameter_of_a_step_with_several(passes: int, reached: tuple[int, ...]) -> None:
+    def step(runtime: Runtime) -> list[float]:
+        rank, found = runtime.world.rank, []
+        parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+        optimizers = [DistributedOptimizer(torch.optim.SGD([each], lr=0.0), _runtime=runtime,
+                                           backward_passes_per_step=passes) for each in parameters]
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for number in range(2):
+                with contextlib.ExitStack() as stack:
+                    for optimizer in optimizers:
+                        if passes == 1 and not number:
+                            stack.enter_context(optimizer.no_sync())
+                        optimizer.set_weight(100)
+                        optimizer.set_weight(3 + rank + 5 * number)
+                    (parameters[0] + (parameters[1] if not rank or number in reached else 0)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            found += [float(each.grad[0]) for each in parameters]
+        return found
+    expert = 2 * (3 + 8 + sum((4, 9)[number] for number in reached)) / (3 + 8 + 4 + 9)
+    for found in threads(2, step):
+        assert found == pytest.approx([2, expert] * 3)
 
 
 def test_join_and_the_next_epoch() -> None:
