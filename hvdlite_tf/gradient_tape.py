@@ -68,6 +68,8 @@ class _Tape:
         reducer = _step_reducer_for(shared_sources, self._arguments)
         with weighted_by(weight, self._arguments["op"]):
             reduced = reducer.reduce([flat[index] for index in shared], shared_sources)
+        if weight is not None and not reducer.is_used:  # this rank trains alone
+            reduced = [_unless_weightless(gradient, weight) for gradient in reduced]
         for index, gradient in zip(shared, reduced, strict=True):
             flat[index] = gradient
         flat = [flat[first[id(source)]] for source in flat_sources]
@@ -89,6 +91,13 @@ class _Tape:
         pairs = list(zip(sources, self.gradient(target, sources, output_gradients, use_generic_names), strict=True))
         return ([pair for pair in pairs if id(pair[0]) in self._local],
                 [pair for pair in pairs if id(pair[0]) not in self._local])
+
+
+def _unless_weightless(gradient: Any, weight: Any) -> Any:
+    """Return a gradient; zeros, whatever it is, where its weight is 0."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_unless_weightless(gradient.values, weight), gradient.indices, gradient.dense_shape)
+    return None if gradient is None else tf.where(tf.convert_to_tensor(weight) > 0, gradient, tf.zeros_like(gradient))
 
 
 _REMEMBERED = 64

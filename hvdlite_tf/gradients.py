@@ -198,7 +198,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
         """
         if not self.is_shared:
             self._step_begins()
-            return list(gradients)
+            return _times(gradients, 0.0 if samples == 0 else 1.0)
         given = _times(gradients, self._weight(samples))
         assert self._reducer is not None
         rounds = self._reducer.reducer.set

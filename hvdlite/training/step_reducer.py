@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -47,6 +47,7 @@ def weighted_by(weight: Any, op: ReduceOp) -> Iterator[None]:
     """Return a context in which gradients have the weight that a script gives; None for none.
 
     Raises:
+        ValueError: for what is no weight, also where no other rank takes part; in a compiled function, when that is run.
         UnsupportedError: for a weight with another op than Average, and in a strategy's step.
     """
     if weight is None:
@@ -57,6 +58,9 @@ def weighted_by(weight: Any, op: ReduceOp) -> Iterator[None]:
     if current_samples() is not None:
         raise UnsupportedError(f"weight={weight!r} is for optimizers and tapes outside of a scope: a MirroredStrategy "
                                "weighs ranks by their rows")
+    with suppress(TypeError):  # a compiled function is being made
+        float(weight)
+        check_weight(weight, api.rank())
     with weighted_by_samples(weight):
         yield
 
@@ -281,7 +285,8 @@ class ArrayStepReducer(StepReducer):
             samples: this rank's number of samples, if ranks are weighted by samples.
         """
         if not self.is_shared:
-            self._alone.update((slot, _copied(gradient)) for slot, gradient in gradients.items())
+            weight = 0.0 if samples == 0 else 1.0
+            self._alone.update((slot, scaled(_copied(gradient), weight)) for slot, gradient in gradients.items())
             return
         assert self._reducer is not None
         self._reducer.expect(slots)
@@ -297,7 +302,9 @@ class ArrayStepReducer(StepReducer):
         assert self._reducer is not None
         if samples is None:
             return 1.0
-        return check_weight(samples, api.rank()) / self._reducer.reducer.weigh().unit
+        weights = self._reducer.reducer.weigh()
+        weights.renew()
+        return check_weight(samples, api.rank()) / weights.unit
 
     def _finish(self, slots: Collection[int], samples: float | None) -> dict[int, Gradient]:
         """Return the reduced gradients, by slot.

@@ -11,8 +11,10 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hvdlite.core.errors import HvdliteError, UnsupportedError
+from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradients.before_step import BeforeStep
 from hvdlite.training.gradients.errors import GradientOrderError
+from hvdlite.training.gradients.members import IDLE, LOCAL
 from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.gradients.round import Round
 from hvdlite_torch.arrays import cuda
@@ -23,6 +25,9 @@ from hvdlite_torch.gradients.torch_gradients import TorchGradients
 from hvdlite_torch.gradients.unfinal import Guard, get_grad, set_grad
 from hvdlite_torch.gradients.weights import GradientWeight, times, weigh
 from hvdlite_torch.uncompiled import leave_to_python
+
+_passes: weakref.WeakKeyDictionary[Runtime, int] = weakref.WeakKeyDictionary()
+"""By runtime, how often a backward pass has ended for one of its optimizers."""
 
 
 class Hooks(Owner):
@@ -64,6 +69,7 @@ class Hooks(Owner):
         self.weight = self.own_weight = 1.0
         self.weighs_itself = False
         self._pass_weight: GradientWeight | None = None  # once the script gives passes their weights
+        self._passes_before = 0  # how many passes there had been when the weight was set
         # By parameter, the gradients that the script has set in a step.
         self._weighed: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self.on_begin: Callable[[], bool] | None = None
@@ -72,6 +78,8 @@ class Hooks(Owner):
         """Hand this parameter's gradients over from now on."""
         super().watch(parameter, claims=claims)
         self._recorded_layout = None
+        if self._pass_weight is not None and self._pass_weight.factor.weight is not None:  # it comes before the pass
+            self._pass_weight.set(self._pass_weight.factor.weight, self._parameters())
 
     def abandon(self) -> None:
         """The runtime has ended, maybe in the middle of a backward pass: end here too, without waiting for anything."""
@@ -92,8 +100,9 @@ class Hooks(Owner):
             self._hand_over_recorded(all_of_them=True)
             for parameter in itertools.islice(self._own.values(), 1):
                 self._notice_move(parameter)
-            if self._weigh_own():
-                self._count_pass()
+            self._renew_unit()
+            if self._weigh_own() or self._has_pending:
+                self._count_pass()  # the weight also counts where the pass has reached no parameter, or there was none
             self.before_step.make_final(in_step=in_step)
         finally:
             self._unguard()
@@ -105,17 +114,44 @@ class Hooks(Owner):
             GradientOrderError: Like `Reducer.weigh`.
             UnsupportedError: while parameters have no shape yet.
         """
-        parameters = [member.parameter for members in (self.reducer.members.by_key, self.reducer.members.waiting)
-                      for member in members.values()]
+        parameters = self._parameters()
         if any(map(is_lazy, parameters)):
             raise UnsupportedError(f"rank {self.reducer.rank}: set_weight was called before lazy parameters have got their "
                                    "shapes; call the model once before, on all ranks")
         weights, current = self.reducer.weigh(), self.reducer.round
         if current is not None and current.is_closed and not weights.has_unit:
             self.finish()  # the unit is different then, and what the next pass computes is not of this round
+        self._renew_unit()
         if self._pass_weight is None:
             self._pass_weight = GradientWeight(self.reducer.runtime, weights)
+        if self.reducer.passes.is_suspended or self.reducer.passes.per_round > 1:
+            self.count_unreached()
+        self._passes_before = _passes.get(self.reducer.runtime, 0)
         self._pass_weight.set(weight, parameters)
+
+    def count_unreached(self) -> None:
+        """Passes accumulate: where there was one since the weight was set, but it has not come here, it counts."""
+        if self._has_pending and self._passes_before != _passes.get(self.reducer.runtime, 0):
+            self._count_pass()
+
+    @property
+    def _has_pending(self) -> bool:
+        """Whether there is a weight whose pass has not come here."""
+        return self._pass_weight is not None and self._pass_weight.factor.weight is not None
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [member.parameter for members in (self.reducer.members.by_key, self.reducer.members.waiting)
+                for member in members.values()]
+
+    def _renew_unit(self) -> None:
+        """If all ranks have joined, their unit is found anew: let what has accumulated have the new one."""
+        if self.reducer.round is None and (factor := self.reducer.set.weights.renew()) != 1.0:
+            accumulated = {id(gradient): gradient for member in self.reducer.members
+                           if (gradient := get_grad(member.parameter)) is not None
+                           and (member.state is LOCAL or (member.state is IDLE and
+                                                          self._weighed.get(id(member.parameter)) is gradient))}
+            for gradient in accumulated.values():
+                weigh(gradient, factor)
 
     def _count_pass(self) -> None:
         """A pass is over, or its gradients were set by the script: the weight was for it only."""
@@ -137,6 +173,8 @@ class Hooks(Owner):
     def stepped(self) -> None:
         """Like the reducer's."""
         self.has_stepped = True
+        if self._pass_weight is not None:
+            self._pass_weight.set(None, ())  # it was for a pass before the step
         self.before_step.stepped()
         self._weighed.clear()
         self._unguard()
@@ -276,14 +314,19 @@ class Hooks(Owner):
             return False
         own = [member.parameter for member in self.before_step.unseen()
                if self._weighed.get(id(member.parameter)) is not get_grad(member.parameter)]
+        weighed = set(map(id, self._weighed.values()))  # one may be the gradient of several parameters
         for parameter in own:
             gradient = get_grad(parameter)
             assert gradient is not None
-            if gradient.layout is torch.strided and 0 in gradient.stride():  # expanded
+            if id(gradient) in weighed:
+                gradient = gradient.clone()
+                set_grad(parameter, gradient)
+            elif gradient.layout is torch.strided and 0 in gradient.stride():  # expanded
                 gradient = times(gradient, weight)
                 set_grad(parameter, gradient)
             else:
                 weigh(gradient, weight)
+                weighed.add(id(gradient))
             self._weighed[id(parameter)] = gradient
         return bool(own)
 
@@ -298,6 +341,7 @@ class Hooks(Owner):
             self.hand_over(parameter)
         self._weigh_own()
         self._count_pass()
+        _passes[self.reducer.runtime] = _passes.get(self.reducer.runtime, 0) + 1
         waits = self.reducer.end_pass()
         if not waits:
             self.guard()

@@ -210,6 +210,8 @@ class Distributed(DistributedBase):
             for hooks in self._sources:
                 stack.enter_context(hooks.reducer.suspended())
             yield
+        for hooks in self._sources:
+            hooks.count_unreached()
 
     @leave_to_python
     def set_weight(self, weight: float) -> None:
@@ -217,9 +219,10 @@ class Distributed(DistributedBase):
 
         The average over ranks is then sum(n g) / sum(n), and k sum(n g) / sum(n) over all ranks and passes where k backward
         passes accumulate (`backward_passes_per_step`, `no_sync`). So equal weights change nothing. All ranks call this
-        before every backward pass (and before `torch.autograd.grad`, where the script sets gradients itself), and in a step
-        without one, with 0. Gradients with weight 0 count as zeros, whatever they are. Where the weights of all ranks are 0,
-        the step changes nothing. A second backward pass onto reduced gradients is an error, as with op=Sum.
+        before every backward pass that reaches one of the parameters (and before `torch.autograd.grad`, where the script
+        sets gradients itself), and in a step without one, with 0. Gradients with weight 0 count as zeros, whatever they are.
+        Where the weights of all ranks are 0, the step changes nothing. A second backward pass onto reduced gradients is an
+        error, as with op=Sum.
 
         Args:
             weight: a finite number, at least 0.

@@ -20,5 +20,9 @@ def test_ranks_that_forget_it_and_what_is_refused() -> None:
     run(2, "weights:ranks_that_forget_it_and_what_is_refused")
 
 
+def test_one_process_checks_it_and_has_zeros_for_0() -> None:
+    run(1, "weights:one_process")
+
+
 def test_on_torch_it_comes_too_late() -> None:
     run(2, "weights:too_late_on_torch", KERAS_BACKEND="torch")

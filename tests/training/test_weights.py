@@ -120,7 +120,11 @@ def test_the_unit_is_found_anew_when_all_ranks_have_joined() -> None:
     assert one.unit == other.unit == 8 and one.has_unit
     for weights in made:
         weights._runtime.joins += 1
-    assert one.unit == other.unit == 1024 and not one.has_unit
+    assert one.unit == other.unit == 8 and not one.has_unit, "a round under way keeps it"
+    assert [weights.renew() for weights in made] == [8 / 1024] * 2 and one.unit == other.unit == 1024
+    assert one.renew() == 1.0 and not one.has_unit
+    reduced(made, [[8], [8]], [[1.0], [1.0]])
+    assert one.unit == other.unit == 8 and one.has_unit
 
 
 @pytest.mark.parametrize("weight", [-1, math.nan, math.inf, "many", None, [1, 2]])

@@ -58,6 +58,7 @@ class RankWeights:
         is_optional: whether a round in which no rank has a weight is a plain average, and not an error.
         is_zero: whether all weights were 0 in all rounds of the last step.
         share: of this rank in the last round's weights, times the number of ranks.
+        unit: the weight of gradients that are not multiplied by anything.
     """
 
     def __init__(self, runtime: Runtime, ranks: int, label: str) -> None:
@@ -65,19 +66,27 @@ class RankWeights:
         self.ranks = ranks
         self.share = 1.0
         self._runtime, self._label = runtime, label
-        self._unit = _FIRST_UNIT
-        self._joins = -1  # when the unit became the mean of a round; ranks that had joined did not see that round
+        self.unit = _FIRST_UNIT
+        self._is_first = True  # the unit becomes the mean of the next round
+        self._joins = runtime.joins  # when that began; ranks that had joined did not see the round
         self._sum, self._passes, self._begins_step, self._has_warned = 0.0, 0, True, False
 
     @property
     def has_unit(self) -> bool:
         """Whether the unit stays as it is."""
-        return self._joins == self._runtime.joins
+        return not self._is_first and self._joins == self._runtime.joins
 
-    @property
-    def unit(self) -> float:
-        """The weight of gradients that are not multiplied by anything."""
-        return self._unit if self.has_unit else _FIRST_UNIT
+    def renew(self) -> float:
+        """Before a round begins: find the unit anew if all ranks have joined since.
+
+        Returns:
+            By what gradients are to be multiplied that have accumulated.
+        """
+        if self._joins == self._runtime.joins:
+            return 1.0
+        before, self.unit = self.unit, _FIRST_UNIT
+        self._is_first, self._joins = True, self._runtime.joins
+        return before / self.unit
 
     def add(self, weight: float | None) -> None:
         """Count a backward pass, if averages are weighted; None is one without a weight."""
@@ -109,8 +118,9 @@ class RankWeights:
                 f"ranks disagree about the weights of '{self._label}': {named_ranks(forgot)} made a backward pass without "
                 f"one{f' (rank {rank} is this rank)' if rank in forgot else ''}; "
                 f"{f'{named_ranks(others)} had weights' if others else 'there were weights before'}. A weight is for one "
-                "pass: call optimizer.set_weight(n) before every backward() on all ranks, with 0 where there is nothing to "
-                "count; in TensorFlow and Keras, pass weight=n in every step. The gradients of this round are dropped")
+                "pass: call set_weight(n) before every backward() on all ranks, of every optimizer whose parameters it "
+                "reaches, with 0 where there is nothing to count; in TensorFlow and Keras, pass weight=n in every step. "
+                "The gradients of this round are dropped")
         total = float(weights.sum())  # NaN where all ranks had none
         self.is_zero = total == 0 and (len(rows) > 0 if self._begins_step else self.is_zero)
         self._begins_step = False
@@ -124,6 +134,6 @@ class RankWeights:
         self.share = float(weights[ranks.index(self._runtime.world.rank)]) * self.ranks / total if (
             self._runtime.world.rank in ranks) else 0.0
         factor = float(passes.max()) * self.unit * self.ranks / total
-        if not self.has_unit:
-            self._unit, self._joins = total / float(passes.sum()), self._runtime.joins
+        if self._is_first:
+            self.unit, self._is_first = total / float(passes.sum()), False
         return factor

@@ -133,8 +133,10 @@ class TorchStepReducer(StepReducer):
         """Let this rank's gradients have its weight."""
         assert self._hooks is not None
         count = None if current_samples() is None else float(current_samples())
-        self._hooks.weight = 1.0 if count is None else count / self._hooks.reducer.weigh().unit
-        self._hooks.reducer.set.weights.add(count)
+        weights = self._hooks.reducer.set.weights if count is None else self._hooks.reducer.weigh()
+        weights.renew()
+        self._hooks.weight = 1.0 if count is None else count / weights.unit
+        weights.add(count)
 
     def _hand_over(self, hooks: Hooks, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Enqueue a gradient that was not computed by a backward pass with hooks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Callable
@@ -155,6 +156,37 @@ def ranks_that_forget_it_and_what_is_refused() -> None:
     accumulating = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
     raises(hvd.UnsupportedError, "comes too late",
            lambda: accumulating.apply([tf.ones(2)], [keras.Variable([1.0, 2.0])], weight=1))
+    hvd.shutdown()
+
+
+def one_process() -> None:
+    import keras
+    import tensorflow as tf
+
+    import hvdlite_tf as hvd
+    import hvdlite_tf.keras as hvd_keras
+    hvd.init()
+    variable, table = tf.Variable([1.0, 2.0]), tf.Variable([[1.0], [2.0]])
+
+    def gradients(weight: Any, factor: Any = 3.0) -> Any:
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.reduce_sum(variable * factor) + tf.reduce_sum(tf.gather(table, [1])) * factor
+        dense, rows = tape.gradient(loss, [variable, table], weight=weight)
+        return [dense, rows.values]
+    compiled = tf.function(gradients, input_signature=[tf.TensorSpec([], tf.int64), tf.TensorSpec([])])
+    for call in (gradients, compiled):
+        for dense, wanted in ((call(0, math.nan), 0), (call(7, 3.0), 3)):
+            for own in dense:
+                np.testing.assert_array_equal(own, np.full_like(own, wanted))
+    optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    for weight in (-3, math.nan, "abc"):
+        for takes in (gradients, lambda each: optimizer.apply([tf.ones(2)], [keras.Variable([1.0, 2.0])], weight=each)):
+            try:
+                takes(weight)
+            except ValueError as error:
+                assert weight == "abc" or "rank 0: the weight of this rank's gradients" in str(error), error
+            else:
+                raise AssertionError(f"{weight} is taken")
     hvd.shutdown()
 
 
