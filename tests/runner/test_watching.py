@@ -213,6 +213,10 @@ def test_the_line_below_the_table_names_the_slow_rank() -> None:
         monitor.take("localhost", ProgressReply({
             0: reading(second, 0, 0.0, 0.1, early), 1: reading(second, 0, 0.0, 0.1, late)}))
     assert "rank 1 is late; 40% of each step" not in written[0] and "rank 1 is late; 40% of each step" in written[-1]
+    monitor.begin_world({0: "localhost", 1: "localhost"})
+    now[0] += 1
+    monitor.take("localhost", ProgressReply({0: reading(1, 0, 0.0, 0.1, early), 1: reading(1, 0, 0.0, 0.1, late)}))
+    assert "is late" not in written[-1], "ranks of another world are compared from its beginning"
 
 
 def test_a_job_of_long_steps_is_judged_too() -> None:
