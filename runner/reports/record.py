@@ -116,7 +116,7 @@ class Recorder(ProgressObserver):
     def begin_world(self, rank_hosts: Mapping[int, str]) -> None:
         """Write who is in another world."""
         self._world, self._size = self._world + 1, len(rank_hosts)
-        self._ranks, self._before, self._recent = {}, {}, RecentLedgers()
+        self._ranks, self._before, self._recent, self._slow = {}, {}, RecentLedgers(), ("", -1)
         hosts = {host: format_ranks(rank for rank in rank_hosts if rank_hosts[rank] == host) for host in rank_hosts.values()}
         self._add("world", {"number": self._world, "ranks": hosts})
 
@@ -131,7 +131,8 @@ class Recorder(ProgressObserver):
             self._metrics.text = metrics_text(self._world, self._ranks, slowness)
         found = ("", -1) if slowness is None else (slowness.cause, slowness.rank)
         fields = {"text": "no rank is slow any more"} if slowness is None else slowness.as_dict()
-        if found != self._slow and self._add("slowness", fields, may_fail=True):
+        is_known = slowness is not None or len(self._ranks) == self._size  # ranks that have ended are compared with none
+        if found != self._slow and is_known and self._add("slowness", fields, may_fail=True):
             self._slow = found
         if self._waits and not self._is_stalled:
             self._add("stall", {"text": self._waits}, may_fail=True)

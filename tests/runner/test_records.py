@@ -92,6 +92,29 @@ def test_the_lines_of_a_job(tmp_path: Path) -> None:
     assert found[-1]["exit_code"] == 137
 
 
+def test_who_is_slow_is_forgotten_with_the_world_and_not_when_a_rank_ends(tmp_path: Path) -> None:
+    clock, path = Clock(), tmp_path / "r.jsonl"
+    recorder = Recorder(["x"], RecordFile(str(path), clock), clock=clock)
+
+    def train(first: int, last: int, ranks: int = 2, waits: tuple[float, float] = (0.6, 0.1)) -> None:
+        for second in range(first, last):
+            clock.now += 1
+            ledgers = [Ledger(float(second), 10 * second, part * second, 0.2 * second) for part in waits]
+            recorder.take("localhost", ProgressReply({rank: sample(second, 0, ledgers[rank]) for rank in range(ranks)}))
+
+    for _ in range(2):
+        recorder.begin_world({0: "a", 1: "a"})
+        train(1, 9)
+        recorder.ended(1, Reading())
+        train(9, 12, 1)
+    recorder.begin_world({0: "a", 1: "a"})
+    train(1, 9)
+    train(100, 160, 2, (0.3, 0.3))
+    recorder.closed(0)
+    kinds = [(line["kind"], line.get("rank")) for line in lines(path) if line["kind"] in ("world", "slowness")]
+    assert kinds == [("world", None), ("slowness", 1)] * 3 + [("slowness", None)], kinds
+
+
 def test_what_a_record_tells(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = str(recorded(tmp_path / "r.jsonl"))
     assert main(["--report", path]) == 0
