@@ -29,6 +29,7 @@ from hvdlite_runner.reports.monitor import RecentLedgers
 A_DAY: Final = 9_000_000
 AT_ONCE: Final = 1_000_000
 """Half of it only for lines that are written once."""
+_AT_THE_END: Final = 500  # bytes of it, for the last two lines
 _LONGEST: Final = 1000  # characters of a line of hvdrun's
 _FIRST: Final = b'{"kind":"job"'
 _END_SECONDS: Final = 5.0  # for a disk that is slow
@@ -39,19 +40,25 @@ class RecordFile:
 
     Raises:
         LaunchError: for a file that cannot be written, or is something else.
+
+    Attributes:
+        left_out: lines for which there was no room, without those that may fail.
     """
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._begun, self._size = clock, clock(), 0
+        self._clock, self._begun, self._size, self.left_out = clock, clock(), 0, 0
         self._target, self._queue = OutputTarget(_opened(path), f"--record {path}"), Queue(lambda: None)
         self._queue.start()
+        self._is_closed = False
 
-    def add(self, kind: str, fields: Mapping[str, Any], *, may_fail: bool = False) -> bool:
-        """Add a line; return False if there is no room for it yet."""
+    def add(self, kind: str, fields: Mapping[str, Any], *, may_fail: bool = False, is_last: bool = False) -> bool:
+        """Add a line; return False if there is no room for it yet. For the last ones there always is."""
         seconds = self._clock() - self._begun
         content = {"kind": kind, "seconds": round(seconds, 2), "time": round(time.time(), 2), **fields}
         line = json.dumps(content, separators=(",", ":")).encode() + b"\n"
-        if self._size + len(line) > A_DAY * seconds / 86400 + (AT_ONCE / 2 if may_fail else AT_ONCE):
+        room = A_DAY * seconds / 86400 + (AT_ONCE / 2 if may_fail else AT_ONCE - _AT_THE_END)
+        if self._size + len(line) > room and not is_last:
+            self.left_out += not may_fail
             return False
         self._size += len(line)
         self._queue.put(self._target, line)
@@ -59,18 +66,23 @@ class RecordFile:
 
     def problem(self) -> str:
         """Return a line for the user about a file that has ended early, once; "" otherwise."""
-        if not self._queue.failed:
+        if self._queue.failed:
+            self._queue.failed.popleft()
+            reason = self._target.reason()
+        elif self._is_closed and self._queue.waiting:
+            reason = f"the disk takes nothing for {_END_SECONDS:.0f} s"
+        else:
             return ""
-        label = self._queue.failed.popleft().label
-        return printable(f"hvdrun: {label}: {self._target.reason()}; the record ends here") + "\n"
+        return printable(f"hvdrun: {self._target.label}: {reason}; the record ends here") + "\n"
 
     def close(self) -> None:
-        """Wait until everything is written, but not for long, and close the file."""
+        """Wait until everything is written, but not for long, and close the file. See `problem` then."""
         self._queue.put(self._target, None)
         until = time.monotonic() + _END_SECONDS
         while not self._queue.is_idle() and time.monotonic() < until:
             time.sleep(0.01)
         self._queue.end()
+        self._is_closed = True
 
 
 def _opened(path: str) -> int:
@@ -166,10 +178,13 @@ class Recorder(ProgressObserver):
 
     def closed(self, code: int | None) -> None:
         """Write how the job has ended."""
-        self._add("end", {"exit_code": code})
         if self._metrics is not None:
             self._metrics.close()
         if self._file is not None:
+            if self._file.left_out:
+                text = f"{self._file.left_out:,} lines were left out: the record had no room for them"
+                self._file.add("note", {"text": text}, is_last=True)
+            self._file.add("end", {"exit_code": code}, is_last=True)
             self._file.close()
             print(self._file.problem(), end="", file=sys.stderr)  # the job's output has ended
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import http.client
 import json
 import os
@@ -158,6 +159,30 @@ def test_the_size_is_bounded_and_no_time_is_left_out(tmp_path: Path) -> None:
     assert 5 < samples[-900]["over"] < 60 and sum(line["over"] for line in samples) > seconds - 100
 
 
+def test_the_end_is_written_where_other_lines_had_no_room(tmp_path: Path) -> None:
+    clock, path = Clock(), tmp_path / "r.jsonl"
+    recorder = Recorder(["x"], RecordFile(str(path), clock), clock=clock)
+    for rank in range(10_000):
+        recorder.ended(rank, Reading(steps=10**9))
+    recorder.closed(3)
+    *others, note, end = lines(path)
+    assert end["exit_code"] == 3 and path.stat().st_size <= AT_ONCE
+    assert note["text"].startswith(f"{10_001 - len(others):,} lines were left out") and len(others) > 5000
+
+
+def test_a_disk_that_hangs_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str],
+                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdlite_runner.reports.record._END_SECONDS", 0.2)
+    file = RecordFile(str(tmp_path / "r.jsonl"))
+    reader, writer = os.pipe()
+    os.write(writer, bytes(fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ)))
+    os.dup2(writer, file._target.descriptor)
+    os.close(writer)
+    Recorder(["x"], file).closed(0)
+    assert "the disk takes nothing" in capfd.readouterr().err
+    os.close(reader)
+
+
 def test_files_that_are_no_place_for_a_record(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text("print()")
     os.mkfifo(tmp_path / "fifo")
@@ -191,7 +216,13 @@ def test_a_full_disk_ends_the_record_with_one_line(tmp_path: Path, at_the_end: b
     while not (told or at_the_end) and time.monotonic() < until:
         recorder.noted("x")
         time.sleep(0.01)
+    elsewhere = len(told)
+    if at_the_end:
+        recorder.noted("x")
+        while not file._queue.failed:
+            time.sleep(0.01)
     recorder.closed(0)
+    assert len(told) == elsewhere, "the job's output has ended"
     recorder_said = capfd.readouterr().err
     assert not (told and recorder_said), "once"
     (line,) = [*told, *recorder_said.splitlines()]
