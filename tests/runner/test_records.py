@@ -7,6 +7,7 @@ import fcntl
 import http.client
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -91,6 +92,24 @@ def test_the_lines_of_a_job(tmp_path: Path) -> None:
     slow = next(line for line in found if line["kind"] == "slowness")
     assert (slow["rank"], slow["cause"]) == (1, "computing") and "rank 1 is late" in slow["text"]
     assert found[-1]["exit_code"] == 137
+
+
+def test_lines_that_are_incomplete_are_passed_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = recorded(tmp_path / "r.json")
+    whole = path.read_text().splitlines()
+    for number, line in enumerate(whole):
+        for name in json.loads(line):
+            values: list[Any] = ["1", {"a": []}, None]
+            for value in values:
+                changed = json.dumps({**json.loads(line), name: value})
+                for job in jobs_in([each.encode() for each in [*whole[:number], changed, *whole[number + 1:]]]):
+                    assert list(report(job))
+    assert main(["--report", str(path), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out) == [[json.loads(line) for line in whole]]
+    path.write_text("\n".join(whole * 200))
+    ended = subprocess.run(f"{shlex.join([*HVDRUN, '--report', str(path)])} | head -1", shell=True,
+                           capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("job on") and not ended.stderr
 
 
 def test_who_is_slow_is_forgotten_with_the_world_and_not_when_a_rank_ends(tmp_path: Path) -> None:
@@ -196,7 +215,8 @@ def test_files_that_are_no_place_for_a_record(tmp_path: Path, capfd: pytest.Capt
         RecordFile(str(tmp_path / "r.jsonl"))
     file.close()
     assert main(["--report", str(tmp_path / "train.py")]) == 2 and "has no job" in capfd.readouterr().err
-    assert main(["--report", "none.jsonl"]) == 2 and "No such file" in capfd.readouterr().err
+    for missing in ("none.jsonl", "none.json"):
+        assert main(["--report", missing]) == 2 and "No such file" in capfd.readouterr().err
     for flags in (["--scaling", "1"], ["--mpi"]):
         assert main(["-np", "1", "--record", str(tmp_path / "r.jsonl"), *flags, "true"]) == 2
         assert "leave out --scaling" in capfd.readouterr().err
