@@ -79,16 +79,18 @@ def report(lines: list[Line]) -> Iterator[str]:
     for row in (samples[index * len(samples) // count:(index + 1) * len(samples) // count] for index in range(count)):
         rate = sum(sample["rate"] * sample["over"] for sample in row) / _seconds(row)
         yield f"{row[0]['seconds'] - row[0]['over']:>9,.0f} to {row[-1]['seconds']:,.0f} s: {rate:,.1f} {row[-1]['unit']}"
-    waits, memory = dict[int, float](), dict[int, int]()
+    waits, present, memory = dict[int, float](), dict[int, float](), dict[int, int]()
     for sample in samples:
-        for rank, (share, mebibytes) in enumerate(zip(sample["waits"], sample["memory"], strict=False)):
-            if share is not None:
-                waits[rank] = waits.get(rank, 0.0) + share * sample["over"]
+        for rank, (part, mebibytes) in enumerate(zip(sample["waits"], sample["memory"], strict=False)):
+            if part is not None:
+                waits[rank] = waits.get(rank, 0.0) + part * sample["over"]
+                present[rank] = present.get(rank, 0.0) + sample["over"]
                 memory[rank] = max(memory.get(rank, 0), mebibytes or 0)
     for line in ended:
         memory[line["rank"]] = max(memory.get(line["rank"], 0), line["memory"] >> 20)
     if waits:
-        yield "in waits: " + ", ".join(f"rank {rank} {each / _seconds(samples):.0%}" for rank, each in sorted(waits.items()))
+        shares = ((rank, waits[rank] / (present[rank] or 1.0)) for rank in sorted(waits))
+        yield "in waits: " + ", ".join(f"rank {rank} {share:.0%}" for rank, share in shares)
     if memory:
         yield "most memory: " + ", ".join(f"rank {rank} {peak:,} MiB" for rank, peak in sorted(memory.items()))
     checks, unequal = (max((line[name] for line in samples + ended), default=0)

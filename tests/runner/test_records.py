@@ -94,6 +94,14 @@ def test_the_lines_of_a_job(tmp_path: Path) -> None:
     assert found[-1]["exit_code"] == 137
 
 
+def test_waits_are_a_share_of_the_time_in_which_the_rank_was_there(tmp_path: Path) -> None:
+    found = lines(recorded(tmp_path / "r.jsonl"))
+    for line in found[:20]:
+        if line["kind"] == "sample":
+            line["waits"][1] = line["memory"][1] = None
+    assert "in waits: rank 0 60%, rank 1 10%" in list(report(found))
+
+
 def test_lines_that_are_incomplete_are_passed_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = recorded(tmp_path / "r.json")
     whole = path.read_text().splitlines()
