@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,26 @@ def test_a_slow_client_holds_up_neither_others_for_long_nor_the_end() -> None:
         slow.close()
     with socket.create_connection(("127.0.0.1", port_of(server))):
         server.close()
+
+
+def test_a_client_that_drips_is_left_in_time() -> None:
+    server, is_over = MetricsServer("127.0.0.1:0"), threading.Event()
+    with socket.create_connection(("127.0.0.1", port_of(server))) as slow:
+        def drip() -> None:
+            with contextlib.suppress(OSError):
+                while not is_over.wait(0.2):
+                    slow.sendall(b"G")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        time.sleep(0.3)
+        begun = time.monotonic()
+        try:
+            assert ask(port_of(server))[0] == 200 and time.monotonic() - begun < 15
+        finally:
+            is_over.set()
+            thread.join()
+    server.close()
 
 
 def trains(path: Path) -> bool:
