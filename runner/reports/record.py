@@ -32,6 +32,7 @@ AT_ONCE: Final = 1_000_000
 _AT_THE_END: Final = 500  # bytes of it, for the last two lines
 _LONGEST: Final = 1000  # characters of a line of hvdrun's
 _FIRST: Final = b'{"kind":"job"'
+_STALL_SECONDS: Final = 10.0  # more than a usual step
 _END_SECONDS: Final = 5.0  # for a disk that is slow
 
 
@@ -115,6 +116,7 @@ class Recorder(ProgressObserver):
                  clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._metrics, self._clock = file, metrics, clock
         self._world, self._size, self._waits, self._slow, self._is_stalled = 0, 0, "", ("", -1), False
+        self._waited_not = clock()  # when last no rank waited for long
         self._before, self._when = dict[int, Sample](), clock()  # of the last sample that was written
         self._ranks, self._recent = dict[int, Sample](), RecentLedgers()
         self._add("job", {"command": list(command), "host": socket.gethostname(), "pid": os.getpid()})
@@ -129,6 +131,7 @@ class Recorder(ProgressObserver):
         """Write who is in another world."""
         self._world, self._size = self._world + 1, len(rank_hosts)
         self._ranks, self._before, self._recent, self._slow = {}, {}, RecentLedgers(), ("", -1)
+        self._waited_not, self._waits, self._is_stalled = self._clock(), "", False
         hosts = {host: format_ranks(rank for rank in rank_hosts if rank_hosts[rank] == host) for host in rank_hosts.values()}
         self._add("world", {"number": self._world, "ranks": hosts})
 
@@ -146,11 +149,18 @@ class Recorder(ProgressObserver):
         is_known = slowness is not None or len(self._ranks) == self._size  # ranks that have ended are compared with none
         if found != self._slow and is_known and self._add("slowness", fields, may_fail=True):
             self._slow = found
-        if self._waits and not self._is_stalled:
-            self._add("stall", {"text": self._waits}, may_fail=True)
-        self._is_stalled, self._waits = bool(self._waits), ""
+        self._look_for_stall(now)
         if not self._before or self._add("sample", self._sample(now - self._when), may_fail=True):
             self._before, self._when = dict(self._ranks), now
+
+    def _look_for_stall(self, now: float) -> None:
+        waits, self._waits = self._waits, ""
+        if not waits:
+            self._waited_not, self._is_stalled = now, False
+        ledgers = [each.reading.ledger for each in self._ranks.values()]
+        usual = max((each.seconds / each.steps for each in ledgers if each.steps), default=0.0)
+        if not self._is_stalled and now - self._waited_not > _STALL_SECONDS + usual:
+            self._is_stalled = self._add("stall", {"text": waits}, may_fail=True)
 
     def _sample(self, seconds: float) -> dict[str, Any]:
         readings = {rank: each.reading for rank, each in self._ranks.items()}

@@ -103,6 +103,20 @@ def test_waits_are_a_share_of_the_time_in_which_the_rank_was_there(tmp_path: Pat
     assert "in waits: rank 0 60%, rank 1 10%" in list(report(found))
 
 
+@pytest.mark.parametrize(("usual", "waited", "stalls"), [(0.1, 9, 0), (0.1, 15, 1), (30.0, 35, 0), (30.0, 45, 1)])
+def test_a_stall_is_a_wait_that_is_much_longer_than_a_step(tmp_path: Path, usual: float, waited: int, stalls: int) -> None:
+    clock, path = Clock(), tmp_path / "r.jsonl"
+    recorder = Recorder(["x"], RecordFile(str(path), clock), clock=clock)
+    recorder.begin_world({0: "a"})
+    for second in range(3 * 60):
+        clock.now += 1
+        waits = "ranks 0 wait for 1" if second % 60 < waited else ""
+        recorder.take("b", ProgressReply({}, waits))
+        recorder.take("localhost", ProgressReply({0: sample(100, 0, Ledger(usual * 100, 100))}))
+    recorder.closed(0)
+    assert [line["text"] for line in lines(path) if line["kind"] == "stall"] == ["ranks 0 wait for 1"] * 3 * stalls
+
+
 def test_lines_that_are_incomplete_are_passed_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = recorded(tmp_path / "r.json")
     whole = path.read_text().splitlines()
