@@ -69,10 +69,10 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
                               check=False).returncode
     if options.horovod_check:
         return _check_scripts(options, environ)
-    if options.report is not None and (
-            options.report.endswith(".jsonl") or (os.path.isfile(options.report) and not options.report.isdigit())):
+    if options.report is not None and (options.report.endswith((".jsonl", ".json")) or (
+            os.path.isfile(options.report) and not options.report.isdigit())):
         from hvdlite_runner.reports.recorded import show_record
-        return show_record(options.report)
+        return show_record(options.report, as_json=options.json)
     if options.report is not None:
         from hvdlite_runner.reports.report import show_report
         return show_report(options.report, as_json=options.json)

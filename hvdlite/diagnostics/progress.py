@@ -33,7 +33,7 @@ from hvdlite.diagnostics.slowness import LEAST_STEPS
 from hvdlite.diagnostics.tcp_traffic import TcpTraffic
 
 _HEAD: Final = struct.Struct("=QQQd")  # steps, samples, whether samples are counted, time of the last step
-_BLOCKED: Final = struct.Struct("=dd")  # seconds blocked in waits that are over; since when in one that is not, or 0
+_BLOCKED: Final = struct.Struct("=dd")  # seconds blocked, which never become fewer; since when they become more, or 0
 _STEP: Final = struct.Struct("=dd")  # seconds, samples
 KEPT: Final = 4096
 """Steps whose times are kept."""
@@ -116,7 +116,7 @@ class Progress:
     def __init__(self) -> None:
         self._metrics_path: Path | None = None  # one evaluation a line, as JSON
         self._published = 0.0
-        self.blocked = 0.0
+        self.blocked = self._shown = self._since = 0.0  # what a launcher reads is never less than before
         self._memory: bytearray | mmap.mmap = bytearray(_SIZE)
         self.steps = self._samples = 0
         self._counts_samples = False
@@ -188,13 +188,21 @@ class Progress:
     def block(self) -> float:
         """The script begins to wait for a collective; return what `unblock` wants."""
         now = time.monotonic()
-        _BLOCKED.pack_into(self._memory, _HEAD.size, self.blocked, now)
+        self._show_blocked(now, is_blocked=True)
         return now
 
     def unblock(self, begun: float) -> None:
         """It goes on. With several threads that wait, each counts."""
-        self.blocked += time.monotonic() - begun
-        _BLOCKED.pack_into(self._memory, _HEAD.size, self.blocked, 0.0)
+        now = time.monotonic()
+        self.blocked += now - begun
+        self._show_blocked(now, is_blocked=False)
+
+    def _show_blocked(self, now: float, *, is_blocked: bool) -> None:
+        """Let others read it; where a wait was shorter than it seemed while it went on, the next ones make up for it."""
+        shown = self._shown + (max(0.0, now - self._since) if self._since else 0.0)
+        self._shown = shown = max(shown, self.blocked)
+        self._since = now + shown - self.blocked if is_blocked else 0.0
+        _BLOCKED.pack_into(self._memory, _HEAD.size, shown, self._since)
 
     def round(self) -> None:
         """An optimizer has stepped; counts as long as nobody counts samples."""
@@ -341,7 +349,7 @@ def read(job_directory: str, rank: int) -> Reading:
     if steps - 1 <= KEPT:
         times = times[WARM_UP:]
     now = time.monotonic()
-    return Reading(steps, samples, bool(counted), blocked + (now - since if since else 0.0),
+    return Reading(steps, samples, bool(counted), blocked + (max(0.0, now - since) if since else 0.0),
                    now - last if last else float("inf"), rate_of(times), ledger, peak, checks, unequal)
 
 

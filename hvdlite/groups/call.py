@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from hvdlite.diagnostics.progress import Progress
@@ -21,6 +22,7 @@ class Call:
         timeout: seconds that it may take, once it has begun; None for the group's.
         place: its number in the group's queue, from 1; 0 if it never was in the queue, so that no order depends on it.
         error: what it failed with; None while it is under way, and when it has succeeded.
+        ended: when it was over, by `time.monotonic`.
         source: the rank that has sent what this call receives; -1 for other calls, and before it is known.
         progress: counts the time that threads wait for it.
         help: called by a thread that begins to wait: it carries the call out if no other thread can.
@@ -37,7 +39,7 @@ class Call:
         self.state: GroupState | None = None
         self.operations, self.finish, self.timeout = operations, finish, timeout
         self.error: Exception | None = None
-        self.place, self.source = 0, -1
+        self.place, self.source, self.ended = 0, -1, 0.0
         self._is_over = False
         self._event: threading.Event | None = None  # once a thread waits
         self._callbacks: list[Callable[[Call], None]] = []
@@ -95,7 +97,7 @@ class Call:
     def end(self, error: Exception | None = None) -> None:
         """It is over; called once, by the thread that has carried it out."""
         with self._lock:
-            self.error = error
+            self.error, self.ended = error, time.monotonic()
             self._is_over = True
             self.help = None
             if self._event is not None:

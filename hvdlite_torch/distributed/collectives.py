@@ -262,7 +262,7 @@ class C10dMethods:
             call.when_done(span)
         if is_blocking and call.is_done and call.error is None:
             return self._done
-        self._waits.begun(call.progress)
+        self._waits.begun(call)
         return self._began(call, prepared.tensors)
 
     def _began(self, call: Call, tensors: list[torch.Tensor]) -> GroupWork:

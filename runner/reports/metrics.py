@@ -5,8 +5,10 @@ Format: https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-
 
 from __future__ import annotations
 
+import io
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -30,6 +32,8 @@ OF_RANKS: Final[Mapping[str, tuple[str, str, Callable[[Sample], float]]]] = {
                                  lambda each: each.reading.replica_mismatches)}
 """Of each rank, by name: the type, the help, and how it is read."""
 _CLIENT_SECONDS: Final = 2.0
+"""For a whole request: while one client is slow, no other gets an answer."""
+_LONGEST: Final = 1 << 16  # bytes of a request
 
 
 def metrics_text(world: int, ranks: Mapping[int, Sample], slowness: Slowness | None) -> str:
@@ -104,8 +108,24 @@ class _Server(TCPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = _CLIENT_SECONDS
     server_version, sys_version = "hvdrun", ""
+
+    def setup(self) -> None:
+        """Read the whole head of the request, or raise `OSError` if it does not come in time."""
+        super().setup()
+        self._until = time.monotonic() + _CLIENT_SECONDS
+        head = b""
+        while b"\r\n\r\n" not in head and b"\n\n" not in head and len(head) < _LONGEST:
+            self._limit()
+            if not (part := self.connection.recv(_LONGEST)):
+                break
+            head += part
+        self.rfile.close()
+        self.rfile = io.BufferedReader(io.BytesIO(head))
+        self._limit()
+
+    def _limit(self) -> None:
+        self.connection.settimeout(max(0.001, self._until - time.monotonic()))
 
     def do_GET(self) -> None:
         found = self.path.partition("?")[0] == "/metrics"

@@ -84,6 +84,7 @@ class Monitor(ProgressObserver):
     def begin_world(self, rank_hosts: Mapping[int, str]) -> None:
         """Show the ranks of another world, when those of all hosts are known."""
         self._rank_hosts, self._now, self._before, self._when = rank_hosts, {}, {}, self._clock()
+        self._recent = RecentLedgers()  # ranks may be others' now
 
     def take(self, host: str, event: ProgressReply) -> None:
         """Add the progress of a host's ranks; the launcher's own host is the last one of each round."""

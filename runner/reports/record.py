@@ -29,8 +29,10 @@ from hvdlite_runner.reports.monitor import RecentLedgers
 A_DAY: Final = 9_000_000
 AT_ONCE: Final = 1_000_000
 """Half of it only for lines that are written once."""
+_AT_THE_END: Final = 500  # bytes of it, for the last two lines
 _LONGEST: Final = 1000  # characters of a line of hvdrun's
 _FIRST: Final = b'{"kind":"job"'
+_STALL_SECONDS: Final = 10.0  # more than a usual step
 _END_SECONDS: Final = 5.0  # for a disk that is slow
 
 
@@ -39,19 +41,25 @@ class RecordFile:
 
     Raises:
         LaunchError: for a file that cannot be written, or is something else.
+
+    Attributes:
+        left_out: lines for which there was no room, without those that may fail.
     """
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._begun, self._size = clock, clock(), 0
+        self._clock, self._begun, self._size, self.left_out = clock, clock(), 0, 0
         self._target, self._queue = OutputTarget(_opened(path), f"--record {path}"), Queue(lambda: None)
         self._queue.start()
+        self._is_closed = False
 
-    def add(self, kind: str, fields: Mapping[str, Any], *, may_fail: bool = False) -> bool:
-        """Add a line; return False if there is no room for it yet."""
+    def add(self, kind: str, fields: Mapping[str, Any], *, may_fail: bool = False, is_last: bool = False) -> bool:
+        """Add a line; return False if there is no room for it yet. For the last ones there always is."""
         seconds = self._clock() - self._begun
         content = {"kind": kind, "seconds": round(seconds, 2), "time": round(time.time(), 2), **fields}
         line = json.dumps(content, separators=(",", ":")).encode() + b"\n"
-        if self._size + len(line) > A_DAY * seconds / 86400 + (AT_ONCE / 2 if may_fail else AT_ONCE):
+        room = A_DAY * seconds / 86400 + (AT_ONCE / 2 if may_fail else AT_ONCE - _AT_THE_END)
+        if self._size + len(line) > room and not is_last:
+            self.left_out += not may_fail
             return False
         self._size += len(line)
         self._queue.put(self._target, line)
@@ -59,18 +67,23 @@ class RecordFile:
 
     def problem(self) -> str:
         """Return a line for the user about a file that has ended early, once; "" otherwise."""
-        if not self._queue.failed:
+        if self._queue.failed:
+            self._queue.failed.popleft()
+            reason = self._target.reason()
+        elif self._is_closed and self._queue.waiting:
+            reason = f"the disk takes nothing for {_END_SECONDS:.0f} s"
+        else:
             return ""
-        label = self._queue.failed.popleft().label
-        return printable(f"hvdrun: {label}: {self._target.reason()}; the record ends here") + "\n"
+        return printable(f"hvdrun: {self._target.label}: {reason}; the record ends here") + "\n"
 
     def close(self) -> None:
-        """Wait until everything is written, but not for long, and close the file."""
+        """Wait until everything is written, but not for long, and close the file. See `problem` then."""
         self._queue.put(self._target, None)
         until = time.monotonic() + _END_SECONDS
         while not self._queue.is_idle() and time.monotonic() < until:
             time.sleep(0.01)
         self._queue.end()
+        self._is_closed = True
 
 
 def _opened(path: str) -> int:
@@ -103,6 +116,7 @@ class Recorder(ProgressObserver):
                  clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._metrics, self._clock = file, metrics, clock
         self._world, self._size, self._waits, self._slow, self._is_stalled = 0, 0, "", ("", -1), False
+        self._waited_not = clock()  # when last no rank waited for long
         self._before, self._when = dict[int, Sample](), clock()  # of the last sample that was written
         self._ranks, self._recent = dict[int, Sample](), RecentLedgers()
         self._add("job", {"command": list(command), "host": socket.gethostname(), "pid": os.getpid()})
@@ -116,7 +130,8 @@ class Recorder(ProgressObserver):
     def begin_world(self, rank_hosts: Mapping[int, str]) -> None:
         """Write who is in another world."""
         self._world, self._size = self._world + 1, len(rank_hosts)
-        self._ranks, self._before, self._recent = {}, {}, RecentLedgers()
+        self._ranks, self._before, self._recent, self._slow = {}, {}, RecentLedgers(), ("", -1)
+        self._waited_not, self._waits, self._is_stalled = self._clock(), "", False
         hosts = {host: format_ranks(rank for rank in rank_hosts if rank_hosts[rank] == host) for host in rank_hosts.values()}
         self._add("world", {"number": self._world, "ranks": hosts})
 
@@ -131,13 +146,21 @@ class Recorder(ProgressObserver):
             self._metrics.text = metrics_text(self._world, self._ranks, slowness)
         found = ("", -1) if slowness is None else (slowness.cause, slowness.rank)
         fields = {"text": "no rank is slow any more"} if slowness is None else slowness.as_dict()
-        if found != self._slow and self._add("slowness", fields, may_fail=True):
+        is_known = slowness is not None or len(self._ranks) == self._size  # ranks that have ended are compared with none
+        if found != self._slow and is_known and self._add("slowness", fields, may_fail=True):
             self._slow = found
-        if self._waits and not self._is_stalled:
-            self._add("stall", {"text": self._waits}, may_fail=True)
-        self._is_stalled, self._waits = bool(self._waits), ""
+        self._look_for_stall(now)
         if not self._before or self._add("sample", self._sample(now - self._when), may_fail=True):
             self._before, self._when = dict(self._ranks), now
+
+    def _look_for_stall(self, now: float) -> None:
+        waits, self._waits = self._waits, ""
+        if not waits:
+            self._waited_not, self._is_stalled = now, False
+        ledgers = [each.reading.ledger for each in self._ranks.values()]
+        usual = max((each.seconds / each.steps for each in ledgers if each.steps), default=0.0)
+        if not self._is_stalled and now - self._waited_not > _STALL_SECONDS + usual:
+            self._is_stalled = self._add("stall", {"text": waits}, may_fail=True)
 
     def _sample(self, seconds: float) -> dict[str, Any]:
         readings = {rank: each.reading for rank, each in self._ranks.items()}
@@ -165,10 +188,13 @@ class Recorder(ProgressObserver):
 
     def closed(self, code: int | None) -> None:
         """Write how the job has ended."""
-        self._add("end", {"exit_code": code})
         if self._metrics is not None:
             self._metrics.close()
         if self._file is not None:
+            if self._file.left_out:
+                text = f"{self._file.left_out:,} lines were left out: the record had no room for them"
+                self._file.add("note", {"text": text}, is_last=True)
+            self._file.add("end", {"exit_code": code}, is_last=True)
             self._file.close()
             print(self._file.problem(), end="", file=sys.stderr)  # the job's output has ended
 

@@ -1,13 +1,14 @@
-"""`--record`, `--report FILE.jsonl` and `--metrics`: what is written, what is read of it, and what may go wrong."""
+"""`--record` and `--report FILE.jsonl`: what is written, what is read of it, and what may go wrong."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import http.client
 import json
 import os
+import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,6 @@ from hvdlite.diagnostics.progress import Reading
 from hvdlite_runner.cli import main
 from hvdlite_runner.messages import ProgressReply, Sample
 from hvdlite_runner.output.job_output import Observers, ProgressObserver
-from hvdlite_runner.reports.metrics import MetricsServer, metrics_text
 from hvdlite_runner.reports.record import A_DAY, AT_ONCE, Recorder, RecordFile
 from hvdlite_runner.reports.recorded import jobs_in, report, show_record
 from tests.runner.elastic_jobs import Job
@@ -92,6 +92,69 @@ def test_the_lines_of_a_job(tmp_path: Path) -> None:
     assert found[-1]["exit_code"] == 137
 
 
+def test_waits_are_a_share_of_the_time_in_which_the_rank_was_there(tmp_path: Path) -> None:
+    found = lines(recorded(tmp_path / "r.jsonl"))
+    for line in found[:20]:
+        if line["kind"] == "sample":
+            line["waits"][1] = line["memory"][1] = None
+    assert "in waits: rank 0 60%, rank 1 10%" in list(report(found))
+
+
+@pytest.mark.parametrize(("usual", "waited", "stalls"), [(0.1, 9, 0), (0.1, 15, 1), (30.0, 35, 0), (30.0, 45, 1)])
+def test_a_stall_is_a_wait_that_is_much_longer_than_a_step(tmp_path: Path, usual: float, waited: int, stalls: int) -> None:
+    clock, path = Clock(), tmp_path / "r.jsonl"
+    recorder = Recorder(["x"], RecordFile(str(path), clock), clock=clock)
+    recorder.begin_world({0: "a"})
+    for second in range(3 * 60):
+        clock.now += 1
+        waits = "ranks 0 wait for 1" if second % 60 < waited else ""
+        recorder.take("b", ProgressReply({}, waits))
+        recorder.take("localhost", ProgressReply({0: sample(100, 0, Ledger(usual * 100, 100))}))
+    recorder.closed(0)
+    assert [line["text"] for line in lines(path) if line["kind"] == "stall"] == ["ranks 0 wait for 1"] * 3 * stalls
+
+
+def test_lines_that_are_incomplete_are_passed_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = recorded(tmp_path / "r.json")
+    whole = path.read_text().splitlines()
+    for number, line in enumerate(whole):
+        for name in json.loads(line):
+            values: list[Any] = ["1", {"a": []}, None]
+            for value in values:
+                changed = json.dumps({**json.loads(line), name: value})
+                for job in jobs_in([each.encode() for each in [*whole[:number], changed, *whole[number + 1:]]]):
+                    assert list(report(job))
+    assert main(["--report", str(path), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out) == [[json.loads(line) for line in whole]]
+    path.write_text("\n".join(whole * 200))
+    ended = subprocess.run(f"{shlex.join([*HVDRUN, '--report', str(path)])} | head -1", shell=True,
+                           capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("job on") and not ended.stderr
+
+
+def test_who_is_slow_is_forgotten_with_the_world_and_not_when_a_rank_ends(tmp_path: Path) -> None:
+    clock, path = Clock(), tmp_path / "r.jsonl"
+    recorder = Recorder(["x"], RecordFile(str(path), clock), clock=clock)
+
+    def train(first: int, last: int, ranks: int = 2, waits: tuple[float, float] = (0.6, 0.1)) -> None:
+        for second in range(first, last):
+            clock.now += 1
+            ledgers = [Ledger(float(second), 10 * second, part * second, 0.2 * second) for part in waits]
+            recorder.take("localhost", ProgressReply({rank: sample(second, 0, ledgers[rank]) for rank in range(ranks)}))
+
+    for _ in range(2):
+        recorder.begin_world({0: "a", 1: "a"})
+        train(1, 9)
+        recorder.ended(1, Reading())
+        train(9, 12, 1)
+    recorder.begin_world({0: "a", 1: "a"})
+    train(1, 9)
+    train(100, 160, 2, (0.3, 0.3))
+    recorder.closed(0)
+    kinds = [(line["kind"], line.get("rank")) for line in lines(path) if line["kind"] in ("world", "slowness")]
+    assert kinds == [("world", None), ("slowness", 1)] * 3 + [("slowness", None)], kinds
+
+
 def test_what_a_record_tells(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = str(recorded(tmp_path / "r.jsonl"))
     assert main(["--report", path]) == 0
@@ -135,6 +198,30 @@ def test_the_size_is_bounded_and_no_time_is_left_out(tmp_path: Path) -> None:
     assert 5 < samples[-900]["over"] < 60 and sum(line["over"] for line in samples) > seconds - 100
 
 
+def test_the_end_is_written_where_other_lines_had_no_room(tmp_path: Path) -> None:
+    clock, path = Clock(), tmp_path / "r.jsonl"
+    recorder = Recorder(["x"], RecordFile(str(path), clock), clock=clock)
+    for rank in range(10_000):
+        recorder.ended(rank, Reading(steps=10**9))
+    recorder.closed(3)
+    *others, note, end = lines(path)
+    assert end["exit_code"] == 3 and path.stat().st_size <= AT_ONCE
+    assert note["text"].startswith(f"{10_001 - len(others):,} lines were left out") and len(others) > 5000
+
+
+def test_a_disk_that_hangs_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str],
+                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdlite_runner.reports.record._END_SECONDS", 0.2)
+    file = RecordFile(str(tmp_path / "r.jsonl"))
+    reader, writer = os.pipe()
+    os.write(writer, bytes(fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ)))
+    os.dup2(writer, file._target.descriptor)
+    os.close(writer)
+    Recorder(["x"], file).closed(0)
+    assert "the disk takes nothing" in capfd.readouterr().err
+    os.close(reader)
+
+
 def test_files_that_are_no_place_for_a_record(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text("print()")
     os.mkfifo(tmp_path / "fifo")
@@ -148,7 +235,8 @@ def test_files_that_are_no_place_for_a_record(tmp_path: Path, capfd: pytest.Capt
         RecordFile(str(tmp_path / "r.jsonl"))
     file.close()
     assert main(["--report", str(tmp_path / "train.py")]) == 2 and "has no job" in capfd.readouterr().err
-    assert main(["--report", "none.jsonl"]) == 2 and "No such file" in capfd.readouterr().err
+    for missing in ("none.jsonl", "none.json"):
+        assert main(["--report", missing]) == 2 and "No such file" in capfd.readouterr().err
     for flags in (["--scaling", "1"], ["--mpi"]):
         assert main(["-np", "1", "--record", str(tmp_path / "r.jsonl"), *flags, "true"]) == 2
         assert "leave out --scaling" in capfd.readouterr().err
@@ -168,7 +256,13 @@ def test_a_full_disk_ends_the_record_with_one_line(tmp_path: Path, at_the_end: b
     while not (told or at_the_end) and time.monotonic() < until:
         recorder.noted("x")
         time.sleep(0.01)
+    elsewhere = len(told)
+    if at_the_end:
+        recorder.noted("x")
+        while not file._queue.failed:
+            time.sleep(0.01)
     recorder.closed(0)
+    assert len(told) == elsewhere, "the job's output has ended"
     recorder_said = capfd.readouterr().err
     assert not (told and recorder_said), "once"
     (line,) = [*told, *recorder_said.splitlines()]
@@ -196,64 +290,12 @@ def test_several_observers_get_everything() -> None:
     assert first.got == second.got == ["a", 3] and both.wants_samples and not Observers([]).wants_samples
 
 
-def test_metrics_in_prometheus_format() -> None:
-    text = metrics_text(2, {1: sample(4, 0.5), 0: Sample(Reading(), 7)}, None)
-    families = text.split("# HELP ")[1:]
-    assert families[0] == ("hvdlite_world number of the world; each change of an elastic job begins another\n"
-                           "# TYPE hvdlite_world gauge\nhvdlite_world 2\n")
-    found = {each.split()[0]: [line for line in each.splitlines() if line.startswith("hvdlite")][1:] for each in families}
-    assert found["hvdlite_samples_total"] == ['hvdlite_samples_total{rank="0"} 0', 'hvdlite_samples_total{rank="1"} 32']
-    assert found["hvdlite_waits_seconds_total"][1] == 'hvdlite_waits_seconds_total{rank="1"} 0.5'
-    assert found["hvdlite_last_step_age_seconds"] == ['hvdlite_last_step_age_seconds{rank="0"} +Inf',
-                                                      'hvdlite_last_step_age_seconds{rank="1"} 0.1']
-    assert found["hvdlite_memory_bytes"][0] == 'hvdlite_memory_bytes{rank="0"} 7' and not found["hvdlite_slow_ratio"]
-    assert all(f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}\n" in text for name in found)
-
-
 def ask(port: int, path: str = "/metrics", method: str = "GET") -> tuple[int, str | None, str]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANGS_SECONDS)
     with contextlib.closing(connection):
         connection.request(method, path)
         answer = connection.getresponse()
         return answer.status, answer.headers["Content-Type"], answer.read().decode()
-
-
-def port_of(server: MetricsServer) -> int:
-    return int(server.url.rpartition("/")[0].rpartition(":")[2])
-
-
-def test_the_server_answers_get_of_one_path_only() -> None:
-    server = MetricsServer("0")
-    recorder = Recorder(["x"], None, server)
-    recorder.begin_world({0: "a"})
-    recorder.take("localhost", ProgressReply({0: sample(4)}))
-    assert server.url.startswith("http://127.0.0.1:")
-    status, kind, text = ask(port_of(server))
-    assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8") and 'steps_total{rank="0"} 4\n' in text
-    assert ask(port_of(server), "/")[0] == 404
-    assert [ask(port_of(server), method=each)[0] for each in ("POST", "HEAD", "DELETE")] == [405] * 3
-    recorder.closed(0)
-    with pytest.raises(ConnectionRefusedError):
-        ask(port_of(server))
-
-
-def test_ports_that_cannot_be_used(capfd: pytest.CaptureFixture[str]) -> None:
-    server = MetricsServer("127.0.0.1:0")
-    for address, why in ((str(port_of(server)), "Address already in use"), ("x", "this is not PORT"),
-                         ("99999", "this is not"), ("192.0.2.1:0", "Cannot assign")):
-        assert main(["-np", "1", "--metrics", address, "true"]) == 2
-        assert f"--metrics {address}: {why}" in capfd.readouterr().err
-    server.close()
-
-
-def test_a_slow_client_holds_up_neither_others_for_long_nor_the_end() -> None:
-    server = MetricsServer("127.0.0.1:0")
-    with socket.create_connection(("127.0.0.1", port_of(server))) as slow:
-        slow.sendall(b"GET /met")
-        assert ask(port_of(server))[0] == 200, "after the slow client's time"
-        slow.close()
-    with socket.create_connection(("127.0.0.1", port_of(server))):
-        server.close()
 
 
 def trains(path: Path) -> bool:

@@ -7,6 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -42,6 +43,28 @@ def test_a_ranks_progress_is_read_by_another_process(tmp_path: Path) -> None:
     mine.round()
     assert progress.read(str(tmp_path), 3).steps == 4106, "samples are counted, so optimizer steps are not"
     assert progress.read(str(tmp_path), 4) == progress.Reading()
+
+
+def test_seconds_in_waits_never_become_fewer(tmp_path: Path) -> None:
+    mine = progress.Progress()
+    mine.publish(str(tmp_path), 0)
+    found = [0.0]
+
+    def look() -> None:
+        found.append(progress.read(str(tmp_path), 0).blocked)
+
+    for _ in range(20):
+        begun = mine.block()
+        time.sleep(0.002)
+        look()
+        mine.block()  # another thread
+        look()
+        mine.unblock(begun + 0.0015)  # what it was running was no wait
+        look()
+    assert found == sorted(found)
+    mine.unblock(mine.block() - 1)
+    look()
+    assert found[-1] == mine.blocked, "what was shown too early is made up for"
 
 
 def test_rates_leave_pauses_out() -> None:
@@ -213,6 +236,10 @@ def test_the_line_below_the_table_names_the_slow_rank() -> None:
         monitor.take("localhost", ProgressReply({
             0: reading(second, 0, 0.0, 0.1, early), 1: reading(second, 0, 0.0, 0.1, late)}))
     assert "rank 1 is late; 40% of each step" not in written[0] and "rank 1 is late; 40% of each step" in written[-1]
+    monitor.begin_world({0: "localhost", 1: "localhost"})
+    now[0] += 1
+    monitor.take("localhost", ProgressReply({0: reading(1, 0, 0.0, 0.1, early), 1: reading(1, 0, 0.0, 0.1, late)}))
+    assert "is late" not in written[-1], "ranks of another world are compared from its beginning"
 
 
 def test_a_job_of_long_steps_is_judged_too() -> None:

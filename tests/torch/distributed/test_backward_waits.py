@@ -120,3 +120,24 @@ def test_a_pass_that_fails_leaves_the_next_one_counted() -> None:
         return float(group._group._progress.blocked)
 
     assert all(blocked > 0 for blocked in run(2, step))
+
+
+def test_the_wait_ends_with_the_last_call_also_where_a_callback_sleeps_or_fails() -> None:
+    def step(group: Any) -> float:
+        def hand_over() -> None:
+            future = group.allreduce([torch.ones(2)]).get_future()
+            ENGINE.queue_callback(lambda: wait_for(future))
+            ENGINE.queue_callback(callback)
+
+        def fail() -> None:
+            raise ValueError("in a callback")
+
+        for callback in (lambda: time.sleep(0.3), fail):
+            try:
+                Passes.apply(torch.ones(3, requires_grad=True), hand_over).sum().backward()
+            except ValueError:
+                assert callback is fail
+            assert not is_blocked(group)
+        return float(group._group._progress.blocked)
+
+    assert all(0 < blocked < 0.3 for blocked in run(2, step))
