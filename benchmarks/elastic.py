@@ -100,12 +100,17 @@ def recovery(kind: str, ranks: int, megabytes: int, victim_rank: int) -> tuple[f
             wait_for(first_steps, "step after a death")
             return max(first_steps()) - killed - a_step, a_step
         finally:
-            os.killpg(job.pid, signal.SIGTERM)
-            try:
-                job.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(job.pid, signal.SIGKILL)
-                job.wait()
+            end(job)
+
+
+def end(job: subprocess.Popen[bytes]) -> None:
+    """End a job and all processes of its session."""
+    os.killpg(job.pid, signal.SIGTERM)
+    try:
+        job.wait(60)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
 
 
 def undisturbed(kind: str, ranks: int, megabytes: int, steps: int, every: int) -> list[float]:

@@ -14,8 +14,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -24,7 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.elastic import FOREVER, HVDRUN, RANK, pids, steps_of, wait_for
+from benchmarks.elastic import FOREVER, HVDRUN, RANK, end, pids, steps_of, wait_for
 from benchmarks.run import HERE, variables
 from tests.runner.networks import Hosts, unavailable
 
@@ -60,12 +58,7 @@ def join(megabytes: int, folder: Path, hosts: Hosts | None) -> tuple[float, floa
         lost = max(_gaps([when for when in steps_of(folder, founder) if when > begun - before]))
         return lost - max(before, after), steps_of(folder, joined)[0] - begun, before
     finally:
-        os.killpg(job.pid, signal.SIGTERM)
-        try:
-            job.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
+        end(job)
 
 
 def _gaps(times: list[float]) -> list[float]:

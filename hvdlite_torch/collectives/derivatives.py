@@ -187,8 +187,8 @@ class AlltoallCall(DifferentiableCall):
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
         (tensor,) = tensors
-        result, self.received = below_autograd.alltoall(tensor, self.splits, self.name, self.process_set,
-                                                              blocking=True).wait()
+        handle = below_autograd.alltoall(tensor, self.splits, self.name, self.process_set, blocking=True)
+        result, self.received = handle.wait()
         self._rows = tensor.shape[0]
         return [result]
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import signal
 
+import numpy as np
 import pytest
 
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.types import ReduceOp
 from hvdlite.memory import futex
+from hvdlite.runtime.runtime import Runtime
 from tests.runtime.programs import mailboxes as programs
-from tests.worlds import HANGS_SECONDS, Processes, processes
+from tests.worlds import HANGS_SECONDS, Processes, processes, threads
 
 pytestmark = pytest.mark.skipif(not futex.AVAILABLE, reason="needs futexes")
 
@@ -25,6 +29,19 @@ def test_all_kinds_give_what_requests_give(size: int) -> None:
 # docs/protocol.md#mailboxes
 def test_whatever_ends_a_mailbox_the_calls_go_on() -> None:
     processes(3, programs.whatever_ends_a_mailbox_the_calls_go_on)
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "broadcast"])
+def test_an_array_that_cannot_receive_the_result_is_refused_at_the_call(kind: str) -> None:
+    def step(runtime: Runtime) -> None:
+        array = np.frombuffer(bytes(16), np.float32)
+        with pytest.raises(UnsupportedError, match=r"'x': the array of shape \[4\] is read-only"):
+            if kind == "allreduce":
+                runtime.allreduce("x", array, array, ReduceOp.SUM, blocking=True)
+            else:
+                runtime.broadcast("x", array, 0, blocking=True)
+        assert runtime.broadcast("x", array.copy(), 0).wait().tolist() == [0.0] * 4, "its name is free"
+    threads(2, step)
 
 
 def test_an_interrupted_call_counts() -> None:

@@ -176,6 +176,7 @@ def until_one_dies() -> None:
     index = 0
     while True:
         hvd.allreduce(np.zeros(1), name="x")
+        hvd.allgather(np.zeros(1 << 17), name="large")
         index += 1
         if index == 50:
             print("running", flush=True)

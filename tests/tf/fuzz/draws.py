@@ -32,7 +32,7 @@ class Training:
         counted: whether there are a metric that has its own state, and one that is a number for a batch.
         decides: whether a callback decides by the loss of one output, or of the model.
         shares: whether the ranks' shares are others in each batch of a scope.
-        share: of a batch, the rows of rank 0, where ranks weigh their gradients by rows; 0: both have as many.
+        first_rows: of a batch, the rows of rank 0, where ranks weigh their gradients by rows; 0: both have as many.
         steps: calls into the compiled function do so many steps.
         again: whether the model is compiled and fitted a second time.
     """
@@ -57,7 +57,7 @@ class Training:
     counted: bool
     decides: bool
     shares: bool
-    share: int = 0
+    first_rows: int = 0
 
     @property
     def has_equal_shards(self) -> bool:
@@ -95,7 +95,7 @@ def draw(seed: int, backend: str) -> Training:
         training = dataclasses.replace(training, model="own train_step")
     if (training.model == "own train_step" and not scoped and backend == "tensorflow"
             and not {"accumulation", "scaled"}.intersection(settings)):
-        training = dataclasses.replace(training, share=rng.randint(1, batch - 1))
+        training = dataclasses.replace(training, first_rows=rng.randint(1, batch - 1))
     if training.model == "no call":
         training = dataclasses.replace(training, counted=False, validated=False, weighted=False)
     if training.model == "sparse" and not (scoped and data == "arrays"):

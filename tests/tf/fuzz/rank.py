@@ -103,7 +103,7 @@ def train(training: Training, hvd: Any, alone: bool) -> dict[str, Any]:
             mine = x, y
             if not alone:
                 mine = keras.tree.map_structure(lambda array: part(array, training, hvd.rank()), (x, y))
-            model.weighs = training.share > 0 and not alone
+            model.weighs = training.first_rows > 0 and not alone
             rows = slice(training.batch) if alone else rows_of(training, hvd.rank())
             model.fit(*mine, batch_size=rows.stop - (rows.start or 0), callbacks=callbacks, **options)
     for index, variable in enumerate(model.trainable_variables):
@@ -132,7 +132,7 @@ def monitored(training: Training) -> str:
 
 def rows_of(training: Training, rank: int) -> slice:
     """Return the rows of each global batch that one of two ranks has."""
-    share = training.share or training.batch // 2
+    share = training.first_rows or training.batch // 2
     return slice(share, training.batch) if rank else slice(share)
 
 
