@@ -151,7 +151,8 @@ class ScopeRegistry:
     def _mirror_tensors(self) -> None:
         named = self._tensors()
         tensors = matching_tensors(self._replicas, named, _kind, _make)
-        self._replicas.broadcast_tensors([tensor.detach() for tensor in tensors], "tensors")
+        # `data`: a graph that is under way stays valid, whichever way a tensor lies in memory.
+        self._replicas.broadcast_tensors([tensor.data for tensor in tensors], "tensors")
         self._lazy[:] = [weakref.ref(tensor) for tensor in named.values() if is_lazy(tensor)]
 
     def _mirror_optimizers(self) -> None:

@@ -304,8 +304,6 @@ RULES: dict[str, Callable[[Training], bool]] = {
             or it.model == "sync batch norm" or it.optimizer.startswith("LBFGS") or it.wait_in == "mixed")),
     "gradients by hand come after backward(), which weighs uneven batches": lambda it: (
         it.scoped and (it.uneven or it.shares != "equal") and it.gradients in ("autograd.grad", "func.grad")),
-    "a strategy mirrors in the step after a new group: graphs of before are lost": lambda it: (
-        it.scoped and it.structure == "in turns" and it.event == "regroup"),
     "inside join(), losses are added: backward() is called once": lambda it: (
         it.uneven and not it.scoped and it.loss == "disjoint"),
     "join() is of the optimizer with which the epoch began": lambda it: it.uneven and not it.scoped and it.event in (
