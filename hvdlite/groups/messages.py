@@ -229,7 +229,7 @@ class Messages:
                 self._sleepers = sleepers
                 return bool(act(argument))
         except Exception as error:
-            self.fail(error)
+            self.fail(self.state.error or error)  # the runtime's memory ends with it
         except BaseException:  # between any two lines
             self.fail(HorovodInternalError(
                 f"{self.members.name} cannot be used any more: a thread was interrupted in a send or receive"))

@@ -252,6 +252,17 @@ def test_no_memory_is_an_error_of_one_send(ranks: Callable[..., World], monkeypa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors")
+def test_a_call_that_begins_when_the_memory_is_closed_fails_with_what_closed_it(ranks: Callable[..., World]) -> None:
+    """Another rank may fail between the look at the group's error and the first look into a ring."""
+    world = ranks(2, True)
+    world.ranks[1].is_stopped = True
+    done(world.ends[0].send(text(1), 1, 4))
+    world.ranks[1].messages.state.fail(PeerLostError("rank 0 died", 0))
+    world.hosts[0].memories[1].close()
+    for _ in range(2):
+        assert failure(world.ends[1].receive(np.empty(16, np.uint8), 0, 4)) == "PeerLostError: rank 0 died"
+
+
 def test_messages_have_no_descriptors_of_their_own_and_give_their_pages_back(ranks: Callable[..., World]) -> None:
     """Although their calls and the caller still refer to them."""
     world = ranks(3)
