@@ -42,7 +42,7 @@ def trainer(shares: str | None) -> Callable[[], None]:
         while True:
             for x, y in loader:
                 optimizer.zero_grad()
-                functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+                functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
                 yield
 
