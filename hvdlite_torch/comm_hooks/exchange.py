@@ -10,6 +10,7 @@ import torch
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.runtime.runtime import Runtime
+from hvdlite.training.gradients.framework import SMALL
 from hvdlite_torch.arrays import cuda
 from hvdlite_torch.arrays.tensors import as_runtime_array, as_tensor, contiguous
 
@@ -88,18 +89,24 @@ class Exchange:
         return as_tensor(cuda.wait(handle)).to(tensor.device)
 
     def _start_reduction(self, name: str, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Callable[[], None]:
-        if not tensors:
+        alike: dict[Any, list[torch.Tensor]] = {}  # those that are sent as one tensor
+        for tensor in tensors:
+            alike.setdefault((tensor.dtype, tensor.device) if tensor.nbytes <= SMALL else id(tensor), []).append(tensor)
+        if not alike:
             return _nothing
         devices = self._runtime.devices
-        dense = [cuda.to_transportable(contiguous(tensor, name), devices, Collective.ALLREDUCE, op) for tensor in tensors]
+        sent = [some[0] if len(some) == 1 else torch.cat([each.reshape(-1) for each in some]) for some in alike.values()]
+        dense = [cuda.to_transportable(contiguous(tensor, name), devices, Collective.ALLREDUCE, op) for tensor in sent]
         arrays = [as_runtime_array(tensor, name, devices) for tensor in dense]
         handle = self._runtime.grouped_allreduce(f"{self._label}.{name}", arrays, arrays, op, process_set=self._process_set)
 
         def wait() -> None:
             cuda.wait(handle)
-            for tensor, result in zip(tensors, dense, strict=True):
-                if tensor.data_ptr() != result.data_ptr():
-                    tensor.copy_(result)
+            for some, result in zip(alike.values(), dense, strict=True):
+                if len(some) > 1:
+                    torch._foreach_copy_(some, parts(result, some))
+                elif some[0].data_ptr() != result.data_ptr():
+                    some[0].copy_(result)
         return wait
 
 
@@ -111,6 +118,12 @@ class AllReduce:
     def reduce(self, gradients: Gradients, exchange: Exchange) -> None:
         """Average the gradients."""
         exchange.average("gradients", [gradient for _, gradient in gradients])
+
+
+def parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of a flat tensor with the shapes of other ones, one after the other."""
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
 def _nothing() -> None:

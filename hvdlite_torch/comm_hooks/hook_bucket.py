@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
+from collections.abc import Set
 
 import numpy as np
 import torch
@@ -13,9 +15,10 @@ from hvdlite.core.errors import HvdliteError, MismatchError
 from hvdlite.core.types import ReduceOp
 from hvdlite.handoff.handle import Handle
 from hvdlite.runtime.gradient_sets import Moment
-from hvdlite.training.gradients.bucket import DONE, FILLING, SENT, Bucket
+from hvdlite.training.gradients.bucket import DONE, FILLING, SENT, Bucket, SmallMembers
+from hvdlite.training.gradients.framework import set_gradients
 from hvdlite.training.gradients.gradient_set import GradientSet
-from hvdlite.training.gradients.members import Member, Members
+from hvdlite.training.gradients.members import Member, Members, set_held, set_ready
 from hvdlite_torch.arrays.tensors import empty_gradient
 from hvdlite_torch.comm_hooks.exchange import CommHook, Exchange
 
@@ -34,16 +37,18 @@ class HookBucket(Bucket[torch.Tensor]):
     Args:
         hook: averages the gradients.
         exchange: its collectives.
+        together: all members, to be given together.
     """
 
     def __init__(self, hook: CommHook, exchange: Exchange, gradient_set: GradientSet[torch.Tensor],
-                 members: Members[torch.Tensor]) -> None:
+                 members: Members[torch.Tensor], together: SmallMembers[torch.Tensor]) -> None:
         self.set = gradient_set
         self.state = FILLING
         self.holding = list(members)
         self._members = members
         for member in members:
             member.bucket = 0
+        self._together = together
         self._hook = hook
         self._exchange = exchange
         self._given = set[Member[torch.Tensor]]()
@@ -52,6 +57,20 @@ class HookBucket(Bucket[torch.Tensor]):
 
     def fill(self, member: Member[torch.Tensor], is_own: bool) -> None:
         self._given.add(member)
+
+    def fill_small(self, keys: Set[int]) -> Set[int]:
+        together = self._together
+        if self._given or self.state is not FILLING or not together.small_keys <= keys:
+            return frozenset()
+        parameters = [member.parameter for member in together.small]
+        gradients = list(map(self.set.framework.get, parameters))
+        if any(gradient is None for gradient in gradients):
+            return frozenset()
+        set_gradients(self.set.framework, parameters, itertools.repeat(None))
+        set_held(together.small, gradients)
+        set_ready(together.small)
+        self._given.update(together.small)
+        return together.small_keys
 
     def leave_out(self, member: Member[torch.Tensor]) -> None:
         """It holds what it has."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hvdlite_torch.comm_hooks.exchange import Exchange, Gradients
+from hvdlite_torch.comm_hooks.exchange import Exchange, Gradients, parts
 
 _SMALL = 16 << 10
 """Gradients of one shape with up to this many elements are compressed together: a call costs more than a copy."""
@@ -92,8 +91,8 @@ class PowerSGD:
         wait_for_exact()
         names = [name for batch in batches for name in batch.names]
         factors = [factor for some in right for factor in _listed(some)]
-        largest = _largest([*factors, *exact])
-        if all(map(math.isfinite, largest)):
+        largest = _largest(right)
+        if all(map(math.isfinite, [*largest, *_norms(exact)])):
             torch._foreach_sub_([part for batch in batches for part in batch.parts_of(batch.matrices)],
                                 [gradient for batch in batches for gradient in batch.gradients])
             self._factors.update(zip(names, factors, strict=True))
@@ -129,7 +128,7 @@ class PowerSGD:
         """Return the averages of factors, which are sent as one tensor."""
         flat = [torch.cat([each.reshape(-1) for each in factors])] if factors else []
         exchange.average(name, flat)
-        return [part.to(each) for part, each in zip(_parts(flat[0], factors), factors, strict=True)] if flat else []
+        return [part.to(each) for part, each in zip(parts(flat[0], factors), factors, strict=True)] if flat else []
 
     def _batches(self, gradients: Gradients, scale: float) -> tuple[list[_MatrixBatch], list[torch.Tensor]]:
         """Return the gradients to compress, and the others. Small ones of the same shape form one batch."""
@@ -180,18 +179,12 @@ class PowerSGD:
         return error if error.dtype is dtype and error.device == gradient.device else error.to(gradient.device, dtype)
 
     def _factors_for(self, batch: _MatrixBatch) -> torch.Tensor:
-        """Return the state of the power iterations; at the beginning random and equal on all ranks."""
+        """Return the state of the power iterations; at the beginning random, equal on all ranks and for alike matrices."""
         rows, columns = batch.matrices.shape[-2:]
         shape = columns, min(self._most, rows, columns)
-        factors = []
-        for name in batch.names:
-            factor = self._factors.get(name)
-            if factor is None or factor.shape != shape:
-                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self._steps)
-                factor = torch.randn(shape, generator=generator)
-            if factor.dtype is not batch.matrices.dtype or factor.device != batch.matrices.device:
-                factor = factor.to(batch.matrices)
-            factors.append(factor)
+        like, first = batch.matrices, torch.randn(shape, generator=torch.Generator().manual_seed(self._steps))
+        kept = [self._factors.get(name, first) for name in batch.names]
+        factors = [(factor if factor.shape == shape else first).to(like) for factor in kept]
         return torch.stack(factors) if batch.matrices.dim() > 2 else factors[0]
 
 
@@ -226,18 +219,19 @@ def _nobody() -> None:
     pass
 
 
-def _parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return views of a flat tensor with the shapes of other ones, one after the other."""
-    parts = flat.split([tensor.numel() for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+def _largest(matrices: Sequence[torch.Tensor]) -> list[float]:
+    """Return the largest absolute value in each matrix, NaN where there is one; stacks have several matrices."""
+    found = [some.abs().amax((-2, -1)).reshape(-1) for some in matrices]
+    return _numbers(found) if found else []
 
 
-def _largest(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Return the largest absolute value in each tensor, NaN where there is one; in one transfer from a GPU."""
-    if not tensors:
-        return []
-    found = list(torch._foreach_norm([tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors], math.inf))
-    if len({each.device for each in found}) > 1:
-        found = [each.to(found[0].device) for each in found]
-    largest: list[float] = torch.stack(found).tolist()
-    return largest
+def _norms(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """Return the largest absolute value in each tensor, NaN where there is one."""
+    return _numbers([each.reshape(1) for each in torch._foreach_norm(
+        [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors], math.inf)]) if tensors else []
+
+
+def _numbers(found: Sequence[torch.Tensor]) -> list[float]:
+    """Return the values of tensors, in one transfer from a GPU."""
+    numbers: list[float] = torch.cat([each.to(found[0].device) for each in found]).tolist()
+    return numbers

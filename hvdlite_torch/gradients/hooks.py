@@ -202,8 +202,8 @@ class Hooks(Owner):
 
     def _record(self) -> None:
         """From here to the end of the backward pass, only record small gradients of learned buckets."""
-        layout = self.reducer.layout.plans
-        if (layout is None or self.elsewhere or self.weight != 1.0
+        layout = self.reducer.layout.together
+        if (not layout or self.elsewhere or self.weight != 1.0
                 or self._note is not None or torch.cuda.is_initialized()):
             return  # gradients on GPUs come from other threads, and count from the moment they are accumulated
         if layout is not self._recorded_layout:

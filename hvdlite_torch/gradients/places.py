@@ -357,7 +357,7 @@ class _SmallPlaces:
         Args:
             copy: copies gradients into places.
         """
-        views = self._views()
+        views = self._views() if self._shows_views else []  # else scripts never get them
         try:
             if list(map(_kind, gradients)) != self._kinds:
                 return None
@@ -377,7 +377,7 @@ class _SmallPlaces:
         elif ((is_own or any(map(_version, gradients)))
                 and _users(gradients, map(_storage_of, gradients)) != self._fresh):
             targets = [gradients[index] if has_other(gradients, index, is_own) else None for index in range(len(gradients))]
-        if _users(views, self._storages) != self._idle or not self._have_addresses(views):
+        if self._shows_views and (_users(views, self._storages) != self._idle or not self._have_addresses(views)):
             return None
         with torch.no_grad():
             copy(self._homes, list(gradients))

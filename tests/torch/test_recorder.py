@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import DistributedOptimizer  # noqa: E402
+from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
 from hvdlite_torch.gradients.recorder import Recorder  # noqa: E402
-from tests.torch.models import net, reducer_of, settle, train, wrapped  # noqa: E402
+from tests.torch.models import net, reducer_of, train, wrapped  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -41,16 +41,18 @@ def test_a_recorder_calls_python_unless_it_records() -> None:
     assert len(called) == 3 and recorder.parameters == [] and recorder.hook.owner() is recorder  # type: ignore[attr-defined]
 
 
-def test_a_learned_buckets_small_gradients_are_handed_over_together() -> None:
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_a_learned_buckets_small_gradients_and_those_of_a_hook_are_handed_over_together(has_hook: bool) -> None:
     def step(runtime: Runtime) -> None:
         model = net()
-        optimizer = wrapped(runtime, model)
-        settle(runtime, model, optimizer)
+        optimizer = wrapped(runtime, model, comm_hook=comm_hooks.AllReduce() if has_hook else None)
+        for _ in range(3):
+            train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
         reducer, calls = reducer_of(optimizer), []
         reducer.accumulated = calls.append
         for _ in range(3):
             train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
-        assert calls == [] and reducer.layout.is_used
+        assert calls == [] and reducer.layout.is_used is not has_hook
     threads(2, step)
 
 
@@ -73,6 +75,10 @@ def layers_in_a_changing_order(case: Case) -> None:
 @pytest.mark.parametrize("size", [512, 1 << 20])
 def test_gradients_in_a_changing_order(size: int) -> None:
     compare([layers_in_a_changing_order], bucket_size=size, bucket_edge=size)
+
+
+def test_gradients_of_a_hook_in_a_changing_order() -> None:
+    compare([layers_in_a_changing_order], lambda rank: {"comm_hook": comm_hooks.AllReduce()})
 
 
 def test_two_optimizers_with_the_same_parameters_reduce_gradients_once() -> None:

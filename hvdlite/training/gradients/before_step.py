@@ -17,7 +17,7 @@ import numpy as np
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.gradients.errors import accumulated_alone, changed_alone, replaced
 from hvdlite.training.gradients.framework import Parameter
-from hvdlite.training.gradients.members import AGAIN, IDLE, LOCAL, REDUCED, Member, Origin
+from hvdlite.training.gradients.members import AGAIN, IDLE, LOCAL, Member, Origin
 from hvdlite.training.gradients.reducer import JOB_CONTINUES, Reducer
 from hvdlite.training.gradients.round import LaterCall
 
@@ -163,11 +163,8 @@ class BeforeStep(Generic[Parameter]):
 
     def _has_unreduced(self) -> bool:
         """Return whether a gradient is about to be used that no backward pass has given."""
-        members, get = self.reducer.members, self.reducer.framework.get
-        for member in members:  # in every step: ask no more of what was reduced
-            gradient = get(member.parameter)
-            if (member.state is REDUCED and member.reduced() is gradient) or gradient is None:
-                continue
+        members = self.reducer.members
+        for member in members.unlike_reduced():
             origin = members.origin(member, members.gradient(member))
             if members.needs_round(origin):
                 return True

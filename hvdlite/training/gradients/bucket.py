@@ -27,7 +27,7 @@ from hvdlite.negotiation.messages import BucketReady
 from hvdlite.training.gradients.errors import sparse
 from hvdlite.training.gradients.framework import Alone, Framework, Gradient, Parameter, set_gradients
 from hvdlite.training.gradients.gradient_set import GradientSet
-from hvdlite.training.gradients.members import IDLE, READY, Member, set_before, set_held, set_state
+from hvdlite.training.gradients.members import Member, set_held, set_ready
 
 
 class BucketState(enum.Enum):
@@ -42,7 +42,15 @@ class BucketState(enum.Enum):
 FILLING, BROKEN, SENT, DONE = BucketState
 
 
-class BucketPlan(Generic[Parameter]):
+class SmallMembers(Generic[Parameter]):
+    """Members of a bucket that are given together, see `Bucket.fill_small`, in the order in which they are expected."""
+
+    def __init__(self, small: Sequence[Member[Parameter]]) -> None:
+        self.small = small
+        self.small_keys = frozenset(id(member.parameter) for member in small)
+
+
+class BucketPlan(SmallMembers[Parameter]):
     """One bucket of a layout: its members and their places; lasts as long as the layout.
 
     Args:
@@ -56,8 +64,7 @@ class BucketPlan(Generic[Parameter]):
         self.members = members
         self.parameters = [member.parameter for member in members]
         self.places = framework.places(self.learned, self.parameters)
-        self.small = [members[place] for place in self.places.small]
-        self.small_keys = frozenset(id(member.parameter) for member in self.small)
+        super().__init__([members[place] for place in self.places.small])
         small = set(self.small)
         for place, member in enumerate(members):
             member.bucket, member.place, member.is_small = index, place, member in small
@@ -151,29 +158,28 @@ class Bucket(Generic[Parameter]):
         set_held(self.reduced, itertools.repeat(None))
         self.rest, self.reduced = [*self.rest, *self.reduced], ()
 
-    def fill_small(self, keys: Set[int]) -> bool:
-        """Like `fill`, for all small members at once, from their parameters. Return False when that cannot be done.
+    def fill_small(self, keys: Set[int]) -> Set[int]:
+        """Like `fill`, for all small members at once, from their parameters. Return these; none when that cannot be done.
 
         Args:
             keys: parameters, by identity, into which a backward pass has accumulated once.
         """
         plan = self.plan
         if not plan.small or self._has_small or self.state is BROKEN or not plan.small_keys <= keys:
-            return False
+            return frozenset()
         framework = self.set.framework
         parameters = plan.parameters if len(plan.small) == self._size else [member.parameter for member in plan.small]
         gradients = list(map(framework.get, parameters))
         set_gradients(framework, parameters, itertools.repeat(None))
         if not plan.places.fill(plan.places.small, gradients, False):
             set_gradients(framework, parameters, gradients)
-            return False
+            return frozenset()
         self._has_small = True
-        set_before(plan.small, itertools.repeat(IDLE))
-        set_state(plan.small, itertools.repeat(READY))
+        set_ready(plan.small)
         self._placed += plan.places.small
         if next(itertools.islice(self._count, len(plan.small) - 1, None)) == self._size:
             self.send()
-        return True
+        return plan.small_keys
 
     def leave_out(self, member: Member[Parameter]) -> None:
         """This rank has no gradient of a member that counts; it holds what it has."""

@@ -107,9 +107,15 @@ def set_on_all(field: str) -> Callable[[Iterable[Member[Any]], Iterable[Any]], N
     return set_all
 
 
-_parameter_of = operator.attrgetter("parameter")
+_parameter_of, _state_of, _reduced_of = map(operator.attrgetter, ("parameter", "state", "reduced"))
 set_state, set_before, set_held = set_on_all("state"), set_on_all("before"), set_on_all("held")
 set_reduced, set_version, set_zeroed = set_on_all("reduced"), set_on_all("version"), set_on_all("zeroed")
+
+
+def set_ready(members: Sequence[Member[Any]]) -> None:
+    """The members' gradients, of which no part was reduced before, have left the parameters and are reduced."""
+    set_before(members, itertools.repeat(IDLE))
+    set_state(members, itertools.repeat(READY))
 
 
 class Members(Generic[Parameter]):
@@ -319,6 +325,14 @@ class Members(Generic[Parameter]):
     def reduced(self) -> Iterator[Member[Parameter]]:
         """Return the members that were reduced since the last step."""
         return (member for member in self if member.state is REDUCED or member.state is AGAIN)
+
+    def unlike_reduced(self) -> Iterator[Member[Parameter]]:
+        """Return the members but for those whose gradients are what the last round left, without a statement for each."""
+        members = self.by_key.values()
+        gradients = map(self.framework.get, map(_parameter_of, members))
+        are_same = map(operator.is_, gradients, map(operator.call, map(_reduced_of, members)))
+        are_reduced = map(operator.is_, map(_state_of, members), itertools.repeat(REDUCED))
+        return itertools.compress(members, map(operator.not_, map(operator.and_, are_same, are_reduced)))
 
     def has_reduced(self, parameter: Parameter) -> bool:
         """Return whether a parameter's gradient is one that was reduced since the last step."""

@@ -25,7 +25,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Generic
 
@@ -39,14 +39,12 @@ from hvdlite.training.gradients.errors import GradientOrderError, computed_after
 from hvdlite.training.gradients.framework import Framework, Parameter
 from hvdlite.training.gradients.gradient_set import GradientSet
 from hvdlite.training.gradients.members import AGAIN, READY, REDUCED, TRAILING, UNUSED, Member, Members, Origin, set_held
-from hvdlite.training.gradients.round import BucketPlans, LaterCall, PassCounter, Round, WaitIn
+from hvdlite.training.gradients.round import BucketPlans, LaterCall, MakeBucket, PassCounter, Round, WaitIn
 from hvdlite.training.gradients.weights import RankWeights
 
 _log = logging.getLogger("hvdlite")
 JOB_CONTINUES = (GradientOrderError, MismatchError, UnsupportedError)
 """Errors of a round, perhaps on one rank only, after which ranks make further rounds."""
-MakeBucket = Callable[[GradientSet[Parameter], Members[Parameter]], Bucket[Parameter]]
-"""Makes a bucket of all members for one round."""
 
 
 class Reducer(Generic[Parameter]):
@@ -79,7 +77,7 @@ class Reducer(Generic[Parameter]):
         self.closes_in_backward = wait_in is WaitIn.BACKWARD  # the end of a backward pass closes the round
         self.waits_in_backward = self.closes_in_backward  # and waits for the results; not after a wait was deferred
         self.round: Round[Parameter] | None = None  # the one under way
-        self.layout: BucketPlans[Parameter] = BucketPlans()
+        self.layout: BucketPlans[Parameter] = BucketPlans(make_bucket)
         self.is_due = True  # a round is due before gradients are used
         self.has_local = False  # some member was accumulated into since the last round
         self.has_reduced = False  # some members may be REDUCED or AGAIN
@@ -88,7 +86,6 @@ class Reducer(Generic[Parameter]):
         self.later_call: LaterCall | None = None  # of a step's closure, while there is one
         self.lock = threading.RLock()  # while a round is closed or waited for: gradients may be read from several threads
         self._begin_lock = threading.RLock()  # hooks may come from several autograd threads; the first one begins the round
-        self._make_bucket = make_bucket
         if self.is_shared:
             weakref.finalize(self, runtime.gradients.retire, label, process_set).atexit = False
 
@@ -174,10 +171,9 @@ class Reducer(Generic[Parameter]):
         if passes.is_suspended or passes.per_round > 1 or self.has_reduced:
             return taken
         current = self.begin()
-        for bucket in current.buckets if self.layout.is_used else ():
-            if bucket.fill_small(keys):
-                taken |= bucket.plan.small_keys
-                self.has_local = True
+        for bucket in current.buckets:
+            taken |= bucket.fill_small(keys)
+        self.has_local = self.has_local or bool(taken)
         return taken
 
     def end_pass(self) -> bool:
@@ -213,8 +209,7 @@ class Reducer(Generic[Parameter]):
                 self.admit()
                 self.set.begin_round()
                 current: Round[Parameter] = Round(self.set.round_id)
-                current.buckets = (self.layout.buckets(self.set, self.members, current.alone) if self._make_bucket is None
-                                   else [self._make_bucket(self.set, self.members)])
+                current.buckets = self.layout.buckets(self.set, self.members, current.alone)
                 self.round = current
             return self.round
 
@@ -229,7 +224,7 @@ class Reducer(Generic[Parameter]):
             for member in [member for member in self.members if member.state is not READY]:
                 if member.state is not UNUSED and member.state is not TRAILING:
                     self._hand_over_rest(current, member)
-            if self._make_bucket is not None:
+            if self.layout.make_bucket is not None:
                 current.buckets[0].send()
             current.send_weights(self.set)
             current.is_closed = True

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic
 
 from hvdlite.core.errors import HvdliteError
 from hvdlite.handoff.buckets import LearnedLayout
-from hvdlite.training.gradients.bucket import Bucket, BucketOfWeights, BucketPlan, planned
+from hvdlite.training.gradients.bucket import Bucket, BucketOfWeights, BucketPlan, SmallMembers, planned
 from hvdlite.training.gradients.errors import computed_again_without
 from hvdlite.training.gradients.framework import Parameter
 from hvdlite.training.gradients.gradient_set import GradientSet
@@ -73,10 +73,23 @@ class Round(Generic[Parameter]):
                     self.incomplete = computed_again_without(member.name, others)
 
 
-class BucketPlans(Generic[Parameter]):
-    """The buckets that are learned for a set; none until that is so."""
+MakeBucket = Callable[[GradientSet[Parameter], Members[Parameter], SmallMembers[Parameter]], Bucket[Parameter]]
+"""Makes a bucket of all members for one round; they may be given together."""
 
-    def __init__(self) -> None:
+
+class BucketPlans(Generic[Parameter]):
+    """The buckets that are learned for a set; none until that is so.
+
+    Args:
+        make_bucket: for communication hooks: makes one of all members, and nothing is learned.
+
+    Attributes:
+        together: members that are given together, while they describe the set.
+    """
+
+    def __init__(self, make_bucket: MakeBucket[Parameter] | None) -> None:
+        self.make_bucket = make_bucket
+        self.together: Sequence[SmallMembers[Parameter]] = ()
         self.plans: list[BucketPlan[Parameter]] | None = None  # if they describe the set; kept while they are suspended
         self.is_used = False  # by the last round that began
         self._learned: LearnedLayout | None = None  # whose plans these are
@@ -84,6 +97,7 @@ class BucketPlans(Generic[Parameter]):
     def forget(self) -> None:
         """It does not describe the set any more, or the runtime has ended."""
         self.plans = self._learned = None
+        self.together = ()
 
     def buckets(self, gradient_set: GradientSet[Parameter], members: Members[Parameter],
                 alone: list[Bucket[Parameter]]) -> list[Bucket[Parameter]]:
@@ -92,6 +106,9 @@ class BucketPlans(Generic[Parameter]):
         Args:
             alone: gets the buckets of members that do so after all.
         """
+        if self.make_bucket is not None:
+            self.together = self.together or (SmallMembers([*members][::-1]),)
+            return [self.make_bucket(gradient_set, members, self.together[0])]
         runtime = gradient_set.runtime
         learned = runtime.gradients.layout(gradient_set.label, gradient_set.round_id)
         if gradient_set.has_new_sparse or (learned is None and not runtime.gradients.is_suspended(gradient_set.label)):
@@ -99,6 +116,7 @@ class BucketPlans(Generic[Parameter]):
             self.forget()  # while it is suspended, gradients may lie in places that are used again
         if learned is not None and self._learned is not learned:
             self.plans, self._learned = planned(learned, gradient_set, members), learned
+            self.together = self.plans or ()
         self.is_used = learned is not None and self.plans is not None
         if learned is None or self.plans is None:
             if learned is not None:

@@ -71,5 +71,9 @@ def close(one: torch.Tensor, other: torch.Tensor, training: Training) -> bool:
         relative, absolute = 2e-2, 3e-3
     if training.rounds and training.compression != "fp16":
         relative, absolute = 5e-2, 2e-2
+        # Centered RMSprop divides by the gradients' deviation plus 0.01, so that a rounding error of bfloat16 (2**-9 of a
+        # gradient) becomes up to 100 times as large. Plain torch with the ranks' parts of the batches differs as much.
+        if training.optimizer == "RMSprop":
+            absolute = 0.1
     return one.dtype == other.dtype and one.shape == other.shape and torch.allclose(
         one, other, relative, absolute, equal_nan=True)
