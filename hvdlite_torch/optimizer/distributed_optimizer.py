@@ -44,6 +44,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     comm_hook: CommHook | None = None,
     wait_in: str | None = None,
+    sharded: bool = False,
     _runtime: Runtime | None = None,
     _label: str | None = None,
     _kind: type[Distributed] | None = None,
@@ -86,6 +87,7 @@ def DistributedOptimizer(
         wait_in: "backward" or "step", Horovod's contract: where ranks wait for the reduced gradients, the same on all ranks:
             they make different numbers of reductions where passes compute different gradients. Default: the knob
             `HVDLITE_WAIT_IN`, "backward" (`hvdrun --horovod-compat` and `hvdlite.horovod_compat` make it "step").
+        sharded: whether each rank has the optimizer state of some parameters only, which it updates for all ranks.
 
     Raises:
         ValueError: for invalid arguments, and an optimizer that is wrapped already; parameters without a name or with the
@@ -117,6 +119,10 @@ def DistributedOptimizer(
     if runtime is not None:
         api.set_id(process_set)  # raises before anything is changed
     kind: type[DistributedBase] = _kind or Distributed
+    if sharded:
+        from hvdlite_torch.optimizer.sharded import Sharded, check_sharded  # it extends `Distributed`
+        check_sharded(optimizer, op)
+        kind = Sharded
     if op is ReduceOp.ADASUM:
         kind = DistributedAdasum
         if runtime is not None and runtime.world.size > 1:
