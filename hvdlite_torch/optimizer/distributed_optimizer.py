@@ -333,7 +333,7 @@ class Distributed(DistributedBase):
             hooks.stepped()
 
     _stages_before: tuple[Stage, ...] = (DistributedBase._take_part, _finish_gradients)
-    _stages_after = (_end_step, DistributedBase._check_replicas)
+    _stages_after: tuple[Stage, ...] = (_end_step, DistributedBase._check_replicas)
 
 
 def _final_closure(closure: Closure, optimizer: Distributed) -> Closure:

@@ -10,7 +10,6 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 import itertools
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import torch
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
-from hvdlite_torch.optimizer.base import DistributedBase, Joined
+from hvdlite_torch.optimizer.base import DistributedBase, Stage
 from hvdlite_torch.optimizer.distributed_optimizer import Distributed
 from hvdlite_torch.optimizer.reduction import ReductionSettings
 from hvdlite_torch.optimizer.shards import Shards
@@ -28,6 +27,7 @@ from hvdlite_torch.uncompiled import leave_to_python
 class Sharded(Distributed):
     """Mixed into the user's optimizer class."""
 
+    state: dict[torch.Tensor, Any]
     _shards: Shards | None = None  # of this world, from the first step on
     _is_partial = False
     """Whether there may be state of some parameters only."""
@@ -35,7 +35,7 @@ class Sharded(Distributed):
     def _prepare(self, settings: ReductionSettings) -> None:
         super()._prepare(settings)
         self._hidden: list[tuple[dict[str, Any], list[torch.Tensor]]] = []  # groups, and all of their parameters
-        self._gathered: tuple[int, dict[torch.Tensor, Any]] | None = None  # on which rank, and the state of other owners
+        self._gathered: tuple[int | None, dict[torch.Tensor, Any]] | None = None  # see `consolidate`; the others' state
 
     def _attach(self, runtime: Runtime, label: str | None = None) -> None:
         super()._attach(runtime, label)
@@ -51,25 +51,28 @@ class Sharded(Distributed):
         self._show()
         super().add_param_group(param_group)
 
-    def join(self, *models: torch.nn.Module, synchronize: bool = True) -> AbstractContextManager[Joined]:
-        """Not possible with sharded=True.
+    def join(self, *models: torch.nn.Module, synchronize: bool = True) -> Any:
+        """Not possible with other ranks: the last one has a part of the state only.
 
         Raises:
-            UnsupportedError: always.
+            UnsupportedError: where there are any.
         """
-        raise UnsupportedError("join() needs the whole optimizer state on the last rank; a sharded optimizer has a part of it")
+        if self._active:
+            raise UnsupportedError("join() takes the optimizer state from the last rank, and a sharded optimizer has only a "
+                                   "part of it there")
+        return super().join(*models, synchronize=synchronize)
 
     # --- state ---------------------------------------------------------------------------------------------------------
 
     @leave_to_python
-    def consolidate(self, to: int = 0) -> None:
-        """Gather the state of all parameters on one rank, until the next step; all ranks of the process set call this.
+    def consolidate(self, to: int | None = 0) -> None:
+        """Gather the state of all parameters, until the next step, on one rank or on all; all of the process set call this.
 
-        On that rank `state_dict()` is then that of a plain optimizer, which plain torch loads, and a sharded optimizer of
-        any number of ranks. It needs memory for the whole state.
+        There `state_dict()` is then that of a plain optimizer. Plain torch loads it, and so does a sharded optimizer, on any
+        number of ranks. It takes memory for the whole state.
 
         Args:
-            to: the rank.
+            to: the rank; None for all.
 
         Raises:
             ValueError: for a rank that is not in the process set.
@@ -77,9 +80,9 @@ class Sharded(Distributed):
         if self._shards is None:
             return
         ranks = self._runtime.members(self._process_set)
-        if to not in ranks:
+        if to is not None and to not in ranks:
             raise ValueError(f"consolidate(to={to}): the optimizer's state is on ranks {', '.join(map(str, ranks))}")
-        self._gathered = to, self._shards.gather(self.state, to)  # type: ignore[attr-defined]
+        self._gathered = to, self._shards.gather(self.state, to)
 
     def state_dict(self) -> dict[str, Any]:
         """Like the base class's, after `consolidate()`, on the rank that has the whole state.
@@ -89,12 +92,12 @@ class Sharded(Distributed):
         """
         if not self._is_partial:
             return super().state_dict()  # type: ignore[misc, no-any-return]
-        rank = self._runtime.world.rank if self._is_attached else -1
-        if self._gathered is None or self._gathered[0] != rank:
-            where = "" if self._gathered is None else f"; the last one gathered it on rank {self._gathered[0]}"
-            raise UnsupportedError(f"rank {rank}: a sharded optimizer has the state of its own parameters only: call "
-                                   f"optimizer.consolidate(to={max(rank, 0)}) on all ranks after the step and before "
-                                   f"state_dict(){where}")
+        rank = self._runtime.world.rank if self._is_attached else None
+        if self._gathered is None or self._gathered[0] not in (rank, None):
+            last = "" if self._gathered is None else f" (the last call gathered it on rank {self._gathered[0]})"
+            raise UnsupportedError(f"rank {rank}: a sharded optimizer has the state of its own parameters only; call "
+                                   f"optimizer.consolidate(to={rank}) on all ranks, after the step and before "
+                                   f"state_dict(){last}")
         own = self.state
         self.state = {**own, **self._gathered[1]}
         try:
@@ -151,8 +154,8 @@ class Sharded(Distributed):
 
         def hiding() -> Any:
             if self._hidden:
-                raise UnsupportedError(f"sharded=True: {type(self).__name__} calls the closure of step() more than once, but "
-                                       "parameters are published after the step only")
+                raise UnsupportedError(f"sharded=True: {type(self).__name__} calls the closure of step() more than once, "
+                                       "but parameters are published after the step only")
             loss = closure()
             self._hide_others()
             return loss
@@ -181,8 +184,8 @@ class Sharded(Distributed):
         self._show()
         super()._clear()
 
-    _stages_before = (DistributedBase._take_part, _assign, Distributed._finish_gradients, _hide)
-    _stages_after = (_publish, Distributed._end_step, DistributedBase._check_replicas)
+    _stages_before: tuple[Stage, ...] = (DistributedBase._take_part, _assign, Distributed._finish_gradients, _hide)
+    _stages_after: tuple[Stage, ...] = (_publish, Distributed._end_step, DistributedBase._check_replicas)
 
 
 def check_sharded(optimizer: torch.optim.Optimizer, op: ReduceOp) -> None:

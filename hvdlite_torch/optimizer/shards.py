@@ -101,17 +101,17 @@ class Shards:
         torch.autograd.graph.increment_version([each for each, owner in self.owners.items()
                                                 if owner != self._runtime.world.rank])
 
-    def gather(self, states: Mapping[torch.Tensor, Any], root: int) -> dict[torch.Tensor, Any]:
-        """Return the state of all parameters on one rank, and nothing on the others; all ranks call this."""
-        parameters = list(self.owners)
+    def gather(self, states: Mapping[torch.Tensor, Any], root: int | None) -> dict[torch.Tensor, Any]:
+        """Return the state that this rank lacks on one rank, or on all, and nothing elsewhere; all ranks call this."""
+        parameters, rank = list(self.owners), self._runtime.world.rank
         found: dict[torch.Tensor, Any] = {}
-        for rank in self._ranks:
-            if rank == root:
+        for owner in self._ranks:
+            if owner == root:
                 continue
             own = {index: states[each] for index, each in enumerate(parameters)
-                   if self.owners[each] == rank and each in states}
-            received = broadcast_structure(self._runtime, own, rank, f"{self._label}.state.{rank}", self._process_set)
-            if self._runtime.world.rank == root:
+                   if self.owners[each] == owner and each in states}
+            received = broadcast_structure(self._runtime, own, owner, f"{self._label}.state.{owner}", self._process_set)
+            if root in (rank, None) and owner != rank:
                 found.update((parameters[index], state) for index, state in received.items())
         return found
 
@@ -125,8 +125,8 @@ class Shards:
         end, before = 0, ""
         for begin, nbytes, name in sorted(self._places(parameters)):
             if begin < end and nbytes:
-                raise UnsupportedError(f"sharded=True: parameters '{before}' and '{name}' share memory, so their owners would "
-                                       "overwrite each other's updates; make them one parameter")
+                raise UnsupportedError(f"sharded=True: parameters '{before}' and '{name}' share memory, so their owners "
+                                       "would overwrite each other's updates; make them one parameter")
             end, before = max(end, begin + nbytes), name
 
     def _places(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[int, int, str]]:

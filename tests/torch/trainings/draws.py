@@ -271,6 +271,8 @@ RULES: dict[str, Callable[[Training], bool]] = {
     "these happen once": lambda it: it.event == it.later_event and it.event in ("add_param_group", "freeze", "double"),
     "a group that is added has no gradients yet": lambda it: it.event == "thaw" and it.later_event == "add_param_group",
     "compiled, torch.func.grad fails after a break of the graph": lambda it: it.compiled and it.gradients == "func.grad",
+    "compiled, gradients of another dtype fail after a break of the graph": lambda it: (
+        it.compiled and it.model == "float32 gradients"),
     "compiled, strong_wolfe's numbers are tensors": lambda it: it.compiled and it.optimizer == "LBFGS strong_wolfe",
     # What is not promised.
     "the compiler expects that reading a gradient changes nothing": lambda it: (
@@ -292,8 +294,9 @@ RULES: dict[str, Callable[[Training], bool]] = {
         or "init anew" in it.events.values()),
     "only averages are divided": lambda it: it.predivide != 1.0 and it.op != "Average",
     "only rows can be made dense": lambda it: it.sparse_as_dense and not it.is_sparse,
-    "a second pass onto sums would count the first one twice": lambda it: it.accumulation == "naive" and (
-        it.op == "Sum" or it.compression != "none"),
+    "a second pass onto sums would count the first one twice": lambda it: (
+        (it.accumulation == "naive" and (it.op == "Sum" or it.compression != "none"))
+        or (it.loss == "disjoint" and it.op == "Sum")),
     "LBFGS' losses are reduced like gradients: a mean would be summed": lambda it: (
         it.optimizer.startswith("LBFGS") and it.op == "Sum" and it.returns == "mean"),
     "a rank that has no gradient for any parameter of an optimizer comes too late to clip": lambda it: (

@@ -146,14 +146,9 @@ class Outside(Alone):
         return optimizer
 
     def state(self, optimizer: Any) -> Any:
-        if not self.training.sharded:
-            return optimizer.state_dict()
-        states = []
-        for rank in range(hvd.size()):
-            optimizer.consolidate(rank)
-            if hvd.rank() == rank:
-                states.append(optimizer.state_dict())
-        return states[0]
+        if self.training.sharded:
+            optimizer.consolidate(to=None)
+        return optimizer.state_dict()
 
     def begin(self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for module in modules:
