@@ -43,6 +43,8 @@ class Sharded(Distributed):
 
     def _detach(self) -> None:
         self._show()
+        if self._shards is not None:
+            self._shards.leave_common_memory()
         super()._detach()
         self._shards, self._gathered = None, None
 

@@ -1,23 +1,27 @@
 """The parameters of a sharded optimizer: who owns them, and where their values lie so that owners can publish them.
 
 The parameters of an owner lie in one block of memory for each dtype and device, which is what travels. So nothing is packed
-before a broadcast, or unpacked after it.
+before a broadcast, or unpacked after it. On one host the owner's block is in memory that the others read instead.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
 
+from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
+from hvdlite.runtime.common_memory import common_memory
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.ownership import assign_owners
 from hvdlite.training.replicas import check_replicas
-from hvdlite_torch.arrays.tensors import dense_strides, on_host
+from hvdlite_torch.arrays import cuda
+from hvdlite_torch.arrays.tensors import dense_strides, host_tensor, on_host
 from hvdlite_torch.collectives.broadcasts import broadcast_each, broadcast_structure
 
 _ALIGNMENT: Final = 64
@@ -28,31 +32,54 @@ _ADVICE: Final = ("A sharded optimizer needs the same parameters, with the same 
 
 @dataclasses.dataclass
 class _Block:
-    """Memory with parameters of one owner, of one dtype, on one device."""
+    """Memory with parameters of one owner, of one dtype, on one device.
 
-    owner: int  # its number in the job
+    Attributes:
+        owner: its number in the job.
+        memory: with this rank's values.
+        source: with the owner's, where this rank sees them.
+        places: of the parameters.
+    """
+
+    owner: int
     memory: torch.Tensor
+    source: torch.Tensor | None
     parameters: list[torch.Tensor]
-    pointers: list[int]
+    places: list[torch.Tensor]
 
     @classmethod
-    def of(cls, owner: int, parameters: list[torch.Tensor]) -> _Block:
-        """Move parameters into a new block, with their strides."""
-        step = max(1, _ALIGNMENT // parameters[0].element_size())
+    def of(cls, owner: int, parameters: list[torch.Tensor], common: Callable[[int], Array | None], *,
+           is_own: bool) -> _Block:
+        """Move parameters into a new block, with their strides.
+
+        Args:
+            common: returns so many bytes that the owner shares with the other ranks; None if there are none.
+        """
+        first = parameters[0].detach()
+        step = max(1, _ALIGNMENT // first.element_size())
         begins = list(itertools.accumulate((-(-each.numel() // step) * step for each in parameters), initial=0))
-        memory = parameters[0].detach().new_empty(begins[-1])
+        seen = None if cuda.is_on_gpu(first) else common(begins[-1] * first.element_size())
+        source = None if seen is None else host_tensor(seen).view(first.dtype)
+        memory = source if is_own and source is not None else first.new_empty(begins[-1])
+        places = []
         for parameter, begin in zip(parameters, begins, strict=False):
             place = memory[begin:begin + parameter.numel()]
             strides = dense_strides(parameter)
-            place = place.as_strided(parameter.shape, strides) if strides else place.view(parameter.shape)
-            parameter.data = place.copy_(parameter.detach())
-        return cls(owner, memory, parameters, [each.data_ptr() for each in parameters])
+            places.append(place.as_strided(parameter.shape, strides) if strides else place.view(parameter.shape))
+        block = cls(owner, memory, source, parameters, places)
+        block.take_in()
+        return block
 
     @property
-    def is_in_use(self) -> bool:
-        """Whether all parameters still lie here: `model.to(...)` and the like move them."""
-        return all(each.data_ptr() == pointer and each.dtype is self.memory.dtype
-                   for each, pointer in zip(self.parameters, self.pointers, strict=True))
+    def fits(self) -> bool:
+        """Whether the parameters have their dtype and device still."""
+        return all(each.dtype is self.memory.dtype and each.device == self.memory.device for each in self.parameters)
+
+    def take_in(self) -> None:
+        """Move parameters here that lie elsewhere: `model.to(...)` and the like give them other memory."""
+        for parameter, place in zip(self.parameters, self.places, strict=True):
+            if parameter.data_ptr() != place.data_ptr():
+                parameter.data = place.copy_(parameter.detach())
 
 
 class Shards:
@@ -66,6 +93,7 @@ class Shards:
     def __init__(self, runtime: Runtime, label: str, process_set: int, names: Mapping[torch.Tensor, str]) -> None:
         self._runtime, self._label, self._process_set, self._names = runtime, label, process_set, names
         self._ranks = runtime.members(process_set)
+        self._count = 0  # of blocks in all
         self._loads = [0] * len(self._ranks)
         self._blocks: list[_Block] = []
         self.owners: dict[torch.Tensor, int] = {}
@@ -93,11 +121,19 @@ class Shards:
 
     def publish(self) -> None:
         """Give every rank the owners' values."""
-        if not all(block.is_in_use for block in self._blocks):
+        if not all(block.fits for block in self._blocks):  # on all ranks: the model has been cast
             self._blocks.clear()
             self._place(self.owners)
-        broadcast_each(self._runtime, [(block.memory, block.owner) for block in self._blocks], f"{self._label}.values",
-                       self._process_set)
+        for block in self._blocks:
+            block.take_in()
+        unseen = [(block.memory, block.owner) for block in self._blocks if block.source is None]
+        broadcast_each(self._runtime, unseen, f"{self._label}.values", self._process_set)
+        if len(unseen) < len(self._blocks):
+            self._barrier("written")
+            for block in self._blocks:
+                if block.source is not None and block.source is not block.memory:
+                    block.memory.copy_(block.source)
+            self._barrier("read")
         torch.autograd.graph.increment_version([each for each, owner in self.owners.items()
                                                 if owner != self._runtime.world.rank])
 
@@ -117,9 +153,22 @@ class Shards:
 
     def _place(self, parameters: Iterable[torch.Tensor]) -> None:
         alike: dict[Any, list[torch.Tensor]] = {}
-        for each in parameters:
-            alike.setdefault((self.owners[each], each.dtype, each.device), []).append(each)
-        self._blocks += [_Block.of(owner, each) for (owner, *_), each in alike.items()]
+        for parameter in parameters:
+            alike.setdefault((self.owners[parameter], parameter.dtype, parameter.device), []).append(parameter)
+        for (owner, *_), each in alike.items():
+            self._count += 1
+            name = f"{self._label}.block.{self._count}"
+            common = functools.partial(common_memory, self._runtime, name, owner, process_set=self._process_set)
+            self._blocks.append(_Block.of(owner, each, common, is_own=owner == self._runtime.world.rank))
+
+    def _barrier(self, name: str) -> None:
+        self._runtime.barrier(f"{self._label}.{name}", process_set=self._process_set, blocking=True).wait()
+
+    def leave_common_memory(self) -> None:
+        """The world ends, and the memory that ranks share with it."""
+        for block in self._blocks:
+            if block.source is block.memory:
+                _Block.of(block.owner, block.parameters, lambda nbytes: None, is_own=True)
 
     def _check_disjoint(self, parameters: Iterable[torch.Tensor]) -> None:
         end, before = 0, ""

@@ -9,12 +9,12 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.torch.programs import sharded as programs
-from tests.worlds import TORCH, processes
+from tests.worlds import HANGS_SECONDS, TORCH, Processes, processes
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_optimizer_trains_as_unsharded(size: int) -> None:
-    processes(size, programs.equals_unsharded, imported=TORCH)
+@pytest.mark.parametrize("hosts", [(2,), (3,), (1, 2)])
+def test_every_optimizer_trains_as_unsharded(hosts: tuple[int, ...]) -> None:
+    processes(sum(hosts), programs.equals_unsharded, hosts=hosts, imported=TORCH)
 
 
 def test_a_checkpoint_loads_on_another_number_of_ranks(tmp_path: Path) -> None:
@@ -41,3 +41,10 @@ def test_what_is_refused() -> None:
 
 def test_some_ranks() -> None:
     processes(3, programs.some_ranks, imported=TORCH)
+
+
+def test_a_rank_dies_in_its_step() -> None:
+    with Processes(3, programs.a_rank_dies_in_its_step, imported=TORCH) as world:
+        ended = world.wait(HANGS_SECONDS)
+    assert [rank.code for rank in ended] == [4, 3, 4], ended
+    assert all("noticed" in rank.stdout for rank in (ended[0], ended[2]))
