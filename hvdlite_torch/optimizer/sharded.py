@@ -10,6 +10,8 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,6 +65,20 @@ class Sharded(Distributed):
             raise UnsupportedError("join() takes the optimizer state from the last rank, and a sharded optimizer has only a "
                                    "part of it there")
         return super().join(*models, synchronize=synchronize)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Let one rank write to shared parameters inside; all ranks use it. Without `share_parameters` it does nothing.
+
+        Several ranks may write the same values, as by `model.load_state_dict(...)`.
+        """
+        if self._shards is None or not self._settings.share_parameters:
+            yield
+            return
+        self._shards.meet("before writing")
+        yield
+        self._shards.meet("written by the script")
+        self._shards.equal()
 
     # --- state ---------------------------------------------------------------------------------------------------------
 
@@ -139,7 +155,8 @@ class Sharded(Distributed):
             if self._is_partial:
                 raise UnsupportedError("a sharded optimizer of an earlier world has a part of its state only: consolidate() "
                                        "before shutdown(), and load_state_dict() what state_dict() gave, on all ranks")
-            self._shards = Shards(self._runtime, f"{self.gradient_label}.shards", self._process_set, self._settings.names)
+            self._shards = Shards(self._runtime, f"{self.gradient_label}.shards", self._process_set, self._settings.names,
+                                  are_shared=self._settings.share_parameters)
         before = len(self._shards.owners)
         self._shards.add(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
         if len(self._shards.owners) > before:
@@ -173,6 +190,7 @@ class Sharded(Distributed):
 
     def _hide_others(self) -> None:
         assert self._shards is not None
+        self._shards.enter()
         for group in self.param_groups:
             self._hidden.append((group, group["params"]))
             group["params"] = [each for each in group["params"] if self._shards.is_own(each)]

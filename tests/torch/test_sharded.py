@@ -31,6 +31,10 @@ def test_state_is_taken_over_from_the_root() -> None:
     processes(2, programs.state_is_taken_over_from_the_root, imported=TORCH)
 
 
+def test_parameters_are_shared() -> None:
+    processes(2, programs.parameters_are_shared, imported=TORCH)
+
+
 def test_what_changes_between_steps() -> None:
     processes(2, programs.what_changes_between_steps, imported=TORCH)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 import hvdlite_torch as hvd
+from hvdlite import api
 from hvdlite.core.errors import ReplicaMismatchError, UnsupportedError
 from hvdlite_torch.elastic import TorchState
 
@@ -61,8 +63,8 @@ def train(module: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: rang
             optimizer.step()
 
 
-def made(name: str, module: torch.nn.Module, *, sharded: bool) -> torch.optim.Optimizer:
-    return hvd.DistributedOptimizer(OPTIMIZERS[name](parameters(name, module)), sharded=sharded)
+def made(name: str, module: torch.nn.Module, *, sharded: bool, shared: bool = False) -> torch.optim.Optimizer:
+    return hvd.DistributedOptimizer(OPTIMIZERS[name](parameters(name, module)), sharded=sharded, share_parameters=shared)
 
 
 def same(module: torch.nn.Module, other: torch.nn.Module) -> bool:
@@ -75,14 +77,17 @@ def equals_unsharded() -> None:
     hvd.init()
     for name in OPTIMIZERS:
         for closure in (False, True):
-            whole, shared = model(), model()
-            plain, optimizer = made(name, whole, sharded=False), made(name, shared, sharded=True)
+            whole = model()
+            plain = made(name, whole, sharded=False)
             train(whole, plain, range(5), closure)
-            train(shared, optimizer, range(5), closure)
-            assert same(whole, shared), (name, closure)
-            counts = hvd.allgather_object(len(optimizer.state))
-            assert sum(counts) == len(plain.state) and min(counts) > 0, (name, counts)
-            hvd.check_replicas(shared.state_dict())
+            for shared in (False, True):
+                module = model()
+                optimizer = made(name, module, sharded=True, shared=shared)
+                train(module, optimizer, range(5), closure)
+                assert same(whole, module), (name, closure, shared)
+                counts = hvd.allgather_object(len(optimizer.state))
+                assert sum(counts) == len(plain.state) and min(counts) > 0, (name, counts)
+                hvd.check_replicas(module.state_dict())
 
 
 def half_on_these_ranks(directory: str, resumes: bool) -> None:
@@ -129,6 +134,52 @@ def durable(directory: str, loads: bool) -> None:
     train(whole, plain, range(2))
     if loads:
         hvd.check_replicas(module.state_dict())
+
+
+def parameters_are_shared() -> None:
+    """They lie once in the memory of the host, which is used again; a write by the script is an error outside `writing`."""
+    torch.set_num_threads(1)
+    hvd.init()
+    rank, ends = hvd.rank(), []
+    for _ in range(4):
+        module = torch.nn.Linear(64, 32, bias=False)
+        hvd.broadcast_parameters(module.state_dict(), 0)
+        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), sharded=True,
+                                                  share_parameters=True)
+
+        def step(module: torch.nn.Module = module, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            module(torch.ones(1, 64)).mean().backward()
+            optimizer.step()
+        step()
+        hvd.barrier()
+        with torch.no_grad(), optimizer.writing():
+            if rank == 1:
+                module.weight[0, 0] = 7.0
+        assert module.weight[0, 0] == 7.0
+        step()
+        assert module.weight[0, 0] < 7.0
+        ends.append(api.runtime().connections.heaps[0]._next)
+        hvd.check_replicas(module.state_dict())
+        del module, optimizer, step
+        gc.collect()
+        hvd.barrier()
+    assert len(set(ends[1:])) == 1, ends
+    module = model()
+    optimizer = made("SGD", module, sharded=True, shared=True)
+    train(module, optimizer, range(2))
+    if rank == 1:
+        with torch.no_grad():
+            module[2].bias.mul_(0.5)
+    try:
+        train(module, optimizer, range(2))
+        raise AssertionError("the step has not failed")
+    except UnsupportedError as error:
+        assert ("rank 1: the script has written to parameter 'noname.1.0'" if rank == 1 else
+                "rank 1: the script has written to a parameter") in str(error), error
+    values = [each.detach().clone() for each in module.parameters()]
+    hvd.shutdown()
+    assert all(map(torch.equal, values, module.parameters()))
 
 
 def state_is_taken_over_from_the_root() -> None:

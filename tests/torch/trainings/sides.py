@@ -140,7 +140,8 @@ class Outside(Alone):
             compression=getattr(hvd.Compression, training.compression), gradient_predivide_factor=training.predivide,
             backward_passes_per_step=training.batches if training.accumulation == "passes" else 1,
             sparse_as_dense=training.sparse_as_dense, wait_in=wait_in,
-            comm_hook=hvd.comm_hooks.AllReduce() if training.hook else None, sharded=training.sharded, **options)
+            comm_hook=hvd.comm_hooks.AllReduce() if training.hook else None, sharded=bool(training.sharded),
+            share_parameters=training.sharded == "shared", **options)
         if training.begins == "broadcast after":
             self.begin([module], [optimizer])
         return optimizer
