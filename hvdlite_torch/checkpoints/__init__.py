@@ -10,6 +10,7 @@ from hvdlite.core.array import Array
 from hvdlite.training.checkpoints import kinds, load, save
 from hvdlite_torch.arrays.tensors import host_tensor, on_host
 from hvdlite_torch.collectives.broadcasts import load_exactly
+from hvdlite_torch.optimizer.sharded import Sharded
 
 __all__ = ["load", "save"]
 
@@ -26,12 +27,13 @@ class TorchKind(kinds.Kind):
     def owns(self, value: Any) -> bool:
         return isinstance(value, (torch.nn.Module, torch.Tensor, torch.optim.Optimizer))
 
+    def gather(self, value: Any) -> None:
+        if isinstance(value, Sharded):
+            value.consolidate(to=None)
+
     def state_of(self, value: Any) -> Any:
         state = super().state_of(value)
-        if not isinstance(value, torch.optim.Optimizer):
-            return state
-        shapes = [list(parameter.shape) for group in value.param_groups for parameter in group["params"]]
-        return {**state, _OPTIMIZER: [type(value).__name__, shapes]}
+        return {**state, _OPTIMIZER: _kind_of(value)} if isinstance(value, torch.optim.Optimizer) else state
 
     def array_of(self, leaf: Any) -> Array | None:
         return on_host(leaf, "a tensor") if isinstance(leaf, torch.Tensor) else None
@@ -40,7 +42,10 @@ class TorchKind(kinds.Kind):
         return host_tensor(array)
 
     def check(self, name: str, value: Any, state: Any) -> bool:
-        own = value if isinstance(value, torch.Tensor) else self.state_of(value)
+        if isinstance(value, torch.optim.Optimizer):
+            own: Any = {"param_groups": value.param_groups, _OPTIMIZER: _kind_of(value)}
+        else:
+            own = value if isinstance(value, torch.Tensor) else self.state_of(value)
         kinds.refuse_other(name, *(_described(each) for each in (own, state)))
         return True
 
@@ -61,6 +66,11 @@ class TorchKind(kinds.Kind):
         torch.set_rng_state(states["cpu"])
         if states["cuda"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
+
+
+def _kind_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [type(optimizer).__name__,
+            [list(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]]]
 
 
 def _described(state: Any) -> list[tuple[str, Any, Any]]:

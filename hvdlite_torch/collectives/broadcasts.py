@@ -68,8 +68,11 @@ def take_over(runtime: Runtime, optimizer: torch.optim.Optimizer, root_rank: int
 
 
 def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root_rank: int) -> None:
-    state = broadcast_structure(runtime, optimizer.state_dict(), root_rank, "optimizer_state")
-    if runtime.world.rank != root_rank:
+    is_root = runtime.world.rank == root_rank
+    if hasattr(optimizer, "consolidate"):  # a part of its state is on each rank
+        optimizer.consolidate(to=root_rank)
+    state = broadcast_structure(runtime, optimizer.state_dict() if is_root else None, root_rank, "optimizer_state")
+    if not is_root:
         load_exactly(optimizer, state)
 
 
@@ -158,12 +161,18 @@ def check_replicas(params: Mapping[str, Any] | Iterable[Any], process_set: Proce
 def broadcast_tensors(runtime: Runtime, tensors: Sequence[torch.Tensor], root_rank: int, name: str,
                       process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
     """Overwrite tensors with the root's, in place."""
+    broadcast_each(runtime, [(tensor, root_rank) for tensor in tensors], name, process_set)
+
+
+def broadcast_each(runtime: Runtime, tensors: Sequence[tuple[torch.Tensor, int]], name: str,
+                   process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
+    """Overwrite each tensor with that of its root, in place."""
     devices = runtime.devices
-    dense = [cuda.to_transportable(contiguous(tensor, name), devices, Collective.BROADCAST) for tensor in tensors]
-    handles = [runtime.broadcast(f"{name}.{index}", as_runtime_array(tensor, name, devices), root_rank,
+    dense = [cuda.to_transportable(contiguous(tensor, name), devices, Collective.BROADCAST) for tensor, _ in tensors]
+    handles = [runtime.broadcast(f"{name}.{index}", as_runtime_array(tensor, name, devices), root,
                                  process_set=process_set)
-               for index, tensor in enumerate(dense)]
-    for tensor, sent, handle in zip(tensors, dense, handles, strict=True):
+               for index, (tensor, (_, root)) in enumerate(zip(dense, tensors, strict=True))]
+    for (tensor, _), sent, handle in zip(tensors, dense, handles, strict=True):
         cuda.wait(handle)
         if tensor.data_ptr() != sent.data_ptr():
             tensor.copy_(sent)

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from hvdlite import api
+from hvdlite.core.errors import UnsupportedError
 from hvdlite.training.checkpoints.kinds import has_state
 from hvdlite_torch.collectives.broadcasts import broadcast_structure, load_exactly, with_rooms
 from hvdlite_torch.elastic.elastic_sampler import ElasticSampler
+from hvdlite_torch.optimizer.sharded import Sharded
 from hvdlite_torch.rows import mapped, tensors_in
 
 
@@ -167,6 +169,12 @@ class ModelStateHandler(StateDictHandler):
 
 class OptimizerStateHandler(StateDictHandler):
     """Handles an optimizer: state, in its own dtypes, and hyper-parameters."""
+
+    def __init__(self, value: Any) -> None:
+        if isinstance(value, Sharded):
+            raise UnsupportedError("an optimizer with sharded=True cannot be part of an elastic state: when a rank is lost, "
+                                   "so is the optimizer state of the parameters that it owns")
+        super().__init__(value)
 
     def load(self, structure: Any) -> None:
         """Load a copy, in the memory of the optimizer's tensors where that fits."""

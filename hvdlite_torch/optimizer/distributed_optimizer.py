@@ -44,6 +44,8 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     comm_hook: CommHook | None = None,
     wait_in: str | None = None,
+    sharded: bool = False,
+    share_parameters: bool = False,
     _runtime: Runtime | None = None,
     _label: str | None = None,
     _kind: type[Distributed] | None = None,
@@ -86,6 +88,9 @@ def DistributedOptimizer(
         wait_in: "backward" or "step", Horovod's contract: where ranks wait for the reduced gradients, the same on all ranks:
             they make different numbers of reductions where passes compute different gradients. Default: the knob
             `HVDLITE_WAIT_IN`, "backward" (`hvdrun --horovod-compat` and `hvdlite.horovod_compat` make it "step").
+        sharded: whether each rank has the optimizer state of some parameters only, which it updates for all ranks.
+        share_parameters: with `sharded`: whether the parameters of the ranks of one host lie in the same memory. On several
+            hosts, and on GPUs, each rank has its own.
 
     Raises:
         ValueError: for invalid arguments, and an optimizer that is wrapped already; parameters without a name or with the
@@ -117,6 +122,12 @@ def DistributedOptimizer(
     if runtime is not None:
         api.set_id(process_set)  # raises before anything is changed
     kind: type[DistributedBase] = _kind or Distributed
+    if share_parameters and not sharded:
+        raise ValueError("share_parameters=True needs sharded=True: parameters that are shared are updated by one rank each")
+    if sharded:
+        from hvdlite_torch.optimizer.sharded import Sharded, check_sharded  # it extends `Distributed`
+        check_sharded(optimizer, op)
+        kind = Sharded
     if op is ReduceOp.ADASUM:
         kind = DistributedAdasum
         if runtime is not None and runtime.world.size > 1:
@@ -126,7 +137,7 @@ def DistributedOptimizer(
     made.__class__ = type(base.__name__, (kind, base), {"__module__": base.__module__})
     made._prepare(ReductionSettings(
         names, ids, op, prescale, postscale, compression, backward_passes_per_step, sparse_as_dense, process_set,
-        waiting, comm_hook, unseen_sparse_dims))
+        waiting, comm_hook, unseen_sparse_dims, share_parameters))
     if runtime is not None:
         made._attach(runtime, _label)
     if _runtime is None:
@@ -327,7 +338,7 @@ class Distributed(DistributedBase):
             hooks.stepped()
 
     _stages_before: tuple[Stage, ...] = (DistributedBase._take_part, _finish_gradients)
-    _stages_after = (_end_step, DistributedBase._check_replicas)
+    _stages_after: tuple[Stage, ...] = (_end_step, DistributedBase._check_replicas)
 
 
 def _final_closure(closure: Closure, optimizer: Distributed) -> Closure:

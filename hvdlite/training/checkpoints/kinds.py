@@ -25,6 +25,9 @@ class Kind:
         del value
         return True
 
+    def gather(self, value: Any) -> None:
+        """Gather what other ranks have of an object's state; all ranks call this, for the same objects."""
+
     def state_of(self, value: Any) -> Any:
         """Return the state of an object as a structure of tensors and plain data; a value that has none itself."""
         return value.state_dict() if has_state(value) else value

@@ -93,6 +93,8 @@ def save_objects(directory: str | os.PathLike[str], objects: Mapping[str, Any], 
         raise ValueError(f"{refused.pop()!r} is the name of a part of every checkpoint; call the object something else")
     finish()
     ranks, path = Ranks.present("save"), Path(directory).absolute()
+    for _, value in sorted(objects.items()):
+        kinds.kind_of(value).gather(value)
     parts, arrays = ranks.agreed(lambda: _taken(objects, copies=not blocking), f"no checkpoint was written to {path}")
     saving = Saving()
     if blocking:

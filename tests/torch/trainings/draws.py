@@ -51,6 +51,7 @@ FEATURES: dict[str, tuple[object, ...]] = {
     "uneven": (False, True),
     "shares": ("equal", "list", "random"),
     "weighted": (False, True),
+    "sharded": (False, True, "shared"),
 }
 """By name of a feature, its values; the first one is the plain one."""
 FIRST = ("model", "optimizer", "scoped")
@@ -91,6 +92,7 @@ class Training:
             different times and `join()`.
         shares: of ranks in the strategy's global batches; "random" ones are others in each batch.
         weighted: whether ranks divide each batch at random and `set_weight`; some have weight 0.
+        sharded: whether each rank has the optimizer state of some parameters only; "shared": and the ranks share parameters.
         rows: of a global batch.
         batches: of a step.
         steps: in each epoch.
@@ -134,6 +136,7 @@ class Training:
     uneven: bool = False
     shares: str = "equal"
     weighted: bool = False
+    sharded: bool | str = False
     rows: int = 4
     batches: int = 1
     steps: int = 3
@@ -192,7 +195,8 @@ KEPT = ("kept list", "flat buffer")
 ZEROS = ("model zeros", "hand zeros", *KEPT)
 REENTRANT = ("reentrant checkpoint", "reentrant twice", "all reentrant")
 RECURRENT = ("lstm", "gru")
-OUTSIDE = ("groups", "predivide", "op", "process_set", "sparse_as_dense", "wait_in", "hook", "named", "begins", "weighted")
+OUTSIDE = ("groups", "predivide", "op", "process_set", "sparse_as_dense", "wait_in", "hook", "named", "begins", "weighted",
+           "sharded")
 """Options of `DistributedOptimizer` that a strategy does not have, and broadcasts that it makes by itself."""
 PLAIN = {name: values[0] for name, values in FEATURES.items()}
 
@@ -267,6 +271,8 @@ RULES: dict[str, Callable[[Training], bool]] = {
     "these happen once": lambda it: it.event == it.later_event and it.event in ("add_param_group", "freeze", "double"),
     "a group that is added has no gradients yet": lambda it: it.event == "thaw" and it.later_event == "add_param_group",
     "compiled, torch.func.grad fails after a break of the graph": lambda it: it.compiled and it.gradients == "func.grad",
+    "compiled, gradients of another dtype fail after a break of the graph": lambda it: (
+        it.compiled and it.model == "float32 gradients"),
     "compiled, strong_wolfe's numbers are tensors": lambda it: it.compiled and it.optimizer == "LBFGS strong_wolfe",
     # What is not promised.
     "the compiler expects that reading a gradient changes nothing": lambda it: (
@@ -283,10 +289,14 @@ RULES: dict[str, Callable[[Training], bool]] = {
     "weights are of averages, and of passes that make one round": lambda it: it.weighted and (
         it.op != "Average" or it.hook or it.accumulation == "naive" or it.loss == "disjoint" or it.uneven
         or (it.structure == "in turns" and it.amp == "infinity")),  # the other one's pass finds reduced gradients
+    "a sharded optimizer has a part of its state, which is neither copied nor taken over": lambda it: it.sharded and (
+        it.optimizer.startswith("LBFGS") or it.uneven or "copy both" in it.events.values()
+        or "init anew" in it.events.values()),
     "only averages are divided": lambda it: it.predivide != 1.0 and it.op != "Average",
     "only rows can be made dense": lambda it: it.sparse_as_dense and not it.is_sparse,
-    "a second pass onto sums would count the first one twice": lambda it: it.accumulation == "naive" and (
-        it.op == "Sum" or it.compression != "none"),
+    "a second pass onto sums would count the first one twice": lambda it: (
+        (it.accumulation == "naive" and (it.op == "Sum" or it.compression != "none"))
+        or (it.loss == "disjoint" and it.op == "Sum")),
     "LBFGS' losses are reduced like gradients: a mean would be summed": lambda it: (
         it.optimizer.startswith("LBFGS") and it.op == "Sum" and it.returns == "mean"),
     "a rank that has no gradient for any parameter of an optimizer comes too late to clip": lambda it: (

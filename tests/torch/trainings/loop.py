@@ -366,7 +366,7 @@ class Script:
         """Save everything, and go on with new objects that load it."""
         file = io.BytesIO()
         torch.save({"modules": [module.state_dict() for module in self.modules()],
-                    "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                    "optimizers": [self.side.state(optimizer) for optimizer in self.optimizers],
                     "scheduler": self.scheduler and self.scheduler.state_dict()}, file)
         file.seek(0)
         saved = torch.load(file, weights_only=False)
@@ -393,7 +393,7 @@ class Script:
             if module is not None:
                 self.keep(what, module.state_dict().items())
         for number, optimizer in enumerate(self.optimizers):
-            for index, state in optimizer.state_dict()["state"].items():
+            for index, state in self.side.state(optimizer)["state"].items():
                 self.keep(f"state of optimizer {number}, parameter {index}:", state.items())
         if self.scaler.is_enabled():
             self.found["scale"] = torch.tensor(self.scaler.get_scale())

@@ -53,6 +53,10 @@ class Alone:
     def begin(self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Give every rank rank 0's values."""
 
+    def state(self, optimizer: Any) -> Any:
+        """Return the state of an optimizer."""
+        return optimizer.state_dict()
+
     def joining(self, optimizers: Sequence[Any], model: torch.nn.Module) -> Any:
         """Return what the loop is in."""
         return contextlib.nullcontext()
@@ -136,10 +140,16 @@ class Outside(Alone):
             compression=getattr(hvd.Compression, training.compression), gradient_predivide_factor=training.predivide,
             backward_passes_per_step=training.batches if training.accumulation == "passes" else 1,
             sparse_as_dense=training.sparse_as_dense, wait_in=wait_in,
-            comm_hook=hvd.comm_hooks.AllReduce() if training.hook else None, **options)
+            comm_hook=hvd.comm_hooks.AllReduce() if training.hook else None, sharded=bool(training.sharded),
+            share_parameters=training.sharded == "shared", **options)
         if training.begins == "broadcast after":
             self.begin([module], [optimizer])
         return optimizer
+
+    def state(self, optimizer: Any) -> Any:
+        if self.training.sharded:
+            optimizer.consolidate(to=None)
+        return optimizer.state_dict()
 
     def begin(self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for module in modules:

@@ -1,0 +1,216 @@
+"""`DistributedOptimizer(..., sharded=True)`: each parameter has one owner, which alone has its state and updates it.
+
+Gradients are reduced as without sharding, so every rank has all averages: clipping, loss scaling, accumulation and hooks
+keep their meaning. In `step()` the base class sees the parameters that this rank owns; then the owners publish new values.
+Parameters are owned as a whole, so optimizers that treat them as matrices work.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5.1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.types import ReduceOp
+from hvdlite.runtime.runtime import Runtime
+from hvdlite_torch.optimizer.base import DistributedBase, Stage
+from hvdlite_torch.optimizer.distributed_optimizer import Distributed
+from hvdlite_torch.optimizer.reduction import ReductionSettings
+from hvdlite_torch.optimizer.shards import Shards
+from hvdlite_torch.uncompiled import leave_to_python
+
+
+class Sharded(Distributed):
+    """Mixed into the user's optimizer class."""
+
+    state: dict[torch.Tensor, Any]
+    _shards: Shards | None = None  # of this world, from the first step on
+    _is_partial = False
+    """Whether there may be state of some parameters only."""
+
+    def _prepare(self, settings: ReductionSettings) -> None:
+        super()._prepare(settings)
+        self._hidden: list[tuple[dict[str, Any], list[torch.Tensor]]] = []  # groups, and all of their parameters
+        self._gathered: tuple[int | None, dict[torch.Tensor, Any]] | None = None  # see `consolidate`; the others' state
+
+    def _attach(self, runtime: Runtime, label: str | None = None) -> None:
+        super()._attach(runtime, label)
+        self._shards = None
+
+    def _detach(self) -> None:
+        self._show()
+        if self._shards is not None:
+            self._shards.leave_common_memory()
+        super()._detach()
+        self._shards, self._gathered = None, None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Like the base class's; the ranks that own least get the new parameters. Call it on all ranks."""
+        self._show()
+        super().add_param_group(param_group)
+
+    def join(self, *models: torch.nn.Module, synchronize: bool = True) -> Any:
+        """Not possible with other ranks: the last one has a part of the state only.
+
+        Raises:
+            UnsupportedError: where there are any.
+        """
+        if self._active:
+            raise UnsupportedError("join() takes the optimizer state from the last rank, and a sharded optimizer has only a "
+                                   "part of it there")
+        return super().join(*models, synchronize=synchronize)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Let one rank write to shared parameters inside; all ranks use it. Without `share_parameters` it does nothing.
+
+        Several ranks may write the same values, as by `model.load_state_dict(...)`.
+        """
+        if self._shards is None or not self._settings.share_parameters:
+            yield
+            return
+        self._shards.meet("before writing")
+        yield
+        self._shards.meet("written by the script")
+        self._shards.equal()
+
+    # --- state ---------------------------------------------------------------------------------------------------------
+
+    @leave_to_python
+    def consolidate(self, to: int | None = 0) -> None:
+        """Gather the state of all parameters, until the next step, on one rank or on all; all of the process set call this.
+
+        There `state_dict()` is then that of a plain optimizer. Plain torch loads it, and so does a sharded optimizer, on any
+        number of ranks. It takes memory for the whole state.
+
+        Args:
+            to: the rank; None for all.
+
+        Raises:
+            ValueError: for a rank that is not in the process set.
+        """
+        if self._shards is None:
+            return
+        ranks = self._runtime.members(self._process_set)
+        if to is not None and to not in ranks:
+            raise ValueError(f"consolidate(to={to}): the optimizer's state is on ranks {', '.join(map(str, ranks))}")
+        self._gathered = to, self._shards.gather(self.state, to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Like the base class's, after `consolidate()`, on the rank that has the whole state.
+
+        Raises:
+            UnsupportedError: on other ranks, and where no `consolidate()` came after the last step.
+        """
+        if not self._is_partial:
+            return super().state_dict()  # type: ignore[misc, no-any-return]
+        rank = self._runtime.world.rank if self._is_attached else None
+        if self._gathered is None or self._gathered[0] not in (rank, None):
+            last = "" if self._gathered is None else f" (the last call gathered it on rank {self._gathered[0]})"
+            raise UnsupportedError(f"rank {rank}: a sharded optimizer has the state of its own parameters only; call "
+                                   f"optimizer.consolidate(to={rank}) on all ranks, after the step and before "
+                                   f"state_dict(){last}")
+        own = self.state
+        self.state = {**own, **self._gathered[1]}
+        try:
+            return super().state_dict()  # type: ignore[misc, no-any-return]
+        finally:
+            self.state = own
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Like the base class's, which takes the whole state; this rank keeps that of its own parameters."""
+        result = super().load_state_dict(*args, **kwargs)
+        self._is_partial, self._gathered = False, None
+        self._keep_own()
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._is_partial:
+            raise UnsupportedError("a sharded optimizer cannot be copied or pickled: it has the state of its own parameters "
+                                   "only; make a new one, and load what consolidate() and state_dict() give")
+        return super().__reduce_ex__(protocol)
+
+    def _keep_own(self) -> None:
+        """Drop the state of parameters that other ranks own."""
+        if self._shards is not None:
+            self._is_partial = True
+            for parameter in self._shards.owners:
+                if not self._shards.is_own(parameter):
+                    self.state.pop(parameter, None)
+
+    # --- stages of a step ----------------------------------------------------------------------------------------------
+
+    def _assign(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Give parameters without an owner to ranks."""
+        self._show()  # if the last step failed
+        if not self._active or len(self._runtime.members(self._process_set)) == 1:
+            return
+        if self._shards is None:
+            if self._is_partial:
+                raise UnsupportedError("a sharded optimizer of an earlier world has a part of its state only: consolidate() "
+                                       "before shutdown(), and load_state_dict() what state_dict() gave, on all ranks")
+            self._shards = Shards(self._runtime, f"{self.gradient_label}.shards", self._process_set, self._settings.names,
+                                  are_shared=self._settings.share_parameters)
+        before = len(self._shards.owners)
+        self._shards.add(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
+        if len(self._shards.owners) > before:
+            self._keep_own()
+
+    def _hide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let the step see the parameters of this rank; where it calls a closure, after that."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if self._shards is None:
+            return None
+        if not callable(closure):
+            self._hide_others()
+            return None
+
+        def hiding() -> Any:
+            if self._hidden:
+                raise UnsupportedError(f"sharded=True: {type(self).__name__} calls the closure of step() more than once, "
+                                       "but parameters are published after the step only")
+            loss = closure()
+            self._hide_others()
+            return loss
+        hiding = leave_to_python(hiding)
+        return ((args[0], hiding, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": hiding})
+
+    def _publish(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Bring parameters up to date on all ranks."""
+        self._show()
+        if self._shards is not None:
+            self._gathered = None
+            self._shards.publish()
+
+    def _hide_others(self) -> None:
+        assert self._shards is not None
+        self._shards.enter()
+        for group in self.param_groups:
+            self._hidden.append((group, group["params"]))
+            group["params"] = [each for each in group["params"] if self._shards.is_own(each)]
+
+    def _show(self) -> None:
+        for group, parameters in self._hidden:
+            group["params"] = parameters
+        self._hidden.clear()
+
+    def _clear(self) -> None:
+        self._show()
+        super()._clear()
+
+    _stages_before: tuple[Stage, ...] = (DistributedBase._take_part, _assign, Distributed._finish_gradients, _hide)
+    _stages_after: tuple[Stage, ...] = (_publish, Distributed._end_step, DistributedBase._check_replicas)
+
+
+def check_sharded(optimizer: torch.optim.Optimizer, op: ReduceOp) -> None:
+    """Raise `UnsupportedError` for what needs all parameters, or their state, on each rank."""
+    if op is ReduceOp.ADASUM:
+        raise UnsupportedError("sharded=True: op=Adasum combines the steps of all ranks, which are those of all parameters")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError("sharded=True: LBFGS has one state for all parameters together")

@@ -1,0 +1,340 @@
+"""What ranks do in test_sharded.py."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import hvdlite_torch as hvd
+from hvdlite import api
+from hvdlite.core.errors import ReplicaMismatchError, UnsupportedError
+from hvdlite_torch.elastic import TorchState
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    **{name: getattr(torch.optim, name) for name in ("Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax",
+                                                     "Adadelta", "Rprop", "ASGD", "Adafactor")},
+    "fused": functools.partial(torch.optim.AdamW, fused=True),
+    "foreach": functools.partial(torch.optim.Adam, foreach=True, amsgrad=True),
+    "Muon": torch.optim.Muon,
+}
+
+
+def model(seed: int = 3) -> torch.nn.Sequential:
+    """Return a model with matrices of several sizes and memory formats."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last), torch.nn.Flatten(), torch.nn.Linear(16, 31),
+        torch.nn.Tanh(), torch.nn.Linear(31, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+
+
+def parameters(name: str, module: torch.nn.Module) -> list[Any]:
+    """Return what an optimizer gets: groups with other rates, or matrices alone."""
+    own = list(module.parameters())
+    if name == "Muon":
+        for each in own:
+            each.requires_grad_(each.dim() == 2)
+        return [each for each in own if each.dim() == 2]
+    return [{"params": own[:3]}, {"params": own[3:], "lr": 0.02}]
+
+
+def train(module: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range, closure: bool = False) -> None:
+    """Train on batches that belong to this rank and the step."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + hvd.rank())
+        x = torch.randn(6, 2, 4, 4, generator=generator)
+
+        def computed(x: torch.Tensor = x) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = module(x).square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            return loss
+        if closure:
+            optimizer.step(computed)
+        else:
+            computed()
+            optimizer.step()
+
+
+def made(name: str, module: torch.nn.Module, *, sharded: bool, shared: bool = False) -> torch.optim.Optimizer:
+    return hvd.DistributedOptimizer(OPTIMIZERS[name](parameters(name, module)), sharded=sharded, share_parameters=shared)
+
+
+def same(module: torch.nn.Module, other: torch.nn.Module) -> bool:
+    return all(map(torch.equal, module.parameters(), other.parameters()))
+
+
+def equals_unsharded() -> None:
+    """Bit for bit, with every optimizer; and each state is on one rank."""
+    torch.set_num_threads(1)
+    hvd.init()
+    for name in OPTIMIZERS:
+        for closure in (False, True):
+            whole = model()
+            plain = made(name, whole, sharded=False)
+            train(whole, plain, range(5), closure)
+            for shared in (False, True):
+                module = model()
+                optimizer = made(name, module, sharded=True, shared=shared)
+                train(module, optimizer, range(5), closure)
+                assert same(whole, module), (name, closure, shared)
+                counts = hvd.allgather_object(len(optimizer.state))
+                assert sum(counts) == len(plain.state) and min(counts) > 0, (name, counts)
+                hvd.check_replicas(module.state_dict())
+
+
+def half_on_these_ranks(directory: str, resumes: bool) -> None:
+    """Train three steps, save; or load, on another number of ranks, and train three more; sharded and not."""
+    torch.set_num_threads(1)
+    hvd.init()
+    for name in ("Adam", "SGD", "Muon"):
+        ways = {}
+        for sharded in (False, True):
+            module = model()
+            optimizer = made(name, module, sharded=sharded)
+            if resumes:
+                saved = torch.load(f"{directory}/{name}-{sharded}.pt")
+                module.load_state_dict(saved["model"])
+                optimizer.load_state_dict(saved["optimizer"])
+            train(module, optimizer, range(3, 6) if resumes else range(3))
+            if sharded:
+                optimizer.consolidate()  # type: ignore[attr-defined]
+            if hvd.rank() == 0 and not resumes:
+                torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()},
+                           f"{directory}/{name}-{sharded}.pt")
+            ways[sharded] = module, optimizer
+        assert same(ways[False][0], ways[True][0]), name
+        if hvd.rank() == 0:
+            plain, sharded_state = (each.state_dict() for _, each in ways.values())
+            assert str({**plain, "state": sorted(plain["state"].items())}) == str(
+                {**sharded_state, "state": sorted(sharded_state["state"].items())})
+            OPTIMIZERS[name](parameters(name, model())).load_state_dict(sharded_state)
+
+
+def durable(directory: str, loads: bool) -> None:
+    """`hvd.save` takes it as it is, and `hvd.load` on any number of ranks."""
+    torch.set_num_threads(1)
+    hvd.init()
+    module = model()
+    optimizer = made("Adam", module, sharded=True)
+    if loads:
+        hvd.load(directory, model=module, optimizer=optimizer)
+    train(module, optimizer, range(2) if not loads else range(2, 4))
+    if not loads:
+        hvd.save(directory, model=module, optimizer=optimizer)
+    whole = model()
+    plain = made("Adam", whole, sharded=False)
+    train(whole, plain, range(2))
+    if loads:
+        hvd.check_replicas(module.state_dict())
+
+
+def parameters_are_shared() -> None:
+    """They lie once in the memory of the host, which is used again; a write by the script is an error outside `writing`."""
+    torch.set_num_threads(1)
+    hvd.init()
+    rank, ends = hvd.rank(), []
+    for _ in range(4):
+        module = torch.nn.Linear(64, 32, bias=False)
+        hvd.broadcast_parameters(module.state_dict(), 0)
+        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), sharded=True,
+                                                  share_parameters=True)
+
+        def step(module: torch.nn.Module = module, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            module(torch.ones(1, 64)).mean().backward()
+            optimizer.step()
+        step()
+        hvd.barrier()
+        with torch.no_grad(), optimizer.writing():
+            if rank == 1:
+                module.weight[0, 0] = 7.0
+        assert module.weight[0, 0] == 7.0
+        step()
+        assert module.weight[0, 0] < 7.0
+        ends.append(api.runtime().connections.heaps[0]._next)
+        hvd.check_replicas(module.state_dict())
+        del module, optimizer, step
+        gc.collect()
+        hvd.barrier()
+    assert len(set(ends[1:])) == 1, ends
+    module = model()
+    optimizer = made("SGD", module, sharded=True, shared=True)
+    train(module, optimizer, range(2))
+    if rank == 1:
+        with torch.no_grad():
+            module[2].bias.mul_(0.5)
+    try:
+        train(module, optimizer, range(2))
+        raise AssertionError("the step has not failed")
+    except UnsupportedError as error:
+        assert ("rank 1: the script has written to parameter 'noname.1.0'" if rank == 1 else
+                "rank 1: the script has written to a parameter") in str(error), error
+    values = [each.detach().clone() for each in module.parameters()]
+    hvd.shutdown()
+    assert all(map(torch.equal, values, module.parameters()))
+
+
+def state_is_taken_over_from_the_root() -> None:
+    """By `broadcast_optimizer_state`: before the first step, when only the root has loaded something, and after steps."""
+    torch.set_num_threads(1)
+    hvd.init()
+    whole, shared = model(), model()
+    plain, optimizer = made("Adam", whole, sharded=False), made("Adam", shared, sharded=True)
+    earlier = model()
+    before = OPTIMIZERS["Adam"](parameters("Adam", earlier))
+    earlier(torch.ones(1, 2, 4, 4)).sum().backward()
+    before.step()
+    for each in (plain, optimizer):
+        if hvd.rank() == 0:
+            each.load_state_dict(copy.deepcopy(before.state_dict()))
+        hvd.broadcast_optimizer_state(each, 0)
+    for steps in (range(2), range(2, 4)):
+        train(whole, plain, steps)
+        train(shared, optimizer, steps)
+        assert same(whole, shared)
+        hvd.broadcast_optimizer_state(optimizer, 1)
+
+
+def what_changes_between_steps() -> None:
+    """Parameters move to another dtype, thaw, are added; a step fails; parameters are views of each other."""
+    torch.set_num_threads(1)
+    hvd.init()
+    ways = {}
+    for sharded in (False, True):
+        module = model()
+        for each in (module[2], module[6]):
+            each.requires_grad_(False)
+        optimizer = hvd.DistributedOptimizer(Failing([*module.parameters()][:-2], lr=0.1), sharded=sharded)
+        groups = [group["params"] for group in optimizer.param_groups]
+        train(module, optimizer, range(2))
+        module[2].requires_grad_(True)
+        train(module, optimizer, range(2, 4))
+        module[6].requires_grad_(True)
+        optimizer.add_param_group({"params": [*module.parameters()][-2:]})
+        train(module, optimizer, range(4, 6))
+        Failing.fails = True
+        try:
+            train(module, optimizer, range(1))
+            raise AssertionError("the step has not failed")
+        except ZeroDivisionError:
+            Failing.fails = False
+        optimizer.zero_grad()
+        assert [len(group["params"]) for group in optimizer.param_groups] == [6, 2]
+        assert optimizer.param_groups[0]["params"] is groups[0]
+        module.to(memory_format=torch.channels_last).half().float()  # out of the blocks
+        train(module, optimizer, range(6, 8))
+        ways[sharded] = module
+    assert same(ways[False], ways[True])
+    hvd.check_replicas(ways[True].state_dict())
+
+
+class Failing(torch.optim.SGD):
+    """Fails in a step, when it is told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ZeroDivisionError
+        return super().step(closure)
+
+
+class Twice(torch.optim.SGD):
+    """Calls the closure twice."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+def refused() -> None:
+    """What a sharded optimizer does not do says so, and so do ranks that are not alike."""
+    torch.set_num_threads(1)
+    hvd.init()
+    rank = hvd.rank()
+
+    def error(kind: type[Exception], act: Callable[[], object]) -> str:
+        try:
+            act()
+        except kind as found:
+            return str(found)
+        raise AssertionError(f"no {kind.__name__}")
+    module = model()
+    optimizer: Any = made("Adam", module, sharded=True)
+    optimizer.consolidate()
+    assert not optimizer.state_dict()["state"]
+    train(module, optimizer, range(1))
+    assert error(UnsupportedError, optimizer.state_dict) == (
+        f"rank {rank}: a sharded optimizer has the state of its own parameters only; call optimizer.consolidate(to={rank}) "
+        "on all ranks, after the step and before state_dict()")
+    optimizer.consolidate()
+    if rank:
+        assert "(the last call gathered it on rank 0)" in error(UnsupportedError, optimizer.state_dict)
+    else:
+        assert len(optimizer.state_dict()["state"]) == 8
+    assert "the optimizer's state is on ranks 0, 1" in error(ValueError, lambda: optimizer.consolidate(to=7))
+    train(module, optimizer, range(1, 2))
+    assert error(UnsupportedError, optimizer.state_dict)
+    assert "cannot be copied" in error(UnsupportedError, lambda: copy.deepcopy(optimizer))
+    assert "join() takes the optimizer state from the last rank" in error(UnsupportedError, optimizer.join)
+    assert "cannot be part of an elastic state" in error(UnsupportedError, lambda: TorchState(model, optimizer))
+    own = [*model().parameters()]
+    assert "one state for all" in error(UnsupportedError, lambda: hvd.DistributedOptimizer(
+        torch.optim.LBFGS(own), sharded=True))
+    assert "op=Adasum" in error(UnsupportedError, lambda: hvd.DistributedOptimizer(
+        torch.optim.SGD(own, lr=0.1), op=hvd.Adasum, sharded=True))
+    other = model()
+    twice = hvd.DistributedOptimizer(Twice(other.parameters(), lr=0.1), sharded=True)
+    assert "the closure of step() more than once" in error(UnsupportedError, lambda: train(other, twice, range(1), True))
+    view = torch.nn.Parameter(own[1].detach().view(2, 2))
+    twins = hvd.DistributedOptimizer(torch.optim.SGD([own[1], view], lr=0.1), sharded=True)
+    (own[1].sum() + view.sum()).backward()
+    assert "parameters 'noname.0.0' and 'noname.0.1' share memory" in error(UnsupportedError, twins.step)
+    unlike = model(seed=rank)
+    forgotten = made("SGD", unlike, sharded=True)
+    told = error(ReplicaMismatchError, lambda: train(unlike, forgotten, range(1)))
+    assert "replicas differ in 'noname.0.0'" in told and "call broadcast_parameters before the first step" in told
+    hvd.shutdown()
+    hvd.init()
+    told = error(UnsupportedError, lambda: train(module, optimizer, range(1)))
+    assert "of an earlier world has a part of its state only" in told
+
+
+def some_ranks() -> None:
+    """Owners are the ranks of the process set; on the other rank the optimizer trains alone."""
+    torch.set_num_threads(1)
+    hvd.init()
+    pair = hvd.add_process_set([0, 2])
+    module = model(seed=3)
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.Adam(module.parameters()), process_set=pair, sharded=True)
+    train(module, optimizer, range(3))
+    counts = hvd.allgather_object(len(optimizer.state))
+    assert counts[1] == 8 and counts[0] + counts[2] == 8 and min(counts) > 0, counts
+    optimizer.consolidate(to=None if hvd.rank() != 1 else 0)
+    assert len(optimizer.state_dict()["state"]) == 8
+
+
+def a_rank_dies_in_its_step() -> None:
+    """The others do not wait for its parameters."""
+    torch.set_num_threads(1)
+    hvd.init()
+    module = model()
+    optimizer = made("Adam", module, sharded=True)
+    train(module, optimizer, range(2))
+    if hvd.rank() == 1:
+        optimizer.register_step_pre_hook(lambda *arguments: os._exit(3))
+    try:
+        train(module, optimizer, range(2, 4))
+    except hvd.HorovodInternalError as error:
+        assert "rank 1" in str(error), error
+        assert [len(group["params"]) for group in optimizer.param_groups] == [3, 5]
+        print("noticed", flush=True)
+        os._exit(4)
