@@ -28,7 +28,7 @@ from hvdlite.core.errors import LaunchError, ProtocolError
 from hvdlite.core.sockets import HeldPort
 from hvdlite.core.standstill import standstill
 from hvdlite_runner.agents import host_probe
-from hvdlite_runner.agents.shells import PROBLEM_CODE
+from hvdlite_runner.agents.remote_agent import PROBLEM_CODE
 from hvdlite_runner.host.commands import cores
 from hvdlite_runner.host.worker_group import KILL_SECONDS, WorkerGroup
 from hvdlite_runner.messages import (

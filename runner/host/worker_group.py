@@ -26,8 +26,7 @@ from hvdlite.core.system_limits import OUT_OF_DESCRIPTORS, explained, reserve_de
 from hvdlite.diagnostics.progress import read, read_metrics
 from hvdlite_runner.host import commands, progress
 from hvdlite_runner.host.member_server import MemberServer
-from hvdlite_runner.host.polled_program import PolledProgram
-from hvdlite_runner.host.preemption import OPTION, preemption_script
+from hvdlite_runner.host.polled_program import OPTION, PolledProgram, preemption_script
 from hvdlite_runner.host.processes import RankProcess, Reaper, kill_descendants
 from hvdlite_runner.host.reaper import look_up
 from hvdlite_runner.messages import (

@@ -43,8 +43,8 @@ from hvdlite.membership.events import (
 from hvdlite.membership.events import Event as MembershipEvent
 from hvdlite_runner import messages as orders
 from hvdlite_runner.host import commands
+from hvdlite_runner.host.polled_program import DiscoveryScript
 from hvdlite_runner.host.worker_group import KILL_SECONDS, WorkerGroup
-from hvdlite_runner.job.discovery import DiscoveryScript
 from hvdlite_runner.job.ending import Ending, Exit, WorkerProcess, WorkerProcesses, dated, verdict, verdict_on_signal
 from hvdlite_runner.job.hosts import HostPool, Stopped
 from hvdlite_runner.job.notices import HostNotices

@@ -20,8 +20,8 @@ from hvdlite.diagnostics import progress
 from hvdlite_runner.host.progress import sample, stall_lines
 from hvdlite_runner.messages import ProgressReply, Sample
 from hvdlite_runner.reports.monitor import Monitor, table
-from hvdlite_runner.reports.profile import rows as profile_rows
 from hvdlite_runner.reports.scaling import Throughput, parse_sweep, saturation, scaling_rows, summary
+from hvdlite_runner.reports.scaling import rows as profile_rows
 from tests.worlds import HVDRUN, clean_environment
 
 
