@@ -28,7 +28,7 @@ from typing import Any, Final, NoReturn
 from hvdlite.control.base import Event, yield_processor
 from hvdlite.core.config import Config
 from hvdlite.core.errors import HorovodInternalError, MismatchError
-from hvdlite.core.standstill import standstill
+from hvdlite.core.sockets import standstill
 from hvdlite.core.system_limits import explained
 from hvdlite.core.world import World
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
@@ -36,14 +36,11 @@ from hvdlite.diagnostics.stall_inspector import LOOKS, CoordinatorWatchdog, Stal
 from hvdlite.diagnostics.stall_report import CallHistory, StallReport
 from hvdlite.diagnostics.timeline import Timeline
 from hvdlite.engine.autotune import Autotuner
-from hvdlite.engine.connections import Connections
-from hvdlite.engine.coordinator_link import CoordinatorLink, RemoteCoordinator
-from hvdlite.engine.decisions import Decisions, JobFailed
+from hvdlite.engine.connections import FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, TRACE_BATCH, Connections
+from hvdlite.engine.decisions import Decisions, JobFailed, failure_error, failure_notice
 from hvdlite.engine.execution import Execution
-from hvdlite.engine.failures import failure_error, failure_notice
-from hvdlite.engine.limits import FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, TRACE_BATCH
 from hvdlite.engine.mailboxes import Mailboxes
-from hvdlite.engine.rank_zero import RankZero
+from hvdlite.engine.rank_zero import CoordinatorLink, RankZero, RemoteCoordinator
 from hvdlite.handoff.buckets import BucketEntry
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import BlockedWaiters

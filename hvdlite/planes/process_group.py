@@ -1,10 +1,15 @@
-"""The interface of a process group: the ranks of one process set, as a message-passing library (MPI, Gloo) connects them."""
+"""The interface of a process group: the ranks of one process set, as a message-passing library (MPI, Gloo) connects them.
+
+`LaunchThread` is a thread for library calls that cannot be interrupted (docs/protocol.md#threads).
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from queue import SimpleQueue
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 
@@ -69,3 +74,76 @@ def library_error(library: str, ranks: Sequence[int], error: Exception, wait_unt
     wait_until(lambda: time.monotonic() >= deadline)
     return HorovodInternalError(f"{library} failed between ranks {list(ranks)}, though all of them are alive: {error}. Is "
                                 "there a firewall between the hosts, or the wrong network chosen?")
+
+
+T = TypeVar("T")
+
+
+class _Call:
+    __slots__ = ("done", "error", "function", "result")
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.done = False
+
+
+class LaunchThread:
+    """Executes calls one after the other. A call that does not return is abandoned with its thread.
+
+    Args:
+        begin: called by the thread before the first call.
+        wake: makes the waiting background thread evaluate its predicate.
+    """
+
+    def __init__(self, name: str, wake: Callable[[], None], begin: Callable[[], None] = lambda: None) -> None:
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._wake, self._begin = wake, begin
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._started = False
+
+    def run(self, function: Callable[[], T], wait_until: WaitUntil) -> T:
+        """Call `function` in the thread, and return its result or raise its exception.
+
+        The background thread handles messages within `wait_until` meanwhile. If `wait_until` raises, the call is abandoned.
+        """
+        if not self._started:
+            self._started = True
+            self._thread.start()
+        call = _Call(function)
+        self._calls.put(call)
+        wait_until(lambda: call.done)
+        if call.error is not None:
+            raise call.error
+        return call.result  # type: ignore[no-any-return]
+
+    def end(self, timeout: float) -> bool:
+        """End the thread after the calls so far; return whether it has ended within `timeout` seconds."""
+        if not self._started:
+            return True
+        self._calls.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        begun: BaseException | None = None
+        try:
+            self._begin()
+        except BaseException as error:
+            begun = error
+        while (call := self._calls.get()) is not None:
+            try:
+                if begun is not None:
+                    raise begun
+                call.result = call.function()
+            except BaseException as error:  # raised by `run`
+                call.error = error
+            call.function = _released  # release its references before the next call
+            call.done = True
+            self._wake()
+            del call
+
+
+def _released() -> None:
+    pass

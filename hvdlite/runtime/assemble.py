@@ -13,14 +13,13 @@ from hvdlite.bootstrap.environments import LaunchInfo
 from hvdlite.bootstrap.job_directory import JobDirectory, host_identity
 from hvdlite.bootstrap.member_client import MemberClient
 from hvdlite.bootstrap.rendezvous import Cancellation
+from hvdlite.control.base import InprocControl
 from hvdlite.control.doorbell import Doorbell
-from hvdlite.control.inproc import InprocControl
 from hvdlite.control.star import LeaderControl, StarControl
 from hvdlite.control.wire import Connection
 from hvdlite.core.config import Config, timeout_or_inf
-from hvdlite.core.launch_contract import PROCESSES_FILE
+from hvdlite.core.launch_contract import NO_STACK_DUMP, PROCESSES_FILE, StackDumpTarget
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
-from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.core.system_limits import reserve_descriptors
 from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import ProcessProbe
@@ -35,10 +34,9 @@ from hvdlite.negotiation.messages import Layout
 from hvdlite.negotiation.negotiator import Policy
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import DevicePlane, OobTexts, Plane
-from hvdlite.planes.eager import reduce_payloads
 from hvdlite.planes.gloo import gloo_plane
 from hvdlite.planes.hierarchical import HierarchicalPlane
-from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
+from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane, reduce_payloads
 from hvdlite.planes.mpi import mpi_plane
 from hvdlite.planes.nccl.plane import VERDICT_SECONDS, create_nccl_plane
 from hvdlite.planes.selection import PlaneChoice, choose_plane

@@ -24,10 +24,9 @@ from hvdlite.diagnostics.progress import Progress
 from hvdlite.diagnostics.report_server import ReportServer
 from hvdlite.diagnostics.stall_inspector import Receiver
 from hvdlite.diagnostics.timeline import TimelineRequest
-from hvdlite.engine.connections import Connections
+from hvdlite.engine.connections import EAGER_TRAFFIC, FLUSH_SECONDS, Connections
+from hvdlite.engine.decisions import failure_notice
 from hvdlite.engine.engine import build_engine
-from hvdlite.engine.failures import failure_notice
-from hvdlite.engine.limits import EAGER_TRAFFIC, FLUSH_SECONDS
 from hvdlite.handoff.group_state import GroupState
 from hvdlite.handoff.handle import Handle
 from hvdlite.handoff.handoff import Handoff
@@ -37,8 +36,7 @@ from hvdlite.negotiation.messages import FailureNotice, Layout, Wait
 from hvdlite.planes.base import Plane
 from hvdlite.runtime.agreed_call import AgreedCall
 from hvdlite.runtime.collectives import Collectives
-from hvdlite.runtime.gradient_sets import GradientSets
-from hvdlite.runtime.names import Names
+from hvdlite.runtime.gradient_sets import GradientSets, Names
 
 _log = logging.getLogger("hvdlite")
 

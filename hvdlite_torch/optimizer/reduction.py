@@ -16,8 +16,7 @@ from hvdlite.training.gradients.before_step import BeforeStep
 from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.gradients.round import WaitIn
 from hvdlite_torch.arrays import cuda
-from hvdlite_torch.comm_hooks.exchange import CommHook, Exchange
-from hvdlite_torch.comm_hooks.hook_bucket import HookBucket
+from hvdlite_torch.comm_hooks.exchange import CommHook, Exchange, HookBucket
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.gradients.torch_gradients import TorchGradients

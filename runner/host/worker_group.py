@@ -24,10 +24,10 @@ from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import DIRECTORY_PREFIX, ENDING_FILE, RESULT_FILE, TASK_FILE, FailureRecord
 from hvdlite.core.system_limits import OUT_OF_DESCRIPTORS, explained, reserve_descriptors
 from hvdlite.diagnostics.progress import read, read_metrics
-from hvdlite_runner.host import commands, progress
+from hvdlite_runner.host import commands
 from hvdlite_runner.host.member_server import MemberServer
 from hvdlite_runner.host.polled_program import OPTION, PolledProgram, preemption_script
-from hvdlite_runner.host.processes import RankProcess, Reaper, kill_descendants
+from hvdlite_runner.host.processes import RankProcess, Reaper, kill_descendants, sample
 from hvdlite_runner.host.reaper import look_up
 from hvdlite_runner.messages import (
     FORWARDED,
@@ -252,7 +252,7 @@ class WorkerGroup:
 
     def sample(self) -> ProgressReply:
         """Return the progress of the processes that run."""
-        return ProgressReply(*progress.sample(self.directory, {key: each.pid for key, each in self.running.items()}))
+        return ProgressReply(*sample(self.directory, {key: each.pid for key, each in self.running.items()}))
 
     def wait(self) -> float:
         """Return the seconds until `notice` is due, if no descriptor makes it due before; infinity for never."""

@@ -12,7 +12,7 @@ from hvdlite.core.ledger import Ledger
 from hvdlite.core.texts import printable
 from hvdlite.diagnostics.progress import Reading
 from hvdlite.diagnostics.slowness import LEAST_STEPS, Slowness, diagnose
-from hvdlite_runner.host.progress import STALL_SECONDS
+from hvdlite_runner.host.processes import STALL_SECONDS
 from hvdlite_runner.messages import ProgressReply, Sample
 from hvdlite_runner.output.job_output import ProgressObserver
 from hvdlite_runner.placement import LOCAL

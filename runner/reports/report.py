@@ -15,7 +15,7 @@ from hvdlite.core.launch_contract import DIRECTORY_PREFIX, PROCESSES_FILE, REPOR
 from hvdlite.core.sockets import connect_unix
 from hvdlite.core.texts import printable
 from hvdlite.diagnostics.process_probe import ProcessProbe
-from hvdlite_runner.host.progress import ask
+from hvdlite_runner.host.processes import ask
 from hvdlite_runner.job.notices import LEAVE_SOCKET, Answer
 
 TIMEOUT_SECONDS = 8.0

@@ -17,7 +17,7 @@ import hvdlite
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.ledger import Ledger
 from hvdlite.diagnostics import progress
-from hvdlite_runner.host.progress import sample, stall_lines
+from hvdlite_runner.host.processes import sample, stall_lines
 from hvdlite_runner.messages import ProgressReply, Sample
 from hvdlite_runner.reports.monitor import Monitor, table
 from hvdlite_runner.reports.scaling import Throughput, parse_sweep, saturation, scaling_rows, summary
