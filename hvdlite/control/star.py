@@ -27,13 +27,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from hvdlite.control.base import Event, HostReportReceived, PeerLost, ReportReceived, yield_processor
+from hvdlite.control.base import Event, HostReportReceived, PeerLost, yield_processor
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.wire import Connection, Encoded, Heartbeat, encode
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.system_limits import OUT_OF_DESCRIPTORS
 from hvdlite.negotiation.leader import Leader
-from hvdlite.negotiation.messages import Decision, DirectMessage, DirectMessages, HostReport, Message, Report
+from hvdlite.negotiation.messages import Decision, DirectMessage, DirectMessages, HostReport, Message, RankReport, Report
 
 GRACE_SECONDS = 0.5
 """Seconds that a rank waits for rank 0's report of a death that it has seen itself."""
@@ -221,7 +221,7 @@ class StarControl:
             case Heartbeat():
                 return []
             case Report() if self._rank == 0 and peer not in self._hosts:
-                return [ReportReceived(peer, message)]
+                return [RankReport(peer, message)]
             case HostReport() if peer in self._hosts:
                 return [HostReportReceived(self._hosts[peer], message)]
             case Decision() if from_parent:

@@ -40,7 +40,7 @@ from hvdlite.engine.connections import FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECON
 from hvdlite.engine.decisions import Decisions, JobFailed, failure_error, failure_notice
 from hvdlite.engine.execution import Execution
 from hvdlite.engine.mailboxes import Mailboxes
-from hvdlite.engine.rank_zero import CoordinatorLink, RankZero, RemoteCoordinator
+from hvdlite.engine.rank_zero import CoordinatorLink, RankZero
 from hvdlite.handoff.buckets import BucketEntry
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import BlockedWaiters
@@ -367,15 +367,16 @@ def build_engine(world: World, config: Config, connections: Connections, coordin
     rank_zero = None
     if coordinator is not None:
         deliver = functools.partial(StallReport.deliver, path=config.stall_report_file)
-        rank_zero = RankZero(coordinator, control, recorder, clock,
+        rank_zero = RankZero(coordinator, control, controller, recorder, clock,
                              StallInspector(coordinator, times, probe, deliver, recorder.story),
                              Timeline(world.size, lambda on: coordinator.order(timeline=on, now=clock()), clock),
                              Autotuner(config, coordinator, clock) if config.autotune else None)
     watchdog = CoordinatorWatchdog(world.rank, control.parent, config.silence_check_seconds, config.heartbeat_timeout, probe)
-    link = rank_zero or RemoteCoordinator(control, controller)
+    link = rank_zero or CoordinatorLink(control, controller)
     engine = Engine(connections, controller, link, handoff, recorder, watchdog,
                     serves=frozenset(range(world.size)) if rank_zero else control.children,
-                    spin=config.spin_microseconds * 1e-6, look_seconds=min(LOOK_SECONDS, times.look / LOOKS))
+                    spin=config.spin_microseconds * 1e-6 if world.size > 1 else 0.0,
+                    look_seconds=min(LOOK_SECONDS, times.look / LOOKS))
     return engine, rank_zero
 
 

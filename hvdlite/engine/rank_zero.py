@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from hvdlite.control.base import (
     ControlPlane,
     Event,
     HostReportReceived,
     PeerLost,
-    ReportReceived,
 )
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.report_server import ReportServer
@@ -27,8 +25,60 @@ from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import FailureNotice, HostReport, MergedRequests, RankReport, Report, TraceEvent
 
 
-class RankZero:
-    """The `CoordinatorLink` of rank 0. Only the background thread calls it.
+class CoordinatorLink:
+    """One rank's link to the coordinator, which is in another process: decisions arrive over the control plane.
+
+    Only the background thread calls it.
+
+    Attributes:
+        urgent: stalls are to be looked for at once, before it is time again.
+    """
+
+    urgent = False
+
+    def __init__(self, control: ControlPlane, controller: Controller) -> None:
+        self._control, self._controller = control, controller
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is to be looked after although this rank itself waits for nothing."""
+        return False
+
+    def send_report(self, report: Report) -> None:
+        """Send what this rank reports."""
+        self._control.send_report(report)
+
+    def receive(self, event: Event) -> FailureNotice | None:
+        """Handle a report of another rank or the loss of one; return the failure that this rank has to announce itself.
+
+        Rank 0 may not see the loss of a peer that this rank sees.
+        """
+        return FailureNotice(event.rank, "lost", event.reason) if isinstance(event, PeerLost) else None
+
+    def decide(self) -> Sequence[Event]:
+        """Let the coordinator answer what has been reported; return its messages to this rank in the same process."""
+        return ()
+
+    def fail(self, notice: FailureNotice) -> None:
+        """Notify all ranks that the job ends."""
+        self._controller.fail(notice)
+        report = self._controller.report()
+        if report is not None:
+            self._control.send_report(report)
+
+    def check_stalls(self, now: float) -> bool:
+        """Detect stalled tensors and silent ranks; return whether the coordinator has something to decide for that."""
+        return False
+
+    def tracing_changed(self, on: bool) -> None:
+        """This rank begins or ends tracing, as a decision demands; rank 0 writes the timeline."""
+
+    def close(self, trace: Sequence[TraceEvent], error: Exception) -> None:
+        """The job is over; `trace` is the rest of this rank's events."""
+
+
+class RankZero(CoordinatorLink):
+    """The link of rank 0, where the coordinator is.
 
     Attributes:
         stall_inspector: detects stalled tensors and silent ranks.
@@ -37,14 +87,13 @@ class RankZero:
         urgent: a side message has arrived, which may be what the stall inspector waits for.
     """
 
-    def __init__(self, coordinator: Coordinator, control: ControlPlane, recorder: FlightRecorder, clock: Clock,
-                 stall_inspector: StallInspector, timeline: Timeline, autotuner: Autotuner | None) -> None:
+    def __init__(self, coordinator: Coordinator, control: ControlPlane, controller: Controller, recorder: FlightRecorder,
+                 clock: Clock, stall_inspector: StallInspector, timeline: Timeline, autotuner: Autotuner | None) -> None:
+        super().__init__(control, controller)
         self.stall_inspector, self.timeline = stall_inspector, timeline
         self.report_server: ReportServer | None = None
-        self._coordinator, self._control, self._recorder, self._clock = coordinator, control, recorder, clock
-        self._autotuner = autotuner
+        self._coordinator, self._recorder, self._clock, self._autotuner = coordinator, recorder, clock, autotuner
         self._oob_store = OobStore(coordinator.epoch)
-        self.urgent = False
 
     @property
     def busy(self) -> bool:
@@ -55,7 +104,7 @@ class RankZero:
 
     def receive(self, event: Event) -> FailureNotice | None:
         match event:
-            case ReportReceived(rank, report):
+            case RankReport(rank, report):
                 self._receive_report(rank, report)
             case HostReportReceived(ranks, merged):
                 self._receive_host_report(ranks, merged)
@@ -132,70 +181,3 @@ class RankZero:
         self._recorder.ready_elsewhere((rank,), report.items)
         if message is not None or report.leaving:
             self.timeline.receive(rank, () if message is None else message.trace, report.leaving)
-
-
-class CoordinatorLink(Protocol):
-    """One rank's link to the coordinator. Only the background thread calls it."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether something is to be looked after although this rank itself waits for nothing."""
-
-    @property
-    def urgent(self) -> bool:
-        """Whether stalls are to be looked for at once, before it is time again."""
-
-    def send_report(self, report: Report) -> None:
-        """Send what this rank reports."""
-
-    def receive(self, event: Event) -> FailureNotice | None:
-        """Handle a report of another rank or the loss of one; return the failure that this rank has to announce itself."""
-
-    def decide(self) -> Sequence[Event]:
-        """Let the coordinator answer what has been reported; return its messages to this rank in the same process."""
-
-    def fail(self, notice: FailureNotice) -> None:
-        """Notify all ranks that the job ends."""
-
-    def check_stalls(self, now: float) -> bool:
-        """Detect stalled tensors and silent ranks; return whether the coordinator has something to decide for that."""
-
-    def tracing_changed(self, on: bool) -> None:
-        """This rank begins or ends tracing, as a decision demands."""
-
-    def close(self, trace: Sequence[TraceEvent], error: Exception) -> None:
-        """The job is over; `trace` is the rest of this rank's events."""
-
-
-class RemoteCoordinator:
-    """The coordinator is in another process; decisions arrive over the control plane."""
-
-    busy = urgent = False
-
-    def __init__(self, control: ControlPlane, controller: Controller) -> None:
-        self._control, self._controller = control, controller
-
-    def send_report(self, report: Report) -> None:
-        self._control.send_report(report)
-
-    def receive(self, event: Event) -> FailureNotice | None:
-        """Rank 0 may not see the loss of a peer that this rank sees, so this rank announces it."""
-        return FailureNotice(event.rank, "lost", event.reason) if isinstance(event, PeerLost) else None
-
-    def decide(self) -> Sequence[Event]:
-        return ()
-
-    def fail(self, notice: FailureNotice) -> None:
-        self._controller.fail(notice)
-        report = self._controller.report()
-        if report is not None:
-            self._control.send_report(report)
-
-    def check_stalls(self, now: float) -> bool:
-        return False
-
-    def tracing_changed(self, on: bool) -> None:
-        pass  # rank 0 writes the timeline
-
-    def close(self, trace: Sequence[TraceEvent], error: Exception) -> None:
-        pass

@@ -13,7 +13,6 @@ from hvdlite.bootstrap.environments import LaunchInfo
 from hvdlite.bootstrap.job_directory import JobDirectory, host_identity
 from hvdlite.bootstrap.member_client import MemberClient
 from hvdlite.bootstrap.rendezvous import Cancellation
-from hvdlite.control.base import InprocControl
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.star import LeaderControl, StarControl
 from hvdlite.control.wire import Connection
@@ -46,7 +45,6 @@ from hvdlite.planes.staging import HostMemory
 from hvdlite.runtime.meeting import Meeting, address_for_others, checked_world, common_clock
 from hvdlite.runtime.runtime import Runtime
 
-PlaneWrapper = Callable[[int, Plane], Plane]
 DevicePlaneMaker = Callable[[int, OobChannel, Callable[[], None]], DevicePlane]
 """Make the plane for GPUs of a rank, with what lets it meet the others, and what wakes its background thread."""
 
@@ -86,21 +84,12 @@ def coordinator_for(world: World, config: Config, learned: Learned | None = None
     return coordinator
 
 
-def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank, plane: plane,
-                     casts: Casts | None = None, devices: DevicePlaneMaker | None = None, *,
-                     epoch: int = 0, learned: Learned | None = None) -> list[Runtime]:
-    """Return the runtimes of `size` ranks that live in this process, not yet started; `wrap` may inject faults."""
-    hub = LoopbackHub()
-    casts = casts or Casts.of_numpy()
-    runtimes = []
-    for rank, control in enumerate(InprocControl.star(size)):
-        world = World(rank, size, rank, size, epoch=epoch)
-        plane = wrap(rank, LoopbackPlane(rank, hub, control.wake_rank, casts))
-        oob = OobChannel(rank)
-        gpu_plane = None if devices is None else devices(rank, oob, control.wake)
-        connections = Connections(control, plane, oob, gpu_plane)
-        runtimes.append(Runtime(world, config, connections, coordinator_for(world, config, learned)))
-    return runtimes
+def _alone(epoch: int, config: Config, casts: Casts, devices: DevicePlaneMaker) -> Runtime:
+    """Return the runtime of a job of one rank, not yet started."""
+    control, oob = StarControl(0, {}, {0: Doorbell()}, {}, heartbeat_timeout=config.heartbeat_timeout), OobChannel(0)
+    plane, world = LoopbackPlane(0, LoopbackHub(), control.wake_rank, casts), World(epoch=epoch)
+    return Runtime(world, config, Connections(control, plane, oob, devices(0, oob, control.wake)),
+                   coordinator_for(world, config))
 
 
 def gpus(info: LaunchInfo, config: Config, environment: Mapping[str, str]) -> DevicePlaneMaker:
@@ -127,8 +116,7 @@ def assemble(info: LaunchInfo, config: Config, casts: Casts, stack_dump: StackDu
         LaunchError: when the ranks cannot meet.
     """
     if info.world.size == 1:
-        return assemble_threads(1, config, casts=casts, devices=gpus(info, config, environment or {}),
-                                epoch=info.world.epoch)[0]
+        return _alone(info.world.epoch, config, casts, gpus(info, config, environment or {}))
     directory = JobDirectory(info.job_directory, agreed=info.owns_directory)
     meeting = Meeting(info, config, cancellation or Cancellation(), directory, member)
     with contextlib.ExitStack() as made:
