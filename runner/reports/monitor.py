@@ -53,7 +53,37 @@ def _shares(before: Mapping[int, Sample], now: Mapping[int, Sample]) -> str:
     return "; rows of a step by rank: " + ", ".join(f"{rank}: {each:.0f}" for rank, each in rows.items())
 
 
-class Monitor(ProgressObserver):
+class RankFigures(ProgressObserver):
+    """What is known of the ranks of the present world; a subclass shows it each second."""
+
+    wants_samples = True
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        RankFigures.begin_world(self, {})
+
+    def begin_world(self, rank_hosts: Mapping[int, str]) -> None:
+        """Begin anew: ranks may be others' now."""
+        self._rank_hosts, self._recent, self._waits = rank_hosts, RecentLedgers(), ""
+        self._now, self._before, self._when = dict[int, Sample](), dict[int, Sample](), self._clock()
+
+    def take(self, host: str, event: ProgressReply) -> None:
+        """Add the progress of a host's ranks; the launcher's own host is the last one of each round."""
+        self._now |= event.ranks
+        self._waits = event.waits or self._waits
+        if host == LOCAL and self._now:
+            now = self._clock()
+            self._show(now, self._recent.slowness(now, self._now))
+
+    def ended(self, rank: int, reading: Reading) -> None:
+        """Forget a rank that has ended."""
+        self._now.pop(rank, None)
+
+    def _show(self, now: float, slowness: Slowness | None) -> None:
+        raise NotImplementedError
+
+
+class Monitor(RankFigures):
     """Shows the table: in place on a terminal, below the ranks' output; elsewhere one table after the other.
 
     Args:
@@ -61,42 +91,22 @@ class Monitor(ProgressObserver):
         in_place: whether the table may be overwritten.
     """
 
-    wants_samples = True
-
     def __init__(self, write: Callable[[str], None], in_place: bool,
                  clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
         self._write = write
         self._in_place = in_place
-        self._clock = clock
-        self._rank_hosts: Mapping[int, str] = {}
-        self._now: dict[int, Sample] = {}
-        self._before: dict[int, Sample] = {}
-        self._when = clock()
-        self._waits = ""
         self._drawn = 0
-        self._recent = RecentLedgers()
         self._is_busy: Callable[[], bool] = lambda: False
 
     def attach(self, write: Callable[[str], None], is_busy: Callable[[], bool]) -> None:
         """Write with the job's output from now on; while the terminal takes nothing, leave tables out."""
         self._write, self._is_busy = write, is_busy
 
-    def begin_world(self, rank_hosts: Mapping[int, str]) -> None:
-        """Show the ranks of another world, when those of all hosts are known."""
-        self._rank_hosts, self._now, self._before, self._when = rank_hosts, {}, {}, self._clock()
-        self._recent = RecentLedgers()  # ranks may be others' now
-
-    def take(self, host: str, event: ProgressReply) -> None:
-        """Add the progress of a host's ranks; the launcher's own host is the last one of each round."""
-        self._now |= event.ranks
-        self._waits = event.waits or self._waits
-        if host != LOCAL:
-            return
-        now = self._clock()
-        if self._now and now - self._when >= 0.9 and not self._is_busy():
+    def _show(self, now: float, slowness: Slowness | None) -> None:
+        if now - self._when >= 0.9 and not self._is_busy():
             self.clear_table()
             lines = table(self._before, self._now, self._rank_hosts, now - self._when, self._waits)
-            slowness = self._recent.slowness(now, self._now)
             if slowness is not None and not self._waits:
                 lines.append(str(slowness))
             self._write("".join(f"{printable(line)}\n" for line in lines))
@@ -108,10 +118,6 @@ class Monitor(ProgressObserver):
         if self._in_place and self._drawn:
             self._write(f"\x1b[{self._drawn}F\x1b[J")
         self._drawn = 0
-
-    def ended(self, rank: int, reading: Reading) -> None:
-        """Remove the row of a rank that has ended."""
-        self._now.pop(rank, None)
 
     def finish(self) -> None:
         """Leave the last table on the terminal."""
