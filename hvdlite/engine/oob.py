@@ -28,10 +28,6 @@ ANNOUNCED: Final = "announced."
 """How labels of announcements begin."""
 
 
-def _never() -> bool:
-    return False
-
-
 class OobChannel:
     """One rank's out-of-band channel; implements `planes.base.OobChannel`.
 
@@ -91,7 +87,8 @@ class OobChannel:
     def withdraw(self, label: str) -> None:
         self._send(SideMessage(oob_withdrawn=(label,)))
 
-    def fetch(self, label: str, sender: int, wait_until: WaitUntil, is_cancelled: Callable[[], bool] = _never) -> bytes:
+    def fetch(self, label: str, sender: int, wait_until: WaitUntil,
+              is_cancelled: Callable[[], bool] = lambda: False) -> bytes:
         wanted = OobKey(label, sender)
         side_message = SideMessage(oob_requests=(wanted,))
         if threading.get_ident() == self._thread:

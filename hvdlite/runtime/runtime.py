@@ -210,11 +210,6 @@ class Runtime(Collectives):
         return self._state.joins
 
     @property
-    def is_blocked(self) -> bool:
-        """Whether a thread of this rank waits for a handle."""
-        return bool(self.handoff.waiters)
-
-    @property
     def has_deferred(self) -> bool:
         """Whether this rank has ever left a wait for later, because ranks waited for each other in a circle."""
         return self.handoff.waiters.have_deferred
@@ -235,10 +230,6 @@ class Runtime(Collectives):
     def tuned(self) -> dict[str, int]:
         """The knobs that rank 0 has changed."""
         return dict(self._state.tuned)
-
-    def story(self, name: str) -> str:
-        """Return what happened to a tensor on this rank lately, one line an event; "" when nothing is remembered."""
-        return self.recorder.story(name)
 
     # --- reports and the timeline ------------------------------------------------------------------------------------
 

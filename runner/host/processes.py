@@ -248,19 +248,13 @@ def sample(directory: str, pids: Mapping[int, int]) -> tuple[dict[int, Sample], 
         pids: the process ids, by rank.
     """
     loads = _gpu_loads(pids)
-    ranks = {rank: Sample(progress.read(directory, rank), resident(pid), loads.get(pid, "")) for rank, pid in pids.items()}
+    ranks = {rank: Sample(progress.read(directory, rank), progress.resident_memory(pid), loads.get(pid, ""))
+             for rank, pid in pids.items()}
     waits = ""
     socket_path = Path(directory) / REPORT_SOCKET  # on rank 0's host
     if any(STALL_SECONDS < each.reading.idle < math.inf for each in ranks.values()) and socket_path.exists():
         waits = _stall_summary(socket_path)
     return ranks, waits
-
-
-def resident(pid: int) -> int:
-    """Return the bytes of memory that a process uses; 0 on systems other than Linux."""
-    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
 
 
 def _stall_summary(path: Path) -> str:
