@@ -7,7 +7,7 @@ import queue
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from hvdlite.control.base import Event
+from hvdlite.control.star import ControlPlane, Event
 from hvdlite.core.config import Config
 from hvdlite.core.world import World
 from hvdlite.engine.connections import Connections
@@ -41,7 +41,7 @@ def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank
     return runtimes
 
 
-class InprocControl:
+class InprocControl(ControlPlane):
     """A control plane between threads of a process: no sockets, no encoding."""
 
     parent = 0

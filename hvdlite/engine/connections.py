@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from hvdlite.control.base import ControlPlane
+from hvdlite.control.star import ControlPlane
 from hvdlite.core.world import Hosts
 from hvdlite.diagnostics.process_probe import ProcessProbe
 from hvdlite.engine.mailboxes import Areas

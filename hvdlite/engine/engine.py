@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
-from hvdlite.control.base import Event, yield_processor
+from hvdlite.control.star import Event, yield_processor
 from hvdlite.core.config import Config
 from hvdlite.core.errors import HorovodInternalError, MismatchError
 from hvdlite.core.sockets import standstill

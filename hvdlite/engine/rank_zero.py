@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvdlite.control.base import (
+from hvdlite.control.star import (
     ControlPlane,
     Event,
     HostReportReceived,

@@ -14,7 +14,7 @@ from hvdlite.bootstrap.job_directory import JobDirectory, host_identity
 from hvdlite.bootstrap.member_client import MemberClient
 from hvdlite.bootstrap.rendezvous import Cancellation
 from hvdlite.control.doorbell import Doorbell
-from hvdlite.control.star import LeaderControl, StarControl
+from hvdlite.control.star import ControlPlane, LeaderControl
 from hvdlite.control.wire import Connection
 from hvdlite.core.config import Config, timeout_or_inf
 from hvdlite.core.launch_contract import NO_STACK_DUMP, PROCESSES_FILE, StackDumpTarget
@@ -86,7 +86,7 @@ def coordinator_for(world: World, config: Config, learned: Learned | None = None
 
 def _alone(epoch: int, config: Config, casts: Casts, devices: DevicePlaneMaker) -> Runtime:
     """Return the runtime of a job of one rank, not yet started."""
-    control, oob = StarControl(0, {}, {0: Doorbell()}, {}, heartbeat_timeout=config.heartbeat_timeout), OobChannel(0)
+    control, oob = ControlPlane(0, {}, {0: Doorbell()}, {}, heartbeat_timeout=config.heartbeat_timeout), OobChannel(0)
     plane, world = LoopbackPlane(0, LoopbackHub(), control.wake_rank, casts), World(epoch=epoch)
     return Runtime(world, config, Connections(control, plane, oob, devices(0, oob, control.wake)),
                    coordinator_for(world, config))
@@ -245,7 +245,7 @@ class HostPlanes:
 
 def _control(world: World, hosts: Hosts, direct: Mapping[int, Connection], inside: Mapping[int, Connection],
              doorbells: Mapping[int, Doorbell], pids: Mapping[int, int], config: Config, *,
-             use_leaders: bool) -> StarControl:
+             use_leaders: bool) -> ControlPlane:
     """Return this rank's end of the star.
 
     Args:
@@ -255,7 +255,7 @@ def _control(world: World, hosts: Hosts, direct: Mapping[int, Connection], insid
     rank = world.rank
     others = {other: pid for other, pid in pids.items() if other != rank}
     if not use_leaders:
-        return StarControl(rank, direct, doorbells, others, heartbeat_timeout=timeout_or_inf(config.heartbeat_timeout))
+        return ControlPlane(rank, direct, doorbells, others, heartbeat_timeout=timeout_or_inf(config.heartbeat_timeout))
     groups = {group[0]: group for group in hosts.ranks_by_host}
     kept = {peer: group for peer, group in direct.items() if rank in groups and (rank or peer in groups)}
     for peer in direct.keys() - kept.keys():
@@ -267,5 +267,5 @@ def _control(world: World, hosts: Hosts, direct: Mapping[int, Connection], insid
         return LeaderControl(Leader(local, world.size, epoch=world.epoch, in_order=config.deterministic), links,
                              doorbells, others, heartbeat_timeout=timeout_or_inf(config.heartbeat_timeout))
     spoken_for = {} if rank else {leader: group for leader, group in groups.items() if leader and len(group) > 1}
-    return StarControl(rank, links, doorbells, others, heartbeat_timeout=timeout_or_inf(config.heartbeat_timeout),
+    return ControlPlane(rank, links, doorbells, others, heartbeat_timeout=timeout_or_inf(config.heartbeat_timeout),
                        parent=0 if leads else local[0], hosts=spoken_for)
