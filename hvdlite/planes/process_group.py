@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Final, Protocol, TypeVar
 
@@ -79,16 +80,6 @@ def library_error(library: str, ranks: Sequence[int], error: Exception, wait_unt
 T = TypeVar("T")
 
 
-class _Call:
-    __slots__ = ("done", "error", "function", "result")
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self.function = function
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.done = False
-
-
 class LaunchThread:
     """Executes calls one after the other. A call that does not return is abandoned with its thread.
 
@@ -98,7 +89,7 @@ class LaunchThread:
     """
 
     def __init__(self, name: str, wake: Callable[[], None], begin: Callable[[], None] = lambda: None) -> None:
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._wake, self._begin = wake, begin
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._started = False
@@ -111,12 +102,10 @@ class LaunchThread:
         if not self._started:
             self._started = True
             self._thread.start()
-        call = _Call(function)
-        self._calls.put(call)
-        wait_until(lambda: call.done)
-        if call.error is not None:
-            raise call.error
-        return call.result  # type: ignore[no-any-return]
+        future: Future[T] = Future()
+        self._calls.put((function, future))
+        wait_until(future.done)
+        return future.result()
 
     def end(self, timeout: float) -> bool:
         """End the thread after the calls so far; return whether it has ended within `timeout` seconds."""
@@ -133,17 +122,12 @@ class LaunchThread:
         except BaseException as error:
             begun = error
         while (call := self._calls.get()) is not None:
+            function, future = call
             try:
                 if begun is not None:
                     raise begun
-                call.result = call.function()
+                future.set_result(function())
             except BaseException as error:  # raised by `run`
-                call.error = error
-            call.function = _released  # release its references before the next call
-            call.done = True
+                future.set_exception(error)
+            del call, function, future  # release their references before the next call
             self._wake()
-            del call
-
-
-def _released() -> None:
-    pass

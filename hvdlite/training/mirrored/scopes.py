@@ -133,18 +133,15 @@ class LivingObjects(Generic[Kind]):
 
     def __init__(self) -> None:
         self.count = 0
-        self._entries: dict[int, tuple[str, weakref.ref[Kind]]] = {}
+        self._objects: weakref.WeakValueDictionary[tuple[int, str], Kind] = weakref.WeakValueDictionary()
 
     def __iter__(self) -> Iterator[tuple[str, Kind]]:
-        for name, reference in list(self._entries.values()):
-            value = reference()
-            if value is not None:
-                yield name, value
+        for (_, name), value in list(self._objects.items()):
+            yield name, value
 
     def add(self, name: str, value: Kind) -> None:
         """Remember an object until it is gone."""
-        entries, key = self._entries, self.count
-        entries[key] = name, weakref.ref(value, lambda _: entries.pop(key, None))
+        self._objects[self.count, name] = value
         self.count += 1
 
 
