@@ -64,7 +64,8 @@ class RankFigures(ProgressObserver):
 
     def begin_world(self, rank_hosts: Mapping[int, str]) -> None:
         """Begin anew: ranks may be others' now."""
-        self._rank_hosts, self._recent, self._waits = rank_hosts, RecentLedgers(), ""
+        self._rank_hosts, self._waits = rank_hosts, ""
+        self._ledgers: deque[tuple[float, dict[int, Ledger]]] = deque(maxlen=_KEPT)  # of some moments of the last seconds
         self._now, self._before, self._when = dict[int, Sample](), dict[int, Sample](), self._clock()
 
     def take(self, host: str, event: ProgressReply) -> None:
@@ -73,7 +74,7 @@ class RankFigures(ProgressObserver):
         self._waits = event.waits or self._waits
         if host == LOCAL and self._now:
             now = self._clock()
-            self._show(now, self._recent.slowness(now, self._now))
+            self._show(now, self._slowness(now))
 
     def ended(self, rank: int, reading: Reading) -> None:
         """Forget a rank that has ended."""
@@ -81,6 +82,15 @@ class RankFigures(ProgressObserver):
 
     def _show(self, now: float, slowness: Slowness | None) -> None:
         raise NotImplementedError
+
+    def _slowness(self, now: float) -> Slowness | None:
+        """Take the present ledgers; return why the job has been slow lately."""
+        last = {rank: each.reading.ledger for rank, each in self._now.items()}
+        if not self._ledgers or last != self._ledgers[-1][1]:  # long steps change none for a while
+            self._ledgers.append((now, last))
+        while len(self._ledgers) > 1 and self._ledgers[1][0] <= now - WINDOW and _are_enough(self._ledgers[1][1], last):
+            self._ledgers.popleft()
+        return diagnose(_grown(self._ledgers[0][1], last))
 
 
 class Monitor(RankFigures):
@@ -122,25 +132,6 @@ class Monitor(RankFigures):
     def finish(self) -> None:
         """Leave the last table on the terminal."""
         self._drawn = 0
-
-
-class RecentLedgers:
-    """The ledgers of the ranks at some moments of the last seconds."""
-
-    def __init__(self) -> None:
-        self._ledgers: deque[tuple[float, dict[int, Ledger]]] = deque(maxlen=_KEPT)
-
-    def __len__(self) -> int:
-        return len(self._ledgers)
-
-    def slowness(self, now: float, ranks: Mapping[int, Sample]) -> Slowness | None:
-        """Take the present ledgers; return why the job has been slow lately."""
-        last = {rank: each.reading.ledger for rank, each in ranks.items()}
-        if not self._ledgers or last != self._ledgers[-1][1]:  # long steps change none for a while
-            self._ledgers.append((now, last))
-        while len(self._ledgers) > 1 and self._ledgers[1][0] <= now - WINDOW and _are_enough(self._ledgers[1][1], last):
-            self._ledgers.popleft()
-        return diagnose(_grown(self._ledgers[0][1], last))
 
 
 def _grown(first: Mapping[int, Ledger], last: Mapping[int, Ledger]) -> dict[int, Ledger]:
