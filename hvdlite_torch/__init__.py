@@ -74,9 +74,8 @@ if TYPE_CHECKING:
 else:
     _HOMES = {
         "checkpoints": ["load", "save"],
-        "collectives.broadcasts": ["allgather_object", "broadcast_object", "broadcast_optimizer_state",
+        "collectives.broadcasts": ["allgather_object", "broadcast_buffers", "broadcast_object", "broadcast_optimizer_state",
                                    "broadcast_parameters", "check_replicas"],
-        "collectives.buffers": ["broadcast_buffers"],
         "compression": ["Compression"],
         "memory_usage": ["memory_report"],
         "metrics": ["gather_all_tensors", "synchronize_metrics"],
