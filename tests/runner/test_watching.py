@@ -253,4 +253,4 @@ def test_a_job_of_long_steps_is_judged_too() -> None:
         monitor.take("localhost", ProgressReply({
             0: reading(steps, 0, 0.0, 0.1, early), 1: reading(steps, 0, 0.0, 0.1, late)}))
     assert "rank 1 is late; 40% of each step" in written[-1] and "is late" not in written[250]
-    assert len(monitor._recent) == 6, "the last five steps"
+    assert len(monitor._ledgers) == 6, "the last five steps"
