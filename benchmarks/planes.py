@@ -20,7 +20,7 @@ import torch.distributed as dist
 import hvdlite_torch as hvd
 from benchmarks.harness import Bench, median, say
 from hvdlite.api import runtime
-from hvdlite.control.base import yield_processor
+from hvdlite.control.star import yield_processor
 from hvdlite.core.array import Array
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Response

@@ -165,7 +165,7 @@ def story(name: str) -> str:
         name: as given to the collective, or as errors and stall reports call it. Members of a learned bucket are known by
             the names of the optimizer's parameters.
     """
-    return runtime().story(name)
+    return runtime().recorder.story(name)
 
 
 def record_step(samples: int) -> None:

@@ -18,8 +18,8 @@ from hvdlite.core.device import AnyArray, DeviceArray
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import Collective, ReduceOp, reduce_op
 from hvdlite.handoff.handle import Handle, Handles
-from hvdlite.runtime import gpu_arrays
-from hvdlite.runtime.names import member_names
+from hvdlite.runtime.arguments import GpuHandle, empty_like, in_flight, is_on_gpu, wrap
+from hvdlite.runtime.gradient_sets import member_names
 
 
 def allreduce_async(array: ArrayLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
@@ -356,7 +356,7 @@ def _grouped(sources: Sequence[AnyArray], outputs: Sequence[AnyArray], average: 
     handles = runtime().grouped_allreduce(_name(name, "grouped_allreduce", process_set), sources, outputs,
                                           reduce_op(op, average), prescale=prescale, postscale=postscale,
                                           process_set=set_id(process_set))
-    flying: Handles = gpu_arrays.in_flight(handles, sources)
+    flying: Handles = in_flight(handles, sources)
     return flying
 
 
@@ -365,7 +365,7 @@ def _name(name: str | None, kind: str, process_set: ProcessSet) -> str:
 
 
 def _copied(array: ArrayLike) -> Any:
-    return array.copy() if gpu_arrays.is_on_gpu(array) else np.array(_contiguous(array))  # type: ignore[union-attr]
+    return array.copy() if is_on_gpu(array) else np.array(_contiguous(array))  # type: ignore[union-attr]
 
 
 def _contiguous(array: ArrayLike) -> Array:
@@ -374,25 +374,25 @@ def _contiguous(array: ArrayLike) -> Array:
 
 def _given(array: ArrayLike, name: str | None, collective: Collective, op: ReduceOp | None = None) -> AnyArray:
     """Return what a collective reads, as the runtime takes it."""
-    if gpu_arrays.is_on_gpu(array):
-        return gpu_arrays.wrap(array, name or collective.name.lower(), runtime().devices, collective, op)
+    if is_on_gpu(array):
+        return wrap(array, name or collective.name.lower(), runtime().devices, collective, op)
     return _contiguous(array)
 
 
 def _own(array: Array, name: str | None, collective: Collective, op: ReduceOp | None = None) -> AnyArray:
     """Return what a collective reads and writes."""
-    if gpu_arrays.is_on_gpu(array):
-        return gpu_arrays.wrap(array, name or collective.name.lower(), runtime().devices, collective, op, in_place=True)
+    if is_on_gpu(array):
+        return wrap(array, name or collective.name.lower(), runtime().devices, collective, op, in_place=True)
     return array
 
 
 def _room(source: AnyArray) -> AnyArray:
     """Return memory for a result like `source`."""
-    return gpu_arrays.empty_like(source) if type(source) is DeviceArray else np.empty_like(source)
+    return empty_like(source) if type(source) is DeviceArray else np.empty_like(source)
 
 
 def _in_flight(handle: Handle, source: AnyArray) -> Handle:
-    flying: Handle = gpu_arrays.GpuHandle(handle) if type(source) is DeviceArray else handle  # type: ignore[assignment]
+    flying: Handle = GpuHandle(handle) if type(source) is DeviceArray else handle  # type: ignore[assignment]
     return flying
 
 

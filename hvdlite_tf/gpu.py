@@ -30,7 +30,8 @@ from hvdlite.core.array import BFLOAT16, aligned_empty
 from hvdlite.core.device import AnyArray, DeviceAccess, DeviceArray
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.handle import Handle, Handles
-from hvdlite.runtime import gpu_arrays
+from hvdlite.runtime import arguments
+from hvdlite.runtime.arguments import wrap
 
 _SHARED = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64", "complex64",
            "complex128")
@@ -95,7 +96,7 @@ def call(function: Callable[..., Sequence[AnyArray]], inputs: Sequence[Any], dev
         unused = _results.unused()
         synchronise()
         _results.release(unused)
-        wrapped = [gpu_arrays.wrap(array, "tensor", devices, Collective.BROADCAST) for array in arrays]
+        wrapped = [wrap(array, "tensor", devices, Collective.BROADCAST) for array in arrays]
         results = function(*(_as_bfloat16(array) if each.dtype == tf.bfloat16 else array
                              for each, array in zip(inputs, wrapped, strict=True)))
     return [_returned(each, own) if isinstance(each, DeviceArray) else tf.convert_to_tensor(each) for each in results]
@@ -156,7 +157,7 @@ def finished(handle: Handle | Handles) -> Any:
 
 def empty_like(like: AnyArray) -> AnyArray:
     """Return memory for a result of the same shape and dtype."""
-    return gpu_arrays.empty_like(like) if isinstance(like, DeviceArray) else aligned_empty(like.shape, like.dtype)
+    return arguments.empty_like(like) if isinstance(like, DeviceArray) else aligned_empty(like.shape, like.dtype)
 
 
 def copied(array: AnyArray) -> AnyArray:

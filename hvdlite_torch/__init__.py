@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from hvdlite_torch.checkpoints.resumable_loader import resumable
     from hvdlite_torch.collectives.broadcasts import (
         allgather_object,
+        broadcast_buffers,
         broadcast_object,
         broadcast_optimizer_state,
         broadcast_parameters,
         check_replicas,
     )
-    from hvdlite_torch.collectives.buffers import broadcast_buffers
     from hvdlite_torch.compression import Compression
     from hvdlite_torch.memory_usage import memory_report
     from hvdlite_torch.metrics import gather_all_tensors, synchronize_metrics
@@ -74,9 +74,8 @@ if TYPE_CHECKING:
 else:
     _HOMES = {
         "checkpoints": ["load", "save"],
-        "collectives.broadcasts": ["allgather_object", "broadcast_object", "broadcast_optimizer_state",
+        "collectives.broadcasts": ["allgather_object", "broadcast_buffers", "broadcast_object", "broadcast_optimizer_state",
                                    "broadcast_parameters", "check_replicas"],
-        "collectives.buffers": ["broadcast_buffers"],
         "compression": ["Compression"],
         "memory_usage": ["memory_report"],
         "metrics": ["gather_all_tensors", "synchronize_metrics"],

@@ -30,7 +30,7 @@ import hvdlite_torch as hvd
 from hvdlite import api, boundaries
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
-from hvdlite_torch.collectives.buffers import BufferBroadcast
+from hvdlite_torch.collectives.broadcasts import BufferBroadcast
 
 _OPS = {"mean": ReduceOp.AVERAGE, "avg": ReduceOp.AVERAGE, "sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX,
         "product": ReduceOp.PRODUCT}

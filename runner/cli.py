@@ -24,9 +24,9 @@ from hvdlite.core.system_limits import reserve_descriptors
 from hvdlite.core.texts import printable
 from hvdlite.membership.events import Limits
 from hvdlite_runner import mpirun, placement
-from hvdlite_runner.agents.shells import Shell
+from hvdlite_runner.agents.remote_agent import Shell
 from hvdlite_runner.host.commands import CommandError, check_input, current_directory, resolve_command
-from hvdlite_runner.job.discovery import discover_once
+from hvdlite_runner.host.polled_program import discover_once
 from hvdlite_runner.job.loop import run_job
 from hvdlite_runner.job.settings import JobSettings
 from hvdlite_runner.options import (
@@ -71,13 +71,13 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         return _check_scripts(options, environ)
     if options.report is not None and (options.report.endswith((".jsonl", ".json")) or (
             os.path.isfile(options.report) and not options.report.isdigit())):
-        from hvdlite_runner.reports.recorded import show_record
+        from hvdlite_runner.reports.record import show_record
         return show_record(options.report, as_json=options.json)
     if options.report is not None:
         from hvdlite_runner.reports.report import show_report
         return show_report(options.report, as_json=options.json)
     if options.leave is not None:
-        from hvdlite_runner.reports.leave import leave
+        from hvdlite_runner.reports.report import leave
         return leave(options.leave, options.job)
     if options.doctor:
         from hvdlite_runner.reports.doctor import run_doctor
@@ -97,7 +97,7 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if compares:
         return _compare(options, environ)
     if options.profile:
-        from hvdlite_runner.reports.profile import profile
+        from hvdlite_runner.reports.scaling import profile
         return profile(job_settings(options, environ), environ, options.results or "profile")
     if options.mpi and not is_elastic(options):
         command = mpi_command(options, environ)

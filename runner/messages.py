@@ -17,7 +17,8 @@ from hvdlite.core.frames import FrameReader, to_frame
 from hvdlite.core.launch_contract import FailureRecord
 from hvdlite.core.world import World
 from hvdlite.diagnostics.progress import Reading
-from hvdlite.membership.messages import MemberMessage, MemberOrder
+from hvdlite.membership.events import Kill, Look, Note, SeenStopped, SendOrder
+from hvdlite.membership.messages import MemberMessage
 
 MAGIC = b"\0hvdlite agent\0"
 PING_SECONDS = 1.0
@@ -31,7 +32,7 @@ PIECE_BYTES = 1 << 24
 
 
 class AgentMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A message between the launcher and a worker group, in one of the two directions."""
+    """A message between the launcher and a worker group, in one of the two directions. More are in `membership.events`."""
 
 
 # --- orders: launcher to worker group ----------------------------------------------------------------------------------
@@ -62,25 +63,6 @@ class TaskPiece(AgentMessage, frozen=True):
     """Append to the file `task` in the job's directory, before any rank is started."""
 
     content: bytes
-
-
-class KillMember(AgentMessage, frozen=True):
-    """Kill a member of an elastic job and its descendants; `Exited` follows when all are dead."""
-
-    member: int
-
-
-class Look(AgentMessage, frozen=True):
-    """Look whether a member's process is stopped; `SeenStopped` follows if it is."""
-
-    member: int
-
-
-class ToMember(AgentMessage, frozen=True):
-    """Pass an order on to a member."""
-
-    member: int
-    order: MemberOrder
 
 
 FORWARDED: Final = (signal.SIGUSR1, signal.SIGUSR2)
@@ -201,23 +183,11 @@ class FromMember(AgentMessage, frozen=True):
     problem: str = ""  # what is wrong with what it sent: it is disconnected
 
 
-class SeenStopped(AgentMessage, frozen=True):
-    """A member's process is stopped, as by SIGSTOP."""
-
-    member: int
-
-
 class HostNoticed(AgentMessage, frozen=True):
     """The host of an elastic job's members is to be left."""
 
     reason: str
     seconds: float  # until the processes there are killed
-
-
-class Remark(AgentMessage, frozen=True):
-    """A line for the user."""
-
-    text: str
 
 
 class Result(AgentMessage, frozen=True):
@@ -278,14 +248,14 @@ class ProgressReply(AgentMessage, frozen=True):
     waits: str = ""  # which ranks wait for which, from rank 0's host
 
 
-Order = (Start | TaskPiece | KillMember | Look | ToMember | Signal | Stop | Pause | Ping | RouteRequest
+Order = (Start | TaskPiece | Kill | Look | SendOrder | Signal | Stop | Pause | Ping | RouteRequest
          | ProbeRequest | HostInfoRequest | SpeedRequest | ProgressRequest)
-Event = (AgentReady | Pong | Started | StartRefused | Output | Exited | FromMember | SeenStopped | HostNoticed | Remark
+Event = (AgentReady | Pong | Started | StartRefused | Output | Exited | FromMember | SeenStopped | HostNoticed | Note
          | Result | AgentDone | RouteReply | ProbeReply | HostInfoReply | SpeedReply | ProgressReply)
 _ORDERS, _EVENTS = msgspec.msgpack.Decoder(Order), msgspec.msgpack.Decoder(Event)
 
 
-def frame(message: AgentMessage) -> bytes:
+def frame(message: Order | Event) -> bytes:
     """Return a message as a frame.
 
     Raises:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from hvdlite.core.errors import LaunchError
-from hvdlite_runner.agents.shells import forwarded
+from hvdlite_runner.agents.remote_agent import forwarded
 from hvdlite_runner.placement import Host
 
 OPEN_MPI, MPICH, INTEL = "Open MPI", "MPICH", "Intel MPI"

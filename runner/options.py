@@ -15,7 +15,7 @@ from hvdlite.core.config import MOST_SECONDS, Config, timeout_or_inf
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import MEMBER
 from hvdlite.membership.events import Limits
-from hvdlite_runner.job.discovery import discover_once
+from hvdlite_runner.host.polled_program import discover_once
 from hvdlite_runner.placement import LOCAL, MOST_SLOTS, Host
 
 USAGE_ERROR: Final = 2

@@ -31,9 +31,10 @@ from typing import Any, TypeVar
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
 from hvdlite.core.world import Hosts
-from hvdlite.runtime.assemble import Learned, PlaneWrapper, assemble_threads
+from hvdlite.runtime.assemble import Learned
 from hvdlite.runtime.runtime import Runtime
 from tests import temporary, warm
+from tests.rank_threads import PlaneWrapper, assemble_threads
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,19 +21,43 @@ How a failure travels under leaders (docs/protocol.md#leaders)
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import dataclasses
 import os
 import select
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from hvdlite.control.base import Event, HostReportReceived, PeerLost, ReportReceived, yield_processor
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.wire import Connection, Encoded, Heartbeat, encode
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.system_limits import OUT_OF_DESCRIPTORS
 from hvdlite.negotiation.leader import Leader
-from hvdlite.negotiation.messages import Decision, DirectMessage, DirectMessages, HostReport, Message, Report
+from hvdlite.negotiation.messages import Decision, DirectMessage, DirectMessages, HostReport, Message, RankReport, Report
+
+yield_processor = ctypes.CDLL(None).sched_yield
+"""Let another thread run, such as the script's. It releases the GIL, which `os.sched_yield` does since Python 3.13 only."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostReportReceived:
+    """A report of the leader of the host of `ranks` arrived (on rank 0 only)."""
+
+    ranks: tuple[int, ...]
+    report: HostReport
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerLost:
+    """A rank is gone; `reason` describes how that was detected."""
+
+    rank: int
+    reason: str
+
+
+Event = RankReport | HostReportReceived | Decision | DirectMessage | PeerLost
+"""Rank 0 receives reports; it makes its decisions and direct messages itself, and the other ranks receive them."""
 
 GRACE_SECONDS = 0.5
 """Seconds that a rank waits for rank 0's report of a death that it has seen itself."""
@@ -41,14 +65,21 @@ HEARTBEAT_SECONDS = 1.0
 """Seconds between heartbeats on TCP."""
 
 
-class StarControl:
-    """One rank's control plane.
+class ControlPlane:
+    """A rank's connections to its parent and its children. Only `wake` may be called outside the background thread.
+
+    The background thread of a rank blocks in one place only: `wait`. It returns when a message arrived, when a peer was
+    lost, or when this rank was woken (by a user thread with work, or by a peer that arrived at a barrier). So a wait in the
+    middle of a collective notices a dead peer like any other wait.
+
+    Attributes:
+        parent: the rank that relays to and from rank 0: this host's leader, or rank 0 itself.
+        children: the ranks for which this rank relays. They need it until they have left.
 
     Args:
         connections: on rank 0 one for each child; elsewhere one to its parent.
         doorbells: the doorbells of all ranks on this host, by rank.
         pids: process ids of the other ranks on this host.
-        parent: see `ControlPlane`.
         hosts: on rank 0: the ranks of each host with a leader, by leader.
     """
 
@@ -85,14 +116,17 @@ class StarControl:
             self._read(peer)  # a decision may have arrived right after the welcome
 
     def send_report(self, report: Report) -> None:
+        """Send to rank 0; never blocks. Not called on rank 0."""
         self._send(self.parent, report)
 
     def send_decision(self, decision: Decision) -> None:
+        """Send to all other ranks; never blocks. Only called on rank 0."""
         encoded = encode(decision)
         for peer in list(self._connections):
             self._send(peer, encoded)
 
     def send_direct_messages(self, messages: Sequence[DirectMessage]) -> None:
+        """Send messages to single ranks; they arrive before decisions that are sent later. Like `send_decision`."""
         by_peer: defaultdict[int, list[DirectMessage]] = defaultdict(list)
         for message in messages:
             by_peer[self._route.get(message.rank, message.rank)].append(message)
@@ -100,6 +134,11 @@ class StarControl:
             self._send(peer, DirectMessages(tuple(theirs)))
 
     def wait(self, timeout: float | None, spin: float = 0.0) -> list[Event]:
+        """Block until something happened or `timeout` seconds passed; return the events (none for a wake-up).
+
+        Args:
+            spin: seconds to poll before sleeping; waking up costs more time than most messages take.
+        """
         if not self._events:
             self._handle(self._ready(timeout, spin))
             if self._suspects or self._tcp:
@@ -120,23 +159,28 @@ class StarControl:
         return self._poller.poll(None if timeout is None else timeout * 1000)
 
     def wake(self) -> None:
+        """Make the current or next `wait` return; callable from any thread and from signal handlers."""
         if not self._closed:
             self._doorbell.ring()
 
     def wake_rank(self, rank: int) -> None:
+        """Make the `wait` of another rank on this host return."""
         self._doorbells[rank].ring()
 
     def flush(self, timeout: float) -> None:
+        """Block until everything sent has been handed to the operating system, or `timeout` seconds passed."""
         until = time.monotonic() + timeout
         while any(link.wants_to_send for link in self._connections.values()) and time.monotonic() < until:
             self._handle(self._poller.poll(50))
 
     def close(self) -> None:
+        """Release every descriptor; further calls are errors, except `wake` and `close`."""
         for connection in self._connections.values():
             connection.close()
         self.close_in_child()
 
     def close_in_child(self) -> None:
+        """In a forked child: close its copies of the descriptors, leaving the parent's connections alone."""
         if self._closed:
             return
         self._closed = True
@@ -221,7 +265,7 @@ class StarControl:
             case Heartbeat():
                 return []
             case Report() if self._rank == 0 and peer not in self._hosts:
-                return [ReportReceived(peer, message)]
+                return [RankReport(peer, message)]
             case HostReport() if peer in self._hosts:
                 return [HostReportReceived(self._hosts[peer], message)]
             case Decision() if from_parent:
@@ -302,7 +346,7 @@ class StarControl:
         return min(times)
 
 
-class LeaderControl(StarControl):
+class LeaderControl(ControlPlane):
     """The control plane of a host's leader, which relays between rank 0 and the ranks of its host.
 
     It merges the reports of the host's ranks, its own included (`negotiation.leader`), and forwards decisions unchanged.

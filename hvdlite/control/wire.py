@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from hvdlite.core.errors import ProtocolError
-from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
+from hvdlite.core.launch_contract import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.core.texts import encodable, with_texts
 from hvdlite.negotiation.messages import Decision, DirectMessages, HostReport, Message, Report
 

@@ -134,14 +134,6 @@ def _same(text: str) -> str:
     return text
 
 
-def _unless_dynamic(text: str) -> str | None:
-    return None if text.upper() == "DYNAMIC" else text
-
-
-def _off(text: str) -> str | None:
-    return "0" if _flag(text) else None
-
-
 _TRACEBACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else 0  # no known user
 
 
@@ -213,7 +205,7 @@ class Config:
         "ranks to leave; 0 is never")
     stall_check_time_seconds: float = knob(
         60.0, _seconds, "report a tensor that has waited for other ranks for this many seconds; 0 is never",
-        STALL_CHECK_DISABLE=_off, STALL_CHECK_TIME_SECONDS=_same)
+        STALL_CHECK_DISABLE=lambda text: "0" if _flag(text) else None, STALL_CHECK_TIME_SECONDS=_same)
     stall_shutdown_time_seconds: float = knob(
         0.0, _seconds, "end the job, or in an elastic job the missing ranks, when a tensor has waited for other ranks for "
         "this many seconds, with the stall report as the error; 0 is never; elastic jobs have 600 if it is not set",
@@ -225,7 +217,8 @@ class Config:
     traceback_signal: int = knob(
         _TRACEBACK_SIGNAL, _signal, "signal that rank 0 sends to a rank that does not answer, to get its stacks; 0 turns "
         "it off")
-    timeline: str = knob("", _file, "file for a timeline of all ranks, in Chrome's trace format", TIMELINE=_unless_dynamic)
+    timeline: str = knob("", _file, "file for a timeline of all ranks, in Chrome's trace format",
+                         TIMELINE=lambda text: None if text.upper() == "DYNAMIC" else text)
     timeline_mark_cycles: bool = knob(
         False, _flag, "also show in the timeline when decisions are applied", TIMELINE_MARK_CYCLES=_same)
     deterministic: bool = knob(

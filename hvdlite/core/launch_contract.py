@@ -2,6 +2,8 @@
 
 The launcher sets these variables; `bootstrap/environments.py` reads them. A rank writes failure records. Nothing else is
 exchanged, so either side can be replaced.
+
+`StackDumpTarget` is the file to which a process writes its stacks on a signal; see `diagnostics.process_probe`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import stat
 import tempfile
 from pathlib import Path
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -160,3 +163,18 @@ class FailureRecord:
             return msgspec.convert(json.loads(cls.path(job_directory, rank).read_text(encoding="utf-8")), cls)
         except (OSError, ValueError, msgspec.ValidationError):
             return None
+
+
+class StackDumpTarget(NamedTuple):
+    """The file to which a process writes its stacks, and the signal on which it does; by default there is none.
+
+    Attributes:
+        descriptor: a file descriptor of that process.
+        signal: the signal's number; 0 for none.
+    """
+
+    descriptor: int = -1
+    signal: int = 0
+
+
+NO_STACK_DUMP: Final = StackDumpTarget()

@@ -29,8 +29,8 @@ import msgspec
 
 from hvdlite.core.launch_contract import METRICS_FILE, PROGRESS_FILE
 from hvdlite.core.ledger import Ledger, Traffic
+from hvdlite.diagnostics.process_probe import TcpTraffic
 from hvdlite.diagnostics.slowness import LEAST_STEPS
-from hvdlite.diagnostics.tcp_traffic import TcpTraffic
 
 _HEAD: Final = struct.Struct("=QQQd")  # steps, samples, whether samples are counted, time of the last step
 _BLOCKED: Final = struct.Struct("=dd")  # seconds blocked, which never become fewer; since when they become more, or 0
@@ -51,7 +51,6 @@ PAUSE: Final = 10.0
 """A step that took so many times the median was none: an evaluation, a checkpoint."""
 LEDGER_SECONDS: Final = 1.0
 """How often the ledger is written, at most, after the first second with steps."""
-_MAXRSS_UNIT: Final = 1 if sys.platform == "darwin" else 1024
 WINDOW_SECONDS: Final = 30.0
 """What `Progress.ledger` is about."""
 NOTHING: Final = Ledger()
@@ -300,8 +299,7 @@ class Progress:
         self._write_counts()
 
     def _write_counts(self) -> None:
-        _COUNTS.pack_into(self._memory, _COUNTS_AT, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT,
-                          self._replica_checks, self._replica_mismatches)
+        _COUNTS.pack_into(self._memory, _COUNTS_AT, peak_memory(), self._replica_checks, self._replica_mismatches)
 
     def _write(self) -> None:
         _HEAD.pack_into(self._memory, 0, self.steps, self._samples, self._counts_samples, self._last)
@@ -367,6 +365,18 @@ def _number(what: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{what} is not a number: {value!r}") from None
+
+
+def peak_memory() -> int:
+    """Return the most bytes of memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def resident_memory(pid: int | str) -> int:
+    """Return the bytes of memory that a process ("self": this one) uses; 0 on systems other than Linux."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def _traffic_in(text: bytes) -> tuple[Traffic, ...]:

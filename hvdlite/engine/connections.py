@@ -1,15 +1,17 @@
-"""The connections of a rank's background thread: control plane, planes, out-of-band channel, clock."""
+"""The connections of a rank's background thread: control plane, planes, out-of-band channel, clock; and times, counts and
+sizes that are not knobs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
-from hvdlite.control.base import ControlPlane
+from hvdlite.control.star import ControlPlane
 from hvdlite.core.world import Hosts
 from hvdlite.diagnostics.process_probe import ProcessProbe
-from hvdlite.engine.limits import Clock
 from hvdlite.engine.mailboxes import Areas
 from hvdlite.engine.oob import OobChannel
 from hvdlite.memory.area import Area
@@ -17,6 +19,21 @@ from hvdlite.memory.shared import Heap
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import DevicePlane, OobTexts, Plane
 from hvdlite.planes.staging import HostMemory
+
+Clock = Callable[[], float]
+"""Seconds on a monotonic clock, the same for all ranks of the job."""
+
+FLUSH_SECONDS: Final = 2.0
+"""How long the last messages may take when a rank ends."""
+LOOK_SECONDS: Final = 0.25
+"""How often a rank that waits looks whether it has waited long."""
+LISTEN_SECONDS: Final = 0.2
+"""How long a rank that never has to wait works on a plan before it looks for messages."""
+TRACE_BATCH: Final = 256
+"""How many events of a timeline are sent without waiting for another message."""
+EAGER_TRAFFIC: Final = 1 << 20
+"""Bytes that one eager tensor may bring to rank 0 over all ranks."""
+
 
 GroupPlanes = Callable[[int, Hosts, HostMemory, Area, OobTexts], Plane]
 """Returns the plane of one rank of a group: its index, the hosts of the group, memory for a segment, and what it waits with.

@@ -25,10 +25,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
-from hvdlite.control.base import Event, yield_processor
+from hvdlite.control.star import Event, yield_processor
 from hvdlite.core.config import Config
 from hvdlite.core.errors import HorovodInternalError, MismatchError
-from hvdlite.core.standstill import standstill
+from hvdlite.core.sockets import standstill
 from hvdlite.core.system_limits import explained
 from hvdlite.core.world import World
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
@@ -36,14 +36,11 @@ from hvdlite.diagnostics.stall_inspector import LOOKS, CoordinatorWatchdog, Stal
 from hvdlite.diagnostics.stall_report import CallHistory, StallReport
 from hvdlite.diagnostics.timeline import Timeline
 from hvdlite.engine.autotune import Autotuner
-from hvdlite.engine.connections import Connections
-from hvdlite.engine.coordinator_link import CoordinatorLink, RemoteCoordinator
-from hvdlite.engine.decisions import Decisions, JobFailed
+from hvdlite.engine.connections import FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, TRACE_BATCH, Connections
+from hvdlite.engine.decisions import Decisions, JobFailed, failure_error, failure_notice
 from hvdlite.engine.execution import Execution
-from hvdlite.engine.failures import failure_error, failure_notice
-from hvdlite.engine.limits import FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, TRACE_BATCH
 from hvdlite.engine.mailboxes import Mailboxes
-from hvdlite.engine.rank_zero import RankZero
+from hvdlite.engine.rank_zero import CoordinatorLink, RankZero
 from hvdlite.handoff.buckets import BucketEntry
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import BlockedWaiters
@@ -370,15 +367,16 @@ def build_engine(world: World, config: Config, connections: Connections, coordin
     rank_zero = None
     if coordinator is not None:
         deliver = functools.partial(StallReport.deliver, path=config.stall_report_file)
-        rank_zero = RankZero(coordinator, control, recorder, clock,
+        rank_zero = RankZero(coordinator, control, controller, recorder, clock,
                              StallInspector(coordinator, times, probe, deliver, recorder.story),
                              Timeline(world.size, lambda on: coordinator.order(timeline=on, now=clock()), clock),
                              Autotuner(config, coordinator, clock) if config.autotune else None)
     watchdog = CoordinatorWatchdog(world.rank, control.parent, config.silence_check_seconds, config.heartbeat_timeout, probe)
-    link = rank_zero or RemoteCoordinator(control, controller)
+    link = rank_zero or CoordinatorLink(control, controller)
     engine = Engine(connections, controller, link, handoff, recorder, watchdog,
                     serves=frozenset(range(world.size)) if rank_zero else control.children,
-                    spin=config.spin_microseconds * 1e-6, look_seconds=min(LOOK_SECONDS, times.look / LOOKS))
+                    spin=config.spin_microseconds * 1e-6 if world.size > 1 else 0.0,
+                    look_seconds=min(LOOK_SECONDS, times.look / LOOKS))
     return engine, rank_zero
 
 

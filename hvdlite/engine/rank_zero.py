@@ -1,29 +1,84 @@
-"""The duties of rank 0: the coordinator, stall reports, the timeline and autotune."""
+"""The duties of rank 0: the coordinator, stall reports, the timeline and autotune.
+
+`CoordinatorLink` is the link from a rank's background thread to the coordinator: the control plane, or a call within rank 0.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvdlite.control.base import (
+from hvdlite.control.star import (
     ControlPlane,
     Event,
     HostReportReceived,
     PeerLost,
-    ReportReceived,
 )
 from hvdlite.diagnostics.flight_recorder import FlightRecorder
 from hvdlite.diagnostics.report_server import ReportServer
 from hvdlite.diagnostics.stall_inspector import StallInspector
 from hvdlite.diagnostics.timeline import Timeline
 from hvdlite.engine.autotune import Autotuner
-from hvdlite.engine.limits import Clock
+from hvdlite.engine.connections import Clock
+from hvdlite.engine.oob import OobStore
+from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import FailureNotice, HostReport, MergedRequests, RankReport, Report, TraceEvent
-from hvdlite.negotiation.oob_store import OobStore
 
 
-class RankZero:
-    """The `CoordinatorLink` of rank 0. Only the background thread calls it.
+class CoordinatorLink:
+    """One rank's link to the coordinator, which is in another process: decisions arrive over the control plane.
+
+    Only the background thread calls it.
+
+    Attributes:
+        urgent: stalls are to be looked for at once, before it is time again.
+    """
+
+    urgent = False
+
+    def __init__(self, control: ControlPlane, controller: Controller) -> None:
+        self._control, self._controller = control, controller
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is to be looked after although this rank itself waits for nothing."""
+        return False
+
+    def send_report(self, report: Report) -> None:
+        """Send what this rank reports."""
+        self._control.send_report(report)
+
+    def receive(self, event: Event) -> FailureNotice | None:
+        """Handle a report of another rank or the loss of one; return the failure that this rank has to announce itself.
+
+        Rank 0 may not see the loss of a peer that this rank sees.
+        """
+        return FailureNotice(event.rank, "lost", event.reason) if isinstance(event, PeerLost) else None
+
+    def decide(self) -> Sequence[Event]:
+        """Let the coordinator answer what has been reported; return its messages to this rank in the same process."""
+        return ()
+
+    def fail(self, notice: FailureNotice) -> None:
+        """Notify all ranks that the job ends."""
+        self._controller.fail(notice)
+        report = self._controller.report()
+        if report is not None:
+            self._control.send_report(report)
+
+    def check_stalls(self, now: float) -> bool:
+        """Detect stalled tensors and silent ranks; return whether the coordinator has something to decide for that."""
+        return False
+
+    def tracing_changed(self, on: bool) -> None:
+        """This rank begins or ends tracing, as a decision demands; rank 0 writes the timeline."""
+
+    def close(self, trace: Sequence[TraceEvent], error: Exception) -> None:
+        """The job is over; `trace` is the rest of this rank's events."""
+
+
+class RankZero(CoordinatorLink):
+    """The link of rank 0, where the coordinator is.
 
     Attributes:
         stall_inspector: detects stalled tensors and silent ranks.
@@ -32,14 +87,13 @@ class RankZero:
         urgent: a side message has arrived, which may be what the stall inspector waits for.
     """
 
-    def __init__(self, coordinator: Coordinator, control: ControlPlane, recorder: FlightRecorder, clock: Clock,
-                 stall_inspector: StallInspector, timeline: Timeline, autotuner: Autotuner | None) -> None:
+    def __init__(self, coordinator: Coordinator, control: ControlPlane, controller: Controller, recorder: FlightRecorder,
+                 clock: Clock, stall_inspector: StallInspector, timeline: Timeline, autotuner: Autotuner | None) -> None:
+        super().__init__(control, controller)
         self.stall_inspector, self.timeline = stall_inspector, timeline
         self.report_server: ReportServer | None = None
-        self._coordinator, self._control, self._recorder, self._clock = coordinator, control, recorder, clock
-        self._autotuner = autotuner
+        self._coordinator, self._recorder, self._clock, self._autotuner = coordinator, recorder, clock, autotuner
         self._oob_store = OobStore(coordinator.epoch)
-        self.urgent = False
 
     @property
     def busy(self) -> bool:
@@ -50,7 +104,7 @@ class RankZero:
 
     def receive(self, event: Event) -> FailureNotice | None:
         match event:
-            case ReportReceived(rank, report):
+            case RankReport(rank, report):
                 self._receive_report(rank, report)
             case HostReportReceived(ranks, merged):
                 self._receive_host_report(ranks, merged)

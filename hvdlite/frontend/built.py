@@ -40,24 +40,12 @@ def cuda_built(verbose: bool = False) -> bool:
     return _installed("cupy")
 
 
-def rocm_built(verbose: bool = False) -> bool:
-    """Return False: there is no plane for AMD's GPUs."""
-    return False
-
-
-def sycl_built(verbose: bool = False) -> bool:
-    """Return False: there is no plane for Intel's GPUs."""
-    return False
-
-
-def ddl_built(verbose: bool = False) -> bool:
-    """Return False: IBM's DDL is not used."""
-    return False
-
-
 def ccl_built(verbose: bool = False) -> bool:
-    """Return False: oneCCL is not used."""
+    """Return False: AMD's and Intel's GPUs have no plane, and neither IBM's DDL nor oneCCL is used."""
     return False
+
+
+rocm_built = sycl_built = ddl_built = ccl_built
 
 
 def mpi_enabled() -> bool:

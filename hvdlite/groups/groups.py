@@ -27,7 +27,7 @@ from hvdlite.core import launch_contract
 from hvdlite.core.config import Config, timeout_or_inf
 from hvdlite.core.errors import ConfigError, ForkedProcessError, LaunchError
 from hvdlite.core.world import Hosts
-from hvdlite.engine.failures import failure_error
+from hvdlite.engine.decisions import failure_error
 from hvdlite.groups.carriers import Carrier, RemoteCarrier, RingCarrier
 from hvdlite.groups.execution import GroupExecutor
 from hvdlite.groups.group import Group

@@ -9,6 +9,8 @@ What the launcher guarantees:
 - `HostLost` stands for the `MemberGone` of all members of the host. It comes when they cannot be alive any more.
 - `TimePassed` comes at `wake_at`, behind what members have said by then. `now` never falls.
 - After `EndJob` no event has an effect.
+
+What concerns a process on another machine is a message, which travels there, or from there, as it is.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from typing import Final
+
+import msgspec
 
 from hvdlite.membership.messages import MemberMessage, MemberOrder
 
@@ -143,8 +147,7 @@ class MembersNoticed:
     seconds: float
 
 
-@dataclasses.dataclass(frozen=True)
-class SeenStopped:
+class SeenStopped(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer to `Look`, if the kernel says that the member's process is stopped."""
 
     member: int
@@ -178,32 +181,28 @@ class StartMember:
     is_joiner: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class SendOrder:
+class SendOrder(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Send an order to a member."""
 
     member: int
     order: MemberOrder
 
 
-@dataclasses.dataclass(frozen=True)
-class Kill:
-    """Kill a member's process and its descendants."""
+class Kill(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Kill a member's process and its descendants; its end is reported when all are dead."""
 
     member: int
     reason: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Look:
+class Look(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Look whether a member's process is stopped."""
 
     member: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Note:
-    """A line for the user."""
+class Note(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A line for the user; from a machine of the job, too."""
 
     text: str
 

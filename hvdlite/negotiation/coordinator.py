@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from hvdlite.core.errors import ProtocolError
-from hvdlite.negotiation.deadlock import BlockedRanks
 from hvdlite.negotiation.fusion import fuse
 from hvdlite.negotiation.gathering import Ranks
 from hvdlite.negotiation.layouts import BucketSizes
@@ -38,7 +37,7 @@ from hvdlite.negotiation.messages import (
     RoundDone,
 )
 from hvdlite.negotiation.negotiator import Negotiator, Policy, ReduceEagerly
-from hvdlite.negotiation.stalls import CallWaits, Stall, bucket_stall, tensor_stall
+from hvdlite.negotiation.stalls import BlockedRanks, CallWaits, Stall, bucket_stall, tensor_stall
 
 
 @dataclasses.dataclass

@@ -245,7 +245,7 @@ class Report(Message, frozen=True, kw_only=True):
 
 
 class RankReport(Message, frozen=True, tag=5):
-    """A report of one rank of a host that differs from the other ranks' reports; the leader passes it on."""
+    """A report of one rank. A leader passes it on so where it differs from those of its host's other ranks."""
 
     rank: int
     report: Report

@@ -20,10 +20,8 @@ import itertools
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, Final
 
 import numpy as np
@@ -35,7 +33,7 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import OobTexts, WaitUntil
 from hvdlite.planes.gloo_listener import end_connections, handled_connections, stop_accepting, stop_handling
-from hvdlite.planes.process_group import library_error
+from hvdlite.planes.process_group import LaunchThread, library_error
 from hvdlite.planes.process_group_plane import ProcessGroupPlane
 
 _log = logging.getLogger("hvdlite")
@@ -120,18 +118,12 @@ def _connect(rank: int, oob: OobTexts, wake: Callable[[], None], address: str, t
 
 def _imported(module: str, wake: Callable[[], None], wait_until: WaitUntil) -> Any:
     """Import a module in a thread of its own: torch takes minutes on a busy machine, and this rank still answers others."""
-    imported: Future[Any] = Future()
-
-    def load() -> None:
-        try:
-            imported.set_result(importlib.import_module(module))
-        except BaseException as error:
-            imported.set_exception(error)
-        wake()
-    with explained(f"the thread that imports {module}"):
-        threading.Thread(target=load, name=f"hvdlite-import-{module}", daemon=True).start()
-    wait_until(imported.done)
-    return imported.result()
+    thread = LaunchThread(f"hvdlite-import-{module}", wake)
+    try:
+        with explained(f"the thread that imports {module}"):
+            return thread.run(lambda: importlib.import_module(module), wait_until)
+    finally:
+        thread.end(0.0)
 
 
 def _device(gloo: Any, address: Mapping[str, str]) -> Any:

@@ -7,12 +7,13 @@ barrier of the piece after that, which every rank has passed by then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import numpy as np
 
 from hvdlite.core.array import Array
+from hvdlite.memory.shared import Segment
 from hvdlite.planes.base import WaitUntil
 from hvdlite.planes.shm_barrier import Barrier, WakeRanks
 
@@ -20,35 +21,10 @@ KEPT_VIEWS: Final = 64
 """Views of small pieces that are kept."""
 
 
-class StagingSegment(Protocol):
-    """The interface of `memory.Segment` for planes."""
-
-    slot: int
-    regions: int
-    arrivals: Array
-
-    @property
-    def fence(self) -> Callable[[], None] | None: ...
-
-    @property
-    def flush(self) -> Callable[[], None]: ...
-
-    @property
-    def allocated(self) -> int: ...
-
-    def staging(self, index: int, region: int) -> Array: ...
-
-    def reserve(self, region: int, nbytes: int) -> None: ...
-
-    def release(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class HostMemory(Protocol):
     """The interface of `memory.SharedMemory` for planes."""
 
-    def segment(self, ranks: Sequence[int], slot: int) -> StagingSegment | None: ...
+    def segment(self, ranks: Sequence[int], slot: int) -> Segment | None: ...
 
     def window(self, nbytes: int, ranks: Sequence[int]) -> list[Array]: ...
 
@@ -62,7 +38,7 @@ class StagingArea:
         barrier: the barrier of these ranks.
     """
 
-    def __init__(self, rank: int, ranks: tuple[int, ...], segment: StagingSegment, wake_ranks: WakeRanks) -> None:
+    def __init__(self, rank: int, ranks: tuple[int, ...], segment: Segment, wake_ranks: WakeRanks) -> None:
         self.ranks, self.segment = ranks, segment
         self.index, self.size = ranks.index(rank), len(ranks)
         self.barrier = Barrier(rank, ranks, segment, wake_ranks)

@@ -14,13 +14,11 @@ from hvdlite.bootstrap.job_directory import JobDirectory, host_identity
 from hvdlite.bootstrap.member_client import MemberClient
 from hvdlite.bootstrap.rendezvous import Cancellation
 from hvdlite.control.doorbell import Doorbell
-from hvdlite.control.inproc import InprocControl
-from hvdlite.control.star import LeaderControl, StarControl
+from hvdlite.control.star import ControlPlane, LeaderControl
 from hvdlite.control.wire import Connection
 from hvdlite.core.config import Config, timeout_or_inf
-from hvdlite.core.launch_contract import PROCESSES_FILE
+from hvdlite.core.launch_contract import NO_STACK_DUMP, PROCESSES_FILE, StackDumpTarget
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
-from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.core.system_limits import reserve_descriptors
 from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import ProcessProbe
@@ -35,10 +33,9 @@ from hvdlite.negotiation.messages import Layout
 from hvdlite.negotiation.negotiator import Policy
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import DevicePlane, OobTexts, Plane
-from hvdlite.planes.eager import reduce_payloads
 from hvdlite.planes.gloo import gloo_plane
 from hvdlite.planes.hierarchical import HierarchicalPlane
-from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
+from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane, reduce_payloads
 from hvdlite.planes.mpi import mpi_plane
 from hvdlite.planes.nccl.plane import VERDICT_SECONDS, create_nccl_plane
 from hvdlite.planes.selection import PlaneChoice, choose_plane
@@ -48,7 +45,6 @@ from hvdlite.planes.staging import HostMemory
 from hvdlite.runtime.meeting import Meeting, address_for_others, checked_world, common_clock
 from hvdlite.runtime.runtime import Runtime
 
-PlaneWrapper = Callable[[int, Plane], Plane]
 DevicePlaneMaker = Callable[[int, OobChannel, Callable[[], None]], DevicePlane]
 """Make the plane for GPUs of a rank, with what lets it meet the others, and what wakes its background thread."""
 
@@ -88,21 +84,12 @@ def coordinator_for(world: World, config: Config, learned: Learned | None = None
     return coordinator
 
 
-def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank, plane: plane,
-                     casts: Casts | None = None, devices: DevicePlaneMaker | None = None, *,
-                     epoch: int = 0, learned: Learned | None = None) -> list[Runtime]:
-    """Return the runtimes of `size` ranks that live in this process, not yet started; `wrap` may inject faults."""
-    hub = LoopbackHub()
-    casts = casts or Casts.of_numpy()
-    runtimes = []
-    for rank, control in enumerate(InprocControl.star(size)):
-        world = World(rank, size, rank, size, epoch=epoch)
-        plane = wrap(rank, LoopbackPlane(rank, hub, control.wake_rank, casts))
-        oob = OobChannel(rank)
-        gpu_plane = None if devices is None else devices(rank, oob, control.wake)
-        connections = Connections(control, plane, oob, gpu_plane)
-        runtimes.append(Runtime(world, config, connections, coordinator_for(world, config, learned)))
-    return runtimes
+def _alone(epoch: int, config: Config, casts: Casts, devices: DevicePlaneMaker) -> Runtime:
+    """Return the runtime of a job of one rank, not yet started."""
+    control, oob = ControlPlane(0, {}, {0: Doorbell()}, {}, heartbeat_timeout=config.heartbeat_timeout), OobChannel(0)
+    plane, world = LoopbackPlane(0, LoopbackHub(), control.wake_rank, casts), World(epoch=epoch)
+    return Runtime(world, config, Connections(control, plane, oob, devices(0, oob, control.wake)),
+                   coordinator_for(world, config))
 
 
 def gpus(info: LaunchInfo, config: Config, environment: Mapping[str, str]) -> DevicePlaneMaker:
@@ -129,8 +116,7 @@ def assemble(info: LaunchInfo, config: Config, casts: Casts, stack_dump: StackDu
         LaunchError: when the ranks cannot meet.
     """
     if info.world.size == 1:
-        return assemble_threads(1, config, casts=casts, devices=gpus(info, config, environment or {}),
-                                epoch=info.world.epoch)[0]
+        return _alone(info.world.epoch, config, casts, gpus(info, config, environment or {}))
     directory = JobDirectory(info.job_directory, agreed=info.owns_directory)
     meeting = Meeting(info, config, cancellation or Cancellation(), directory, member)
     with contextlib.ExitStack() as made:
@@ -259,7 +245,7 @@ class HostPlanes:
 
 def _control(world: World, hosts: Hosts, direct: Mapping[int, Connection], inside: Mapping[int, Connection],
              doorbells: Mapping[int, Doorbell], pids: Mapping[int, int], config: Config, *,
-             use_leaders: bool) -> StarControl:
+             use_leaders: bool) -> ControlPlane:
     """Return this rank's end of the star.
 
     Args:
@@ -269,7 +255,7 @@ def _control(world: World, hosts: Hosts, direct: Mapping[int, Connection], insid
     rank = world.rank
     others = {other: pid for other, pid in pids.items() if other != rank}
     if not use_leaders:
-        return StarControl(rank, direct, doorbells, others, heartbeat_timeout=timeout_or_inf(config.heartbeat_timeout))
+        return ControlPlane(rank, direct, doorbells, others, heartbeat_timeout=timeout_or_inf(config.heartbeat_timeout))
     groups = {group[0]: group for group in hosts.ranks_by_host}
     kept = {peer: group for peer, group in direct.items() if rank in groups and (rank or peer in groups)}
     for peer in direct.keys() - kept.keys():
@@ -281,5 +267,5 @@ def _control(world: World, hosts: Hosts, direct: Mapping[int, Connection], insid
         return LeaderControl(Leader(local, world.size, epoch=world.epoch, in_order=config.deterministic), links,
                              doorbells, others, heartbeat_timeout=timeout_or_inf(config.heartbeat_timeout))
     spoken_for = {} if rank else {leader: group for leader, group in groups.items() if leader and len(group) > 1}
-    return StarControl(rank, links, doorbells, others, heartbeat_timeout=timeout_or_inf(config.heartbeat_timeout),
+    return ControlPlane(rank, links, doorbells, others, heartbeat_timeout=timeout_or_inf(config.heartbeat_timeout),
                        parent=0 if leads else local[0], hosts=spoken_for)

@@ -25,8 +25,8 @@ from hvdlite.control.wire import Connection, RankInfo, Welcome
 from hvdlite.core.config import Config, matching_knobs, timeout_or_inf
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.kernel_files import anonymous_file
+from hvdlite.core.launch_contract import StackDumpTarget
 from hvdlite.core.sockets import loopback
-from hvdlite.core.stack_dump import StackDumpTarget
 from hvdlite.core.texts import encodable
 from hvdlite.core.world import Hosts, World
 from hvdlite.memory import fence

@@ -24,10 +24,9 @@ from hvdlite.diagnostics.progress import Progress
 from hvdlite.diagnostics.report_server import ReportServer
 from hvdlite.diagnostics.stall_inspector import Receiver
 from hvdlite.diagnostics.timeline import TimelineRequest
-from hvdlite.engine.connections import Connections
+from hvdlite.engine.connections import EAGER_TRAFFIC, FLUSH_SECONDS, Connections
+from hvdlite.engine.decisions import failure_notice
 from hvdlite.engine.engine import build_engine
-from hvdlite.engine.failures import failure_notice
-from hvdlite.engine.limits import EAGER_TRAFFIC, FLUSH_SECONDS
 from hvdlite.handoff.group_state import GroupState
 from hvdlite.handoff.handle import Handle
 from hvdlite.handoff.handoff import Handoff
@@ -37,8 +36,7 @@ from hvdlite.negotiation.messages import FailureNotice, Layout, Wait
 from hvdlite.planes.base import Plane
 from hvdlite.runtime.agreed_call import AgreedCall
 from hvdlite.runtime.collectives import Collectives
-from hvdlite.runtime.gradient_sets import GradientSets
-from hvdlite.runtime.names import Names
+from hvdlite.runtime.gradient_sets import GradientSets, Names
 
 _log = logging.getLogger("hvdlite")
 
@@ -212,11 +210,6 @@ class Runtime(Collectives):
         return self._state.joins
 
     @property
-    def is_blocked(self) -> bool:
-        """Whether a thread of this rank waits for a handle."""
-        return bool(self.handoff.waiters)
-
-    @property
     def has_deferred(self) -> bool:
         """Whether this rank has ever left a wait for later, because ranks waited for each other in a circle."""
         return self.handoff.waiters.have_deferred
@@ -237,10 +230,6 @@ class Runtime(Collectives):
     def tuned(self) -> dict[str, int]:
         """The knobs that rank 0 has changed."""
         return dict(self._state.tuned)
-
-    def story(self, name: str) -> str:
-        """Return what happened to a tensor on this rank lately, one line an event; "" when nothing is remembered."""
-        return self.recorder.story(name)
 
     # --- reports and the timeline ------------------------------------------------------------------------------------
 

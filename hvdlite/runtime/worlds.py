@@ -20,17 +20,16 @@ from hvdlite.bootstrap.rendezvous import Cancellation
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
 from hvdlite.core.errors import ConfigError, HorovodInternalError, LaunchError, NotInitializedError, UnsupportedError
+from hvdlite.core.launch_contract import StackDumpTarget
 from hvdlite.core.process_set import ProcessSet, global_process_set
-from hvdlite.core.stack_dump import StackDumpTarget
 from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import enable_stack_dump
 from hvdlite.membership.messages import WorldOrder
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.runtime import tracebacks
 from hvdlite.runtime.assemble import Learned, assemble
-from hvdlite.runtime.followers import Followers
+from hvdlite.runtime.followers import Followers, RegisteredSets
 from hvdlite.runtime.process_hooks import StopNotice, configure_logging, origin_of, record_failure, tell_failure
-from hvdlite.runtime.registered_sets import RegisteredSets
 from hvdlite.runtime.runtime import Runtime
 
 _log = logging.getLogger("hvdlite")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import resource
-import sys
 
 import numpy as np
 
 from hvdlite.api import runtime as current_runtime
+from hvdlite.diagnostics.progress import peak_memory, resident_memory
 
 PARTS = ("parameters", "gradients", "optimizer", "buckets", "staging", "process", "peak")
 
@@ -43,19 +41,9 @@ def gather_report(parameters: int, gradients: int, optimizer: int) -> MemoryRepo
         HorovodInternalError: like every collective.
     """
     runtime = current_runtime()
-    process, peak = process_memory()
+    process = resident_memory("self")
+    peak = max(process, peak_memory())
     buckets = sum(memory.nbytes for memory in runtime.bucket_memory())
     own = np.array([[parameters, gradients, optimizer, buckets, runtime.plane.staging_bytes(), process, peak]], np.int64)
     rows = runtime.allgather(runtime.names.unnamed("hvdlite", "memory"), own).wait()
     return MemoryReport(tuple(dict(zip(PARTS, row, strict=True)) for row in rows.tolist()))
-
-
-def process_memory() -> tuple[int, int]:
-    """Return the bytes that this process has in memory, and the most that it has had."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            now = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux
-        now = 0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return now, max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

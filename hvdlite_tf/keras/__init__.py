@@ -18,9 +18,9 @@ from hvdlite.training.memory_report import gather_report as _gather_report
 from hvdlite_tf.compression import Compression
 from hvdlite_tf.keras import callbacks, elastic
 from hvdlite_tf.keras.backends import with_errors_of_backend as _with_errors_of_backend
+from hvdlite_tf.keras.broadcast import allgather, allreduce, broadcast, reducescatter
 from hvdlite_tf.keras.broadcast import broadcast_variables as _broadcast_variables
 from hvdlite_tf.keras.checkpoints import load, save
-from hvdlite_tf.keras.collectives import allgather, allreduce, broadcast, reducescatter
 from hvdlite_tf.keras.hooks import install as _install
 from hvdlite_tf.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from hvdlite_tf.keras.resumable_data import resumable

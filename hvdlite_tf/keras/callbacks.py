@@ -11,7 +11,7 @@ from hvdlite import api, boundaries
 from hvdlite.training.slowness import log_slowness
 from hvdlite_tf.keras.backends import with_errors_of_backend
 from hvdlite_tf.keras.broadcast import broadcast_variables, read_back
-from hvdlite_tf.keras.checkpoint_callback import Checkpoint
+from hvdlite_tf.keras.checkpoints import Checkpoint
 from hvdlite_tf.keras.stopping import StopTogetherCallback, averaged, refuse_uneven_steps
 from hvdlite_tf.keras.variable_mirror import optimizers_of
 

@@ -12,8 +12,7 @@ from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.training.elastic import run
-from hvdlite.training.elastic.comparison import ComparedState, Part
-from hvdlite.training.elastic.state import ObjectState, State
+from hvdlite.training.elastic.state import ComparedState, ObjectState, Part, State
 from hvdlite.training.replicas import digest
 from hvdlite_tf.keras import checkpoints  # noqa: F401 - it knows variables
 from hvdlite_tf.keras.backends import copies

@@ -30,7 +30,7 @@ from hvdlite.training.objects import allgather_object
 from hvdlite.training.positions import by_turns
 from hvdlite.training.step_reducer import current_samples
 from hvdlite_tf.keras import elastic_callbacks, step
-from hvdlite_tf.keras.checkpoint_callback import Checkpoint
+from hvdlite_tf.keras.checkpoints import Checkpoint
 from hvdlite_tf.keras.distributed_model import WRITERS
 from hvdlite_tf.keras.optimizer import distributed_in
 from hvdlite_tf.keras.order import order_seed

@@ -17,10 +17,9 @@ import numpy as np
 from hvdlite import api
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.mirrored.replica_group import ReplicaGroup
-from hvdlite.training.mirrored.scopes import Scopes
+from hvdlite.training.mirrored.mirroring import ReplicaGroup
+from hvdlite.training.mirrored.scopes import LaunchableStrategy, Scopes
 from hvdlite.training.mirrored.shares import Shares
-from hvdlite.training.mirrored.strategies import LaunchableStrategy
 from hvdlite.training.objects import broadcast_object
 from hvdlite_tf.keras import step
 from hvdlite_tf.keras.optimizer import distribute_when_used, is_distributed

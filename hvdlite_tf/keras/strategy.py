@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdlite import api, ops
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.mirrored.strategies import parse_reduce_op
+from hvdlite.training.mirrored.scopes import parse_reduce_op
 from hvdlite.training.objects import allgather_object
 from hvdlite_tf.keras import scope, step
 

@@ -19,7 +19,7 @@ from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.mirrored.strategies import parse_reduce_op
+from hvdlite.training.mirrored.scopes import parse_reduce_op
 from hvdlite.training.objects import allgather_object
 from hvdlite_tf import ops, step_samples
 from hvdlite_tf.keras import scope, step

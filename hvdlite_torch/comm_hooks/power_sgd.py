@@ -53,7 +53,7 @@ class PowerSGD:
         self._factors: dict[str, torch.Tensor] = {}  # by name: m x r, the state of the power iteration; equal on all ranks
         self._steps = 0
         self._joins = -1  # the number of completed joins when the ranks agreed about `_steps`
-        self._user: Callable[[], object] = _nobody
+        self._user: Callable[[], object] = lambda: None
         self._rank: int | None = None  # of this process, once it is known
         self._writer: int | None = None  # the rank that saved the errors that were loaded
 
@@ -213,10 +213,6 @@ def _listed(matrices: torch.Tensor) -> Sequence[torch.Tensor]:
 def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors with their own memory, because saving a view saves its whole base."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def _nobody() -> None:
-    pass
 
 
 def _largest(matrices: Sequence[torch.Tensor]) -> list[float]:

@@ -10,8 +10,7 @@ import torch
 from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
-from hvdlite.training.elastic.comparison import ComparedState, Part
-from hvdlite.training.elastic.state import ObjectState, explained, pickled
+from hvdlite.training.elastic.state import ComparedState, ObjectState, Part, explained, pickled
 from hvdlite.training.replicas import digest, named_parts
 from hvdlite_torch import checkpoints  # noqa: F401 - it knows torch's objects
 from hvdlite_torch.arrays.tensors import on_host

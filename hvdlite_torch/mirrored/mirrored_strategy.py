@@ -14,14 +14,12 @@ from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.mirrored.scopes import Scopes
+from hvdlite.training.mirrored.scopes import LaunchableStrategy, Scopes, parse_reduce_op
 from hvdlite.training.mirrored.shards import CurrentBatch
 from hvdlite.training.mirrored.shares import Shares
-from hvdlite.training.mirrored.strategies import LaunchableStrategy, parse_reduce_op
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.mirrored.distributed_loader import DistributedLoader
-from hvdlite_torch.mirrored.scope_registry import ScopeRegistry
-from hvdlite_torch.mirrored.torch_replica_group import TorchReplicaGroup
+from hvdlite_torch.mirrored.scope_registry import ScopeRegistry, TorchReplicaGroup
 from hvdlite_torch.rows import mapped
 from hvdlite_torch.uncompiled import leave_to_python
 

@@ -1,4 +1,7 @@
-"""The objects made in a strategy's scope: modules are remembered, optimizers are distributed, and both are mirrored."""
+"""The objects made in a strategy's scope: modules are remembered, optimizers are distributed, and both are mirrored.
+
+`TorchReplicaGroup` exchanges tensors between the replicas of a strategy.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,65 @@ from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hvdlite.core.errors import MismatchError
 from hvdlite.core.process_set import ProcessSet
-from hvdlite.training.mirrored.mirroring import MirrorSchedule, TensorKind, agreed_names, matching_tensors
+from hvdlite.core.types import ReduceOp
+from hvdlite.training.mirrored.mirroring import MirrorSchedule, ReplicaGroup, TensorKind, agreed_names, matching_tensors
 from hvdlite.training.mirrored.scopes import LivingObjects
-from hvdlite_torch.collectives.broadcasts import load_exactly
-from hvdlite_torch.collectives.buffers import ModuleHook
+from hvdlite_torch.arrays.tensors import as_array, contiguous
+from hvdlite_torch.collectives.broadcasts import (
+    ModuleHook,
+    broadcast_structure,
+    broadcast_tensors,
+    gather_tensors,
+    load_exactly,
+)
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.gradients.owners import owners
 from hvdlite_torch.gradients.weights import GradientWeight
 from hvdlite_torch.mirrored.scoped_optimizer import ScopedOptimizer
-from hvdlite_torch.mirrored.torch_replica_group import TorchReplicaGroup
 from hvdlite_torch.optimizer import Distributed, DistributedOptimizer, is_distributed
 from hvdlite_torch.sync_batch_norm import SyncBatchNorm
+
+
+class TorchReplicaGroup(ReplicaGroup):
+    """A group of replicas with collectives on torch tensors; alone, all of them do nothing."""
+
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor], kind: str) -> None:
+        """Overwrite tensors with replica 0's."""
+        if self.size > 1:
+            broadcast_tensors(self.runtime, tensors, self.root, self.name(kind), self.process_set)
+
+    def broadcast_structure(self, value: Any, kind: str) -> Any:
+        """Return replica 0's structure of dicts, lists, tuples, tensors and objects."""
+        if self.size == 1:
+            return value
+        return broadcast_structure(self.runtime, value, self.root, self.name(kind), self.process_set)
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        """Return the reduction of a tensor, which is moved through host memory; not differentiable."""
+        result = contiguous(tensor.detach().cpu(), "reduce").clone()
+        if self.size > 1:
+            name = self.name("reduce")
+            array = as_array(result, name)
+            self.runtime.allreduce(name, array, array, op, process_set=self.process_set, blocking=True).wait()
+        return result.to(tensor.device)
+
+    def allgather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every replica's tensor; shapes may differ along the first dimension. Not differentiable.
+
+        Raises:
+            MismatchError: on all ranks, when something else differs.
+        """
+        if self.size == 1:
+            return [tensor.detach().clone()]
+        parts = gather_tensors(self.runtime, tensor, self.name("gather"), self.process_set)
+        kinds = [(tuple(part.shape), str(part.dtype).removeprefix("torch.")) for part in parts]
+        for replica_id, (shape, dtype) in enumerate(kinds):
+            if (shape[1:], len(shape), dtype) != (kinds[0][0][1:], len(kinds[0][0]), kinds[0][1]):
+                raise MismatchError(f"gather: shapes must be equal but for the axis: replica 0 has {kinds[0][1]} "
+                                    f"{kinds[0][0]}, replica {replica_id} {dtype} {shape}")
+        return parts
 
 
 class ScopeRegistry:

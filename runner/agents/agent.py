@@ -25,10 +25,10 @@ from typing import Final
 
 from hvdlite._version import __version__
 from hvdlite.core.errors import LaunchError, ProtocolError
-from hvdlite.core.sockets import HeldPort
-from hvdlite.core.standstill import standstill
+from hvdlite.core.sockets import HeldPort, standstill
+from hvdlite.membership.events import Kill, Look, SendOrder
 from hvdlite_runner.agents import host_probe
-from hvdlite_runner.agents.shells import PROBLEM_CODE
+from hvdlite_runner.agents.remote_agent import PROBLEM_CODE
 from hvdlite_runner.host.commands import cores
 from hvdlite_runner.host.worker_group import KILL_SECONDS, WorkerGroup
 from hvdlite_runner.messages import (
@@ -42,8 +42,6 @@ from hvdlite_runner.messages import (
     HostInfoReply,
     HostInfoRequest,
     HostNoticed,
-    KillMember,
-    Look,
     Pause,
     Ping,
     Pong,
@@ -59,7 +57,6 @@ from hvdlite_runner.messages import (
     Start,
     Stop,
     TaskPiece,
-    ToMember,
     frame,
 )
 
@@ -181,7 +178,7 @@ class Agent:
         self._last_received = time.monotonic()
 
     def _obey(self, order: object) -> None:
-        if isinstance(order, (Start, TaskPiece, KillMember, Look, ToMember, Signal)):
+        if isinstance(order, (Start, TaskPiece, Kill, Look, SendOrder, Signal)):
             if isinstance(order, Start):
                 self._grace, self._is_elastic = order.grace, order.is_elastic
                 self._free_port()

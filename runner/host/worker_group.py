@@ -24,11 +24,11 @@ from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import DIRECTORY_PREFIX, ENDING_FILE, RESULT_FILE, TASK_FILE, FailureRecord
 from hvdlite.core.system_limits import OUT_OF_DESCRIPTORS, explained, reserve_descriptors
 from hvdlite.diagnostics.progress import read, read_metrics
-from hvdlite_runner.host import commands, progress
+from hvdlite.membership.events import Kill, Look, Note, SeenStopped, SendOrder
+from hvdlite_runner.host import commands
 from hvdlite_runner.host.member_server import MemberServer
-from hvdlite_runner.host.polled_program import PolledProgram
-from hvdlite_runner.host.preemption import OPTION, preemption_script
-from hvdlite_runner.host.processes import RankProcess, Reaper, kill_descendants
+from hvdlite_runner.host.polled_program import OPTION, PolledProgram, preemption_script
+from hvdlite_runner.host.processes import RankProcess, Reaper, kill_descendants, sample
 from hvdlite_runner.host.reaper import look_up
 from hvdlite_runner.messages import (
     FORWARDED,
@@ -37,20 +37,15 @@ from hvdlite_runner.messages import (
     Exited,
     FromMember,
     HostNoticed,
-    KillMember,
-    Look,
     Output,
     ProcessStart,
     ProgressReply,
-    Remark,
     Result,
-    SeenStopped,
     Signal,
     Start,
     Started,
     StartRefused,
     TaskPiece,
-    ToMember,
 )
 from hvdlite_runner.placement import cores_for
 
@@ -128,7 +123,7 @@ class WorkerGroup:
         if self._reaper is not None:
             self._reaper.forget(pid)
 
-    def obey(self, order: Start | TaskPiece | KillMember | Look | ToMember | Signal) -> None:
+    def obey(self, order: Start | TaskPiece | Kill | Look | SendOrder | Signal) -> None:
         """Carry out an order.
 
         Raises:
@@ -147,7 +142,7 @@ class WorkerGroup:
                 Path(self.directory, ENDING_FILE).touch()
             for process in self.running.values():
                 process.send(order.signum)
-        elif isinstance(order, ToMember):
+        elif isinstance(order, SendOrder):
             assert self._members is not None
             self._members.send(order.member, order.order)
         elif isinstance(order, Look):
@@ -173,7 +168,7 @@ class WorkerGroup:
             self._members = MemberServer(self._selector, self.directory,
                                          lambda *received: self._report(FromMember(*received)))
         if order.preemption_script and self._preemption is None:
-            self._preemption = preemption_script(order.preemption_script, lambda line: self._report(Remark(line)), self)
+            self._preemption = preemption_script(order.preemption_script, lambda line: self._report(Note(line)), self)
         count = len(order.processes)
         try:
             with reserve_descriptors(_DESCRIPTORS * count, f"starting {count} processes on one host"):
@@ -253,7 +248,7 @@ class WorkerGroup:
 
     def sample(self) -> ProgressReply:
         """Return the progress of the processes that run."""
-        return ProgressReply(*progress.sample(self.directory, {key: each.pid for key, each in self.running.items()}))
+        return ProgressReply(*sample(self.directory, {key: each.pid for key, each in self.running.items()}))
 
     def wait(self) -> float:
         """Return the seconds until `notice` is due, if no descriptor makes it due before; infinity for never."""

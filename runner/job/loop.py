@@ -43,8 +43,8 @@ from hvdlite.membership.events import (
 from hvdlite.membership.events import Event as MembershipEvent
 from hvdlite_runner import messages as orders
 from hvdlite_runner.host import commands
+from hvdlite_runner.host.polled_program import DiscoveryScript
 from hvdlite_runner.host.worker_group import KILL_SECONDS, WorkerGroup
-from hvdlite_runner.job.discovery import DiscoveryScript
 from hvdlite_runner.job.ending import Ending, Exit, WorkerProcess, WorkerProcesses, dated, verdict, verdict_on_signal
 from hvdlite_runner.job.hosts import HostPool, Stopped
 from hvdlite_runner.job.notices import HostNotices
@@ -243,12 +243,8 @@ class Job:
             self._start([command for command in commanded if isinstance(command, StartMember)])
         for command in commanded:
             match command:
-                case SendOrder(member, order):
-                    self._send(member, orders.ToMember(member, order))
-                case Kill(member):
-                    self._send(member, orders.KillMember(member))
-                case Look(member):
-                    self._send(member, orders.Look(member))
+                case SendOrder() | Kill() | Look():
+                    self._send(command.member, command)
                 case Note(text):
                     self._output.note(text)
                 case WorldBegun(_, world):
@@ -291,8 +287,7 @@ class Job:
                 raise
             self._output.note(str(error))
 
-    def _send(self, key: int,
-              order: orders.Start | orders.TaskPiece | orders.KillMember | orders.Look | orders.ToMember) -> None:
+    def _send(self, key: int, order: orders.Start | orders.TaskPiece | Kill | Look | SendOrder) -> None:
         """Send an order to the machine of a process that runs."""
         if key not in self._processes.running:
             return
@@ -329,10 +324,10 @@ class Job:
                 self._events.append(MemberReported(key, listening_at(message, event.addresses)))
             case orders.HostNoticed():
                 self._notices.take(machine, event)
-            case orders.Remark(text):
+            case Note(text):
                 self._output.note(text if machine == LOCAL else f"host {machine}: {text}")
-            case orders.SeenStopped(member):
-                self._events.append(SeenStopped(member))
+            case SeenStopped():
+                self._events.append(event)
             case Result():
                 self._task.write_result(event)
             case StartRefused():
@@ -343,7 +338,7 @@ class Job:
     def _take_message(self, event: FromMember) -> None:
         if event.problem:
             self._processes[event.member].problem = f"hvdrun has ended it for what it sent: {printable(event.problem)}"
-            self._send(event.member, orders.KillMember(event.member))
+            self._send(event.member, Kill(event.member, event.problem))
             return
         message = with_texts(event.message, printable)
         if isinstance(message, membership_messages.Listening):

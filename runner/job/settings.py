@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from hvdlite.membership.events import Limits
 from hvdlite_runner import placement
-from hvdlite_runner.agents.shells import Shell
+from hvdlite_runner.agents.remote_agent import Shell
 from hvdlite_runner.output.console import OutputSettings
 from hvdlite_runner.placement import LOCAL
 

@@ -97,7 +97,7 @@ class JobOutput:
         self.console = Console(self._write, settings, rank_of)
         self._pause: Callable[[bool], None] = lambda paused: None
         self._streams = Streams(lambda paused: self._pause(paused), self._failed, stdout, stderr)
-        self._encodings = {name: _encoding(name) for name in ("stdout", "stderr")}
+        self._encodings = {name: getattr(getattr(sys, name), "encoding", None) or "utf-8" for name in ("stdout", "stderr")}
         self._files: dict[tuple[int, str], OutputTarget] = {}
         self._a_file_failed = False
         observer.attach(lambda text: self._streams.write("stderr", self._encoded("stderr", text)),
@@ -217,9 +217,3 @@ class JobOutput:
 
     def _encoded(self, name: str, text: str) -> bytes:
         return text.encode(self._encodings[name], "replace")
-
-
-def _encoding(name: str) -> str:
-    """Return the encoding of one of the launcher's own streams."""
-    stream = sys.stdout if name == "stdout" else sys.stderr
-    return getattr(stream, "encoding", None) or "utf-8"

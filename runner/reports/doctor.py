@@ -14,8 +14,7 @@ from hvdlite.core.texts import printable
 from hvdlite.membership.events import Limits
 from hvdlite_runner.agents import host_probe
 from hvdlite_runner.agents.gpu_topology import topology_hints, topology_lines
-from hvdlite_runner.agents.remote_agent import RemoteAgent
-from hvdlite_runner.agents.shells import CONNECT_SECONDS, Shell
+from hvdlite_runner.agents.remote_agent import CONNECT_SECONDS, RemoteAgent, Shell
 from hvdlite_runner.job.hosts import HostPool
 from hvdlite_runner.job.settings import JobSettings
 from hvdlite_runner.job.starts import probed

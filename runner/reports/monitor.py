@@ -12,7 +12,7 @@ from hvdlite.core.ledger import Ledger
 from hvdlite.core.texts import printable
 from hvdlite.diagnostics.progress import Reading
 from hvdlite.diagnostics.slowness import LEAST_STEPS, Slowness, diagnose
-from hvdlite_runner.host.progress import STALL_SECONDS
+from hvdlite_runner.host.processes import STALL_SECONDS
 from hvdlite_runner.messages import ProgressReply, Sample
 from hvdlite_runner.output.job_output import ProgressObserver
 from hvdlite_runner.placement import LOCAL
@@ -53,7 +53,47 @@ def _shares(before: Mapping[int, Sample], now: Mapping[int, Sample]) -> str:
     return "; rows of a step by rank: " + ", ".join(f"{rank}: {each:.0f}" for rank, each in rows.items())
 
 
-class Monitor(ProgressObserver):
+class RankFigures(ProgressObserver):
+    """What is known of the ranks of the present world; a subclass shows it each second."""
+
+    wants_samples = True
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        RankFigures.begin_world(self, {})
+
+    def begin_world(self, rank_hosts: Mapping[int, str]) -> None:
+        """Begin anew: ranks may be others' now."""
+        self._rank_hosts, self._waits = rank_hosts, ""
+        self._ledgers: deque[tuple[float, dict[int, Ledger]]] = deque(maxlen=_KEPT)  # of some moments of the last seconds
+        self._now, self._before, self._when = dict[int, Sample](), dict[int, Sample](), self._clock()
+
+    def take(self, host: str, event: ProgressReply) -> None:
+        """Add the progress of a host's ranks; the launcher's own host is the last one of each round."""
+        self._now |= event.ranks
+        self._waits = event.waits or self._waits
+        if host == LOCAL and self._now:
+            now = self._clock()
+            self._show(now, self._slowness(now))
+
+    def ended(self, rank: int, reading: Reading) -> None:
+        """Forget a rank that has ended."""
+        self._now.pop(rank, None)
+
+    def _show(self, now: float, slowness: Slowness | None) -> None:
+        raise NotImplementedError
+
+    def _slowness(self, now: float) -> Slowness | None:
+        """Take the present ledgers; return why the job has been slow lately."""
+        last = {rank: each.reading.ledger for rank, each in self._now.items()}
+        if not self._ledgers or last != self._ledgers[-1][1]:  # long steps change none for a while
+            self._ledgers.append((now, last))
+        while len(self._ledgers) > 1 and self._ledgers[1][0] <= now - WINDOW and _are_enough(self._ledgers[1][1], last):
+            self._ledgers.popleft()
+        return diagnose(_grown(self._ledgers[0][1], last))
+
+
+class Monitor(RankFigures):
     """Shows the table: in place on a terminal, below the ranks' output; elsewhere one table after the other.
 
     Args:
@@ -61,42 +101,22 @@ class Monitor(ProgressObserver):
         in_place: whether the table may be overwritten.
     """
 
-    wants_samples = True
-
     def __init__(self, write: Callable[[str], None], in_place: bool,
                  clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
         self._write = write
         self._in_place = in_place
-        self._clock = clock
-        self._rank_hosts: Mapping[int, str] = {}
-        self._now: dict[int, Sample] = {}
-        self._before: dict[int, Sample] = {}
-        self._when = clock()
-        self._waits = ""
         self._drawn = 0
-        self._recent = RecentLedgers()
         self._is_busy: Callable[[], bool] = lambda: False
 
     def attach(self, write: Callable[[str], None], is_busy: Callable[[], bool]) -> None:
         """Write with the job's output from now on; while the terminal takes nothing, leave tables out."""
         self._write, self._is_busy = write, is_busy
 
-    def begin_world(self, rank_hosts: Mapping[int, str]) -> None:
-        """Show the ranks of another world, when those of all hosts are known."""
-        self._rank_hosts, self._now, self._before, self._when = rank_hosts, {}, {}, self._clock()
-        self._recent = RecentLedgers()  # ranks may be others' now
-
-    def take(self, host: str, event: ProgressReply) -> None:
-        """Add the progress of a host's ranks; the launcher's own host is the last one of each round."""
-        self._now |= event.ranks
-        self._waits = event.waits or self._waits
-        if host != LOCAL:
-            return
-        now = self._clock()
-        if self._now and now - self._when >= 0.9 and not self._is_busy():
+    def _show(self, now: float, slowness: Slowness | None) -> None:
+        if now - self._when >= 0.9 and not self._is_busy():
             self.clear_table()
             lines = table(self._before, self._now, self._rank_hosts, now - self._when, self._waits)
-            slowness = self._recent.slowness(now, self._now)
             if slowness is not None and not self._waits:
                 lines.append(str(slowness))
             self._write("".join(f"{printable(line)}\n" for line in lines))
@@ -109,32 +129,9 @@ class Monitor(ProgressObserver):
             self._write(f"\x1b[{self._drawn}F\x1b[J")
         self._drawn = 0
 
-    def ended(self, rank: int, reading: Reading) -> None:
-        """Remove the row of a rank that has ended."""
-        self._now.pop(rank, None)
-
     def finish(self) -> None:
         """Leave the last table on the terminal."""
         self._drawn = 0
-
-
-class RecentLedgers:
-    """The ledgers of the ranks at some moments of the last seconds."""
-
-    def __init__(self) -> None:
-        self._ledgers: deque[tuple[float, dict[int, Ledger]]] = deque(maxlen=_KEPT)
-
-    def __len__(self) -> int:
-        return len(self._ledgers)
-
-    def slowness(self, now: float, ranks: Mapping[int, Sample]) -> Slowness | None:
-        """Take the present ledgers; return why the job has been slow lately."""
-        last = {rank: each.reading.ledger for rank, each in ranks.items()}
-        if not self._ledgers or last != self._ledgers[-1][1]:  # long steps change none for a while
-            self._ledgers.append((now, last))
-        while len(self._ledgers) > 1 and self._ledgers[1][0] <= now - WINDOW and _are_enough(self._ledgers[1][1], last):
-            self._ledgers.popleft()
-        return diagnose(_grown(self._ledgers[0][1], last))
 
 
 def _grown(first: Mapping[int, Ledger], last: Mapping[int, Ledger]) -> dict[int, Ledger]:

@@ -2,6 +2,8 @@
 
 A record is at most `AT_ONCE` and `A_DAY` bytes for each day so far. In a large job samples therefore become rarer with time,
 and cover more of it: of 64 ranks one is written each second for about ten minutes, then one in eight seconds.
+
+`hvdrun --report FILE.jsonl`: what a record tells of its jobs, also of those that have crashed.
 """
 
 from __future__ import annotations
@@ -13,18 +15,20 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.texts import printable, shortened
 from hvdlite.diagnostics.progress import Reading
-from hvdlite_runner.messages import ProgressReply, Sample
-from hvdlite_runner.output.job_output import ProgressObserver
+from hvdlite.diagnostics.slowness import Slowness
 from hvdlite_runner.output.streams import OutputTarget, Queue
-from hvdlite_runner.placement import LOCAL, format_ranks
+from hvdlite_runner.placement import format_ranks
 from hvdlite_runner.reports.metrics import MetricsServer, metrics_text
-from hvdlite_runner.reports.monitor import RecentLedgers
+from hvdlite_runner.reports.monitor import RankFigures
 
 A_DAY: Final = 9_000_000
 AT_ONCE: Final = 1_000_000
@@ -103,22 +107,19 @@ def _opened(path: str) -> int:
     return descriptor
 
 
-class Recorder(ProgressObserver):
+class Recorder(RankFigures):
     """Writes a job's record, and gives a server its metrics.
 
     Args:
         file, metrics: None where these are not wanted.
     """
 
-    wants_samples = True
-
     def __init__(self, command: Sequence[str], file: RecordFile | None, metrics: MetricsServer | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
-        self._file, self._metrics, self._clock = file, metrics, clock
-        self._world, self._size, self._waits, self._slow, self._is_stalled = 0, 0, "", ("", -1), False
+        super().__init__(clock)
+        self._file, self._metrics = file, metrics
+        self._world, self._slow, self._is_stalled = 0, ("", -1), False
         self._waited_not = clock()  # when last no rank waited for long
-        self._before, self._when = dict[int, Sample](), clock()  # of the last sample that was written
-        self._ranks, self._recent = dict[int, Sample](), RecentLedgers()
         self._add("job", {"command": list(command), "host": socket.gethostname(), "pid": os.getpid()})
 
     def attach(self, write: Callable[[str], None], is_busy: Callable[[], bool]) -> None:
@@ -129,55 +130,49 @@ class Recorder(ProgressObserver):
 
     def begin_world(self, rank_hosts: Mapping[int, str]) -> None:
         """Write who is in another world."""
-        self._world, self._size = self._world + 1, len(rank_hosts)
-        self._ranks, self._before, self._recent, self._slow = {}, {}, RecentLedgers(), ("", -1)
-        self._waited_not, self._waits, self._is_stalled = self._clock(), "", False
+        super().begin_world(rank_hosts)
+        self._world, self._slow = self._world + 1, ("", -1)
+        self._waited_not, self._is_stalled = self._when, False
         hosts = {host: format_ranks(rank for rank in rank_hosts if rank_hosts[rank] == host) for host in rank_hosts.values()}
         self._add("world", {"number": self._world, "ranks": hosts})
 
-    def take(self, host: str, event: ProgressReply) -> None:
-        """Add the progress of a host's ranks; the launcher's own host is the last one of each round."""
-        self._ranks |= event.ranks
-        self._waits = event.waits or self._waits
-        if host != LOCAL or not self._ranks:
-            return
-        now, slowness = self._clock(), self._recent.slowness(self._clock(), self._ranks)
+    def _show(self, now: float, slowness: Slowness | None) -> None:
         if self._metrics is not None:
-            self._metrics.text = metrics_text(self._world, self._ranks, slowness)
+            self._metrics.text = metrics_text(self._world, self._now, slowness)
         found = ("", -1) if slowness is None else (slowness.cause, slowness.rank)
         fields = {"text": "no rank is slow any more"} if slowness is None else slowness.as_dict()
-        is_known = slowness is not None or len(self._ranks) == self._size  # ranks that have ended are compared with none
+        is_known = slowness is not None or len(self._now) == len(self._rank_hosts)  # ended ranks are compared with none
         if found != self._slow and is_known and self._add("slowness", fields, may_fail=True):
             self._slow = found
         self._look_for_stall(now)
         if not self._before or self._add("sample", self._sample(now - self._when), may_fail=True):
-            self._before, self._when = dict(self._ranks), now
+            self._before, self._when = dict(self._now), now
 
     def _look_for_stall(self, now: float) -> None:
         waits, self._waits = self._waits, ""
         if not waits:
             self._waited_not, self._is_stalled = now, False
-        ledgers = [each.reading.ledger for each in self._ranks.values()]
+        ledgers = [each.reading.ledger for each in self._now.values()]
         usual = max((each.seconds / each.steps for each in ledgers if each.steps), default=0.0)
         if not self._is_stalled and now - self._waited_not > _STALL_SECONDS + usual:
             self._is_stalled = self._add("stall", {"text": waits}, may_fail=True)
 
     def _sample(self, seconds: float) -> dict[str, Any]:
-        readings = {rank: each.reading for rank, each in self._ranks.items()}
-        old = {rank: self._before.get(rank, each).reading for rank, each in self._ranks.items()}
+        readings = {rank: each.reading for rank, each in self._now.items()}
+        old = {rank: self._before.get(rank, each).reading for rank, each in self._now.items()}
         waits = {rank: (new.blocked - old[rank].blocked) / seconds for rank, new in readings.items()}
-        counted = any(each.counts_samples for each in readings.values())
+        size, counted = len(self._rank_hosts), any(each.counts_samples for each in readings.values())
         return {
             "over": round(seconds, 2), "unit": "samples/s" if counted else "batches/s",
             "rate": round(sum(max(0, new.samples - old[rank].samples) for rank, new in readings.items()) / seconds, 1),
-            "waits": [round(min(1.0, max(0.0, waits[rank])), 2) if rank in waits else None for rank in range(self._size)],
-            "memory": [self._ranks[rank].memory >> 20 if rank in readings else None for rank in range(self._size)],
+            "waits": [round(min(1.0, max(0.0, waits[rank])), 2) if rank in waits else None for rank in range(size)],
+            "memory": [self._now[rank].memory >> 20 if rank in readings else None for rank in range(size)],
             "replica_checks": max(each.replica_checks for each in readings.values()),
             "replica_mismatches": max(each.replica_mismatches for each in readings.values())}
 
     def ended(self, rank: int, reading: Reading) -> None:
         """Write the last progress of a rank."""
-        self._ranks.pop(rank, None)
+        super().ended(rank, reading)
         self._add("rank", {"rank": rank, "steps": reading.steps, "samples": reading.samples,
                            "waits": round(reading.blocked, 2), "memory": reading.peak,
                            "replica_checks": reading.replica_checks, "replica_mismatches": reading.replica_mismatches})
@@ -204,3 +199,97 @@ class Recorder(ProgressObserver):
         if problem := self._file.problem():
             self._write(problem)
         return self._file.add(kind, fields, may_fail=may_fail)
+
+
+ROWS: Final = 12
+"""Of the throughput over time, at most."""
+Line = dict[str, Any]
+_CHECKS: Final = {"replica_checks": int, "replica_mismatches": int}
+_FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "job": {"host": str, "command": list[str]}, "world": {"number": int, "ranks": dict[str, str]},
+    "sample": {"over": float, "unit": str, "rate": float, "waits": list[float | None], "memory": list[int | None]} | _CHECKS,
+    "rank": {"rank": int, "memory": int, **_CHECKS}, "end": {"exit_code": int | None}}
+"""What is read of a line, by kind."""
+
+
+def show_record(path: str, *, as_json: bool = False) -> int:
+    """Print what a record tells of each of its jobs, or the lines of each as JSON; return 0.
+
+    Raises:
+        LaunchError: when it cannot be read, or has no job.
+    """
+    try:
+        jobs = jobs_in(Path(path).read_bytes().splitlines())
+    except OSError as error:
+        raise LaunchError(f"cannot read the record {path}: {error.strerror}") from None
+    if not jobs:
+        raise LaunchError(f"{path} has no job: it is no file of hvdrun --record")
+    try:
+        if as_json:
+            print(json.dumps(jobs, indent=1))
+        else:
+            print(*(printable(line) for job in jobs for line in report(job)), sep="\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # head has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def jobs_in(lines: Iterable[bytes]) -> list[list[Line]]:
+    """Return the lines of each job of a record, without what is cut off or incomplete."""
+    jobs: list[list[Line]] = []
+    for text in lines:
+        try:
+            line = json.loads(text)
+            for name, kind in {"seconds": float, "time": float, **_FIELDS.get(line["kind"], {})}.items():
+                msgspec.convert(line[name], kind)
+        except (ValueError, TypeError, KeyError):
+            continue
+        jobs += [[]] if line["kind"] == "job" else []
+        for job in jobs[-1:]:
+            job.append(line)
+    return jobs
+
+
+def report(lines: list[Line]) -> Iterator[str]:
+    """Yield what the lines of a job tell: its end, the throughput over time, waits, memory, checks of replicas, events."""
+    samples, ended = ([line for line in lines if line["kind"] == kind] for kind in ("sample", "rank"))
+    end = "its end is not recorded: hvdrun was killed, or runs on"
+    if lines[-1]["kind"] == "end":
+        code = lines[-1]["exit_code"]
+        end = "it could not begin" if code is None else f"it ended with exit code {code}"
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lines[0]["time"]))
+    yield f"job on {lines[0]['host']}, {began}: {' '.join(lines[0]['command'])}"
+    yield f"recorded for {lines[-1]['seconds']:,.1f} s; {end}"
+    count = min(ROWS, len(samples))
+    for row in (samples[index * len(samples) // count:(index + 1) * len(samples) // count] for index in range(count)):
+        rate = sum(sample["rate"] * sample["over"] for sample in row) / _seconds(row)
+        yield f"{row[0]['seconds'] - row[0]['over']:>9,.0f} to {row[-1]['seconds']:,.0f} s: {rate:,.1f} {row[-1]['unit']}"
+    waits, present, memory = dict[int, float](), dict[int, float](), dict[int, int]()
+    for sample in samples:
+        for rank, (part, mebibytes) in enumerate(zip(sample["waits"], sample["memory"], strict=False)):
+            if part is not None:
+                waits[rank] = waits.get(rank, 0.0) + part * sample["over"]
+                present[rank] = present.get(rank, 0.0) + sample["over"]
+                memory[rank] = max(memory.get(rank, 0), mebibytes or 0)
+    for line in ended:
+        memory[line["rank"]] = max(memory.get(line["rank"], 0), line["memory"] >> 20)
+    if waits:
+        shares = ((rank, waits[rank] / (present[rank] or 1.0)) for rank in sorted(waits))
+        yield "in waits: " + ", ".join(f"rank {rank} {share:.0%}" for rank, share in shares)
+    if memory:
+        yield "most memory: " + ", ".join(f"rank {rank} {peak:,} MiB" for rank, peak in sorted(memory.items()))
+    checks, unequal = (max((line[name] for line in samples + ended), default=0)
+                       for name in ("replica_checks", "replica_mismatches"))
+    if checks:
+        yield f"replica checks: {checks}, of which {unequal} found a difference"
+    for line in lines:
+        if line["kind"] == "world":
+            hosts = (f"ranks {ranks} on {host}" for host, ranks in line["ranks"].items())
+            yield f"{line['seconds']:>9,.1f} s  world {line['number']}: {', '.join(hosts)}"
+        elif "text" in line:
+            yield f"{line['seconds']:>9,.1f} s  {'hvdrun: ' if line['kind'] == 'note' else ''}{line['text']}"
+
+
+def _seconds(samples: Iterable[Line]) -> float:
+    return sum(float(sample["over"]) for sample in samples) or 1.0

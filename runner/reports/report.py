@@ -1,16 +1,22 @@
-"""`hvdrun --report`: ask a running job on this host for a stall report."""
+"""`hvdrun --report`: ask a running job on this host for a stall report; `--leave HOST`: let its ranks on a host leave."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import tempfile
 from pathlib import Path
 
+import msgspec
+
 from hvdlite.core.errors import LaunchError, ProtocolError
 from hvdlite.core.launch_contract import DIRECTORY_PREFIX, PROCESSES_FILE, REPORT_SOCKET, is_private_directory
+from hvdlite.core.sockets import connect_unix
+from hvdlite.core.texts import printable
 from hvdlite.diagnostics.process_probe import ProcessProbe
-from hvdlite_runner.host.progress import ask
+from hvdlite_runner.host.processes import ask
+from hvdlite_runner.job.notices import LEAVE_SOCKET, Answer
 
 TIMEOUT_SECONDS = 8.0
 """Seconds to wait for rank 0, which itself waits for the ranks' answers."""
@@ -100,3 +106,31 @@ def _probe(directory: Path) -> ProcessProbe:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise LaunchError(f"{directory} is not the directory of a running job whose ranks have met: rank 0 does not answer, "
                           f"and {PROCESSES_FILE} does not list the ranks ({error})") from None
+
+
+def leave(host: str, job: str) -> int:
+    """Ask for it, print what happens, and return the exit code: 0 when no rank is left on the host, or the job has ended.
+
+    Args:
+        job: the launcher's process id, or the job's directory; "" when there is only one elastic job.
+
+    Raises:
+        LaunchError: when there is no such job or host, or it cannot be left.
+    """
+    path = find_job(job, LEAVE_SOCKET, "--job", "Not elastic, or started on another host: process {}") / LEAVE_SOCKET
+    answer = Answer("")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            connect_unix(connection, str(path))
+            connection.sendall(host.encode())
+            connection.shutdown(socket.SHUT_WR)
+            for line in connection.makefile("rb"):
+                answer = msgspec.json.decode(line, type=Answer)
+                if answer.code:
+                    raise LaunchError(answer.text)
+                print(printable(answer.text), flush=True)
+        except (OSError, ProtocolError, msgspec.DecodeError) as error:
+            raise LaunchError(f"{path} is not served by an elastic job of yours: {error}") from None
+    if answer.code is None:
+        print("the job has ended")
+    return 0

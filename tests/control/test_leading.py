@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdlite.control.base import PeerLost
 from hvdlite.control.doorbell import Doorbell
-from hvdlite.control.star import GRACE_SECONDS, LeaderControl
+from hvdlite.control.star import GRACE_SECONDS, LeaderControl, PeerLost
 from hvdlite.control.wire import Connection
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.leader import Leader

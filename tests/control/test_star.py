@@ -8,19 +8,18 @@ import threading
 import pytest
 
 from hvdlite.control import star, wire
-from hvdlite.control.base import PeerLost
 from hvdlite.control.doorbell import Doorbell
-from hvdlite.control.star import StarControl
+from hvdlite.control.star import ControlPlane, PeerLost
 from hvdlite.control.wire import Connection
 from hvdlite.negotiation.messages import Decision, DirectMessage, DirectMessages, FailureNotice, Message, OobMessage, Report
 
 
-def pair(ours: socket.socket | None = None, theirs: socket.socket | None = None) -> tuple[StarControl, Connection]:
+def pair(ours: socket.socket | None = None, theirs: socket.socket | None = None) -> tuple[ControlPlane, Connection]:
     """Return rank 1's control plane and the connection that rank 0 holds."""
     if ours is None or theirs is None:
         ours, theirs = socket.socketpair()
     doorbells = {0: Doorbell(), 1: Doorbell()}
-    control = StarControl(1, {0: Connection(ours)}, doorbells, {}, heartbeat_timeout=60)
+    control = ControlPlane(1, {0: Connection(ours)}, doorbells, {}, heartbeat_timeout=60)
     far = Connection(theirs)
     far.start()
     return control, far
@@ -98,16 +97,16 @@ def test_ringing_a_bell_while_it_is_closed_touches_no_other_file() -> None:
         assert not errors
 
 
-def hub(hosts: dict[int, tuple[int, ...]], peers: list[int], key: bytes = b"") -> tuple[StarControl, dict[int, Connection]]:
+def hub(hosts: dict[int, tuple[int, ...]], peers: list[int], key: bytes = b"") -> tuple[ControlPlane, dict[int, Connection]]:
     """Return rank 0's control plane and what its peers hold of their connections."""
     pairs = {peer: socket.socketpair() for peer in peers}
     links = {peer: Connection(ours, send_key=key, receive_key=key) for peer, (ours, _) in pairs.items()}
-    control = StarControl(0, links, {0: Doorbell()}, {}, heartbeat_timeout=60, hosts=hosts)
+    control = ControlPlane(0, links, {0: Doorbell()}, {}, heartbeat_timeout=60, hosts=hosts)
     far = {peer: Connection(theirs, send_key=key, receive_key=key) for peer, (_, theirs) in pairs.items()}
     return control, far
 
 
-def close(control: StarControl, far: dict[int, Connection]) -> None:
+def close(control: ControlPlane, far: dict[int, Connection]) -> None:
     control.close()
     for connection in far.values():
         connection.close()

@@ -18,7 +18,7 @@ import pytest
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.kernel_files import anonymous_file
-from hvdlite.core.stack_dump import NO_STACK_DUMP
+from hvdlite.core.launch_contract import NO_STACK_DUMP
 from hvdlite.diagnostics.process_probe import enable_stack_dump
 from hvdlite.memory.fence import Fence, fence_file
 from hvdlite.memory.shared import SharedMemory

@@ -11,7 +11,6 @@ import pytest
 
 from hvdlite.core.device import DeviceArray
 from hvdlite.core.types import ReduceOp
-from hvdlite.runtime import assemble
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
 from tests.gpu_double.gpu import GpuDouble, plane
@@ -53,7 +52,7 @@ class Gpus:
 
 def install_gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     """Give the ranks of `worlds.threads` a double of a GPU each, for one test."""
-    made, real = Gpus(), assemble.assemble_threads
+    made, real = Gpus(), worlds.assemble_threads
     monkeypatch.setattr(worlds, "assemble_threads",
                         lambda *arguments, **options: real(*arguments, **{"devices": made.plane, **options}))
     return made

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, strategies
 
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.deadlock import stuck_ranks
 from hvdlite.negotiation.messages import Blocked, CallWait, GroupCalls, Request, RoundDone, Wait
+from hvdlite.negotiation.stalls import stuck_ranks
 from tests.negotiation.simulation import Simulation
 
 

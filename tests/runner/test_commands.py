@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.core.errors import LaunchError
-from hvdlite_runner.agents.shells import BOOTSTRAP, SSH_DEFAULTS, Shell, explain, forwarded
+from hvdlite_runner.agents.remote_agent import BOOTSTRAP, SSH_DEFAULTS, Shell, explain, forwarded
 from hvdlite_runner.mpirun import INTEL, MPICH, OPEN_MPI, mpirun_command
 from hvdlite_runner.placement import Allocation, Host, expand_nodes, find_allocation, repeat_counts
 

@@ -10,8 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from hvdlite.core.errors import LaunchError
-from hvdlite_runner.host.polled_program import LIMIT_SECONDS
-from hvdlite_runner.job.discovery import DiscoveryScript, discover_once, parse_discovered
+from hvdlite_runner.host.polled_program import LIMIT_SECONDS, DiscoveryScript, discover_once, parse_discovered
 
 
 @pytest.mark.parametrize(("text", "found"), [

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from hvdlite.core.errors import LaunchError
-from hvdlite_runner.host.preemption import preemption_script, seconds_left
+from hvdlite_runner.host.polled_program import preemption_script, seconds_left
 from tests.runner.elastic_jobs import HostsFile, Job
 from tests.worlds import HANGS_SECONDS, HVDRUN, clean_environment
 

@@ -24,8 +24,7 @@ from hvdlite.diagnostics.progress import Reading
 from hvdlite_runner.cli import main
 from hvdlite_runner.messages import ProgressReply, Sample
 from hvdlite_runner.output.job_output import Observers, ProgressObserver
-from hvdlite_runner.reports.record import A_DAY, AT_ONCE, Recorder, RecordFile
-from hvdlite_runner.reports.recorded import jobs_in, report, show_record
+from hvdlite_runner.reports.record import A_DAY, AT_ONCE, Recorder, RecordFile, jobs_in, report, show_record
 from tests.runner.elastic_jobs import Job
 from tests.runner.networks import Hosts, unavailable
 from tests.worlds import HANGS_SECONDS, HVDRUN, clean_environment

@@ -17,11 +17,11 @@ import hvdlite
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.ledger import Ledger
 from hvdlite.diagnostics import progress
-from hvdlite_runner.host.progress import sample, stall_lines
+from hvdlite_runner.host.processes import sample, stall_lines
 from hvdlite_runner.messages import ProgressReply, Sample
 from hvdlite_runner.reports.monitor import Monitor, table
-from hvdlite_runner.reports.profile import rows as profile_rows
 from hvdlite_runner.reports.scaling import Throughput, parse_sweep, saturation, scaling_rows, summary
+from hvdlite_runner.reports.scaling import rows as profile_rows
 from tests.worlds import HVDRUN, clean_environment
 
 
@@ -253,4 +253,4 @@ def test_a_job_of_long_steps_is_judged_too() -> None:
         monitor.take("localhost", ProgressReply({
             0: reading(steps, 0, 0.0, 0.1, early), 1: reading(steps, 0, 0.0, 0.1, late)}))
     assert "rank 1 is late; 40% of each step" in written[-1] and "is late" not in written[250]
-    assert len(monitor._recent) == 6, "the last five steps"
+    assert len(monitor._ledgers) == 6, "the last five steps"

@@ -13,7 +13,7 @@ import pytest
 import hvdlite
 from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
-from hvdlite.runtime import gpu_arrays
+from hvdlite.runtime.arguments import wrap
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
 from tests.gpu_double.cupy import ArrayDouble, on_gpu
@@ -75,4 +75,4 @@ def test_every_collective(gpus: Any) -> None:
 
 def test_without_a_plane_for_gpus(gpus: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"no plane for GPUs; or pass cupy.asnumpy"):
-        gpu_arrays.wrap(on_gpu([1.0]), "x", None, hvdlite.core.types.Collective.ALLREDUCE)
+        wrap(on_gpu([1.0]), "x", None, hvdlite.core.types.Collective.ALLREDUCE)

@@ -30,8 +30,8 @@ from hvdlite.handoff.group_state import GroupState
 from hvdlite.memory.area import Area, area_bytes
 from hvdlite.negotiation.messages import GroupCalls
 from hvdlite.planes.base import Plane
-from hvdlite.runtime.assemble import assemble_threads
 from hvdlite.runtime.runtime import Runtime
+from tests.rank_threads import assemble_threads
 from tests.worlds import HANGS_SECONDS, threads
 
 

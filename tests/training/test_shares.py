@@ -21,7 +21,7 @@ from hvdlite.core.errors import MismatchError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.mirrored import shares as module
-from hvdlite.training.mirrored.replica_group import ReplicaGroup
+from hvdlite.training.mirrored.mirroring import ReplicaGroup
 from hvdlite.training.mirrored.shards import Split, disjoint_shard, equal_split, rows_of_ranks
 from hvdlite.training.mirrored.shares import AHEAD, EVERY, Measured, Shares, balanced, limits_asked, shares_asked
 from tests.worlds import threads

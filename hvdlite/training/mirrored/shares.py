@@ -26,7 +26,7 @@ import numpy as np
 
 from hvdlite.core.errors import MismatchError
 from hvdlite.handoff.handle import Handle
-from hvdlite.training.mirrored.replica_group import ReplicaGroup
+from hvdlite.training.mirrored.mirroring import ReplicaGroup
 from hvdlite.training.mirrored.shards import Split, equal_split, rows_of_ranks
 
 AUTO: Final = "auto"

@@ -10,7 +10,7 @@ import collections
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hvdlite.training.mirrored.replica_group import ReplicaGroup
+from hvdlite.training.mirrored.mirroring import ReplicaGroup
 from hvdlite.training.mirrored.shares import SharesPass
 
 CHUNK = 8192

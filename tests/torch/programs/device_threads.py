@@ -14,10 +14,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hvdlite.core.config import Config
-from hvdlite.runtime.assemble import assemble_threads
 from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch import DistributedOptimizer
 from tests import worlds
+from tests.rank_threads import assemble_threads
 from tests.torch.device_thread import OnDevice, install_device, on_device
 
 

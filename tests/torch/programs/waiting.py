@@ -76,7 +76,7 @@ def interrupt_the_next_wait() -> None:
         raise Alarm
 
     def until_blocked() -> None:
-        while not runtime.is_blocked:
+        while not runtime.handoff.waiters:
             time.sleep(0.01)
         signal.pthread_kill(main, signal.SIGALRM)
 

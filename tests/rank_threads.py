@@ -1,21 +1,48 @@
-"""The control plane of a job of one rank, and of tests between threads of a process: no sockets, no encoding."""
+"""The runtimes of ranks that are threads of one process."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from hvdlite.control.base import Event, ReportReceived
-from hvdlite.negotiation.messages import Decision, DirectMessage, Report
+from hvdlite.control.star import ControlPlane, Event
+from hvdlite.core.config import Config
+from hvdlite.core.world import World
+from hvdlite.engine.connections import Connections
+from hvdlite.engine.oob import OobChannel
+from hvdlite.negotiation.messages import Decision, DirectMessage, RankReport, Report
+from hvdlite.planes.arithmetic import Casts
+from hvdlite.planes.base import Plane
+from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
+from hvdlite.runtime.assemble import DevicePlaneMaker, Learned, coordinator_for
+from hvdlite.runtime.runtime import Runtime
 
+PlaneWrapper = Callable[[int, Plane], Plane]
 _Events: TypeAlias = "queue.SimpleQueue[Event | None]"
 """One rank's incoming events and wake-ups (None): a queue into which a finalizer may put in the middle of a put."""
 
 
-class InprocControl:
-    """Like `StarControl`, between threads."""
+def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank, plane: plane,
+                     casts: Casts | None = None, devices: DevicePlaneMaker | None = None, *,
+                     epoch: int = 0, learned: Learned | None = None) -> list[Runtime]:
+    """Return the runtimes of `size` ranks that live in this process, not yet started; `wrap` may inject faults."""
+    hub = LoopbackHub()
+    casts = casts or Casts.of_numpy()
+    runtimes = []
+    for rank, control in enumerate(InprocControl.star(size)):
+        world = World(rank, size, rank, size, epoch=epoch)
+        plane = wrap(rank, LoopbackPlane(rank, hub, control.wake_rank, casts))
+        oob = OobChannel(rank)
+        gpu_plane = None if devices is None else devices(rank, oob, control.wake)
+        connections = Connections(control, plane, oob, gpu_plane)
+        runtimes.append(Runtime(world, config, connections, coordinator_for(world, config, learned)))
+    return runtimes
+
+
+class InprocControl(ControlPlane):
+    """A control plane between threads of a process: no sockets, no encoding."""
 
     parent = 0
     children: frozenset[int] = frozenset()
@@ -31,7 +58,7 @@ class InprocControl:
         return [cls(rank, queues) for rank in range(size)]
 
     def send_report(self, report: Report) -> None:
-        self._queues[0].put(ReportReceived(self._rank, report))
+        self._queues[0].put(RankReport(self._rank, report))
 
     def send_decision(self, decision: Decision) -> None:
         for other in self._queues[1:]:
