@@ -19,14 +19,15 @@ class ReplicaGroup:
 
     Args:
         process_set: id of the ranks that have replicas; a rank outside is alone.
+        kind: the first part of the label.
 
     Attributes:
         replica_id: from 0 to `size` - 1, in rank order.
         root: the rank of replica 0.
-        label: the strategy's name in this job.
+        label: the name of the strategy, or of another use, in this job.
     """
 
-    def __init__(self, runtime: Runtime, process_set: int) -> None:
+    def __init__(self, runtime: Runtime, process_set: int, kind: str = "mirrored") -> None:
         members = runtime.members(process_set)
         if runtime.world.rank not in members:
             members = (runtime.world.rank,)
@@ -35,7 +36,7 @@ class ReplicaGroup:
         self.replica_id = members.index(runtime.world.rank)
         self.size = len(members)
         self.root = members[0]
-        self.label = runtime.names.label("mirrored", process_set)
+        self.label = runtime.names.label(kind, process_set)
 
     def name(self, kind: str) -> str:
         """Return the next name for one kind of call."""
