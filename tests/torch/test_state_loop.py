@@ -215,8 +215,10 @@ def test_a_rank_is_lost_between_two_epochs(tmp_path: Path, victim: int) -> None:
     assert told["sizes"] == [3] * 5 + [2] * 10, "no finished step is made again"
 
 
-def test_ranks_come_and_go(tmp_path: Path) -> None:
-    with ElasticJob(train, str(tmp_path), 5, (), 0, False, 10**6, slots={"a": 2}, min_np=1, imported=TORCH) as job:
+@pytest.mark.parametrize("shares", [None, "auto", "drawn"])
+def test_ranks_come_and_go(tmp_path: Path, shares: str | None) -> None:
+    with ElasticJob(train, str(tmp_path), 5, (), 0, False, 10**6, -1, shares, slots={"a": 2}, min_np=1,
+                    imported=TORCH) as job:
         job.until_printed(1, "body 3 in 2")
         job.see({"a": 3})
         job.until_printed(2, "in 3")
