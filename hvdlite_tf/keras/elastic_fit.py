@@ -85,6 +85,8 @@ def fit(state: Any, x: Any, y: Any = None, *, batch_size: int | None = None, epo
         raise ValueError("a PyDataset has targets, weights and the batch size in itself: leave out y, sample_weight and "
                          "batch_size")
 
+    known: Shares | None = None
+
     def source(seed: int | None, sharing: Sharing) -> _GlobalSamples | _GlobalBatches:
         return _GlobalSamples(arrays, batch_size or 32, seed, sharing) if is_arrays(x) else _GlobalBatches(x, seed, sharing)
 
@@ -112,7 +114,6 @@ def fit(state: Any, x: Any, y: Any = None, *, batch_size: int | None = None, epo
             state._in_body, model._initial_epoch = False, None
             data.on_epoch_end()
 
-    known: Shares | None = None
     history = keras.callbacks.History()
     seed = ((state._place or {}).get("seed") or order_seed(0)[0]) if shuffles else None
     state.epoch = getattr(state, "epoch", 0)

@@ -191,8 +191,8 @@ def undisturbed(batch: int, epochs: int) -> list[tuple[int, ...]]:
 def test_a_rank_is_killed_in_the_middle_of_an_epoch(tmp_path: Path, victim: int, workers: int, late: bool,
                                                     shares: Any) -> None:
     """The last body of an epoch has 2 rows: fewer than ranks, and then one each."""
-    with ElasticJob(train, str(tmp_path), 5, (6,), workers, late, EPOCHS, -1, shares, slots={"a": 3}, min_np=2, hosts_are_fixed=True,
-                    imported=TORCH) as job:
+    with ElasticJob(train, str(tmp_path), 5, (6,), workers, late, EPOCHS, -1, shares, slots={"a": 3}, min_np=2,
+                    hosts_are_fixed=True, imported=TORCH) as job:
         for member in range(3):
             job.until_printed(member, "body 6 in 3")
         job.kill(victim)

@@ -8,7 +8,7 @@ Rules of "auto"
 - The number of a batch decides its shares. A decision after n batches counts from batch n + ahead on. Who makes such a batch
   waits for the decision. The loop gets as far as n in any case: it makes fewer than `ahead` batches itself before it
   finishes them.
-- In an elastic job each world has shares of its own. They begin with the speeds that ranks have measured in the world before.
+- In an elastic job each world has shares of its own. They begin with the speeds that ranks have measured in earlier worlds.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Shares:
         asked, max_rows = plain(asked), plain(max_rows)
         self.is_auto = asked == AUTO and replicas.size > 1
         self.first = equal_split(replicas.replica_id, replicas.size)
-        self.speed = math.nan if before is None else before.speed
+        self.speed: float = math.nan if before is None else before.speed
         self._ahead = AHEAD + prefetched
         if replicas.size > 1 and compare:
             own = f"shares={asked!r}, max_rows={max_rows!r}", socket.gethostname(), self.speed, self._ahead
