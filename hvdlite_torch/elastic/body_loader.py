@@ -176,18 +176,21 @@ class _Weight:
         self._parameters = {parameter for each in optimizers for group in each.param_groups for parameter in group["params"]}
         for each in values:
             self._parameters.update(each.parameters() if isinstance(each, torch.nn.Module) else ())
-        self._hooks = [each._hooks for each in optimizers if isinstance(each, Distributed) and each._is_attached]
         self._weight = GradientWeight(api.runtime())
-        for hooks in self._hooks:
-            hooks.weighs_itself = True
+        hooks = [each._hooks for each in optimizers if isinstance(each, Distributed) and each._is_attached]
+        self._before = [(each, each.weight) for each in hooks]
+        for each in hooks:
+            each.weight = self._weight
+        self.set(1.0)
 
     def set(self, weight: float) -> None:
         """Multiply the gradients of later backward passes, and those that the script sets itself."""
-        if weight != self._weight.value:
-            self._weight.set(weight, self._parameters, self._hooks)
+        if weight != self._weight.weight:
+            self._weight.set(weight, self._parameters)
 
     def end(self) -> None:
-        """The loop is over."""
-        self.set(1.0)
-        for hooks in self._hooks:
-            hooks.weighs_itself = False
+        """The loop is over; may be called again."""
+        self._weight.set(None, ())
+        for hooks, before in self._before:
+            hooks.weight = before
+        self._before = []

@@ -217,7 +217,9 @@ class ScopeRegistry:
         self._awaiting = []
         parameters = {id(parameter): parameter for optimizer in optimizers
                       for group in optimizer.param_groups for parameter in group["params"]}
-        self.weight.set(weight, parameters.values(), [optimizer._hooks for optimizer in optimizers])
+        self.weight.set(weight, parameters.values())
+        for optimizer in optimizers:
+            optimizer._hooks.weight = self.weight
         lazy = {key for key, parameter in parameters.items() if weight != 1 and is_lazy(parameter)}
         if lazy:
             modules = {module for _, root in self._living_modules() for module in root.modules()}

@@ -135,7 +135,7 @@ class TorchStepReducer(StepReducer):
         count = None if current_samples() is None else float(current_samples())
         weights = self._hooks.reducer.set.weights if count is None else self._hooks.reducer.weigh()
         weights.renew()
-        self._hooks.weight = 1.0 if count is None else count / weights.unit
+        self._hooks.scale = 1.0 if count is None else count / weights.unit
         weights.add(count)
 
     def _hand_over(self, hooks: Hooks, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
