@@ -29,7 +29,7 @@ from hvdlite.training.elastic import run
 from hvdlite.training.mirrored.shares import Shares, plain, shares_asked, shares_of_world
 from hvdlite.training.objects import allgather_object
 from hvdlite.training.positions import by_turns
-from hvdlite.training.step_reducer import current_samples
+from hvdlite.training.step_reducer import current_weight
 from hvdlite_tf.keras import elastic_callbacks, step
 from hvdlite_tf.keras.checkpoint_callback import Checkpoint
 from hvdlite_tf.keras.distributed_model import WRITERS
@@ -323,7 +323,7 @@ def _weighted(model: Any) -> Iterator[None]:
 
     def train_step(*arguments: Any, **named: Any) -> Any:
         with step.one_replica(named.get("data", arguments[-1])), step.penalizing(model), \
-                step.weighted_later(current_samples(), lambda: model.trainable_variables):
+                step.weighted_later(current_weight(), lambda: model.trainable_variables):
             return original(*arguments, **named)
     object.__setattr__(model, "train_step", train_step)
     model.train_function = None

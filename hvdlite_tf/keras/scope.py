@@ -92,7 +92,7 @@ class BaseStrategy(LaunchableStrategy):
         return nullcontext()
 
     def weighted_step(self, samples: Any, variables: Callable[[], Sequence[Any]]) -> AbstractContextManager[None]:
-        """Return the context of a model's step, for the gradients of collectives in it; see `hvdlite_tf.step_samples`.
+        """Return the context of a model's step, for the gradients of collectives in it; see `hvdlite_tf.step_weight`.
 
         Args:
             samples: this rank's number of samples, by which gradients of variables are weighted; None for equal weights.
