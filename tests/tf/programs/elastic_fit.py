@@ -116,7 +116,7 @@ def train(folder: str, batch: int, kind: str = "arrays", gates: tuple[int, ...] 
     hvd.init()
     if shares == "drawn":
         shares = "auto"
-        elastic_fit.shares_of_world = shares_drawn  # type: ignore[assignment]
+        setattr(elastic_fit, "shares_of_world", shares_drawn)  # noqa: B010 - of the module that calls it
     model = compiled(eager=eager)
     state: Any = hvd.elastic.KerasState(model)
     if saves:

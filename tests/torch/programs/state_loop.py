@@ -73,7 +73,7 @@ def train(folder: str, batch: int | str, gates: tuple[int, ...] = (), workers: i
     own_rows: list[int] = []
     if shares == "drawn":
         shares = "auto"
-        body_loader.shares_of_world = shares_drawn  # type: ignore[assignment]
+        setattr(body_loader, "shares_of_world", shares_drawn)  # noqa: B010 - of the module that calls it
     state.on_scale(lambda rows: setattr(state, "scaled", [*state.scaled, rows]))
 
     def wait(body: int) -> None:
