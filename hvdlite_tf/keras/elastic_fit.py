@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,7 +47,8 @@ _NOTHING: list[Any] = [0.0, {}]
 
 
 def fit(state: Any, x: Any, y: Any = None, *, batch_size: int | None = None, epochs: int = 1, callbacks: Any = None,
-        shares: Any = None, **fit_arguments: Any) -> keras.callbacks.History:
+        shares: str | Sequence[float] | Mapping[str, float] | None = None,
+        **fit_arguments: Any) -> keras.callbacks.History:
     """Train the model of a `KerasState`, like its `fit`, while ranks come and go; returns the history of all epochs.
 
     Call it on all ranks, with all samples and the same callbacks. It goes on at `state.epoch`, and ends when `epochs` are
