@@ -84,7 +84,7 @@ class SamplerEpoch:
             indices = self._waiting.popleft()
             if self._shares is not None:
                 self.rows.append(len(indices))
-                indices = indices[self._shares.own(len(indices))]
+                indices = self._shares.taken(indices)
             yield indices
 
     def look_ahead(self, received: int) -> None:
