@@ -33,7 +33,7 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradients.arrays import Gradient, Rows
 from hvdlite.training.gradients.framework import SMALL
 from hvdlite.training.objects import allgather_object
-from hvdlite.training.step_reducer import ArrayStepReducer, current_samples
+from hvdlite.training.step_reducer import ArrayStepReducer, current_weight
 from hvdlite_tf import gpu
 from hvdlite_tf.arrays import as_array, as_tensor, run
 from hvdlite_tf.errors import as_tensorflow, remembering
@@ -128,7 +128,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
     def _reduce_eagerly(self, sent: dict[int, _Sent], variables: dict[int, Any]) -> dict[int, list[tf.Tensor]]:
         """Return the reduced gradients by slot, as their parts; slots for which no rank has a gradient are missing."""
         given = {slot: _gradient([as_array(part) for part in each.parts]) for slot, each in sent.items()}
-        counted = None if current_samples() is None else float(current_samples())
+        counted = None if current_weight() is None else float(current_weight())
         self._enqueue(given, variables, counted)
         reduced = self._finish(variables, counted)
         return {slot: [as_tensor(part) for part in _parts(gradient)] for slot, gradient in reduced.items()}
@@ -153,7 +153,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
                 last_world[0] = self.world
         specs = {slot: sent[slot].parts[0] if slot in sent else self._spec(slot, variables[slot]) for slot in kinds}
         lacking = {slot: (tuple(specs[slot].shape), specs[slot].dtype.as_numpy_dtype) for slot in kinds if slot not in sent}
-        counted = [] if current_samples() is None else [tf.cast(current_samples(), tf.float64)]
+        counted = [] if current_weight() is None else [tf.cast(current_weight(), tf.float64)]
         if GradientKind.SPARSE not in kinds.values() and gpu.may_be_there(list(specs.values()), self._op):
             def reduce_there(*tensors: tf.Tensor) -> list[tf.Tensor]:
                 begin()
@@ -171,13 +171,13 @@ class TensorFlowStepReducer(ArrayStepReducer):
         part_counts = {slot: len(parts) for slot, parts in rest.items()}
 
         def reduce_rest(*arrays: Array) -> list[Array]:
-            own_samples = float(arrays[sum(part_counts.values())]) if counted_here else None
+            own_weight = float(arrays[sum(part_counts.values())]) if counted_here else None
             begin()
             each = iter(arrays)
             given = {slot: _gradient([next(each) for _ in range(count)]) for slot, count in part_counts.items()}
             given |= {slot: _zeros(kinds[slot], *spec) for slot, spec in lacking.items()}
-            self._enqueue(given, slots, own_samples)
-            reduced = self._finish(kinds, own_samples)
+            self._enqueue(given, slots, own_weight)
+            reduced = self._finish(kinds, own_weight)
             return [part for slot in kinds for part in _parts(reduced[slot])]
         counted_here = bool(counted)
         dtypes, shapes = [], []
@@ -190,19 +190,19 @@ class TensorFlowStepReducer(ArrayStepReducer):
         return {slot: [next(outputs)] if kind is GradientKind.DENSE else [next(outputs), next(outputs)]
                 for slot, kind in kinds.items()}
 
-    def _reduce_together(self, gradients: Sequence[tf.Tensor], samples: float | None) -> list[tf.Tensor]:
+    def _reduce_together(self, gradients: Sequence[tf.Tensor], weight: float | None) -> list[tf.Tensor]:
         """Return the reductions of dense gradients, where they are; all ranks have one for each of these variables.
 
         Args:
-            samples: this rank's number of samples, if ranks are weighted by samples.
+            weight: this rank's, if averages are weighted.
         """
+        given = _times(gradients, self._factor(weight))
         if not self.is_shared:
             self._step_begins()
-            return _times(gradients, 0.0 if samples == 0 else 1.0)
-        given = _times(gradients, self._weight(samples))
+            return given
         assert self._reducer is not None
         rounds = self._reducer.reducer.set
-        rounds.weights.add(samples)
+        rounds.weights.add(weight)
         reduced = reduce_together(given, f"{self.label}.gradients", rounds.op, rounds.prescale, rounds.postscale,
                                   self._process_set)
         if rounds.weights.are_used:

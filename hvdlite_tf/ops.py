@@ -26,7 +26,7 @@ from hvdlite_tf import gpu
 from hvdlite_tf.arrays import check_dtypes, run
 from hvdlite_tf.compression import Compression, Compressor
 from hvdlite_tf.errors import as_tensorflow, graph_name
-from hvdlite_tf.step_samples import samples_of_step
+from hvdlite_tf.step_weight import weight_of_step
 
 Average, Sum, Adasum = api.Average, api.Sum, api.Adasum
 Min, Max, Product = api.Min, api.Max, api.Product
@@ -300,7 +300,7 @@ def _pull_back(name: str, adjoint: Callable[..., list[tf.Tensor]]) -> Callable[.
 
     The weights are the numbers of samples, because a common factor cancels. 16-bit gradients could overflow with it.
     """
-    samples = samples_of_step()
+    samples = weight_of_step()
 
     def weighted(*upstream: tf.Tensor) -> list[tf.Tensor]:
         wide = [tf.cast(each, tf.float32 if each.dtype.size == 2 else each.dtype) for each in upstream]

@@ -20,7 +20,7 @@ from hvdlite.core.array import Array
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.moments import combined_moments
-from hvdlite_tf.step_samples import samples_of_step
+from hvdlite_tf.step_weight import weight_of_step
 
 _MARK = "_hvdlite_original"
 
@@ -127,7 +127,7 @@ def moments(inputs: Any, mask: Any, axes: Sequence[int], name: str, process_set:
 def _combine(own: Any, name: str, process_set: int) -> Any:
     """Return (count, mean, variance) of each channel over all ranks, from this rank's. Differentiable."""
     from hvdlite_tf.keras.backends import call  # here, because that package imports this module
-    counted = samples_of_step()
+    counted = weight_of_step()
 
     def combined(own: Any) -> Any:
         return call(lambda arrays: [_gathered(arrays[0], name, process_set)], [own])[0]

@@ -119,7 +119,8 @@ class Slowness:
                 who = f"rank {self.rank} is late"
         text = f"slow: {who}; {self.share:.0%} of each step. The likely cause: {CAUSES[self.cause]}"
         if self.speedup >= 1 + LEAST_SPEEDUP:
-            text += f". Shares of batches by speed would give {self.speedup:.1f} x: MirroredStrategy(shares=\"auto\")"
+            text += (f". Shares of batches by speed would give {self.speedup:.1f} x: shares=\"auto\" of MirroredStrategy or "
+                     "state.loop")
         if self.slowest is not None:
             text += f". {self.slowest}"
         if self.link is not None:

@@ -21,25 +21,25 @@ from hvdlite.training.arguments import check_compression, factors, group_ids
 from hvdlite.training.gradients.arrays import ArrayReducer, Gradient, Rows, scaled
 from hvdlite.training.gradients.weights import check_weight
 
-_samples: ContextVar[Any] = ContextVar("hvdlite_samples", default=None)
+_weight: ContextVar[Any] = ContextVar("hvdlite_weight", default=None)
 _open: dict[object, Any] = {}
-"""The samples of the contexts that are open, of all threads, in their order."""
+"""The weights of the contexts that are open, of all threads, in their order."""
 
 
 @contextmanager
-def weighted_by_samples(samples: Any) -> Iterator[None]:
-    """Return a context in which averages of gradients are weighted by the ranks' numbers of samples.
+def weighing(weight: Any) -> Iterator[None]:
+    """Return a context in which averages of gradients are weighted.
 
     Args:
-        samples: this rank's number of samples, a number or a scalar tensor; None to weight all ranks equally.
+        weight: this rank's, such as its number of samples: a number or a scalar tensor; None to weight all ranks equally.
     """
-    token, key = _samples.set(samples), object()
-    _open[key] = samples
+    token, key = _weight.set(weight), object()
+    _open[key] = weight
     try:
         yield
     finally:
         del _open[key]
-        _samples.reset(token)
+        _weight.reset(token)
 
 
 @contextmanager
@@ -55,24 +55,24 @@ def weighted_by(weight: Any, op: ReduceOp) -> Iterator[None]:
         return
     if op is not ReduceOp.AVERAGE:
         raise UnsupportedError(f"weight={weight!r} weights averages: it needs op=Average, not {op.name.capitalize()}")
-    if current_samples() is not None:
+    if current_weight() is not None:
         raise UnsupportedError(f"weight={weight!r} is for optimizers and tapes outside of a scope: a MirroredStrategy "
                                "weighs ranks by their rows")
     with suppress(TypeError):  # a compiled function is being made
         float(weight)
         check_weight(weight, api.rank())
-    with weighted_by_samples(weight):
+    with weighing(weight):
         yield
 
 
-def current_samples() -> Any:
-    """Return the number of samples of the current `weighted_by_samples` context, or None.
+def current_weight() -> Any:
+    """Return this rank's weight in the current `weighing` context, or None.
 
     torch carries out backward passes on a GPU in threads of its own. There, the newest context of any thread is current.
     """
     if is_foreign_thread():
         return next(iter(list(_open.values())[-1:]), None)
-    return _samples.get()
+    return _weight.get()
 
 
 class StepReducer(Learner):
@@ -277,40 +277,39 @@ class ArrayStepReducer(StepReducer):
         target_for = getattr(self._compression, "target_for", None)
         return (target_for(dtype) if target_for is not None else None) or dtype
 
-    def _enqueue(self, gradients: dict[int, Gradient], slots: Collection[int], samples: float | None) -> None:
+    def _enqueue(self, gradients: dict[int, Gradient], slots: Collection[int], weight: float | None) -> None:
         """Enqueue gradients of the round by slot.
 
         Args:
             slots: the slots of all variables of the round.
-            samples: this rank's number of samples, if ranks are weighted by samples.
+            weight: this rank's, if averages are weighted.
         """
+        factor = self._factor(weight)
         if not self.is_shared:
-            weight = 0.0 if samples == 0 else 1.0
-            self._alone.update((slot, scaled(_copied(gradient), weight)) for slot, gradient in gradients.items())
+            self._alone.update((slot, scaled(_copied(gradient), factor)) for slot, gradient in gradients.items())
             return
         assert self._reducer is not None
         self._reducer.expect(slots)
-        weight = self._weight(samples)
         for slot, gradient in reversed(gradients.items()):  # the last layers' gradients came first
-            self._reducer.hand_over(slot, scaled(gradient, weight))
+            self._reducer.hand_over(slot, scaled(gradient, factor))
 
     def is_weightless(self, weight: float) -> bool:
         return self._reducer.reducer.set.weights.is_zero if self._reducer is not None and self.is_shared else weight == 0
 
-    def _weight(self, samples: float | None) -> float:
-        """Return by what this rank's gradients are multiplied before the reduction."""
+    def _factor(self, weight: float | None) -> float:
+        """Return by what this rank's gradients are multiplied before the reduction; alone, those of weight 0 are zeros."""
+        if weight is None or not self.is_shared:
+            return 0.0 if weight == 0 else 1.0
         assert self._reducer is not None
-        if samples is None:
-            return 1.0
         weights = self._reducer.reducer.weigh()
         weights.renew()
-        return check_weight(samples, api.rank()) / weights.unit
+        return check_weight(weight, api.rank()) / weights.unit
 
-    def _finish(self, slots: Collection[int], samples: float | None) -> dict[int, Gradient]:
+    def _finish(self, slots: Collection[int], weight: float | None) -> dict[int, Gradient]:
         """Return the reduced gradients, by slot.
 
         Args:
-            samples: Like `_enqueue`.
+            weight: Like `_enqueue`.
 
         Raises:
             MismatchError: if another rank had a gradient for a variable that is not among these.
@@ -320,7 +319,7 @@ class ArrayStepReducer(StepReducer):
             self._step_begins()
             return alone
         assert self._reducer is not None
-        self._reducer.reducer.set.weights.add(samples)
+        self._reducer.reducer.set.weights.add(weight)
         reduced = self._reducer.finish()
         others = sorted(reduced.keys() - set(slots))
         if others:

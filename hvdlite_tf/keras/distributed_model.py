@@ -18,7 +18,7 @@ from keras.src.trainers.data_adapters.array_slicing import train_validation_spli
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import broadcast_object
-from hvdlite.training.step_reducer import current_samples
+from hvdlite.training.step_reducer import current_weight
 from hvdlite_tf.keras import shards, step
 from hvdlite_tf.keras.broadcast import read_back
 from hvdlite_tf.keras.evaluation_data import EvaluationData, without_warnings
@@ -164,7 +164,7 @@ class DistributedModel:
         return self.original["predict_step"](*_given(arguments, is_bare), **named)
 
     def _weighted(self) -> AbstractContextManager[None]:
-        return self._strategy.weighted_step(current_samples(), lambda: self._model.trainable_variables)
+        return self._strategy.weighted_step(current_weight(), lambda: self._model.trainable_variables)
 
     def _symbolic_build(self, *arguments: Any, **named: Any) -> None:
         """Like the model's. On TensorFlow a model that cannot be built here is built by its step, as without a strategy."""

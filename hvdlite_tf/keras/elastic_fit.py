@@ -1,8 +1,8 @@
 """`hvd.elastic.fit`: a training of Keras whose samples do not depend on the world (docs/elastic.md#keras).
 
 It is `elastic.run` around one `model.fit` per world. Body b of an epoch has the samples b*B to (b+1)*B of the epoch's order,
-where B is the global batch; ranks take shares that differ by one row at most, and are weighted by rows, as in a scope. A
-batch with fewer rows than there are ranks goes to all of them whole.
+where B is the global batch; ranks take shards by their shares, and are weighted by rows, as in a scope. A batch with fewer
+rows than there are ranks goes to all of them whole. A place counts rows of all ranks: shares may change.
 
 What belongs to the state, as plain data:
 
@@ -17,25 +17,26 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvdlite import api
 from hvdlite.training.elastic import run
-from hvdlite.training.mirrored.shards import equal_split
+from hvdlite.training.mirrored.shares import Shares, plain, shares_asked, shares_of_world
 from hvdlite.training.objects import allgather_object
 from hvdlite.training.positions import by_turns
-from hvdlite.training.step_reducer import current_samples
+from hvdlite.training.step_reducer import current_weight
 from hvdlite_tf.keras import elastic_callbacks, step
 from hvdlite_tf.keras.checkpoints import Checkpoint
 from hvdlite_tf.keras.distributed_model import WRITERS
 from hvdlite_tf.keras.optimizer import distributed_in
 from hvdlite_tf.keras.order import order_seed
 from hvdlite_tf.keras.resumable_data import Batches, CountsSteps, ResumableData, Samples
-from hvdlite_tf.keras.shards import as_arrays, is_arrays, rows_of, select_rows
+from hvdlite_tf.keras.shards import Sharing, as_arrays, is_arrays, rows_of, select_rows
 
 _REFUSED = {"initial_epoch": "set state.epoch", "validation_split": "give validation_data",
             "steps_per_epoch": "an epoch has all samples"}
@@ -46,6 +47,7 @@ _NOTHING: list[Any] = [0.0, {}]
 
 
 def fit(state: Any, x: Any, y: Any = None, *, batch_size: int | None = None, epochs: int = 1, callbacks: Any = None,
+        shares: str | Sequence[float] | Mapping[str, float] | None = None,
         **fit_arguments: Any) -> keras.callbacks.History:
     """Train the model of a `KerasState`, like its `fit`, while ranks come and go; returns the history of all epochs.
 
@@ -58,16 +60,21 @@ def fit(state: Any, x: Any, y: Any = None, *, batch_size: int | None = None, epo
         batch_size: samples of a global batch of all ranks together, of arrays; default: 32.
         callbacks: their public attributes with plain data go on: numbers and texts as at the last batch, others as at the
             end of the last epoch. Callbacks that write files run on rank 0 only.
+        shares: of the ranks in global batches, as for `MirroredStrategy`: None for equal ones, a list with a number for each
+            rank, a dict by host name, or "auto". In each world those of its ranks and hosts count; ranks without a number
+            get the mean of the others' shares.
         fit_arguments: of the model's `fit`. Each rank evaluates all of `validation_data`.
 
     Raises:
         TypeError: for a state without a model, and for data that have no places: generators, tf.data, DataLoaders.
-        ValueError: for an optimizer that is not distributed, callbacks that keep places themselves, and arguments of `fit`
-            that have no meaning here.
+        ValueError: for an optimizer that is not distributed, callbacks that keep places themselves, other shares, and
+            arguments of `fit` that have no meaning here.
+        MismatchError: on all ranks, when they ask for different shares.
     """
     model = getattr(state, "model", None)
     given = [each for each in keras.tree.flatten(getattr(callbacks, "callbacks", callbacks)) if each is not None]
     _check(model, given, fit_arguments)
+    shares_asked(plain(shares), (), is_elastic=True)
     weights = fit_arguments.pop("sample_weight", None)
     shuffles, class_weight = fit_arguments.pop("shuffle", True), fit_arguments.pop("class_weight", None)
     if is_arrays(x):
@@ -79,26 +86,32 @@ def fit(state: Any, x: Any, y: Any = None, *, batch_size: int | None = None, epo
         raise ValueError("a PyDataset has targets, weights and the batch size in itself: leave out y, sample_weight and "
                          "batch_size")
 
-    def source(seed: int | None) -> _GlobalSamples | _GlobalBatches:
-        return _GlobalSamples(arrays, batch_size or 32, seed) if is_arrays(x) else _GlobalBatches(x, seed)
+    known: Shares | None = None
+
+    def source(seed: int | None, sharing: Sharing) -> _GlobalSamples | _GlobalBatches:
+        return _GlobalSamples(arrays, batch_size or 32, seed, sharing) if is_arrays(x) else _GlobalBatches(x, seed, sharing)
 
     def train(state: Any) -> None:
+        nonlocal known
+        known = shares_of_world(shares, known)
+        sharing = Sharing(known)
         if state._place["epoch"] != state.epoch:  # the script has set it
             state._place = _begin_of(state.epoch, state._place["seed"])
-        shared = source(state._place["seed"])
+        shared = source(state._place["seed"], sharing)
         data = ResumableData(shared)
         data.class_weight = class_weight
         bodies = _Bodies(data, shared, state, [*given, history], epochs)
-        own = list(filter(_runs_here, given))
+        going_on = keras.callbacks.LambdaCallback(on_train_begin=bodies.go_on)
+        own = [bodies, sharing, *filter(_runs_here, given), history, going_on]
         quiet = {} if api.rank() == 0 else {"verbose": 0}
         try:
             with _weighted(model):
                 model.fit(data, epochs=epochs, initial_epoch=epochs if state._place["stopped"] else data.epoch,
-                          callbacks=[bodies, *own, history, keras.callbacks.LambdaCallback(on_train_begin=bodies.go_on)],
-                          **{**fit_arguments, **quiet})
+                          callbacks=own, **{**fit_arguments, **quiet})
             bodies.note()
             state._end_bodies()
         finally:
+            sharing.end()
             state._in_body, model._initial_epoch = False, None
             data.on_epoch_end()
 
@@ -128,37 +141,63 @@ def _check(model: Any, callbacks: Sequence[Any], fit_arguments: dict[str, Any]) 
                              "it out, and call state.checkpoint(directory) for checkpoints on a disk")
 
 
+class _Shards:
+    """This rank's shards of bodies.
+
+    Args:
+        sharing: divides global batches.
+
+    Attributes:
+        counted: by the position after a body, how many of its rows this rank counts, once it is loaded: all ranks have the
+            whole batch where there are fewer rows than ranks.
+    """
+
+    def __init__(self, sharing: Sharing) -> None:
+        self._sharing = sharing
+        self.counted: dict[int, float] = {}
+
+    def own(self, index: int, end: int, rows: int) -> slice:
+        """Return this rank's rows of a body.
+
+        Args:
+            index: of the body in a pass.
+            end: the position after it.
+            rows: of all ranks.
+        """
+        own = self._sharing.own(index, rows)
+        self.counted[end] = (own.stop - own.start) / (api.size() if rows < api.size() else 1)
+        return own
+
+
 class _GlobalSamples(Samples):
     """Samples of arrays, in global batches."""
 
-    def rest(self, epoch: int, consumed: int) -> list[tuple[int, Any]]:
-        bodies = by_turns(self.order(epoch), consumed, 0, 1, self.length)
-        split = equal_split(api.rank(), api.size())
-        return [(end, body[split.own(len(body))]) for end, body in bodies]
+    def __init__(self, arrays: tuple[Any, ...], batch_size: int, seed: int | None, sharing: Sharing) -> None:
+        super().__init__(arrays, batch_size, seed)
+        self.shards = _Shards(sharing)
 
-    def rows(self, begin: int, end: int, loaded: Any) -> int:
-        """Return the rows of all ranks in a body."""
-        return end - begin
+    def rest(self, epoch: int, consumed: int) -> list[tuple[int, Any]]:
+        return by_turns(self.order(epoch), consumed, 0, 1, self.length)
+
+    def load(self, epoch: int, consumed: int) -> Iterator[Any]:
+        for index, (end, rows) in enumerate(self.rest(epoch, consumed)):
+            yield select_rows(self._arrays, np.array(rows[self.shards.own(index, end, len(rows))]))
 
 
 class _GlobalBatches(Batches):
     """Batches of a PyDataset, which are global ones."""
 
-    def __init__(self, dataset: Any, seed: int | None) -> None:
+    def __init__(self, dataset: Any, seed: int | None, sharing: Sharing) -> None:
         super().__init__(dataset, seed)
-        self._rows: dict[int, int] = {}  # by a batch's index
+        self.shards = _Shards(sharing)
 
     def rest(self, epoch: int, consumed: int) -> list[tuple[int, Any]]:
         return by_turns(self.order(epoch), consumed, 0, 1)
 
     def load(self, epoch: int, consumed: int) -> Iterator[Any]:
-        for (_, [index]), batch in zip(self.rest(epoch, consumed), super().load(epoch, consumed), strict=True):
-            self._rows[index] = rows = rows_of(batch)
-            yield select_rows(batch, equal_split(api.rank(), api.size()).own(rows))
-
-    def rows(self, begin: int, end: int, loaded: Any) -> int:
-        """Return the rows of all ranks in a body that has been loaded."""
-        return self._rows[loaded[0]]
+        bodies = zip(self.rest(epoch, consumed), super().load(epoch, consumed), strict=True)
+        for index, ((end, _), batch) in enumerate(bodies):
+            yield select_rows(batch, self.shards.own(index, end, rows_of(batch)))
 
 
 class _Bodies(CountsSteps):
@@ -206,13 +245,8 @@ class _Bodies(CountsSteps):
         self._state._begin_body()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        begin, rows = self._data._consumed, self._now[0]
-        for end, loaded in self._rest[:batch + 1]:
-            if end > begin:
-                own = self._source.rows(begin, end, loaded)
-                rows += own * equal_split(api.rank(), api.size()).weight(own) / api.size()
-                begin = end
-        self._now = [rows, dict(logs)]
+        counted = sum(self._source.shards.counted[end] for end, _ in self._rest[:batch + 1] if end > self._data._consumed)
+        self._now = [self._now[0] + counted, dict(logs)]
         super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -290,7 +324,7 @@ def _weighted(model: Any) -> Iterator[None]:
 
     def train_step(*arguments: Any, **named: Any) -> Any:
         with step.one_replica(named.get("data", arguments[-1])), step.penalizing(model), \
-                step.weighted_later(current_samples(), lambda: model.trainable_variables):
+                step.weighted_later(current_weight(), lambda: model.trainable_variables):
             return original(*arguments, **named)
     object.__setattr__(model, "train_step", train_step)
     model.train_function = None

@@ -22,7 +22,7 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.arguments import WRAPPED, check_passes, chosen_groups
-from hvdlite.training.step_reducer import StepReducer, weighted_by, weighted_by_samples
+from hvdlite.training.step_reducer import StepReducer, weighing, weighted_by
 from hvdlite_tf.compression import Compression, Compressor
 from hvdlite_tf.keras.backends import call, create_step_reducer
 from hvdlite_tf.variables import local_variables
@@ -191,7 +191,7 @@ class _Distributed:
 
     def _hvdlite_reduced_once_a_step(self, grads: list[Any], variables: list[Any]) -> list[Any]:
         """Reduce accumulated gradients, all of which count alike."""
-        with weighted_by_samples(None):
+        with weighing(None):
             if keras.backend.backend() != "jax":
                 return self._hvdlite_reduced(grads, variables)
             # Keras updates on every batch there, and keeps the update of the last one of a step.

@@ -17,7 +17,7 @@ import numpy as np
 from hvdlite import api
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.mirrored.mirroring import ReplicaGroup
+from hvdlite.training.mirrored.replica_group import ReplicaGroup
 from hvdlite.training.mirrored.scopes import LaunchableStrategy, Scopes
 from hvdlite.training.mirrored.shares import Shares
 from hvdlite.training.objects import broadcast_object
@@ -91,7 +91,7 @@ class BaseStrategy(LaunchableStrategy):
         return nullcontext()
 
     def weighted_step(self, samples: Any, variables: Callable[[], Sequence[Any]]) -> AbstractContextManager[None]:
-        """Return the context of a model's step, for the gradients of collectives in it; see `hvdlite_tf.step_samples`.
+        """Return the context of a model's step, for the gradients of collectives in it; see `hvdlite_tf.step_weight`.
 
         Args:
             samples: this rank's number of samples, by which gradients of variables are weighted; None for equal weights.

@@ -28,7 +28,7 @@ from keras.src.losses import loss
 
 from hvdlite import api
 from hvdlite.core.array import Array
-from hvdlite.training.step_reducer import weighted_by_samples
+from hvdlite.training.step_reducer import weighing
 from hvdlite_tf.keras.backends import call
 
 _log = logging.getLogger("hvdlite")
@@ -137,7 +137,7 @@ def one_replica(data: Any, is_share: bool = True, is_part: bool = False) -> Iter
     step = Step(data, is_share, is_part)
     token = _current.set(step)
     try:
-        with weighted_by_samples(step.samples if is_share else None):
+        with weighing(step.samples if is_share else None):
             yield
     finally:
         _current.reset(token)

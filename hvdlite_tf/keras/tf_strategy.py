@@ -21,7 +21,7 @@ from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.mirrored.scopes import parse_reduce_op
 from hvdlite.training.objects import allgather_object
-from hvdlite_tf import ops, step_samples
+from hvdlite_tf import ops, step_weight
 from hvdlite_tf.keras import scope, step
 from hvdlite_tf.keras.shards import distributed_dataset, local_dataset
 from hvdlite_tf.variables import RANDOM_STATE
@@ -92,7 +92,7 @@ class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ign
         """
         current = step.current()
         data = [] if current is None else current.tensors
-        with step_samples.kept_in(self._samples), tf.control_dependencies(data):
+        with step_weight.kept_in(self._samples), tf.control_dependencies(data):
             if samples is None:
                 yield
                 return

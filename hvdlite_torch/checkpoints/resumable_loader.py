@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class PositionedLoader:
         self._sampler: Any = batched if self._batch_sampler is None else self._batch_sampler.sampler
         self._stand_in: torch.Generator | None = None  # for torch's default generator
         self._seeds = torch.Generator()  # of workers
-        self._indices: list[Any] = []  # stands in for the sampler or the batch sampler
+        self._indices = _Indices()  # stands in for the sampler or the batch sampler
         self._left: list[tuple[int, Any]] | None = None  # of this epoch, since the iteration began
         self._inner = copy.copy(loader)
         vars(self._inner).update({  # DataLoader refuses assignments: its iterators would not notice
@@ -151,13 +151,15 @@ class PositionedLoader:
                 self._stand_in.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         return self._stand_in
 
-    def _loaded(self, items: list[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    def _loaded(self, items: list[tuple[int, Any]], own: Callable[[Any], Any] = lambda indices: indices
+                ) -> Iterator[tuple[int, Any]]:
         """Yield a batch for each item: the position after it, and the batch.
 
         Args:
             items: pairs of the position and the indices.
+            own: returns this rank's part of the next item's indices, when the loader asks for that.
         """
-        self._indices[:] = [indices for _, indices in items]
+        self._indices[:], self._indices.own = [indices for _, indices in items], own
         self._seeds.manual_seed(hash((torch.initial_seed(), self.epoch, self._consumed, api.rank())) % 2**63)
         for batch, (position, _) in zip(self._inner, items, strict=False):  # the loader comes first: it has to end, too
             yield position, batch
@@ -165,6 +167,15 @@ class PositionedLoader:
     def _end_epoch(self) -> None:
         self.epoch += 1
         self._consumed, self._begin, self._checksum, self._drawn, self._left = 0, None, None, None, None
+
+
+class _Indices(list[Any]):
+    """Indices of which the loader gets this rank's part."""
+
+    own: Callable[[Any], Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.own, super().__iter__())
 
 
 class ResumableLoader(PositionedLoader):

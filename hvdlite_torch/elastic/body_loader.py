@@ -1,8 +1,8 @@
 """`state.loop`: the bodies of a training loop, whose samples do not depend on the world.
 
 Body b of an epoch has the samples b*B to (b+1)*B of the epoch's order, where B is the global batch. Ranks load and take
-shards that differ by at most one row, and their gradients are weighted by rows, so the average is that of the global batch.
-A batch with fewer rows than there are ranks goes to all of them whole, as in a scope.
+shards by their shares, as in a scope, and their gradients are weighted by rows, so the average is that of the global batch.
+A batch with fewer rows than there are ranks goes to all of them whole. A place counts rows of all ranks: shares may change.
 
 The place belongs to the state (`_place`): what `PositionedLoader.state_dict` returns. Rank 0's generator decides the order,
 and its state travels with the place, so any rank can draw the order again.
@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hvdlite import api
-from hvdlite.training.mirrored.shards import equal_split
+from hvdlite.training.mirrored.shares import Shares, SharesPass, shares_of_world
 from hvdlite.training.objects import broadcast_object
 from hvdlite.training.positions import by_turns
 from hvdlite_torch.checkpoints.resumable_loader import PositionedLoader
@@ -60,6 +60,7 @@ class BodyLoader(PositionedLoader):
             raise ValueError(f"state.loop divides samples among ranks itself, and the loader's {sampler} does so, too: give "
                              "the loader all samples (shuffle=True, or a sampler for one process)")
         self._weight: _Weight | None = None  # of the last call of `bodies`
+        self._shares: Shares | None = None  # of the last world
         self._first: dict[str, Any] | None = None  # the place where it began, for a state that goes back to before that
 
     def global_batch(self, asked: int | str | None) -> int:
@@ -78,30 +79,39 @@ class BodyLoader(PositionedLoader):
         return asked
 
     @leave_to_python
-    def bodies(self, state: TorchState, epochs: int, rows: int) -> Iterator[Any]:
+    def bodies(self, state: TorchState, epochs: int, rows: int, shares: Any = None) -> Iterator[Any]:
         """Yield this rank's shards of the bodies that are left of so many epochs.
 
         Args:
             rows: of a global batch.
+            shares: of the ranks, see `Shares`.
 
         Raises:
             HostsUpdatedInterrupt: between bodies, when members come or go.
+            MismatchError: when ranks ask for different shares.
             ValueError: when ranks draw different orders, or the state's place does not fit.
         """
         if self._weight is not None:
             self._weight.end()  # who has left that loop by an error may still refer to it
         self._weight = weight = _Weight(state)
         self._go_on(state)
+        current: SharesPass | None = None
         try:
             while self.epoch < epochs:
-                state._begin_body()  # ranks agree on the order in the first body: else a loss then would undo the last one
+                state._begin_body()  # ranks agree in the first body: else a loss then would undo the last one
+                if current is None:
+                    self._shares = shares_of_world(shares, self._shares, self._depth)
+                else:
+                    current.finished()
                 cut = self._cut(rows)
-                loaded = self._loaded(cut)
+                current = self._shares.begin()
+                loaded = self._loaded(cut, current.taken)
                 for body in range(len(cut)):
                     if body > 0:
                         state._begin_body()
+                        current.finished()
                     end, batch = next(loaded)
-                    weight.set(equal_split(api.rank(), api.size()).weight(end - self._consumed))
+                    weight.set(current.weight(end - self._consumed))
                     self._consumed = end
                     self._note(state)
                     yield batch
@@ -127,12 +137,15 @@ class BodyLoader(PositionedLoader):
     def _note(self, state: TorchState) -> None:
         vars(state).update(_place=self.state_dict(), epoch=self.epoch)
 
+    @property
+    def _depth(self) -> int:
+        """How many batches workers prefetch."""
+        return self._inner.num_workers * (self._inner.prefetch_factor or 0)
+
     def _cut(self, rows: int) -> list[tuple[int, Any]]:
-        """Return the rest of the epoch: the position after each body, and this rank's indices."""
+        """Return the rest of the epoch: the position after each body, and its indices."""
         assert self._batch_sampler is not None
-        bodies = by_turns(self._order(), self._consumed, 0, 1, rows, drops_batch=self._batch_sampler.drop_last)
-        split = equal_split(api.rank(), api.size())
-        return [(end, body[split.own(len(body))]) for end, body in bodies]
+        return by_turns(self._order(), self._consumed, 0, 1, rows, drops_batch=self._batch_sampler.drop_last)
 
     def _order(self) -> list[Any]:
         """Return the order of rank 0's sampler, which all ranks draw from the same state; all ranks call this.
@@ -163,18 +176,21 @@ class _Weight:
         self._parameters = {parameter for each in optimizers for group in each.param_groups for parameter in group["params"]}
         for each in values:
             self._parameters.update(each.parameters() if isinstance(each, torch.nn.Module) else ())
-        self._hooks = [each._hooks for each in optimizers if isinstance(each, Distributed) and each._is_attached]
         self._weight = GradientWeight(api.runtime())
-        for hooks in self._hooks:
-            hooks.weighs_itself = True
+        hooks = [each._hooks for each in optimizers if isinstance(each, Distributed) and each._is_attached]
+        self._before = [(each, each.weight) for each in hooks]
+        for each in hooks:
+            each.weight = self._weight
+        self.set(1.0)
 
     def set(self, weight: float) -> None:
         """Multiply the gradients of later backward passes, and those that the script sets itself."""
-        if weight != self._weight.value:
-            self._weight.set(weight, self._parameters, self._hooks)
+        if weight != self._weight.weight:
+            self._weight.set(weight, self._parameters)
 
     def end(self) -> None:
-        """The loop is over."""
-        self.set(1.0)
-        for hooks in self._hooks:
-            hooks.weighs_itself = False
+        """The loop is over; may be called again."""
+        self._weight.set(None, ())
+        for hooks, before in self._before:
+            hooks.weight = before
+        self._before = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.training.elastic.state import ComparedState, ObjectState, Part, explained, pickled
+from hvdlite.training.mirrored.shares import plain, shares_asked
 from hvdlite.training.replicas import digest, named_parts
 from hvdlite_torch import checkpoints  # noqa: F401 - it knows torch's objects
 from hvdlite_torch.arrays.tensors import on_host
@@ -70,32 +71,38 @@ class TorchState(ComparedState):
         super().__setattr__(name, value)
 
     def loop(self, loader: torch.utils.data.DataLoader[Any], epochs: int,
-             global_batch: int | str | None = None) -> Iterator[Any]:
+             global_batch: int | str | None = None, shares: str | Sequence[float] | Mapping[str, float] | None = None
+             ) -> Iterator[Any]:
         """Yield this rank's shards of the global batches that are left of so many epochs.
 
         Body b of an epoch has the samples b*B to (b+1)*B whatever the world, and a change of the world goes on at the next
-        body. Shards differ by at most one row, and gradients are weighted by rows: losses are means over the batch. The last
-        batch is shared and not padded. `epoch` tells the epoch. No `commit`, `set_epoch` or sampler for ranks is needed.
+        body. Gradients are weighted by rows: losses are means over the batch. The last batch is shared and not padded.
+        `epoch` tells the epoch. No `commit`, `set_epoch` or sampler for ranks is needed.
 
         Args:
             loader: over all samples; persistent workers live on when the world changes.
             epochs: at which the loop ends, counted from `epoch` 0.
             global_batch: samples of all ranks together; by default the loader's batch size. With "scale" it is the loader's
                 batch size times the number of ranks (see `on_scale`).
+            shares: of the ranks in global batches, like those of a `MirroredStrategy`: None for equal ones, a number for
+                each rank (a list) or for each rank on a host (a dict by host name), or "auto" to follow the ranks' speeds.
+                In each world those of its ranks and hosts count; ranks without a number get the mean of the others' shares.
 
         Raises:
             HostsUpdatedInterrupt: between bodies, when members come or go. `hvd.elastic.run` handles it.
+            MismatchError: on all ranks, when they ask for different shares.
             TypeError: for something else than a DataLoader of samples by index.
-            ValueError: for a sampler that divides the samples itself, and for another global batch.
+            ValueError: for a sampler that divides the samples itself, and for another global batch or other shares.
         """
         if self._loop is None or self._loop[0] is not loader:
             self._loop = (loader, BodyLoader(loader))
         bodies = self._loop[1]
         rows = bodies.global_batch(global_batch)
+        shares_asked(plain(shares), (), is_elastic=True)
         if global_batch == SCALE:
             for callback in self._scale_callbacks:
                 callback(rows)
-        return bodies.bodies(self, epochs, rows)
+        return bodies.bodies(self, epochs, rows, shares)
 
     def on_scale(self, callback: Callable[[int], object]) -> None:
         """Call a function with the global batch, in samples, when a loop with `global_batch="scale"` begins in a world.

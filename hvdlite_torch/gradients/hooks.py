@@ -46,9 +46,8 @@ class Hooks(Owner):
 
     Attributes:
         run: the outermost autograd run that computes gradients, while one goes on.
-        weight: by what gradients are multiplied before they are handed over.
-        own_weight: by what gradients are multiplied that the script has set itself.
-        weighs_itself: whether a scope or loop gives gradients their weights.
+        weight: of a scope's or loop's batches, or of passes; gradients that the script sets itself get it here.
+        scale: by what gradients are multiplied before they are handed over.
         on_begin: called before a backward pass hands over its first gradient; returns whether it is to do so.
     """
 
@@ -66,9 +65,8 @@ class Hooks(Owner):
         self._note: Callable[[torch.Tensor], None] | None = None
         self._recorder = Recorder(self._hook)
         self._recorded_layout: object = None  # for which parameters are recorded
-        self.weight = self.own_weight = 1.0
-        self.weighs_itself = False
-        self._pass_weight: GradientWeight | None = None  # once the script gives passes their weights
+        self.weight = GradientWeight(reducer.runtime)
+        self.scale = 1.0
         self._passes_before = 0  # how many passes there had been when the weight was set
         # By parameter, the gradients that the script has set in a step.
         self._weighed: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -78,14 +76,14 @@ class Hooks(Owner):
         """Hand this parameter's gradients over from now on."""
         super().watch(parameter, claims=claims)
         self._recorded_layout = None
-        if self._pass_weight is not None and self._pass_weight.factor.weight is not None:  # it comes before the pass
-            self._pass_weight.set(self._pass_weight.factor.weight, self._parameters())
+        if self.weight.is_pending:  # it comes before the pass
+            self.weight.set(self.weight.weight, self._parameters())
 
     def abandon(self) -> None:
         """The runtime has ended, maybe in the middle of a backward pass: end here too, without waiting for anything."""
         self.reducer.abandon()
-        if self._pass_weight is not None:  # its hooks stay where a graph still has their nodes
-            self._pass_weight.set(None, ())
+        if self.weight.is_pending:  # its hooks stay where a graph still has their nodes
+            self.weight.set(None, ())
         self._leave_run()
         self._unguard()
         self._resting = []
@@ -101,8 +99,9 @@ class Hooks(Owner):
             for parameter in itertools.islice(self._own.values(), 1):
                 self._notice_move(parameter)
             self._renew_unit()
-            if self._weigh_own() or self._has_pending:
-                self._count_pass()  # the weight also counts where the pass has reached no parameter, or there was none
+            self.reducer.admit()  # a parameter that has thawed: it, too, has a weight
+            if self._weigh_own() or self.weight.is_pending:
+                self.weight.count_pass()  # the weight also counts where the pass has reached no parameter, or there was none
             self.before_step.make_final(in_step=in_step)
         finally:
             self._unguard()
@@ -122,22 +121,17 @@ class Hooks(Owner):
         if current is not None and current.is_closed and not weights.has_unit:
             self.finish()  # the unit is different then, and what the next pass computes is not of this round
         self._renew_unit()
-        if self._pass_weight is None:
-            self._pass_weight = GradientWeight(self.reducer.runtime, weights)
+        if self.weight.passes is None:
+            self.weight = GradientWeight(self.reducer.runtime, weights)
         if self.reducer.passes.is_suspended or self.reducer.passes.per_round > 1:
             self.count_unreached()
         self._passes_before = _passes.get(self.reducer.runtime, 0)
-        self._pass_weight.set(weight, parameters)
+        self.weight.set(weight, parameters)
 
     def count_unreached(self) -> None:
         """Passes accumulate: where there was one since the weight was set, but it has not come here, it counts."""
-        if self._has_pending and self._passes_before != _passes.get(self.reducer.runtime, 0):
-            self._count_pass()
-
-    @property
-    def _has_pending(self) -> bool:
-        """Whether there is a weight whose pass has not come here."""
-        return self._pass_weight is not None and self._pass_weight.factor.weight is not None
+        if self.weight.is_pending and self._passes_before != _passes.get(self.reducer.runtime, 0):
+            self.weight.count_pass()
 
     def _parameters(self) -> list[torch.Tensor]:
         return [member.parameter for members in (self.reducer.members.by_key, self.reducer.members.waiting)
@@ -153,12 +147,6 @@ class Hooks(Owner):
             for gradient in accumulated.values():
                 weigh(gradient, factor)
 
-    def _count_pass(self) -> None:
-        """A pass is over, or its gradients were set by the script: the weight was for it only."""
-        if self._pass_weight is not None:
-            self.reducer.set.weights.add(self._pass_weight.factor.weight)
-            self._pass_weight.set(None, ())
-
     def cleared(self) -> None:
         """Like the reducer's."""
         try:
@@ -173,8 +161,8 @@ class Hooks(Owner):
     def stepped(self) -> None:
         """Like the reducer's."""
         self.has_stepped = True
-        if self._pass_weight is not None:
-            self._pass_weight.set(None, ())  # it was for a pass before the step
+        if self.weight.is_pending:  # it was for a pass before the step
+            self.weight.set(None, ())
         self.before_step.stepped()
         self._weighed.clear()
         self._unguard()
@@ -203,7 +191,7 @@ class Hooks(Owner):
     def _record(self) -> None:
         """From here to the end of the backward pass, only record small gradients of learned buckets."""
         layout = self.reducer.layout.together
-        if (not layout or self.elsewhere or self.weight != 1.0
+        if (not layout or self.elsewhere or self.scale != 1.0
                 or self._note is not None or torch.cuda.is_initialized()):
             return  # gradients on GPUs come from other threads, and count from the moment they are accumulated
         if layout is not self._recorded_layout:
@@ -302,15 +290,15 @@ class Hooks(Owner):
         self._due = self._once.copy() if self._is_open else set()
 
     def hand_over(self, parameter: torch.Tensor) -> None:
-        """Hand a gradient over now, times the weight."""
-        if self.weight != 1.0 and (gradient := get_grad(parameter)) is not None:
-            weigh(gradient, self.weight)
+        """Hand a gradient over now."""
+        if self.scale != 1.0 and (gradient := get_grad(parameter)) is not None:
+            weigh(gradient, self.scale)
         self.reducer.accumulated(parameter)
 
     def _weigh_own(self) -> bool:
         """Weigh gradients that the script has set; return whether there are any that have a weight."""
-        weight = self.own_weight if self._pass_weight is None else self._pass_weight.factor()
-        if weight == 1.0 and self._pass_weight is None:
+        weight = self.weight.factor
+        if weight == 1.0 and self.weight.passes is None:
             return False
         own = [member.parameter for member in self.before_step.unseen()
                if self._weighed.get(id(member.parameter)) is not get_grad(member.parameter)]
@@ -340,7 +328,7 @@ class Hooks(Owner):
         for parameter in later:
             self.hand_over(parameter)
         self._weigh_own()
-        self._count_pass()
+        self.weight.count_pass()
         _passes[self.reducer.runtime] = _passes.get(self.reducer.runtime, 0) + 1
         waits = self.reducer.end_pass()
         if not waits:

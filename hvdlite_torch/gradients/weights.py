@@ -32,7 +32,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -42,9 +42,6 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradients.weights import RankWeights
 
-if TYPE_CHECKING:
-    from hvdlite_torch.gradients.hooks import Hooks
-
 transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
 
@@ -53,63 +50,57 @@ _uneven: weakref.WeakSet[GradientWeight | _LaterWeight] = weakref.WeakSet()
 """Weights that may not be 1. Backward passes look here first: autograd does not pass them their scope."""
 
 
-@dataclasses.dataclass(slots=True)
-class Factor:
-    """By what gradients are multiplied. Hooks refer to this only: torch does not let Python see the cycle with more.
-
-    Attributes:
-        weights: have the unit of the weight, which may change before a backward pass; None: it is a factor already.
-        weight: None for none.
-    """
-
-    weights: RankWeights | None
-    weight: float | None = None
-
-    def __call__(self) -> float:
-        """Return the number."""
-        if self.weight is None:
-            return 1.0
-        return self.weight if self.weights is None else self.weight / self.weights.unit
-
-
 class GradientWeight:
     """Multiplies gradients of parameters on this rank before they are accumulated, by hooks that stay.
 
     Args:
         runtime: of this rank.
-        weights: Like `Factor`.
+        passes: counts the weights of backward passes, each of which has its own, and has their unit; None: a scope or loop
+            weighs gradients by rows.
 
     Attributes:
-        factor: by what gradients are multiplied.
+        weight: None for none.
     """
 
-    def __init__(self, runtime: Runtime, weights: RankWeights | None = None) -> None:
-        self.runtime = runtime
-        self.factor = Factor(weights)
-        weakref.finalize(self, setattr, self.factor, "weight", None).atexit = False
+    def __init__(self, runtime: Runtime, passes: RankWeights | None = None) -> None:
+        self.runtime, self.passes = runtime, passes
+        self.weight: float | None = None
         # By a parameter's identity: its dtype and device (with others, torch makes another node), its node, and our hook.
         self._weighted: dict[int, tuple[Any, Any, Any]] = {}
 
     @property
     def value(self) -> float:
         """The weight; 1 where there is none."""
-        return 1.0 if self.factor.weight is None else self.factor.weight
+        return 1.0 if self.weight is None else self.weight
+
+    @property
+    def factor(self) -> float:
+        """By what gradients are multiplied."""
+        return self.value if self.weight is None or self.passes is None else self.weight / self.passes.unit
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it is the weight of a pass that has not come yet."""
+        return self.weight is not None and self.passes is not None
+
+    def count_pass(self) -> None:
+        """A pass is over, or its gradients were set by the script: the weight was for it only."""
+        if self.passes is not None:
+            self.passes.add(self.weight)
+            self.set(None, ())
 
     def nodes(self) -> Iterable[Any]:
         """Return the nodes that accumulate the gradients of the weighted parameters."""
         return [node for _, node, _ in self._weighted.values()]
 
-    def set(self, weight: float | None, parameters: Iterable[torch.Tensor], optimizers: Iterable[Hooks] = ()) -> None:
+    def set(self, weight: float | None, parameters: Iterable[torch.Tensor]) -> None:
         """Weigh the gradients of these parameters and of no others from now on; lazy ones have no gradients yet.
 
         Args:
             weight: 0 makes them zeros, also those that are not finite; None is none.
-            optimizers: weigh gradients that the script sets itself.
         """
-        self.factor.weight = weight
-        for hooks in optimizers:
-            hooks.own_weight = self.value
-        if weight is None or (weight == 1 and self.factor.weights is None):
+        self.weight = weight
+        if weight is None or (weight == 1 and self.passes is None):
             _uneven.discard(self)
             return
         before, self._weighted = self._weighted, {}
@@ -119,7 +110,7 @@ class GradientWeight:
                 self._weighted[key] = before.pop(key)
             elif (kind[0].is_floating_point or kind[0].is_complex) and not (is_lazy(parameter) or parameter.is_inference()):
                 node = _accumulator(parameter)
-                self._weighted[key] = kind, node, node.register_prehook(_multiply_by(self.factor))
+                self._weighted[key] = kind, node, node.register_prehook(_multiply_by(weakref.ref(self)))
         for _, _, hook in before.values():
             hook.remove()
         _uneven.add(self)
@@ -238,9 +229,12 @@ def _accumulator(parameter: torch.Tensor) -> Any:
                 parameter.requires_grad_(False)
 
 
-def _multiply_by(factor: Factor) -> Callable[[tuple[torch.Tensor | None, ...]], tuple[torch.Tensor | None, ...] | None]:
+def _multiply_by(owner: weakref.ref[GradientWeight]
+                 ) -> Callable[[tuple[torch.Tensor | None, ...]], tuple[torch.Tensor | None, ...] | None]:
+    """Return a hook that does not keep its owner alive: torch does not let Python see the cycle that would make."""
     def multiply(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
-        value = factor()
+        weight = owner()
+        value = 1.0 if weight is None else weight.factor
         return None if value == 1 else tuple(None if each is None else times(each, value) for each in gradients)
     return multiply
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from hvdlite.core.errors import MismatchError
-from hvdlite.training.mirrored.mirroring import ReplicaGroup
+from hvdlite.training.mirrored.replica_group import ReplicaGroup
 from hvdlite.training.mirrored.shards import CurrentBatch, Split
 from hvdlite.training.mirrored.shares import Shares, SharesPass
 from hvdlite.training.mirrored.synchronized_sampler import SynchronizedSampler

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import Sampler, Subset
 
 from hvdlite.core.errors import MismatchError
-from hvdlite.training.mirrored.mirroring import ReplicaGroup
+from hvdlite.training.mirrored.replica_group import ReplicaGroup
 from hvdlite_torch.rows import leaves
 
 _COUNTS = ("num_replicas", "_num_replicas", "world_size", "_world_size")

@@ -19,7 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hvdlite.core.errors import MismatchError
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.mirrored.mirroring import MirrorSchedule, ReplicaGroup, TensorKind, agreed_names, matching_tensors
+from hvdlite.training.mirrored.mirroring import MirrorSchedule, TensorKind, agreed_names, matching_tensors
+from hvdlite.training.mirrored.replica_group import ReplicaGroup
 from hvdlite.training.mirrored.scopes import LivingObjects
 from hvdlite_torch.arrays.tensors import as_array, contiguous
 from hvdlite_torch.collectives.broadcasts import (
@@ -267,7 +268,9 @@ class ScopeRegistry:
         self._awaiting = []
         parameters = {id(parameter): parameter for optimizer in optimizers
                       for group in optimizer.param_groups for parameter in group["params"]}
-        self.weight.set(weight, parameters.values(), [optimizer._hooks for optimizer in optimizers])
+        self.weight.set(weight, parameters.values())
+        for optimizer in optimizers:
+            optimizer._hooks.weight = self.weight
         lazy = {key for key, parameter in parameters.items() if weight != 1 and is_lazy(parameter)}
         if lazy:
             modules = {module for _, root in self._living_modules() for module in root.modules()}

@@ -260,7 +260,7 @@ class Distributed(DistributedBase):
             return f"weights averages: it needs op=Average, not {op.name.capitalize()}"
         if self._settings.comm_hook is not None:
             return "cannot be used with comm_hook, which decides itself how gradients are averaged"
-        if self._hooks.weighs_itself:
+        if self._hooks.weight.weight is not None and self._hooks.weight.passes is None:
             return "cannot be used in state.loop, which weighs ranks by their rows: let the loss be a mean over the rows"
         if any(map(members.is_elsewhere, members.parameters())):
             return "cannot be used for an optimizer of whose parameters another one reduces the gradients"
@@ -305,7 +305,7 @@ class Distributed(DistributedBase):
         if self._loss_reduction is None or not self._active:
             return loss
         name, op = self._loss_reduction
-        value = np.array((loss.item() if isinstance(loss, torch.Tensor) else float(loss)) * self._hooks.own_weight)
+        value = np.array((loss.item() if isinstance(loss, torch.Tensor) else float(loss)) * self._hooks.weight.value)
         share = self._hooks.reducer.set.weights.share
         value = np.array(value * share if share else 0.0)  # a loss over nothing may be NaN
         self._runtime.allreduce(name, value, value, op, process_set=self._process_set, blocking=True).wait()

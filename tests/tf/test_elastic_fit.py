@@ -49,16 +49,21 @@ def judge(folder: Path, results: dict[int, Any], backend: str, is_told: bool = T
     return [bodies[at][0][0] for at in sorted(bodies)]
 
 
-@pytest.mark.parametrize("kind", ["arrays", "PyDataset"])
+@pytest.mark.parametrize(("kind", "shares"), [("arrays", None), ("PyDataset", None), ("arrays", "drawn"),
+                                              ("PyDataset", [1, 3])])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_is_killed_in_the_middle_of_an_epoch(tmp_path: Path, backend: str, kind: str) -> None:
+def test_a_rank_is_killed_in_the_middle_of_an_epoch(tmp_path: Path, backend: str, kind: str, shares: Any) -> None:
     """The first is run eagerly, so that the model can tell its samples."""
     is_told = kind == "arrays"
-    with job(backend, str(tmp_path), BATCH, kind, (), (1, "begin", 7), is_told, hosts_are_fixed=True) as running:
+    with job(backend, str(tmp_path), BATCH, kind, (), (1, "begin", 7), is_told, EPOCHS, False, shares,
+             hosts_are_fixed=True) as running:
         results = running.finish()
         assert running.orders[2].restore == (backend == "jax"), f"{running}"
     sizes = judge(tmp_path, results, backend, is_told)
     assert backend == "jax" or sizes == [2] * 7 + [1] * 13, "no finished step is made again"
+    if shares == "drawn" and backend != "jax":
+        lines = map(json.loads, (tmp_path / "ledger.0").read_text(encoding="utf-8").splitlines())
+        assert {len(rows) for _, _, size, rows in lines if size == 2} > {1, 4}
     loss, whole = results[0]["loss"], results[0]["whole"]["loss"]
     assert loss == pytest.approx([whole[0], loss[1], *whole[2:]], abs=1e-4), "only that epoch's mean is another one"
 
@@ -76,7 +81,7 @@ def test_rank_0_is_lost_at_the_end_of_an_epoch(tmp_path: Path, backend: str) -> 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ranks_come_and_go(tmp_path: Path, backend: str) -> None:
     """The one that has come is left in the end, with everything that the first one knew."""
-    with job(backend, str(tmp_path), BATCH, "arrays", (1000,), (-1, "", 0), False, 1000, slots=1) as running:
+    with job(backend, str(tmp_path), BATCH, "arrays", (1000,), (-1, "", 0), False, 1000, False, "auto", slots=1) as running:
         running.until_printed(0, "body 3 in 1")
         running.see({"a": 1, "b": 1})
         running.until_printed(1, "in 2")

@@ -206,7 +206,7 @@ def test_collectives_in_a_graph_stay_on_the_gpu(gpus: Any, tf: Any, seen: Any, m
 @pytest.mark.parametrize("compression", ["none", "bf16"])
 def test_gradients_in_a_graph_go_together_and_stay_on_the_gpu(gpus: Any, tf: Any, seen: Any, compression: str,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    from hvdlite.training.step_reducer import weighted_by_samples
+    from hvdlite.training.step_reducer import weighing
     from hvdlite_tf.gradients import TensorFlowStepReducer
     monkeypatch.setattr(TensorFlowStepReducer, "is_shared", True)
 
@@ -230,7 +230,7 @@ def test_gradients_in_a_graph_go_together_and_stay_on_the_gpu(gpus: Any, tf: Any
 
         @tf.function
         def weighted(samples: Any) -> Any:
-            with weighted_by_samples(samples), hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            with weighing(samples), hvd.DistributedGradientTape(tf.GradientTape()) as tape:
                 loss = tf.reduce_sum(kernel * kernel)
             return tape.gradient(loss, [kernel])
         assert (weighted(tf.constant(4.0))[0].numpy() == 2).all()
@@ -239,7 +239,7 @@ def test_gradients_in_a_graph_go_together_and_stay_on_the_gpu(gpus: Any, tf: Any
     assert "allReduce" in gpus.made[0].launches
 
 
-def test_gradients_that_go_together_are_weighted_by_samples(gpus: Any, tf: Any, waits: list[int]) -> None:
+def test_gradients_that_go_together_are_weighted(gpus: Any, tf: Any, waits: list[int]) -> None:
     from hvdlite_tf.gradients import TensorFlowStepReducer
 
     def step(runtime: Runtime) -> None:

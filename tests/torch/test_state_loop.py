@@ -17,10 +17,12 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset  # noqa: E402
 
 from hvdlite import api  # noqa: E402
+from hvdlite.training.mirrored.shares import Shares  # noqa: E402
 from hvdlite_torch.elastic import ElasticSampler, TorchState, body_loader  # noqa: E402
 from hvdlite_torch.elastic.body_loader import BodyLoader  # noqa: E402
 from tests.elastic_jobs import ElasticJob  # noqa: E402
 from tests.torch.programs.state_loop import EPOCHS, SAMPLES, replay, train  # noqa: E402
+from tests.training.random_shares import draw_shares  # noqa: E402
 from tests.worlds import TORCH  # noqa: E402
 
 
@@ -47,8 +49,18 @@ class Member:
         pass
 
 
+def drawn_shares(rank: int, size: int, seed: int) -> Shares:
+    """Return shares that the number of a body draws; equal ones for seed 0."""
+    replicas: Any = SimpleNamespace(replica_id=rank, size=size)
+    shares = Shares(replicas, "auto", compare=False)
+    shares.is_auto = False
+    if seed:
+        draw_shares(shares, seed)
+    return shares
+
+
 def run_world(patch: pytest.MonkeyPatch, members: list[Member], steps: int, epochs: int, rows: int,
-              ledger: dict[tuple[int, int], list[int]]) -> None:
+              ledger: dict[tuple[int, int], list[int]], seed: int) -> None:
     """Run steps of a world; `ledger` gets the samples of each body of each epoch."""
     place, epoch, sent = members[0]._place, members[0].epoch, list[Any]()
     for rank, member in enumerate(members):
@@ -57,6 +69,7 @@ def run_world(patch: pytest.MonkeyPatch, members: list[Member], steps: int, epoc
         patch.setattr(api, "rank", lambda rank=rank: rank)
         patch.setattr(api, "size", lambda: len(members))
         patch.setattr(api, "runtime", lambda rank=rank: SimpleNamespace(world=SimpleNamespace(rank=rank)))
+        patch.setattr(body_loader, "shares_of_world", lambda *_, rank=rank: drawn_shares(rank, len(members), seed))
         waiting = iter(sent) if rank else None
         patch.setattr(body_loader, "broadcast_object", lambda runtime, value, *_, waiting=waiting: (
             sent.append(value) or value if waiting is None else next(waiting)))
@@ -70,8 +83,9 @@ def run_world(patch: pytest.MonkeyPatch, members: list[Member], steps: int, epoc
 
 @settings(deadline=None, max_examples=60)
 @given(length=st.integers(1, 30), rows=st.integers(1, 8), drops=st.booleans(),
-       worlds=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=5))
-def test_bodies_are_the_same_whatever_the_world(length: int, rows: int, drops: bool, worlds: list[tuple[int, int]]) -> None:
+       worlds=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=5), seed=st.integers(0, 99))
+def test_bodies_are_the_same_whatever_the_world(length: int, rows: int, drops: bool, worlds: list[tuple[int, int]],
+                                                seed: int) -> None:
     def ledger_of(worlds: list[tuple[int, int]]) -> dict[tuple[int, int], list[int]]:
         ledger: dict[tuple[int, int], list[int]] = collections.defaultdict(list)
         members: list[Member] = []
@@ -79,7 +93,7 @@ def test_bodies_are_the_same_whatever_the_world(length: int, rows: int, drops: b
             for size, steps in worlds:
                 members = [*members[:size], *(Member(length, batch_size=2, drop_last=drops)
                                               for _ in range(len(members), size))]
-                run_world(patch, members, steps, 2, rows, ledger)
+                run_world(patch, members, steps, 2, rows, ledger, seed)
         return ledger
     whole = ledger_of([(1, 1000)])
     assert ledger_of([*worlds, (1, 1000)]) == whole
@@ -101,6 +115,9 @@ def test_what_cannot_be_cut_by_position_is_refused(monkeypatch: pytest.MonkeyPat
             (DataLoader(data, batch_sampler=[[0, 1]]), ValueError, "instead of the list a sampler of single samples")):
         with pytest.raises(error, match=text):
             state.loop(loader, 1)
+    for shares in ("fast", [1, 0], {"a": -1}, 3):
+        with pytest.raises(ValueError, match="a list of positive numbers, one a rank, or a dict of them by host"):
+            state.loop(DataLoader(data, 4), 1, shares=shares)
     for wrong in (0, True, 2.5, "all"):
         with pytest.raises(ValueError, match="global_batch is the number of samples of all ranks together"):
             state.loop(DataLoader(data, 4), 1, wrong)
@@ -116,6 +133,7 @@ def test_the_place_goes_back_with_the_state(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(api, "size", lambda: 1)
     monkeypatch.setattr(api, "runtime", lambda: SimpleNamespace(world=SimpleNamespace(rank=0)))
     monkeypatch.setattr(body_loader, "broadcast_object", lambda runtime, value, *_: value)
+    monkeypatch.setattr(body_loader, "shares_of_world", lambda *_: drawn_shares(0, 1, 0))
     loader = DataLoader(torch.arange(10), 4, shuffle=True)
     state = TorchState(torch.nn.Linear(1, 1))
     whole = [batch.tolist() for batch in itertools.islice(state.loop(loader, 3), 5)]
@@ -167,18 +185,24 @@ def undisturbed(batch: int, epochs: int) -> list[tuple[int, ...]]:
     return ledger
 
 
-@pytest.mark.parametrize(("victim", "workers", "late"), [(0, 0, False), (1, 0, True), (2, 2, False)])
-def test_a_rank_is_killed_in_the_middle_of_an_epoch(tmp_path: Path, victim: int, workers: int, late: bool) -> None:
+@pytest.mark.parametrize(("victim", "workers", "late", "shares"), [
+    (0, 0, False, None), (1, 0, True, [3, 1, 2]), (2, 2, False, None), (1, 2, False, "drawn"), (0, 0, True, "drawn"),
+    (2, 0, False, {"no such host": 2})])
+def test_a_rank_is_killed_in_the_middle_of_an_epoch(tmp_path: Path, victim: int, workers: int, late: bool,
+                                                    shares: Any) -> None:
     """The last body of an epoch has 2 rows: fewer than ranks, and then one each."""
-    with ElasticJob(train, str(tmp_path), 5, (6,), workers, late, slots={"a": 3}, min_np=2, hosts_are_fixed=True,
-                    imported=TORCH) as job:
+    with ElasticJob(train, str(tmp_path), 5, (6,), workers, late, EPOCHS, -1, shares, slots={"a": 3}, min_np=2,
+                    hosts_are_fixed=True, imported=TORCH) as job:
         for member in range(3):
             job.until_printed(member, "body 6 in 3")
         job.kill(victim)
         (tmp_path / "gate.6").touch()
         results = job.finish()
+        assert ("have no number for ranks [0, 1, 2]" in job.output(0)) == isinstance(shares, dict)
     told = judge(results)
     assert len(told["ledger"]) == EPOCHS * 5
+    if shares == [3, 1, 2]:
+        assert results[0]["rows"] == [3] * 4 + [2] + [3] * 2 + [4] * 2 + [1] + ([4] * 4 + [1])
     assert told["sizes"] == [3] * (6 + late) + [2] * (9 - late), "no finished step is made again"
     assert all(len(result["loaders"]) == (workers or 1) for result in results.values()), "workers live on"
 
@@ -191,8 +215,10 @@ def test_a_rank_is_lost_between_two_epochs(tmp_path: Path, victim: int) -> None:
     assert told["sizes"] == [3] * 5 + [2] * 10, "no finished step is made again"
 
 
-def test_ranks_come_and_go(tmp_path: Path) -> None:
-    with ElasticJob(train, str(tmp_path), 5, (), 0, False, 10**6, slots={"a": 2}, min_np=1, imported=TORCH) as job:
+@pytest.mark.parametrize("shares", [None, "auto", "drawn"])
+def test_ranks_come_and_go(tmp_path: Path, shares: str | None) -> None:
+    with ElasticJob(train, str(tmp_path), 5, (), 0, False, 10**6, -1, shares, slots={"a": 2}, min_np=1,
+                    imported=TORCH) as job:
         job.until_printed(1, "body 3 in 2")
         job.see({"a": 3})
         job.until_printed(2, "in 3")

@@ -222,10 +222,12 @@ def test_each_backward_pass_weighs_what_is_weighted_afterwards(on_ranks: Any) ->
 
 def test_two_optimizers_with_weights(on_ranks: Callable[..., None]) -> None:
     """A backward pass goes through the layer to the parameters of both; their first passes had other batches."""
+    torch.manual_seed(0)
+    made = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh()), torch.nn.Linear(4, 2)
+
     def train(mine: Sequence[int], convert: Callable[[Any], Any], wrap: Callable[[Any], Any]) -> list[Any]:
-        torch.manual_seed(0)
-        first = convert(torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh()).double())
-        second = torch.nn.Linear(4, 2).double()
+        first, second = (copy.deepcopy(each).double() for each in made)  # ranks are threads, with one generator
+        first = convert(first)
         optimizers = [wrap(torch.optim.SGD(model.parameters(), lr=0.1)) for model in (first, second)]
         for turn in range(8):
             counts = [2 + (5 * turn + 3 * rank) % 4 for rank in mine]

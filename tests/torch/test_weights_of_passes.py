@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,9 @@ torch = pytest.importorskip("torch")
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer  # noqa: E402
-from tests.worlds import threads  # noqa: E402
+from tests.elastic_jobs import ElasticJob  # noqa: E402
+from tests.torch.programs import elastic_weights  # noqa: E402
+from tests.worlds import TORCH, threads  # noqa: E402
 
 
 @pytest.mark.parametrize("wait_in", ["backward", "step"])
@@ -148,3 +151,20 @@ def test_parameters_that_are_added_between_the_weight_and_the_pass() -> None:
             found += [float(parameter.grad[1]) for parameter in parameters if parameter.grad is not None]
         return found
     assert threads(2, step) == [[1.75] * 7] * 2
+
+
+@pytest.mark.parametrize(("compression", "way", "tolerance"), [("none", "passes", 1e-9), ("fp16", "no_sync", 1e-2)])
+def test_worlds_of_an_elastic_job(tmp_path: Path, compression: str, way: str, tolerance: float) -> None:
+    """A rank comes, and one is killed; batches are divided at random, and some ranks have nothing."""
+    with ElasticJob(elastic_weights.train, str(tmp_path), compression, way, slots={"a": 2}, min_np=1, imported=TORCH) as job:
+        job.until_printed(1, "step 4 in 2")
+        job.see({"a": 3})
+        job.until_printed(2, "in 3")
+        job.until(lambda: job.output(2).count(" in 3") > 5)
+        job.kill(0)
+        job.until(lambda: job.output(1).rpartition(" in ")[2].startswith("2"))
+        (tmp_path / "end").touch()
+        results = list(job.finish().values())
+    assert len(results) >= 2 and all(result == results[0] for result in results)
+    for own, wanted in zip(results[0]["parameters"], elastic_weights.replay(results[0]["steps"]), strict=True):
+        torch.testing.assert_close(torch.tensor(own, dtype=torch.float64), wanted, rtol=tolerance, atol=tolerance)

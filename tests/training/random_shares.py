@@ -9,9 +9,8 @@ from hvdlite.training.mirrored.shares import Shares, SharesPass
 
 
 def draw_shares(shares: Shares, seed: int) -> None:
-    """Let the number of a batch draw its shares, of a strategy with shares="auto"."""
+    """Let the number of a batch draw its shares, of a strategy or loop with "auto"."""
     def at(number: int, caller: SharesPass) -> Split:
         rng = random.Random(f"shares {seed} {number}")
         return shares.first._replace(shares=tuple(rng.choice((0.1, 1.0, rng.random() + 0.01)) for _ in shares.first.shares))
-    assert shares.is_auto
     setattr(shares, "at", at)  # noqa: B010 - a method

@@ -21,9 +21,9 @@ from hvdlite.core.errors import MismatchError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.mirrored import shares as module
-from hvdlite.training.mirrored.mirroring import ReplicaGroup
+from hvdlite.training.mirrored.replica_group import ReplicaGroup
 from hvdlite.training.mirrored.shards import Split, disjoint_shard, equal_split, rows_of_ranks
-from hvdlite.training.mirrored.shares import AHEAD, EVERY, Measured, Shares, balanced, limits_asked, shares_asked
+from hvdlite.training.mirrored.shares import AHEAD, EVERY, Measured, Shares, balanced, limits_asked, shares_asked, with_means
 from tests.worlds import threads
 
 SHARES = st.lists(st.floats(0.01, 100), min_size=1, max_size=6).map(tuple)
@@ -161,6 +161,51 @@ def test_shares_and_limits_as_asked() -> None:
     for refused in (0, [8], "8", 1.5, [8, -1]):
         with pytest.raises(ValueError, match="max_rows is the most rows of a rank, or a list of 2 numbers"):
             limits_asked(refused, 2)
+
+
+def test_elastic_worlds_take_the_numbers_of_their_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    def asked(shares: Any, hosts: str) -> tuple[float, ...]:
+        return with_means(shares_asked(shares, list(hosts), is_elastic=True))
+    assert asked([3, 1], "a") == (3.0,) and asked([3, 1], "abc") == (3.0, 1.0, 2.0)
+    assert asked({"a": 3, "b": 1}, "bb") == (1.0, 1.0) and asked({"a": 3, "b": 1}, "cab") == (2.0, 3.0, 1.0)
+    assert asked({"a": 3}, "bc") == (1.0, 1.0)
+    with pytest.raises(ValueError, match="not \\[3, 0\\]"):
+        asked([3, 0], "a")
+
+    def step(runtime: Runtime) -> tuple[float, ...]:
+        replicas = ReplicaGroup(runtime, GLOBAL_PROCESS_SET_ID)
+        return Shares(replicas, [3, 1], is_elastic=True).first.shares
+    assert threads(3, step) == [(3.0, 1.0, 2.0)] * 3
+    [record] = caplog.records
+    assert record.getMessage().startswith("shares=[3, 1] have no number for ranks [2], on ['")
+
+
+def test_a_world_begins_with_the_speeds_of_the_world_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 is new, and rank 0 has been alone for a while."""
+    clocks = dict.fromkeys(range(3), 0.0)
+    monkeypatch.setattr(module.Shares, "clock", lambda self: clocks[self._replicas.replica_id])
+    before: dict[int, Shares] = {}
+
+    def step(runtime: Runtime) -> tuple[float, ...]:
+        rank = runtime.world.rank
+        shares = before[rank] = Shares(ReplicaGroup(runtime, GLOBAL_PROCESS_SET_ID), "auto", before=before.get(rank))
+        current = shares.begin()
+        for _ in range(EVERY + 5 if len(runtime.members(GLOBAL_PROCESS_SET_ID)) == 2 else 5):
+            mine = current.own(30)
+            if rank < 2:
+                clocks[rank] += [0.5, 1.0][rank] * (mine.stop - mine.start)
+            current.finished()
+        return shares.first.shares
+    assert threads(2, step) == [(1.0, 1.0)] * 2
+    assert threads(1, step) == [(1.0,)]
+    assert threads(3, step) == [(2.0, 1.0, 1.5)] * 3
+
+
+def test_ranks_make_batches_as_early_as_one_of_them() -> None:
+    def step(runtime: Runtime) -> int:
+        shares = Shares(ReplicaGroup(runtime, GLOBAL_PROCESS_SET_ID), "auto", prefetched=[0, 7][runtime.world.rank])
+        return shares.begin(2)._begin
+    assert threads(2, step) == [-2 - 7 - AHEAD] * 2
 
 
 def test_ranks_that_ask_for_different_shares_are_told_so() -> None:

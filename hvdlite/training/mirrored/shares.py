@@ -8,11 +8,13 @@ Rules of "auto"
 - The number of a batch decides its shares. A decision after n batches counts from batch n + ahead on. Who makes such a batch
   waits for the decision. The loop gets as far as n in any case: it makes fewer than `ahead` batches itself before it
   finishes them.
+- In an elastic job each world has shares of its own. They begin with the speeds that ranks have measured in earlier worlds.
 """
 
 from __future__ import annotations
 
 import collections
+import logging
 import math
 import numbers
 import socket
@@ -20,15 +22,19 @@ import statistics
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
+from hvdlite import api
 from hvdlite.core.errors import MismatchError
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.handoff.handle import Handle
-from hvdlite.training.mirrored.mirroring import ReplicaGroup
+from hvdlite.training.mirrored.replica_group import ReplicaGroup
 from hvdlite.training.mirrored.shards import Split, equal_split, rows_of_ranks
 
+_log = logging.getLogger("hvdlite")
+T = TypeVar("T")
 AUTO: Final = "auto"
 EVERY: Final = 50
 """Batches from one decision to the next."""
@@ -79,17 +85,21 @@ def balanced(measured: Sequence[Measured], limits: tuple[int, ...] | None = None
 
 
 class Shares:
-    """The shares of a strategy's replicas.
+    """The shares of a strategy's replicas, or of the ranks of an elastic world.
 
     Args:
         asked: None for equal shares, "auto", a number for each replica, or for each replica of a host, by the host's name.
         max_rows: the most rows of a replica, or a list with a number for each; None without a limit.
             All numbers may be NumPy's, lists arrays.
         compare: whether ranks compare what they ask for; they make this together then, also those that ask for nothing.
+        is_elastic: Like `shares_asked`.
+        prefetched: the most batches that this rank's workers prefetch, beside those of `begin`.
+        before: of an earlier world, if this rank has been in one.
 
     Attributes:
         is_auto: whether they follow speeds.
         first: the split of the first batches; else of all.
+        speed: of this rank in rows a second, when it was last measured; NaN before.
         changed: notified when those who wait for a decision have to look again.
 
     Raises:
@@ -98,20 +108,28 @@ class Shares:
     """
 
     def __init__(self, replicas: ReplicaGroup, asked: Any = None, max_rows: int | Sequence[int] | None = None, *,
-                 compare: bool = True) -> None:
+                 compare: bool = True, is_elastic: bool = False, prefetched: int = 0, before: Shares | None = None) -> None:
         self._replicas = replicas
         asked, max_rows = plain(asked), plain(max_rows)
         self.is_auto = asked == AUTO and replicas.size > 1
         self.first = equal_split(replicas.replica_id, replicas.size)
+        self.speed: float = math.nan if before is None else before.speed
+        self._ahead = AHEAD + prefetched
         if replicas.size > 1 and compare:
-            own = f"shares={asked!r}, max_rows={max_rows!r}", socket.gethostname()
+            own = f"shares={asked!r}, max_rows={max_rows!r}", socket.gethostname(), self.speed, self._ahead
             everywhere = replicas.allgather_object(own, "shares")
-            for replica_id, (theirs, _) in enumerate(everywhere):
+            for replica_id, (theirs, *_) in enumerate(everywhere):
                 if theirs != everywhere[0][0]:
                     raise MismatchError(f"ask for the same shares on all ranks: replica 0 has {everywhere[0][0]}, replica "
                                         f"{replica_id} {theirs}")
-            self.first = self.first._replace(shares=shares_asked(asked, [host for _, host in everywhere]),
-                                             limits=limits_asked(max_rows, replicas.size))
+            _, hosts, speeds, ahead = zip(*everywhere, strict=True)
+            self._ahead = max(ahead)
+            shares = speeds if self.is_auto else shares_asked(asked, hosts, is_elastic=is_elastic)
+            lacking = [rank for rank, share in enumerate(shares) if math.isnan(share)]
+            if lacking and not self.is_auto and replicas.replica_id == 0:
+                _log.warning("shares=%r have no number for ranks %s, on %s: they get the mean of the others' shares", asked,
+                             lacking, sorted({hosts[rank] for rank in lacking}))
+            self.first = self.first._replace(shares=with_means(shares), limits=limits_asked(max_rows, replicas.size))
         self.changed = threading.Condition()
         self._splits = [(0, self.first)]  # from which number of batches on
         self._finished = 0  # batches
@@ -121,7 +139,7 @@ class Shares:
 
     def begin(self, early: int = 0) -> SharesPass:
         """Begin a pass over a source of which the loop itself makes at most so many batches before they are finished."""
-        return SharesPass(self, self._finished - early - AHEAD)
+        return SharesPass(self, self._finished - early - self._ahead)
 
     def at(self, number: int, caller: SharesPass) -> Split:
         """Return the split after `number` batches; waits for the decisions until then, unless the caller has ended."""
@@ -146,8 +164,9 @@ class Shares:
             self._measured.append((seconds / rows, rows / count))
         before, self._finished = self._finished, self._finished + count
         for _ in range(self._finished // EVERY - before // EVERY):
-            own, self._measured = np.array([Measured.of(self._measured)]), []
-            handle = self._replicas.runtime.allgather(self._replicas.name("shares"), own,
+            measured, self._measured = Measured.of(self._measured), []
+            self.speed = 1 / measured.seconds if measured.seconds > 0 else self.speed
+            handle = self._replicas.runtime.allgather(self._replicas.name("shares"), np.array([measured]),
                                                       process_set=self._replicas.process_set)
             with self.changed:
                 self._begun.append(handle)
@@ -156,6 +175,12 @@ class Shares:
     def clock(self) -> float:
         """Return the seconds of the training loop without its waits for collectives, since some time."""
         return time.monotonic() - self._replicas.runtime.progress.blocked
+
+
+def shares_of_world(asked: Any, before: Shares | None, prefetched: int = 0) -> Shares:
+    """Return the shares of the ranks of an elastic job's present world; see `Shares`."""
+    replicas = ReplicaGroup(api.runtime(), GLOBAL_PROCESS_SET_ID, "elastic")
+    return Shares(replicas, asked, is_elastic=True, prefetched=prefetched, before=before)
 
 
 class SharesPass:
@@ -181,6 +206,10 @@ class SharesPass:
         self._made += 1
         self._rows.append(mine.stop - mine.start)
         return mine
+
+    def taken(self, rows: Sequence[T]) -> Sequence[T]:
+        """Return this rank's rows of the next batch, given all of them."""
+        return rows[self.own(len(rows))]
 
     def weight(self, rows: int) -> float:
         """Return the weight of this rank's mean in the first batch that is not finished; see `Split`."""
@@ -219,20 +248,36 @@ def plain(asked: Any) -> Any:
     return int(number) if number.is_integer() else number
 
 
-def shares_asked(asked: Any, hosts: Sequence[str]) -> tuple[float, ...]:
-    """Return the share of each replica as asked of `Shares`, or raise `ValueError`; `hosts` are those of the replicas."""
+def with_means(shares: Sequence[float]) -> tuple[float, ...]:
+    """Return shares with the mean of the others in place of NaN."""
+    mean = statistics.fmean([each for each in shares if not math.isnan(each)] or [1.0])
+    return tuple(mean if math.isnan(each) else float(each) for each in shares)
+
+
+def shares_asked(asked: Any, hosts: Sequence[str], *, is_elastic: bool = False) -> tuple[float, ...]:
+    """Return the share of each replica as asked of `Shares`.
+
+    Args:
+        hosts: of the replicas.
+        is_elastic: whether other worlds have other ranks and hosts: there may be numbers for some that are not here, and
+            those without one get NaN.
+
+    Raises:
+        ValueError: for anything else.
+    """
     if asked is None or asked == AUTO:
         return (1.0,) * len(hosts)
+    given = asked
     if isinstance(asked, Mapping):
-        if set(asked) != set(hosts):
+        if set(asked) != set(hosts) and not is_elastic:
             raise ValueError(f"shares by host name {sorted(map(str, asked))}, but the ranks are on {sorted(set(hosts))}: "
                              "give each of these a number")
-        asked = [asked[host] for host in hosts]
-    if isinstance(asked, str) or not isinstance(asked, Sequence) or len(asked) != len(hosts) \
+        asked, given = list(asked.values()), [asked.get(host, math.nan) for host in hosts]
+    if isinstance(asked, str) or not isinstance(asked, Sequence) or not (is_elastic or len(given) == len(hosts)) \
             or not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in asked):
-        raise ValueError(f"shares are None, \"{AUTO}\", a list of {len(hosts)} positive numbers, one a rank, or a dict of "
-                         f"them by host; not {asked!r}")
-    return tuple(map(float, asked))
+        raise ValueError(f"shares are None, \"{AUTO}\", a list of {'' if is_elastic else f'{len(hosts)} '}positive numbers, "
+                         f"one a rank, or a dict of them by host; not {asked!r}")
+    return tuple(map(float, [*given, *(math.nan for _ in hosts)][:len(hosts)]))
 
 
 def limits_asked(max_rows: Any, size: int) -> tuple[int, ...] | None:

@@ -10,7 +10,7 @@ import collections
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hvdlite.training.mirrored.mirroring import ReplicaGroup
+from hvdlite.training.mirrored.replica_group import ReplicaGroup
 from hvdlite.training.mirrored.shares import SharesPass
 
 CHUNK = 8192
@@ -84,7 +84,7 @@ class SamplerEpoch:
             indices = self._waiting.popleft()
             if self._shares is not None:
                 self.rows.append(len(indices))
-                indices = indices[self._shares.own(len(indices))]
+                indices = self._shares.taken(indices)
             yield indices
 
     def look_ahead(self, received: int) -> None:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from hvdlite.core.array import Array
-from hvdlite.training.step_reducer import ArrayStepReducer, current_samples
+from hvdlite.training.step_reducer import ArrayStepReducer, current_weight
 
 
 class KerasStepReducer(ArrayStepReducer):
@@ -26,9 +26,9 @@ class KerasStepReducer(ArrayStepReducer):
         given = {slot: gradient for slot, gradient in zip(slots, gradients, strict=True) if gradient is not None}
         original = {slot: keras.backend.standardize_dtype(gradient.dtype) for slot, gradient in given.items()}
         sent = [keras.ops.cast(gradient, self._wire_dtype(original[slot])) for slot, gradient in given.items()]
-        samples = current_samples()
-        present, is_counted = list(given), samples is not None
-        counted = [] if samples is None else [keras.ops.convert_to_tensor(samples, dtype="float32")]
+        weight = current_weight()
+        present, is_counted = list(given), weight is not None
+        counted = [] if weight is None else [keras.ops.convert_to_tensor(weight, dtype="float32")]
 
         def reduce(arrays: Sequence[Array]) -> list[Array]:
             own = float(arrays[-1]) if is_counted else None

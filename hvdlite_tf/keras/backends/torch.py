@@ -14,7 +14,7 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradients.before_step import BeforeStep
 from hvdlite.training.gradients.reducer import Reducer
-from hvdlite.training.step_reducer import StepReducer, current_samples
+from hvdlite.training.step_reducer import StepReducer, current_weight
 from hvdlite_torch.arrays.tensors import as_tensor, on_host
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.gradients.unfinal import get_grad, set_grad
@@ -132,10 +132,10 @@ class TorchStepReducer(StepReducer):
     def _begin_round(self) -> None:
         """Let this rank's gradients have its weight."""
         assert self._hooks is not None
-        count = None if current_samples() is None else float(current_samples())
+        count = None if current_weight() is None else float(current_weight())
         weights = self._hooks.reducer.set.weights if count is None else self._hooks.reducer.weigh()
         weights.renew()
-        self._hooks.weight = 1.0 if count is None else count / weights.unit
+        self._hooks.scale = 1.0 if count is None else count / weights.unit
         weights.add(count)
 
     def _hand_over(self, hooks: Hooks, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:

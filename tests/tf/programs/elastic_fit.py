@@ -13,8 +13,11 @@ import keras
 import numpy as np
 
 import hvdlite_tf.keras as hvd
+from hvdlite.training.mirrored.shares import Shares, shares_of_world
+from hvdlite_tf.keras import elastic_fit
 from hvdlite_tf.keras.resumable_data import drawn
 from tests.raising import raises
+from tests.training.random_shares import draw_shares
 
 SAMPLES, EPOCHS = 22, 4
 X = np.random.default_rng(0).random((SAMPLES, 3), np.float32)
@@ -108,9 +111,12 @@ class Watching(keras.callbacks.Callback):  # type: ignore[misc]
 
 def train(folder: str, batch: int, kind: str = "arrays", gates: tuple[int, ...] = (),
           dies: tuple[int, str, int] = (-1, "", 0), eager: bool = True, epochs: int = EPOCHS,
-          saves: bool = False) -> dict[str, Any]:
-    """Train, and return what an undisturbed training has, too."""
+          saves: bool = False, shares: Any = None) -> dict[str, Any]:
+    """Train, and return what an undisturbed training has, too; shares "drawn" are others in each body."""
     hvd.init()
+    if shares == "drawn":
+        shares = "auto"
+        setattr(elastic_fit, "shares_of_world", shares_drawn)  # noqa: B010 - of the module that calls it
     model = compiled(eager=eager)
     state: Any = hvd.elastic.KerasState(model)
     if saves:
@@ -121,13 +127,22 @@ def train(folder: str, batch: int, kind: str = "arrays", gates: tuple[int, ...] 
     writer = keras.callbacks.ModelCheckpoint(f"{folder}/model.{hvd.rank()}.weights.h5", save_weights_only=True)
     callbacks = [Watching(state, folder, gates, dies, each), stopping, *([] if epochs > EPOCHS else [writer])]
     data = {"x": Batches(batch)} if kind == "PyDataset" else {"x": X, "y": Y, "batch_size": batch}
-    history = hvd.elastic.fit(state, **data, epochs=epochs + 6, callbacks=callbacks, verbose=0, validation_data=(X, Y))
+    history = hvd.elastic.fit(state, **data, epochs=epochs + 6, callbacks=callbacks, verbose=0, validation_data=(X, Y),
+                              shares=shares)
     print(f"over at {state.epoch}", flush=True)
     size, seed = hvd.size(), state._place["seed"]
     hvd.shutdown()
     return {"parameters": flat(model), "epochs": history.epoch, "loss": history.history["loss"],
             "val_loss": history.history["val_loss"], "stopped": stopping.stopped_epoch, "size": size,
             "whole": undisturbed(batch, kind, seed, len(history.epoch))}
+
+
+def shares_drawn(*arguments: Any) -> Shares:
+    """Return a world's shares, which are others in each body."""
+    shares = shares_of_world(*arguments)
+    if shares.is_auto:  # there are other ranks
+        draw_shares(shares, 5)
+    return shares
 
 
 def flat(model: Any) -> list[float]:
@@ -174,6 +189,7 @@ def what_is_refused() -> None:
     refused(ValueError, "hvd.DistributedOptimizer", hvd.elastic.KerasState(compiled(distributed=False)), X, Y)
     for data in (tf.data.Dataset.from_tensor_slices(X), iter(X)):
         refused(TypeError, f"no {type(data).__name__}", state, data)
+    refused(ValueError, "a list of positive numbers", state, X, Y, shares=[1, 0])
     refused(ValueError, "leave out y, sample_weight and batch_size", state, Batches(4), batch_size=4)
     refused(ValueError, "no initial_epoch: set state.epoch", state, X, Y, initial_epoch=1)
     for callback in (hvd.callbacks.Checkpoint("nowhere"), hvd.elastic.CommitStateCallback(state)):

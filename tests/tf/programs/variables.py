@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvdlite_tf.keras as hvd
-from hvdlite.training.step_reducer import weighted_by_samples
+from hvdlite.training.step_reducer import weighing
 from tests.raising import raises
 from tests.tf.programs.models import X, Y, begin, close, make, shares
 
@@ -196,7 +196,7 @@ def _ranks_count_unequally_and_one_has_no_backward_pass(rank: int) -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     optimizer.build(model.trainable_variables)
     for turn in range(3):
-        with weighted_by_samples(8 - 4 * rank):
+        with weighing(8 - 4 * rank):
             model.zero_grad()
             if turn < 2 or rank == 0:
                 (model(torch.tensor(X[:4])) ** 2).mean().backward()

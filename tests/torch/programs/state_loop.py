@@ -13,7 +13,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, get_worker_info
 
 import hvdlite_torch as hvd
-from hvdlite_torch.elastic import TorchState, run
+from hvdlite.training.mirrored.shares import Shares, shares_of_world
+from hvdlite_torch.elastic import TorchState, body_loader, run
+from tests.training.random_shares import draw_shares
 
 SAMPLES, EPOCHS = 22, 3
 
@@ -44,7 +46,7 @@ class Dying(RandomSampler):
 
 
 def train(folder: str, batch: int | str, gates: tuple[int, ...] = (), workers: int = 0, late: bool = False,
-          epochs: int = EPOCHS, dies: int = -1) -> dict[str, Any]:
+          epochs: int = EPOCHS, dies: int = -1, shares: Any = None) -> dict[str, Any]:
     """Train so many epochs, or until the file "end" exists in a folder.
 
     Args:
@@ -53,6 +55,7 @@ def train(folder: str, batch: int | str, gates: tuple[int, ...] = (), workers: i
         batch: the global batch.
         late: whether they wait after that, before the step.
         dies: the member that dies when the second epoch's order is drawn.
+        shares: of `state.loop`; "drawn" for others in each body.
     """
     hvd.init()
     torch.manual_seed(hvd.rank())  # ranks would draw different orders
@@ -67,6 +70,10 @@ def train(folder: str, batch: int | str, gates: tuple[int, ...] = (), workers: i
     loader: DataLoader[Any] = DataLoader(data, 4, sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
     state: Any = TorchState(model, optimizer, ledger=[], losses=[], sizes=[], scaled=[])
     seen: list[int] = []
+    own_rows: list[int] = []
+    if shares == "drawn":
+        shares = "auto"
+        setattr(body_loader, "shares_of_world", shares_drawn)  # noqa: B010 - of the module that calls it
     state.on_scale(lambda rows: setattr(state, "scaled", [*state.scaled, rows]))
 
     def wait(body: int) -> None:
@@ -78,7 +85,7 @@ def train(folder: str, batch: int | str, gates: tuple[int, ...] = (), workers: i
     @run
     def loop(state: Any) -> None:
         print(f"world of {hvd.size()} at {len(state.ledger)}", flush=True)
-        for x, index, loaders in state.loop(loader, epochs, batch):
+        for x, index, loaders in state.loop(loader, epochs, batch, shares):
             seen.extend(set(loaders.tolist()))
             body = len(state.ledger)
             if not late:
@@ -94,6 +101,7 @@ def train(folder: str, batch: int | str, gates: tuple[int, ...] = (), workers: i
             state.ledger.append((state.epoch, *dict.fromkeys(rows.tolist())))
             state.losses.append(losses.mean().item())
             state.sizes.append(hvd.size())
+            own_rows.append(len(x))
             if ends:
                 break
 
@@ -101,7 +109,15 @@ def train(folder: str, batch: int | str, gates: tuple[int, ...] = (), workers: i
     hvd.check_replicas(model.state_dict())
     hvd.shutdown()
     return {"ledger": state.ledger, "losses": state.losses, "sizes": state.sizes, "scaled": state.scaled,
-            "loaders": sorted(set(seen))}
+            "loaders": sorted(set(seen)), "rows": own_rows}
+
+
+def shares_drawn(*arguments: Any) -> Shares:
+    """Return a world's shares, which are others in each body."""
+    shares = shares_of_world(*arguments)
+    if shares.is_auto:  # there are other ranks
+        draw_shares(shares, 5)
+    return shares
 
 
 def replay(ledger: list[tuple[int, ...]]) -> list[float]:

@@ -1,4 +1,4 @@
-"""This rank's number of samples in a model's step, for the gradients of collectives in it.
+"""This rank's weight in a model's step, its number of samples, for the gradients of collectives in it.
 
 On TensorFlow it is a variable: a `tf.function` that the step calls is traced once and used in later steps, too, where a
 tensor of the first step's graph would be out of scope.
@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from hvdlite.training.step_reducer import current_samples
+from hvdlite.training.step_reducer import current_weight
 
-_variable: ContextVar[Any] = ContextVar("hvdlite_step_samples", default=None)
+_variable: ContextVar[Any] = ContextVar("hvdlite_step_weight", default=None)
 
 
 @contextmanager
 def kept_in(variable: Any) -> Iterator[None]:
-    """Return a context in which a variable has the number of samples, or 1 where ranks have equal weights."""
+    """Return a context in which a variable has the weight, or 1 where ranks have equal weights."""
     token = _variable.set(variable)
     try:
         yield
@@ -26,10 +26,10 @@ def kept_in(variable: Any) -> Iterator[None]:
         _variable.reset(token)
 
 
-def samples_of_step() -> Any:
-    """Return the number of samples by which gradients of variables are weighted later; None for equal weights.
+def weight_of_step() -> Any:
+    """Return the weight that gradients of variables get later; None for equal weights.
 
     Call it in the forward pass, because the backward pass may run in another thread.
     """
     variable = _variable.get()
-    return current_samples() if variable is None else variable
+    return current_weight() if variable is None else variable
