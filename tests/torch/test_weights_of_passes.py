@@ -137,6 +137,20 @@ def test_one_tensor_as_the_gradient_of_two_parameters() -> None:
     assert threads(2, step) == [[1.75] * 6] * 2
 
 
+def test_a_gradient_that_is_set_of_a_parameter_that_has_thawed() -> None:
+    def step(runtime: Runtime) -> list[float]:
+        rank, frozen = runtime.world.rank, torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        other = torch.nn.Parameter(torch.ones(2))
+        optimizer = DistributedOptimizer(torch.optim.SGD([frozen, other], lr=0.0), _runtime=runtime)
+        frozen.requires_grad_(True)
+        optimizer.set_weight((1, 3)[rank])
+        frozen.grad, other.grad = (torch.full((2,), float(rank)) for _ in range(2))
+        optimizer.step()
+        return [float(each.grad[0]) for each in (frozen, other)]
+    for found in threads(2, step):
+        assert found == pytest.approx([0.75, 0.75])
+
+
 def test_parameters_that_are_added_between_the_weight_and_the_pass() -> None:
     def step(runtime: Runtime) -> list[float]:
         parameters, found = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)], []
