@@ -1,7 +1,7 @@
 """Time from Enter to the end of a job of two ranks that take one step, in parts: `python -m benchmarks.starts`.
 
-hvdrun and `hvdlite_torch`, torchrun and DDP, and two processes with DDP that no launcher starts, in turns. Parts end when the
-last rank has done them; medians in seconds:
+hvdrun and `hvdlite_torch`, torchrun and DDP, and two processes with DDP that no launcher starts, in turns. Parts end when
+the last rank has done them; medians in seconds:
 
     python     from Enter to the script's first line
     torch      import torch
@@ -19,6 +19,7 @@ import time
 PARTS = [time.time()]  # before anything else is imported
 
 import argparse  # noqa: E402
+import itertools  # noqa: E402
 import os  # noqa: E402
 import statistics  # noqa: E402
 import subprocess  # noqa: E402
@@ -76,7 +77,7 @@ def job(contender: str, port: int) -> list[float]:
         raise SystemExit(f"{contender}: {len(lines)} of 2 ranks came to the end")
     ranks = [[float(each) for each in line.split("parts")[1].split()] for line in lines]
     times = [entered, *map(max, zip(*ranks, strict=True)), ended]
-    return [*(after - before for before, after in zip(times, times[1:], strict=False)), ended - entered]
+    return [*(after - before for before, after in itertools.pairwise(times)), ended - entered]
 
 
 def main() -> None:
