@@ -50,7 +50,7 @@ def a_blocking_allreduce_travels_with_its_requests() -> None:
     def noted(plan: Plan, *rest: Any) -> None:
         planned.append(plan.response.names)
         execute(plan, *rest)
-    plane.execute = noted  # type: ignore[method-assign]
+    plane.execute = noted  # type: ignore[method-assign, assignment]
     values = np.arange(30_000, dtype=np.float32)
     assert (hvd.allreduce(values, op=hvd.Sum, name="waits") == 4 * values).all()
     assert not planned
