@@ -20,7 +20,7 @@ APT := flock . env RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get -qq
 .PHONY: demo demo-keras demo-elastic test long fuzz chaos bench docs site lint ready pytest system data matrix release-check wheel clean
 
 demo: $(VENV)/torch data
-	$(BIN)/hvdrun -np 2 $(BIN)/python examples/pytorch_fashion_mnist.py --epochs 4 --minimum-accuracy 0.88
+	$(BIN)/hvdrun -np 2 $(BIN)/python examples/pytorch_fashion_mnist.py --epochs 3 --lr 0.02 --minimum-accuracy 0.88
 
 demo-keras: $(VENV)/tensorflow data
 	$(BIN)/hvdrun -np 2 $(BIN)/python examples/keras_fashion_mnist.py --epochs 4 --minimum-accuracy 0.86

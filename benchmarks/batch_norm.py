@@ -14,8 +14,8 @@ from benchmarks.harness import Bench, median, say
 
 ROWS, LAST = torch.contiguous_format, torch.channels_last
 CASES = [((16, 64, 56, 56), torch.float32, ROWS), ((16, 64, 56, 56), torch.float32, LAST),
-         ((16, 64, 56, 56), torch.bfloat16, ROWS), ((16, 256, 14, 14), torch.float32, ROWS),
-         ((16, 512, 1, 1), torch.float32, ROWS)]
+         ((16, 64, 56, 56), torch.bfloat16, ROWS), ((16, 64, 56, 56), torch.bfloat16, LAST),
+         ((16, 256, 14, 14), torch.float32, ROWS), ((16, 512, 1, 1), torch.float32, ROWS)]
 SHORT = CASES[:1]
 
 

@@ -63,6 +63,8 @@ class Bench:
             parser.add_argument(f"--{name}", action="store_true", help=text)
         arguments = parser.parse_args()
         mpi = _mpi()
+        if "BENCH_HOST" in os.environ:  # hvdlite is to take Gloo between hosts, as under hvdrun
+            os.environ.pop("PMI_SIZE", None)
         hvd.init()
         started = hogs.start(arguments.hogs) if hvd.local_rank() == 0 else []
         torch.set_num_threads(1)

@@ -28,7 +28,7 @@ from hvdlite.planes.base import Plan, Plane
 from hvdlite.planes.gloo import gloo_plane
 from hvdlite.planes.mpi import mpi_plane
 
-SIZES = [64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
+SIZES = [4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 SHORT = [1 << 20, 16 << 20]
 
 Work = Callable[[], object]

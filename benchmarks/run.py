@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import secrets
@@ -55,46 +56,64 @@ def variables(**more: str) -> dict[str, str]:
             "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
 
 
-def run_on_two_hosts(script: str, ranks: int, *options: str, record: Path, rate: str = "1gbit",
-                     environment: Mapping[str, str] | None = None) -> None:
-    """Run one script on two hosts of half the ranks each: network namespaces with a wire of that rate. Needs root."""
-    hosts = Hosts((tuple(range(ranks // 2)), tuple(range(ranks // 2, ranks))))
-    print(f"\n== {script}, {ranks} ranks on two hosts, {rate} between them", flush=True)
+def run_on_hosts(count: int, script: str, ranks: int, *options: str, record: Path, rate: str = "1gbit",
+                 environment: Mapping[str, str] | None = None) -> None:
+    """Run one script on hosts of equally many ranks: network namespaces with wires of that rate, or any. Needs root.
+
+    Where MPI's launcher and mpi4py are installed, MPICH competes over TCP, and knows which ranks share a host.
+    """
+    each = ranks // count
+    hosts = Hosts(tuple(tuple(range(first, first + each)) for first in range(0, ranks, each)))
+    print(f"\n== {script}, {ranks} ranks on {count} hosts, {rate or 'no limit'} between them", flush=True)
     shared = variables(HVDLITE_SECRET=secrets.token_hex(), HVDLITE_COORDINATOR=f"10.78.0.1:{free_port()}",
-                       BENCH_HOST="10.78.0.1", GLOO_SOCKET_IFNAME="bench0", **(environment or {}))
+                       BENCH_HOST="10.78.0.1", GLOO_SOCKET_IFNAME="bench0", MPIR_CVAR_NUM_CLIQUES=str(count),
+                       MPIR_CVAR_CLIQUES_BY_BLOCK="1", MPIR_CVAR_CH4_NETMOD="ofi", FI_PROVIDER="tcp", FI_TCP_IFACE="bench0",
+                       **(environment or {}))
     command = [sys.executable, str(HERE / f"{script}.py"), *options, "--record", str(record)]
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other, two_hosts(rate) as namespaces:
+    mpiexec = launcher(ranks)[0]
+    with contextlib.ExitStack() as stack:
+        places = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(count)]
+        namespaces = stack.enter_context(hosts_with_wires(count, rate))
         started = []
         for rank in range(ranks):
             world = hosts.world(rank)
-            place = launch_contract.rank_environment(world, (one, other)[world.cross_rank])
+            place = launch_contract.rank_environment(world, places[world.cross_rank])
             inside = ["ip", "netns", "exec", namespaces[world.cross_rank], *command]
-            started.append(subprocess.Popen(inside, env={**shared, **place}, cwd=HERE.parent))
-        if any([process.wait() for process in started]):
+            started.append(["env", *(f"{name}={value}" for name, value in place.items()), *inside])
+        if Path(mpiexec).name == "mpiexec":
+            several = itertools.chain.from_iterable([":", "-n", "1", *each] for each in started)
+            started = [[mpiexec, *itertools.islice(several, 1, None)]]
+        processes = [subprocess.Popen(each, env=shared, cwd=HERE.parent) for each in started]
+        if any([process.wait() for process in processes]):
             raise SystemExit(f"{script} failed")
 
 
 @contextlib.contextmanager
-def two_hosts(rate: str) -> Iterator[tuple[str, str]]:
-    """Make two network namespaces, 10.78.0.1 and .2, and remove them afterwards."""
-    names = f"bench{os.getpid()}a", f"bench{os.getpid()}b"
+def hosts_with_wires(count: int, rate: str) -> Iterator[list[str]]:
+    """Make network namespaces, 10.78.0.1, .2, ..., on one switch, and remove them afterwards."""
+    switch = f"bench{os.getpid()}"
+    names = [f"{switch}{letter}" for letter in "abcdefgh"[:count]]
 
     def ip(*arguments: str) -> None:
         subprocess.run(["ip", *arguments], check=True)
 
     try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", "bench0", "netns", names[0], "type", "veth", "peer", "name", "bench0", "netns", names[1])
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        ip("-n", switch, "link", "set", "switch", "up")
         for number, name in enumerate(names, 1):
+            ip("netns", "add", name)
+            ip("link", "add", "bench0", "netns", name, "type", "veth", "peer", "name", f"port{number}", "netns", switch)
+            ip("-n", switch, "link", "set", f"port{number}", "master", "switch", "up")
             ip("-n", name, "addr", "add", f"10.78.0.{number}/24", "dev", "bench0")
             ip("-n", name, "link", "set", "bench0", "up")
             ip("-n", name, "link", "set", "lo", "up")
-            subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "bench0", "root", "tbf", "rate", rate, "burst", "256kb",
-                            "latency", "50ms"], check=True)
+            for inside, device in ((name, "bench0"), (switch, f"port{number}")) if rate else ():
+                subprocess.run(["tc", "-n", inside, "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst",
+                                "256kb", "latency", "50ms"], check=True)
         yield names
     finally:
-        for name in names:
+        for name in [*names, switch]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
@@ -155,7 +174,7 @@ def main() -> None:
                 environment={"HVDLITE_CPU_OPERATIONS": plane, "MPIR_CVAR_NUM_CLIQUES": "2"})
         if os.geteuid() == 0 and shutil.which("tc"):
             for plane in ("gloo", "hierarchical"):
-                run_on_two_hosts("planes", 4, *rounds, "--job", record=arguments.results / f"two_hosts_gloo_{plane}-4.json",
+                run_on_hosts(2, "planes", 4, *rounds, "--job", record=arguments.results / f"two_hosts_gloo_{plane}-4.json",
                                  environment={"HVDLITE_CPU_OPERATIONS": plane})
     report.write(arguments.results)
     print(f"\nwrote {arguments.results}/README.md")

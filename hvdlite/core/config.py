@@ -161,8 +161,8 @@ class Config:
         "DistributedOptimizer(wait_in=)")
     join_divides_by_active: bool = knob(
         False, _flag, "make Average divide by the number of ranks that have not joined, instead of all ranks")
-    eager_limit: int = knob(8 * KIB, _size, "tensors of up to this many bytes travel inside their control message; "
-        "0 turns this off")
+    eager_limit: int = knob(8 * KIB, _size, "tensors of up to this many bytes travel inside their control message, and "
+        "between hosts blocking allreduces of up to 256K / N with N ranks on other hosts than rank 0's; 0 turns this off")
     mailbox_limit: int = knob(
         4 * MIB, _size, "blocking collectives of up to this many bytes that repeat go through mailboxes in shared memory; "
         "4M at most, with N ranks 1M / N from 3 ranks on; 0 turns mailboxes off")

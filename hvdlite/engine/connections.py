@@ -33,6 +33,8 @@ TRACE_BATCH: Final = 256
 """How many events of a timeline are sent without waiting for another message."""
 EAGER_TRAFFIC: Final = 1 << 20
 """Bytes that one eager tensor may bring to rank 0 over all ranks."""
+EAGER_WAITED_FOR: Final = 256 << 10
+"""Bytes that one eager tensor may bring to rank 0 from other hosts if callers block: a plane needs more messages."""
 
 
 GroupPlanes = Callable[[int, Hosts, HostMemory, Area, OobTexts], Plane]

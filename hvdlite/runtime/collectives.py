@@ -37,12 +37,13 @@ class Collectives:
 
     Args:
         eager_limit: bytes; smaller tensors are sent along with their requests.
+        blocking_limit: likewise for allreduces whose caller blocks.
     """
 
-    def __init__(self, world: World, handoff: Handoff, eager_limit: int) -> None:
+    def __init__(self, world: World, handoff: Handoff, eager_limit: int, blocking_limit: int) -> None:
         self._world, self._inbox, self._waiters, self._state = world, handoff.inbox, handoff.waiters, handoff.state
         self._mailboxes = handoff.mailboxes
-        self._eager_limit = eager_limit
+        self._eager_limit, self._blocking_limit = eager_limit, blocking_limit
 
     def members(self, process_set: int) -> tuple[int, ...]:
         """Return the ranks of a process set, ascending.
@@ -82,7 +83,8 @@ class Collectives:
 
         def entry() -> Entry:
             request = Request(name, Collective.ALLREDUCE, dtype, output.shape, op=op, prescale=prescale, postscale=postscale,
-                              absent=source is None, payload=self._payload(source), process_set_id=process_set,
+                              absent=source is None, process_set_id=process_set,
+                              payload=self._payload(source, blocking=blocking),
                               device=device_of(output), blocking=blocking)
             return Entry(request, *_memory(source, output), output, self._waiters)
 
@@ -379,9 +381,10 @@ class Collectives:
                                    "surrogates; use another name")
         return members
 
-    def _payload(self, array: AnyArray | None, always: bool = False) -> bytes | None:
+    def _payload(self, array: AnyArray | None, always: bool = False, *, blocking: bool = False) -> bytes | None:
         """Return what a tensor offers to the eager lane: its bytes, if they are few, or `always`."""
-        if type(array) is not np.ndarray or (array.nbytes > self._eager_limit and not always):
+        limit = self._blocking_limit if blocking else self._eager_limit
+        if type(array) is not np.ndarray or (array.nbytes > limit and not always):
             return None
         return array.tobytes()
 

@@ -24,7 +24,7 @@ from hvdlite.diagnostics.progress import Progress
 from hvdlite.diagnostics.report_server import ReportServer
 from hvdlite.diagnostics.stall_inspector import Receiver
 from hvdlite.diagnostics.timeline import TimelineRequest
-from hvdlite.engine.connections import EAGER_TRAFFIC, FLUSH_SECONDS, Connections
+from hvdlite.engine.connections import EAGER_TRAFFIC, EAGER_WAITED_FOR, FLUSH_SECONDS, Connections
 from hvdlite.engine.decisions import failure_notice
 from hvdlite.engine.engine import build_engine
 from hvdlite.handoff.group_state import GroupState
@@ -61,9 +61,12 @@ class Runtime(Collectives):
                  hosts: Hosts | None = None) -> None:
         handoff = Handoff.create(world.rank, world.size, connections.control.wake, spins=config.spin_microseconds > 0,
                                  is_elastic=world.epoch > 0)
-        super().__init__(world, handoff, min(config.eager_limit, EAGER_TRAFFIC // world.size))
-        self.world, self.config = world, config
         self.hosts = hosts or Hosts((tuple(range(world.size)),))
+        eager = blocking = min(config.eager_limit, EAGER_TRAFFIC // world.size)
+        if eager and (elsewhere := world.size - len(self.hosts.ranks_by_host[0])):
+            blocking = max(eager, EAGER_WAITED_FOR // elsewhere)
+        super().__init__(world, handoff, eager, blocking)
+        self.world, self.config = world, config
         self.connections, self.handoff = connections, handoff
         self.gradients, self.names = GradientSets(self, handoff), Names(handoff.state)
         self._agreed_calls: dict[str, AgreedCall] = {}

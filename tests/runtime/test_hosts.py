@@ -26,6 +26,10 @@ def test_hosts_whose_machines_reorder_stores_have_a_fence_each() -> None:
     processes(3, programs.collectives_where_stores_are_reordered, hosts=(2, 1), imported=TORCH)
 
 
+def test_between_hosts_a_blocking_allreduce_needs_no_plane() -> None:
+    processes(4, programs.a_blocking_allreduce_travels_with_its_requests, hosts=(2, 2), imported=TORCH)
+
+
 @pytest.mark.parametrize(("hosts", "victim"), [((2, 2), 3), ((2, 2), 2), ((1, 3), 0), ((1, 1), 0)])
 def test_a_death_on_another_host_is_named_by_all(hosts: tuple[int, ...], victim: int) -> None:
     with Processes(sum(hosts), programs.endless, hosts=hosts, imported=TORCH) as world:

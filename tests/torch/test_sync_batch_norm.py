@@ -92,9 +92,12 @@ def test_memory_orders_dtypes_and_second_derivatives_equal_one_process(on_ranks:
         compare(rank, torch.nn.BatchNorm3d(4).double(), random(5, 4, 2, 2, 2).contiguous(
             memory_format=torch.channels_last_3d), (2, 3), squares)
         compare(rank, norm(4), random(8, 4, 5, 5, dtype=torch.float32) + 1000, (3, 5), squares, rtol=2e-3, atol=2e-3)
-        for dtype in (torch.bfloat16, torch.float16):  # with parameters of float32, as under autocast, and of 16 bits
+        # With parameters of float32, as under autocast, and of 16 bits.
+        orders = (torch.contiguous_format, torch.channels_last)
+        for dtype, order in itertools.product((torch.bfloat16, torch.float16), orders):
             for plain in (norm(4), norm(4).to(dtype)):
-                compare(rank, plain, random(5, 4, 3, 3).to(dtype), (2, 3), squares, rtol=0.05, atol=0.05)
+                batch = random(5, 4, 3, 3).to(dtype).contiguous(memory_format=order)
+                compare(rank, plain, batch, (2, 3), squares, rtol=0.05, atol=0.05)
     on_ranks(step)
 
 
@@ -222,11 +225,12 @@ def test_each_backward_pass_weighs_what_is_weighted_afterwards(on_ranks: Any) ->
 
 def test_two_optimizers_with_weights(on_ranks: Callable[..., None]) -> None:
     """A backward pass goes through the layer to the parameters of both; their first passes had other batches."""
-    torch.manual_seed(0)
-    made = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh()), torch.nn.Linear(4, 2)
+    torch.manual_seed(0)  # here, because ranks are threads
+    models = (torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh()).double(),
+              torch.nn.Linear(4, 2).double())
 
     def train(mine: Sequence[int], convert: Callable[[Any], Any], wrap: Callable[[Any], Any]) -> list[Any]:
-        first, second = (copy.deepcopy(each).double() for each in made)  # ranks are threads, with one generator
+        first, second = copy.deepcopy(models)
         first = convert(first)
         optimizers = [wrap(torch.optim.SGD(model.parameters(), lr=0.1)) for model in (first, second)]
         for turn in range(8):

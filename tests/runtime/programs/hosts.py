@@ -6,11 +6,14 @@ import os
 import platform
 import signal
 import time
+from typing import Any
 
 import numpy as np
 
 import hvdlite as hvd
+from hvdlite import api
 from hvdlite.planes import gloo
+from hvdlite.planes.base import Plan
 
 
 def collectives() -> tuple[int, int, int, int, bool]:
@@ -37,6 +40,25 @@ def collectives() -> tuple[int, int, int, int, bool]:
     place = hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()
     hvd.shutdown()
     return place
+
+
+def a_blocking_allreduce_travels_with_its_requests() -> None:
+    hvd.init()
+    plane, planned = api.runtime().connections.plane, []
+    execute = plane.execute
+
+    def noted(plan: Plan, *rest: Any) -> None:
+        planned.append(plan.response.names)
+        execute(plan, *rest)
+    plane.execute = noted  # type: ignore[method-assign, assignment]
+    values = np.arange(30_000, dtype=np.float32)
+    assert (hvd.allreduce(values, op=hvd.Sum, name="waits") == 4 * values).all()
+    assert not planned
+    assert (hvd.synchronize(hvd.allreduce_async(values, op=hvd.Sum, name="does not")) == 4 * values).all()
+    assert planned == [("does not",)]
+    assert (hvd.allreduce(np.repeat(values, 2), op=hvd.Sum, name="large") == 4 * np.repeat(values, 2)).all()
+    assert planned[1:] == [("large",)]
+    hvd.shutdown()
 
 
 def collectives_where_stores_are_reordered() -> None:
