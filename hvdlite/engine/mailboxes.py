@@ -13,7 +13,7 @@ from hvdlite.handoff.exchange import MailboxCall
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.mailbox import MailboxEnd
 from hvdlite.memory.area import Area, area_bytes
-from hvdlite.memory.patience import Patience, has_cores
+from hvdlite.memory.patience import Patience
 from hvdlite.memory.shared import Range
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.messages import Mailbox, MailboxFrozen, MailboxStale
@@ -73,7 +73,7 @@ class Mailboxes:
             self._controller.report_mailbox(MailboxStale(mailbox.mailbox_id, mailbox.stem))
         else:
             everybody = self._handoff.state.process_sets[GLOBAL_PROCESS_SET_ID]  # on this host: else there are no mailboxes
-            patience = Patience(self._spin if has_cores(len(everybody)) else 0.0)
+            patience = Patience.of_ranks(self._spin, len(everybody))
             end = MailboxEnd(mailbox, ranks, area, self._casts, self._handoff.inbox, self._finished, patience)
             self._last[number] = end
             self._ends[mailbox.mailbox_id] = self._handoff.mailboxes[mailbox.process_set_id, mailbox.stem] = end

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Final
 
 from hvdlite.handoff.entry import Entry
-from hvdlite.handoff.exchange import EXCHANGES, Exchange, MailboxCall, Signature
+from hvdlite.handoff.exchange import EXCHANGES, MailboxCall, MailboxExchange, Signature
 from hvdlite.handoff.inbox import Inbox, Task
 from hvdlite.memory.area import LENGTH, NAME_NUMBER, NUMBER, ROWS, TEXT, Area
 from hvdlite.memory.patience import Patience
@@ -61,7 +61,7 @@ class MailboxEnd:
         self._is_frozen = False
         self._signature: Signature | None = None  # for which the following is prepared
         self._text = b""
-        self._exchange: Exchange
+        self._exchange: MailboxExchange
         self._others = [other for other in range(area.size) if other != area.index]
 
     # --- the thread that calls -------------------------------------------------------------------------------------------
