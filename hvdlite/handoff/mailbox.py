@@ -157,7 +157,7 @@ class MailboxEnd:
     def _let_act(self) -> None:
         """The lock is released, unless this is a signal handler inside another call: let the background thread have it."""
         if self._deferred:
-            self._inbox.post(Task(self._act))
+            self._inbox.post(Task(self.act))
 
     def _report_stale(self, call: MailboxCall) -> None:
         self._inbox.post(MailboxStale(self.mailbox.mailbox_id, call.key[1]))
@@ -198,9 +198,10 @@ class MailboxEnd:
     def when_unlocked(self, act: Callable[[], object]) -> None:
         """Call a function under the lock: now, or when the thread that holds it has finished."""
         self._deferred.append(act)
-        self._act()
+        self.act()
 
-    def _act(self) -> None:
+    def act(self) -> None:
+        """Do what is deferred, unless a thread has the lock."""
         while self._deferred and self._lock.acquire(blocking=False):
             try:
                 self._deferred.popleft()()

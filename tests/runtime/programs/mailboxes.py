@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import tempfile
 import threading
@@ -99,12 +100,62 @@ def all_kinds_give_what_requests_give() -> None:
     hvd.shutdown()
 
 
+def random_calls_in_several_sets(seed: int) -> int:
+    """Blocking calls of all kinds and sizes, in sets that overlap; now and then a rank is late, or does not block.
+
+    Returns how many calls went through mailboxes.
+    """
+    hvd.init()
+    rank, size, choice = hvd.rank(), hvd.size(), random.Random(seed)
+    sets = [hvd.global_process_set, *(hvd.add_process_set(ranks) for ranks in ([0, 1], [1, 2], [2, 0]))]
+    kinds, asked, learned = ["reduced", "gathered", "sent", "scattered", "swapped", "met"], 0, 0
+    for turn in range(250):
+        chosen = choice.choice(sets)
+        ranks, kind, stem = list(chosen.ranks), choice.choice(kinds), choice.choice("abc")
+        columns, differs = choice.choice([1, 1, 50, 20_000]), choice.random() < 0.1
+        odd, is_late = choice.choice(ranks), choice.random() < 0.02
+        rows = {each: choice.randrange(4) if kind == "gathered" else len(ranks) for each in ranks}
+        root, times = choice.choice(ranks), choice.randrange(1, 6)
+        if rank not in ranks:
+            continue
+        for index in range(times):
+            values = {each: np.full((rows[each], columns), 1000 * turn + 10 * index + each, np.int64) for each in ranks}
+            if rank == odd and is_late and not index:
+                time.sleep(2 * SHORT)
+            name = f"{stem} {kind} {turn}.{index}" if stem == "a" else f"{stem} {kind}"
+            blocks, own, place = not (rank == odd and differs), values[rank], ranks.index(rank)
+            total = np.sum([values[each] for each in ranks], axis=0) if kind in ("reduced", "scattered") else own
+            call, want = {
+                "reduced": (lambda f: f(own, op=hvd.Sum, name=name, process_set=chosen), total),
+                "gathered": (lambda f: f(own, name=name, process_set=chosen), np.concatenate([*values.values()])),
+                "sent": (lambda f: f(own, root, name=name, process_set=chosen), values[root]),
+                "scattered": (lambda f: f(own, op=hvd.Sum, name=name, process_set=chosen), total[:1]),
+                "swapped": (lambda f: f(own, name=name, process_set=chosen),
+                            np.concatenate([values[each][place:place + 1] for each in ranks])),
+                "met": (lambda f: f(process_set=chosen), None)}[kind]
+            blocking, other = {
+                "reduced": (hvd.allreduce, hvd.allreduce_async), "gathered": (hvd.allgather, hvd.allgather_async),
+                "sent": (hvd.broadcast, hvd.broadcast_async), "scattered": (hvd.reducescatter, hvd.reducescatter_async),
+                "swapped": (hvd.alltoall, hvd.alltoall_async), "met": (hvd.barrier, None)}[kind]
+            found = call(blocking) if blocks or other is None else call(other).wait()
+            if want is not None:
+                found = found[0] if isinstance(found, tuple) else found
+                assert np.array_equal(found, want), (seed, turn, index, kind, ranks, found, want)
+                asked, learned = asked + 1, learned + (LEARNED in hvd.story(name))
+    hvd.barrier()
+    assert learned <= asked
+    hvd.shutdown()
+    return learned
+
+
 def whatever_ends_a_mailbox_the_calls_go_on() -> None:
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
     _be_patient(LONG)
+    staging = api.runtime().staging_bytes()
     _repeat("x")
     assert LEARNED in hvd.story("x")
+    assert 62 << 10 <= api.runtime().staging_bytes() - staging < 72 << 10, "two rounds of an area of the smallest size"
     _process_sets()
     _be_patient(SHORT)
     if rank == 0:
