@@ -27,8 +27,11 @@ class Exchange:
     Args:
         elements: of the tensor.
         index: this rank's.
-        root: likewise; -1 if there is none.
+        root: likewise; -1 if all ranks have values.
         chunk: bytes of each rank that are reduced per NumPy call.
+
+    Attributes:
+        written: the bytes of its place that this rank uses.
     """
 
     def __init__(self, response: Response, elements: int, places: Places, index: int, *, root: int = -1, chunk: int,
@@ -36,6 +39,7 @@ class Exchange:
         self.response, self.elements, self.index, self.root = response, elements, index, root
         self.dtype = SUPPORTED_DTYPES[response.dtype]
         self.nbytes = elements * self.dtype.itemsize
+        self.written = self.nbytes if root in (-1, index) else 0
         self._places, self._chunk, self._casts = places, chunk, casts
         self._values: list[list[Array]] = [[] for _ in places]
 
@@ -45,11 +49,6 @@ class Exchange:
         if not found:
             found += (place[:self.nbytes].view(self.dtype) for place in self._places[region])
         return found
-
-    @property
-    def written(self) -> int:
-        """The bytes of its place that this rank uses."""
-        return self.nbytes
 
     def write(self, region: int, source: Array) -> None:
         """Write what others need of this rank's values."""
@@ -97,10 +96,6 @@ class Reducescatter(Reduce):
 
 class Broadcast(Exchange):
     """Every rank copies the root's values."""
-
-    @property
-    def written(self) -> int:
-        return self.nbytes if self.index == self.root else 0
 
     def write(self, region: int, source: Array) -> None:
         if self.index == self.root:

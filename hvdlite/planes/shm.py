@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES
-from hvdlite.core.types import ROOTED, Collective, ReduceOp
+from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.adasum import AdasumReduction
 from hvdlite.planes.arithmetic import Casts, Reduction
@@ -133,11 +133,11 @@ class ShmPlane:
         limit = min(area.segment.slot, self._whole(area)) if kind is Reduce else area.segment.slot
         if not 0 < sources[0].nbytes <= limit or response.op is ReduceOp.ADASUM:
             return None
-        root = area.ranks.index(response.root_rank) if response.collective in ROOTED else -1
+        root = area.ranks.index(response.root_rank) if response.collective is Collective.BROADCAST else -1
         return area.keep(kind(response, elements, area.places, area.index, root=root, chunk=self._chunk, casts=self._casts))
 
     def _whole(self, area: StagingArea) -> int:
-        """Return up to how many bytes every rank reduces a tensor in full; of two, each reads as much as it does by slices."""
+        """Return up to how many bytes every rank reduces a tensor in full: each of two moves hardly more than by slices."""
         return self._direct if area.size == 2 else self._direct // 8
 
     def _reduction(self, area: StagingArea, response: Response) -> Reduction:
