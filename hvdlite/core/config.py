@@ -176,7 +176,8 @@ class Config:
         "4M at most, with N ranks 1M / N from 3 ranks on; 0 turns mailboxes off")
     spin_microseconds: int = knob(
         80, _at_least(0), "microseconds for which the background thread polls before it sleeps, while the script is "
-        "blocked in a wait, and for which a script's thread polls in a mailbox as long as that helps; 0 turns polling off")
+        "blocked in a wait, and a script's thread that blocks in a mailbox or a group, as long as that helps; 0 turns "
+        "polling off")
     shm_slot: int = knob(
         4 * MIB, _size, "size of one staging slot in the shm plane, in bytes, rounded up to a multiple of 64K (0 is one); a "
         "rank has three", must_match=True)

@@ -25,30 +25,35 @@ class Exchange:
     """Calls of one response with one tensor, to which all ranks contribute.
 
     Args:
-        elements: of the tensor.
+        elements: of this rank's tensor.
         index: this rank's.
         root: likewise; -1 if all ranks have values.
         chunk: bytes of each rank that are reduced per NumPy call.
 
     Attributes:
+        counts: elements of each rank's tensor.
         written: the bytes of its place that this rank uses.
     """
 
     def __init__(self, response: Response, elements: int, places: Places, index: int, *, root: int = -1, chunk: int,
                  casts: Casts) -> None:
         self.response, self.elements, self.index, self.root = response, elements, index, root
-        self.dtype = SUPPORTED_DTYPES[response.dtype]
-        self.nbytes = elements * self.dtype.itemsize
-        self.written = self.nbytes if root in (-1, index) else 0
         self._places, self._chunk, self._casts = places, chunk, casts
+        self.dtype = SUPPORTED_DTYPES[response.dtype]
+        self.counts = self._counted()
+        self.written = elements * self.dtype.itemsize if root in (-1, index) else 0
         self._values: list[list[Array]] = [[] for _ in places]
 
     def values(self, region: int) -> list[Array]:
         """Return each rank's values."""
         found = self._values[region]
         if not found:
-            found += (place[:self.nbytes].view(self.dtype) for place in self._places[region])
+            found += (place[:count * self.dtype.itemsize].view(self.dtype)
+                      for place, count in zip(self._places[region], self.counts, strict=True))
         return found
+
+    def _counted(self) -> list[int]:
+        return [self.elements] * len(self._places[0])
 
     def write(self, region: int, source: Array) -> None:
         """Write what others need of this rank's values."""
@@ -106,11 +111,24 @@ class Broadcast(Exchange):
             np.copyto(output, self.values(region)[self.root])
 
 
+class Gather(Exchange):
+    """Every rank that has an output copies all values, one after the other."""
+
+    def write(self, region: int, source: Array) -> None:
+        np.copyto(self.values(region)[self.index], source)
+
+    def collect(self, region: int, source: Array, output: Array) -> None:
+        join(self.values(region), output)
+
+    def _counted(self) -> list[int]:
+        return [count * self.response.row_elements for count in self.response.rows]
+
+
 WHOLE: dict[Collective, type[Exchange]] = {
     Collective.ALLREDUCE: Reduce, Collective.REDUCE: Reduce, Collective.REDUCESCATTER: Reducescatter,
-    Collective.BROADCAST: Broadcast,
+    Collective.BROADCAST: Broadcast, Collective.ALLGATHER: Gather, Collective.GATHER: Gather,
 }
-"""Of the kinds in which all ranks have as many values."""
+"""Of the kinds in which each rank knows how many values the others have."""
 
 
 def join(parts: Iterable[Array], output: Array) -> None:

@@ -35,7 +35,7 @@ from hvdlite.negotiation.messages import Response
 from hvdlite.planes.adasum import AdasumReduction
 from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import CHUNK_KNOB, BufferSlice, FusionBuffer, Plan, WaitUntil
-from hvdlite.planes.exchange import WHOLE, Exchange, Reduce
+from hvdlite.planes.exchange import WHOLE, Broadcast, Exchange, Reduce
 from hvdlite.planes.shm_barrier import WakeRanks
 from hvdlite.planes.shm_pieces import AdasumPiece, Piece, reduce_by_slices
 from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
@@ -130,11 +130,12 @@ class ShmPlane:
         found = area.exchanges.get(id(response))  # which groups keep
         if found is not None and found.response is response and found.elements == elements:
             return found
+        root = area.ranks.index(response.root_rank) if kind is Broadcast else -1
+        made = kind(response, elements, area.places, area.index, root=root, chunk=self._chunk, casts=self._casts)
         limit = min(area.segment.slot, self._whole(area)) if kind is Reduce else area.segment.slot
-        if not 0 < sources[0].nbytes <= limit or response.op is ReduceOp.ADASUM:
+        if not 0 < max(made.counts) * made.dtype.itemsize <= limit or response.op is ReduceOp.ADASUM:
             return None
-        root = area.ranks.index(response.root_rank) if response.collective is Collective.BROADCAST else -1
-        return area.keep(kind(response, elements, area.places, area.index, root=root, chunk=self._chunk, casts=self._casts))
+        return area.keep(made)
 
     def _whole(self, area: StagingArea) -> int:
         """Return up to how many bytes every rank reduces a tensor in full: each of two moves hardly more than by slices."""
