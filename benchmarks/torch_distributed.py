@@ -246,9 +246,7 @@ def measured(bench: Bench, row: dict[str, Any], contenders: dict[str, Work], cal
 
 def steps(bench: Bench, groups: Groups) -> list[dict[str, Any]]:
     """Return the rows of training."""
-    rows = [compare_parameters(groups)]
-    say(f"parameters after {training.STEPS} steps: {rows[0]['from_gloo']:g} from Gloo's, on all ranks alike")
-    rows.append(measured(bench, {"part": "DDP, gradients of a ResNet-50"}, gradients(groups)))
+    rows = [measured(bench, {"part": "DDP, gradients of a ResNet-50"}, gradients(groups))]
     rows.append(communication_of(rows[-1]))
     trainers = {who: mlp_under_ddp(group)[1] for who, group in {**groups, "alone": None}.items()}
     rows.append(measured(bench, {"part": "DDP, step of an MLP"}, trainers, training.STEPS))
@@ -261,7 +259,9 @@ def main() -> None:
     bench = Bench.start(__doc__, blocking="only blocking collectives")
     groups: Groups = {"hvdlite": dist.new_group(backend=BACKEND), "gloo": dist.new_group(backend="gloo")}
     only_blocking = bench.arguments.blocking
-    rows = [] if only_blocking else steps(bench, groups)
+    rows = [compare_parameters(groups)]
+    say(f"parameters after {training.STEPS} steps: {rows[0]['from_gloo']:g} from Gloo's, on all ranks alike")
+    rows += [] if only_blocking else steps(bench, groups)
     for row, contenders in collectives(groups, SHORT if bench.arguments.short else SIZES, bench.mpi):
         if "blocking" in row["part"] or not only_blocking:
             rows.append(measured(bench, row, contenders))

@@ -1,7 +1,7 @@
 """What the ranks of a host do with values that each writes as a whole before any reads: one class for each kind.
 
 Each rank writes to its own place only; when all have written, it only reads. So no kind needs a second step in which ranks
-wait for each other. Mailboxes are made of this (`handoff/exchange.py`), and so is what `ShmPlane` does with a piece.
+wait for each other. Mailboxes are made of this (`handoff/exchange.py`); `ShmPlane` does it with what fits into a slot.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Exchange:
     def values(self, region: int) -> list[Array]:
         """Return each rank's values."""
         found = self._values[region]
-        if not found:
-            found += (place[:count * self.dtype.itemsize].view(self.dtype)
-                      for place, count in zip(self._places[region], self.counts, strict=True))
+        if not found:  # all or none of them, also if a signal interrupts this
+            found = self._values[region] = [place[:count * self.dtype.itemsize].view(self.dtype)
+                                            for place, count in zip(self._places[region], self.counts, strict=True)]
         return found
 
     def _counted(self) -> list[int]:
