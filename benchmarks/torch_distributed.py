@@ -3,8 +3,9 @@
     gradients       DDP's part of a step with the 161 gradients of a ResNet-50 (102 MB), all of which exist when it begins;
                     its communication is what it takes longer than with a hook that communicates nothing
     training        steps of an MLP under DDP, and of a transformer with 25 million parameters under FSDP2
-    collectives     all_reduce, all_gather_into_tensor and reduce_scatter_tensor of float32; the size is that of the larger
-                    buffer. "blocking" is one call after the other, "4 at once" starts four and then waits for each
+    collectives     all_reduce, broadcast, all_gather_into_tensor and reduce_scatter_tensor of float32, and barrier; the size
+                    is that of the larger buffer. "blocking" is one call after the other, also with MPI on the same memory;
+                    "4 at once" starts four and then waits for each
     ping-pong       a message to a neighbour and back
 
 Steps are medians of rounds; collectives and messages are medians of single calls.
@@ -30,8 +31,8 @@ from benchmarks.harness import Bench, median, say
 from examples.char_gpt import CharGPT, loss_of
 
 BACKEND = "hvdlite"
-SIZES = [4, 64, 1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
-SHORT = [4, 8 << 10, 64 << 10, 1 << 20, 64 << 20]
+SIZES = [4, 64, 1 << 10, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
+SHORT = [4, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20]
 MESSAGES = [4, 64 << 10, 1 << 20, 16 << 20]
 TRANSFORMER = {"width": 512, "heads": 8, "layers": 8, "context": 64}
 SEQUENCES = 2
@@ -40,11 +41,12 @@ BATCH = 64
 """Images of a rank in a step of the MLP."""
 AT_ONCE = 4
 
+WHOLE = ("all_reduce", "broadcast", "barrier")
 ALL_GATHER, REDUCE_SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 all_gather, reduce_scatter = (getattr(dist, new, None) or getattr(dist, old) for new, old in (
     ("all_gather_single", ALL_GATHER), ("reduce_scatter_single", REDUCE_SCATTER)))  # renamed in torch 2.13
 
-Groups = dict[str, Any]  # process groups of all ranks, by contender
+Groups = dict[str, Any]  # process groups of all ranks, by contender; MPI's communicator
 Work = Callable[[], object]
 
 
@@ -58,15 +60,35 @@ class Collective:
     def __init__(self, name: str, nbytes: int, group: Any) -> None:
         size = dist.get_world_size()
         self.name, self.group = name, group
-        self.whole = torch.zeros(nbytes // 4 if name == "all_reduce" else max(1, nbytes // 4 // size) * size)
+        self.whole = torch.zeros(nbytes // 4 if name in WHOLE else max(1, nbytes // 4 // size) * size)
         self.part = torch.zeros(len(self.whole) // size)
 
     def __call__(self, async_op: bool = False) -> Any:
         if self.name == "all_reduce":
             return dist.all_reduce(self.whole, group=self.group, async_op=async_op)
+        if self.name == "broadcast":
+            return dist.broadcast(self.whole, 0, group=self.group, async_op=async_op)
+        if self.name == "barrier":
+            return dist.barrier(self.group, async_op=async_op)
         if self.name == ALL_GATHER:
             return all_gather(self.whole, self.part, group=self.group, async_op=async_op)
         return reduce_scatter(self.part, self.whole, group=self.group, async_op=async_op)
+
+
+class MpiCollective(Collective):
+    """The same by MPI, on NumPy's views of the tensors."""
+
+    def __init__(self, name: str, nbytes: int, communicator: Any) -> None:
+        super().__init__(name, nbytes, communicator)
+        from mpi4py import MPI
+        whole, part = self.whole.numpy(), self.part.numpy()
+        self.run = {"all_reduce": lambda: communicator.Allreduce(MPI.IN_PLACE, whole),
+                    "broadcast": lambda: communicator.Bcast(whole, 0), "barrier": communicator.Barrier,
+                    ALL_GATHER: lambda: communicator.Allgather(part, whole),
+                    REDUCE_SCATTER: lambda: communicator.Reduce_scatter_block(whole, part)}[name]
+
+    def __call__(self, async_op: bool = False) -> Any:
+        self.run()
 
 
 def at_once(calls: list[Collective]) -> None:
@@ -75,14 +97,18 @@ def at_once(calls: list[Collective]) -> None:
         work.wait()
 
 
-def collectives(groups: Groups, sizes: list[int]) -> Iterator[tuple[dict[str, Any], dict[str, Work]]]:
+def collectives(groups: Groups, sizes: list[int], mpi: Any) -> Iterator[tuple[dict[str, Any], dict[str, Work]]]:
     """Yield what is measured, and who competes."""
-    for name in ("all_reduce", ALL_GATHER, REDUCE_SCATTER):
-        for nbytes in sizes:
+    for name in ("all_reduce", "broadcast", ALL_GATHER, REDUCE_SCATTER, "barrier"):
+        for nbytes in sizes if name != "barrier" else [4]:
             several = {who: [Collective(name, nbytes, group) for _ in range(AT_ONCE)] for who, group in groups.items()}
-            yield {"part": f"{name}, blocking", "bytes": nbytes}, {who: calls[0] for who, calls in several.items()}
-            yield ({"part": f"{name}, {AT_ONCE} at once", "bytes": nbytes},
-                   {who: functools.partial(at_once, calls) for who, calls in several.items()})
+            blocking: dict[str, Work] = {who: calls[0] for who, calls in several.items()}
+            if mpi is not None:
+                blocking["mpi"] = MpiCollective(name, nbytes, mpi)
+            yield {"part": f"{name}, blocking", "bytes": nbytes}, blocking
+            if name in (ALL_GATHER, REDUCE_SCATTER, "all_reduce"):
+                yield ({"part": f"{name}, {AT_ONCE} at once", "bytes": nbytes},
+                       {who: functools.partial(at_once, calls) for who, calls in several.items()})
 
 
 def ping_pong(groups: Groups, sizes: list[int]) -> Iterator[tuple[dict[str, Any], dict[str, Work]]]:
@@ -214,24 +240,32 @@ def measured(bench: Bench, row: dict[str, Any], contenders: dict[str, Work], cal
     seconds = {who: median(values) / calls for who, values in (bench.calls if "bytes" in row else rounds).items()}
     what = f"{row['bytes']:>9} B" if "bytes" in row else ""
     say(f"{row['part']:34} {what:>12}" + "".join(f"  {who} {value * 1e6:10.1f} us" for who, value in seconds.items())
-        + f"   x{seconds['hvdlite'] / seconds['gloo']:.2f}")
+        + "".join(f"   x{who} {seconds['hvdlite'] / seconds[who]:.2f}" for who in seconds if who != "hvdlite"))
     return {**row, "seconds": seconds}
 
 
-def main() -> None:
-    bench = Bench.start(__doc__)
-    groups: Groups = {"hvdlite": dist.new_group(backend=BACKEND), "gloo": dist.new_group(backend="gloo")}
-    rows = [compare_parameters(groups)]
-    say(f"parameters after {training.STEPS} steps: {rows[0]['from_gloo']:g} from Gloo's, on all ranks alike")
-    rows.append(measured(bench, {"part": "DDP, gradients of a ResNet-50"}, gradients(groups)))
+def steps(bench: Bench, groups: Groups) -> list[dict[str, Any]]:
+    """Return the rows of training."""
+    rows = [measured(bench, {"part": "DDP, gradients of a ResNet-50"}, gradients(groups))]
     rows.append(communication_of(rows[-1]))
     trainers = {who: mlp_under_ddp(group)[1] for who, group in {**groups, "alone": None}.items()}
     rows.append(measured(bench, {"part": "DDP, step of an MLP"}, trainers, training.STEPS))
     rows.append(measured(bench, {"part": "FSDP2, step of a transformer"},
                          {who: transformer_under_fsdp(group) for who, group in groups.items()}))
-    for row, contenders in collectives(groups, SHORT if bench.arguments.short else SIZES):
-        rows.append(measured(bench, row, contenders))
-    for row, contenders in ping_pong(groups, MESSAGES):
+    return rows
+
+
+def main() -> None:
+    bench = Bench.start(__doc__, blocking="only blocking collectives")
+    groups: Groups = {"hvdlite": dist.new_group(backend=BACKEND), "gloo": dist.new_group(backend="gloo")}
+    only_blocking = bench.arguments.blocking
+    rows = [compare_parameters(groups)]
+    say(f"parameters after {training.STEPS} steps: {rows[0]['from_gloo']:g} from Gloo's, on all ranks alike")
+    rows += [] if only_blocking else steps(bench, groups)
+    for row, contenders in collectives(groups, SHORT if bench.arguments.short else SIZES, bench.mpi):
+        if "blocking" in row["part"] or not only_blocking:
+            rows.append(measured(bench, row, contenders))
+    for row, contenders in ping_pong(groups, [] if only_blocking else MESSAGES):
         rows.append(measured(bench, row, contenders))
     bench.finish(rows)
 

@@ -168,7 +168,8 @@ class Config:
         "4M at most, with N ranks 1M / N from 3 ranks on; 0 turns mailboxes off")
     spin_microseconds: int = knob(
         80, _at_least(0), "microseconds for which the background thread polls before it sleeps, while the script is "
-        "blocked in a wait, and for which a script's thread polls in a mailbox as long as that helps; 0 turns polling off")
+        "blocked in a wait, and a script's thread that blocks in a mailbox or a group, as long as that helps; 0 turns "
+        "polling off")
     shm_slot: int = knob(
         4 * MIB, _size, "size of one staging slot in the shm plane, in bytes, rounded up to a multiple of 64K (0 is one); a "
         "rank has three", must_match=True)
@@ -176,8 +177,8 @@ class Config:
         512 * KIB, _size_from(4 * KIB), "bytes reduced per NumPy call; each call releases the GIL once",
         tunable=(64 * KIB, 4 * MIB))
     shm_direct: int = knob(
-        512 * KIB, _size, "tensors of up to this many bytes are reduced by every rank in full, which saves a barrier; 0 "
-        "turns this off",
+        4 * MIB, _size, "tensors of up to this many bytes, or an eighth of it with more than two ranks, are reduced by "
+        "every rank in full, which saves a barrier; 0 turns this off",
         must_match=True,
         tunable=(16 * KIB, 4 * MIB))
     control: str = knob(

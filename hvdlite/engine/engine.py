@@ -159,6 +159,10 @@ class Engine:
         """Report to rank 0 what this rank's GPU has not finished for long."""
         self._controller.send_side_message(SideMessage(overdue=work))
 
+    def mailbox_bytes(self) -> int:
+        """Return the memory of this rank's part of mailboxes; callable from any thread."""
+        return sum(list(self._mailboxes.held.values()))
+
     def suspect(self, others: tuple[int, ...]) -> None:
         """Let rank 0 see whether others are alive: this rank has waited long in the middle of a call of a group of them."""
         self._controller.send_side_message(SideMessage(slow_peers=others))
@@ -292,10 +296,11 @@ class Engine:
     def _look(self) -> float | None:
         """Look for stalls if it is time; return when to look again, in seconds, or None while nothing is pending."""
         coordinator, execution = self._coordinator, self._execution
+        is_late = self._mailboxes.act_again()
         if not (execution.waits or coordinator.busy):
             self._watchdog.received()
             self._next_look = -math.inf  # being idle is no standstill
-            return None
+            return self._look_seconds if is_late else None
         now = self._clock()
         if now < self._next_look and not coordinator.urgent:
             return self._look_seconds

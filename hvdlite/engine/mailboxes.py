@@ -13,7 +13,7 @@ from hvdlite.handoff.exchange import MailboxCall
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.mailbox import MailboxEnd
 from hvdlite.memory.area import Area, area_bytes
-from hvdlite.memory.patience import Patience, has_cores
+from hvdlite.memory.patience import Patience
 from hvdlite.memory.shared import Range
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.messages import Mailbox, MailboxFrozen, MailboxStale
@@ -28,6 +28,7 @@ class Mailboxes:
 
     Attributes:
         waiting: tensors for which threads wait in mailboxes that are to end, by mailbox.
+        held: bytes of this rank's part of the areas, by area.
 
     Args:
         areas: None where the ranks share no memory; then no mailbox is ever opened.
@@ -40,6 +41,7 @@ class Mailboxes:
     def __init__(self, areas: Areas | None, handoff: Handoff, controller: Controller, recorder: FlightRecorder,
                  history: CallHistory, *, casts: Casts, spin: float = 0.0) -> None:
         self.waiting: dict[int, str] = {}
+        self.held: dict[int, int] = {}
         self._rank = controller.rank
         self._make_area, self._handoff, self._controller = areas, handoff, controller
         self._casts, self._spin = casts, spin
@@ -64,6 +66,7 @@ class Mailboxes:
                 self._areas[number] = self._make_area(nbytes)
             if self._rank in ranks:
                 self._areas[number].allocate(0, nbytes)
+                self.held[number] = nbytes // len(ranks)
                 area = Area(self._areas[number].bytes, ranks.index(self._rank), len(ranks), mailbox.capacity)
         if self._rank not in ranks:
             return
@@ -73,7 +76,7 @@ class Mailboxes:
             self._controller.report_mailbox(MailboxStale(mailbox.mailbox_id, mailbox.stem))
         else:
             everybody = self._handoff.state.process_sets[GLOBAL_PROCESS_SET_ID]  # on this host: else there are no mailboxes
-            patience = Patience(self._spin if has_cores(len(everybody)) else 0.0)
+            patience = Patience.of_ranks(self._spin, len(everybody))
             end = MailboxEnd(mailbox, ranks, area, self._casts, self._handoff.inbox, self._finished, patience)
             self._last[number] = end
             self._ends[mailbox.mailbox_id] = self._handoff.mailboxes[mailbox.process_set_id, mailbox.stem] = end
@@ -100,6 +103,16 @@ class Mailboxes:
         if end is not None:
             end.when_unlocked(lambda: self._close(end))
 
+    def act_again(self) -> bool:
+        """Do what could not be done under locks; return whether some of it is left.
+
+        Their holders do it as they leave, but a thread that is interrupted just then does not.
+        """
+        late = [end for end in self._last.values() if end.is_busy]
+        for end in late:
+            end.act()
+        return any(end.is_busy for end in late)
+
     def _close(self, end: MailboxEnd) -> None:
         entry = end.close()
         if entry is not None:
@@ -116,6 +129,7 @@ class Mailboxes:
         self.leave(error)
         self._ends.clear()
         self._areas.clear()
+        self.held.clear()
         self._last.clear()
 
     def _withdraw(self, end: MailboxEnd) -> None:

@@ -29,6 +29,7 @@ from hvdlite.groups.peers import CallProgress, LocalPeers, OnlySplitsDiffer, Pee
 from hvdlite.groups.reports import Reports
 from hvdlite.handoff.group_state import PATIENCE_SECONDS, GroupState, LongWait
 from hvdlite.memory.area import TEXT
+from hvdlite.memory.patience import Patience
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import AlltoallSplits, Plan, Plane
 
@@ -64,6 +65,7 @@ class GroupExecutor:
         link: by which ranks on several hosts announce how far they are; None if all share the state's area.
         messages: those of this rank; None if it is the only one.
         patience: seconds that a rank waits for others before it reports that to rank 0 of the runtime.
+        polling: of script's threads that block, before they sleep; by default none.
 
     Attributes:
         peers: what is known of the other ranks.
@@ -71,7 +73,8 @@ class GroupExecutor:
     """
 
     def __init__(self, members: GroupMembers, plane: Plane, state: GroupState, reports: Reports,
-                 messages: Messages | None, *, link: GroupLink | None = None, patience: float = PATIENCE_SECONDS) -> None:
+                 messages: Messages | None, *, link: GroupLink | None = None, patience: float = PATIENCE_SECONDS,
+                 polling: Patience | None = None) -> None:
         self.is_busy = False
         self._members = members
         self._rank = members.rank
@@ -81,6 +84,8 @@ class GroupExecutor:
         self._reports = reports
         self._messages = messages
         self._patience = patience
+        self._polling = polling or Patience(0.0)
+        self._polls = False  # in the operation under way
         self._ranks = tuple(range(members.size))
         self._preparations = Preparations(members.name, self._ranks)
         self._completed = self._plans = 0
@@ -100,15 +105,18 @@ class GroupExecutor:
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
-    def perform(self, operation: Operation, timeout: float) -> None:
+    def perform(self, operation: Operation, timeout: float, *, polls: bool = False) -> None:
         """Carry out one operation.
+
+        Args:
+            polls: whether this thread may poll: others of this rank need the GIL for their work, unless they wait for it.
 
         Raises:
             MismatchError: on all ranks.
             Exception: the others may be in the middle of a plan, so nothing can be carried out afterwards.
         """
         state = self._state
-        self.is_busy = True
+        self.is_busy, self._polls = True, polls
         try:
             self._perform(operation, timeout)
         except MismatchError:  # on all ranks
@@ -209,7 +217,7 @@ class GroupExecutor:
     # --- waiting --------------------------------------------------------------------------------------------------------
 
     def _wait_until(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
-        if not predicate():
+        if not predicate() and not (self._may_poll() and self._polling.look(predicate)):
             self._sleep_until(predicate, poll_interval or LOOK_SECONDS)
         prepared, local = self._unchecked, self._local
         if prepared is None or local is None:
@@ -217,6 +225,9 @@ class GroupExecutor:
         self._all_have_come()
         if not local.agrees(self._state.begun, prepared.digest):
             raise disagreement(local.texts(self._state.begun), self._members)
+
+    def _may_poll(self) -> bool:
+        return self._polls and self._local is not None and (self._messages is None or not self._messages.is_active)
 
     def _sleep_until(self, predicate: Callable[[], bool], look: float) -> None:
         state, word, messages = self._state, self._area.word, self._messages

@@ -142,7 +142,7 @@ class Group:
         elif runs_here:
             begun = self._progress.block()
             try:
-                self._carry_out(call)
+                self._carry_out(call, polls=True)
             finally:
                 self._idle()
                 self._progress.unblock(begun)
@@ -376,11 +376,11 @@ class Group:
         if works_here:
             self._work_here()
 
-    def _carry_out(self, call: Call) -> None:
+    def _carry_out(self, call: Call, *, polls: bool = False) -> None:
         error: Exception | None = None
         try:
             for operation in call.operations:
-                self._execution.perform(operation, self.timeout if call.timeout is None else call.timeout)
+                self._execution.perform(operation, self.timeout if call.timeout is None else call.timeout, polls=polls)
         except MismatchError as mismatched:
             error = mismatched
             self.state.on_report()

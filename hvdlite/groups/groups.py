@@ -38,6 +38,7 @@ from hvdlite.groups.messages import Messages
 from hvdlite.groups.reports import Reports, RuntimeReports, notice_of
 from hvdlite.handoff.group_state import GroupState
 from hvdlite.memory.area import DONE, Area, area_bytes
+from hvdlite.memory.patience import Patience
 from hvdlite.memory.rings import Rings
 from hvdlite.negotiation.messages import FailureNotice
 from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
@@ -292,7 +293,9 @@ class Groups:
             raise
         rings = Rings(memory.pairs, area.index, heaps)
         messages = Messages(members, state, _carriers(members, area, rings, link.part("messages")), reports.progress)
-        execution = GroupExecutor(members, plane, state, reports, messages, link=None if plane.name == "shm" else progress)
+        everybody = len(runtime.hosts.local_ranks(runtime.world.rank))
+        execution = GroupExecutor(members, plane, state, reports, messages, link=None if plane.name == "shm" else progress,
+                                  polling=Patience.of_ranks(config.spin_microseconds * 1e-6, everybody))
         group = Group(members, timeout, state, execution, messages, reports, report_error=report_error, released=closed)
         self._groups.append(group)
         runtime.add_group(state)

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array
@@ -26,8 +27,7 @@ _KEPT: Final = 4096
 """Different operations whose preparation is kept; of more, it begins anew."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Operation:
+class Operation(msgspec.Struct, frozen=True, eq=False, kw_only=True):  # several times faster to make than a dataclass
     """One collective. Ranks and the root are indices in the group.
 
     Arrays are flat, contiguous and of `dtype`; what travels without arithmetic may be `uint8` whatever it is. Sources and

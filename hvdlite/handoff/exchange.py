@@ -1,12 +1,12 @@
-"""What the ranks of a mailbox do with each other's values: one class for each kind of collective.
+"""What the ranks of a mailbox do with each other's values: as `ShmPlane` with small tensors (`planes/exchange.py`).
 
-Before a round is complete, a rank writes to its own place only; afterwards it only reads, from all places. So no kind needs
-a second step in which ranks wait for each other. The same arithmetic as in `ShmPlane` gives the same bits.
+Before a round is complete, a rank writes to its own place only; afterwards it only reads, from all places.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -18,7 +18,8 @@ from hvdlite.handoff.entry import Entry
 from hvdlite.memory.area import ROWS, Area
 from hvdlite.negotiation.fusion import even_rows
 from hvdlite.negotiation.messages import Response
-from hvdlite.planes.arithmetic import Casts, Reduction
+from hvdlite.planes.arithmetic import Casts
+from hvdlite.planes.exchange import WHOLE, Exchange, join
 
 CHUNK: Final = 256 << 10
 """Bytes of each rank that are reduced per NumPy call, so that the result is still in the cache when it is divided."""
@@ -84,7 +85,7 @@ class MailboxCall:
         return self.source.nbytes + 8 * len(self.splits)
 
 
-class Exchange:
+class MailboxExchange:
     """Calls of one signature in one area.
 
     Args:
@@ -105,10 +106,6 @@ class Exchange:
         """Return a rank's values, from a byte on."""
         return self.area.values[rank][parity][begin:begin + elements * self.dtype.itemsize].view(self.dtype)
 
-    def rows(self, parity: int) -> list[int]:
-        """Return the rows that each rank has brought."""
-        return [both[parity][ROWS] for both in self.area.heads]
-
     def output(self, call: MailboxCall, rows: int) -> Array:
         """Return memory for so many rows, which becomes the result."""
         call.result = np.empty((rows, *self.signature.shape), self.dtype)
@@ -116,70 +113,53 @@ class Exchange:
         return flat
 
 
-class Barrier(Exchange):
+class Barrier(MailboxExchange):
     """Nobody has values."""
 
 
-class Allreduce(Exchange):
-    """Every rank reduces all values."""
+class Whole(MailboxExchange):
+    """All ranks have as many values."""
 
     def __init__(self, signature: Signature, members: tuple[int, ...], area: Area, casts: Casts) -> None:
         super().__init__(signature, members, area, casts)
-        elements = int(np.prod(signature.shape, dtype=np.int64))
-        response = Response(names=(signature.stem,), collective=Collective.ALLREDUCE, dtype=signature.dtype,
+        rows, each = (*signature.shape, 1)[0], math.prod(signature.shape[1:])
+        response = Response(names=(signature.stem,), collective=signature.collective, dtype=signature.dtype,
                             op=signature.op, prescale=signature.prescale, postscale=signature.postscale,
-                            contributors=members)
-        self.reduction = Reduction(response, self.dtype, self.size, min(elements, CHUNK // self.dtype.itemsize), casts)
-        self.places = [[self.place(rank, parity, elements) for rank in range(self.size)] for parity in range(2)]
+                            contributors=members, rows=even_rows(rows, self.size), row_elements=each)
+        places = [[both[parity] for both in area.values] for parity in range(2)]
+        self.exchange: Exchange = WHOLE[signature.collective](response, math.prod(signature.shape), places, self.index,
+                                                              root=signature.root, chunk=CHUNK, casts=casts)
 
     def write(self, call: MailboxCall, parity: int) -> None:
-        self.reduction.copy_prescaled(call.source, self.places[parity][self.index])
+        self.exchange.write(parity, call.source)
 
     def collect(self, call: MailboxCall, parity: int) -> None:
-        assert call.output is not None
-        self.reduction.combine(self.places[parity], call.output)
+        self.exchange.collect(parity, call.source, call.source if call.output is None else call.output)
 
 
-class Reducescatter(Allreduce):
-    """Every rank reduces its rows of all values."""
+class Reducescatter(Whole):
+    """A rank's rows of the sum are a new array."""
 
     def collect(self, call: MailboxCall, parity: int) -> None:
         rows, *rest = self.signature.shape
-        shares, each = even_rows(rows, self.size), int(np.prod(rest, dtype=np.int64))
-        begin, own_rows = sum(shares[:self.index]), shares[self.index]
-        call.result = np.empty((own_rows, *rest), self.dtype)
-        own = slice(begin * each, (begin + own_rows) * each)
-        self.reduction.combine([place[own] for place in self.places[parity]], call.result.reshape(-1))
+        call.result = np.empty((even_rows(rows, self.size)[self.index], *rest), self.dtype)
+        self.exchange.collect(parity, call.source, call.result.reshape(-1))
 
 
-class Broadcast(Exchange):
-    """Every rank copies the root's values."""
-
-    def write(self, call: MailboxCall, parity: int) -> None:
-        if self.index == self.signature.root:
-            self.place(self.index, parity, call.source.size)[...] = call.source
-
-    def collect(self, call: MailboxCall, parity: int) -> None:
-        if self.index != self.signature.root:
-            call.source[...] = self.place(self.signature.root, parity, call.source.size)
-
-
-class Allgather(Exchange):
+class Allgather(MailboxExchange):
     """Every rank copies all values, one after the other."""
 
     def write(self, call: MailboxCall, parity: int) -> None:
         self.place(self.index, parity, call.source.size)[...] = call.source
 
     def collect(self, call: MailboxCall, parity: int) -> None:
-        rows = self.rows(parity)
-        output, each, end = self.output(call, sum(rows)), int(np.prod(self.signature.shape, dtype=np.int64)), 0
-        for rank, count in enumerate(rows):
-            begin, end = end, end + count * each
-            output[begin:end] = self.place(rank, parity, count * each)
-        call.rows = tuple(rows)
+        call.rows = tuple(both[parity][ROWS] for both in self.area.heads)
+        each = math.prod(self.signature.shape)
+        join((self.place(rank, parity, count * each) for rank, count in enumerate(call.rows)),
+             self.output(call, sum(call.rows)))
 
 
-class Alltoall(Exchange):
+class Alltoall(MailboxExchange):
     """A rank's splits stand before its values; every rank copies its part of all values."""
 
     def write(self, call: MailboxCall, parity: int) -> None:
@@ -188,16 +168,14 @@ class Alltoall(Exchange):
         self.place(self.index, parity, call.source.size, 8 * self.size)[...] = call.source
 
     def collect(self, call: MailboxCall, parity: int) -> None:
-        splits = [self.area.values[rank][parity][:8 * self.size].view(np.int64) for rank in range(self.size)]
-        received = np.array([each[self.index] for each in splits], np.int64)
-        output, each, end = self.output(call, int(received.sum())), int(np.prod(self.signature.shape, dtype=np.int64)), 0
-        for rank, count in enumerate(received):
-            begin, end = end, end + int(count) * each
-            before = 8 * self.size + int(splits[rank][:self.index].sum()) * each * self.dtype.itemsize
-            output[begin:end] = self.place(rank, parity, int(count) * each, before)
-        call.result = call.result, received
+        splits = [both[parity][:8 * self.size].view(np.int64).tolist() for both in self.area.values]
+        received = [each[self.index] for each in splits]
+        each = math.prod(self.signature.shape)
+        begins = [8 * self.size + sum(given[:self.index]) * each * self.dtype.itemsize for given in splits]
+        join((self.place(rank, parity, received[rank] * each, begins[rank]) for rank in range(self.size)),
+             self.output(call, sum(received)))
+        call.result = call.result, np.array(received, np.int64)
 
 
-EXCHANGES: Final = {Collective.ALLREDUCE: Allreduce, Collective.REDUCESCATTER: Reducescatter,
-                    Collective.BROADCAST: Broadcast, Collective.ALLGATHER: Allgather, Collective.ALLTOALL: Alltoall,
-                    Collective.BARRIER: Barrier}
+EXCHANGES: Final = {Collective.ALLREDUCE: Whole, Collective.REDUCESCATTER: Reducescatter, Collective.BROADCAST: Whole,
+                    Collective.ALLGATHER: Allgather, Collective.ALLTOALL: Alltoall, Collective.BARRIER: Barrier}

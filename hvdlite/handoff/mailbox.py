@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Final
 
 from hvdlite.handoff.entry import Entry
-from hvdlite.handoff.exchange import EXCHANGES, Exchange, MailboxCall, Signature
+from hvdlite.handoff.exchange import EXCHANGES, MailboxCall, MailboxExchange, Signature
 from hvdlite.handoff.inbox import Inbox, Task
 from hvdlite.memory.area import LENGTH, NAME_NUMBER, NUMBER, ROWS, TEXT, Area
 from hvdlite.memory.patience import Patience
@@ -61,7 +61,7 @@ class MailboxEnd:
         self._is_frozen = False
         self._signature: Signature | None = None  # for which the following is prepared
         self._text = b""
-        self._exchange: Exchange
+        self._exchange: MailboxExchange
         self._others = [other for other in range(area.size) if other != area.index]
 
     # --- the thread that calls -------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class MailboxEnd:
     def _let_act(self) -> None:
         """The lock is released, unless this is a signal handler inside another call: let the background thread have it."""
         if self._deferred:
-            self._inbox.post(Task(self._act))
+            self._inbox.post(Task(self.act))
 
     def _report_stale(self, call: MailboxCall) -> None:
         self._inbox.post(MailboxStale(self.mailbox.mailbox_id, call.key[1]))
@@ -198,9 +198,10 @@ class MailboxEnd:
     def when_unlocked(self, act: Callable[[], object]) -> None:
         """Call a function under the lock: now, or when the thread that holds it has finished."""
         self._deferred.append(act)
-        self._act()
+        self.act()
 
-    def _act(self) -> None:
+    def act(self) -> None:
+        """Do what is deferred, unless a thread has the lock."""
         while self._deferred and self._lock.acquire(blocking=False):
             try:
                 self._deferred.popleft()()

@@ -64,6 +64,11 @@ class Patience:
             self._rest(2)
         return False
 
+    @classmethod
+    def of_ranks(cls, seconds: float, ranks: int) -> Patience:
+        """Return the patience of threads of so many ranks of a host: none where it has no core for each."""
+        return cls(seconds if ranks <= (os.cpu_count() or 1) else 0.0)
+
     def _succeeded(self) -> None:
         self._vain = 0
         self._in_time += 1
@@ -72,8 +77,3 @@ class Patience:
 
     def _rest(self, factor: int) -> None:
         self._vain, self._left, self._pause = 0, self._pause, min(LONGEST, self._pause * factor)
-
-
-def has_cores(ranks: int) -> bool:
-    """Return whether this host has a core for each of so many ranks."""
-    return ranks <= (os.cpu_count() or 1)

@@ -113,14 +113,19 @@ class Reduction:
         `out` may share memory with `sources[0]` or `sources[1]`, but not with a later source.
         """
         with np.errstate(all="ignore"):  # overflow and nan are values here, as in the framework's own arithmetic
+            if out.size <= self.chunk:
+                self._combine_chunk(sources, out)
+                return
             for start in range(0, out.size, self.chunk):
                 piece = slice(start, min(start + self.chunk, out.size))
-                part, terms = out[piece], [source[piece] for source in sources]
-                if self._reduce_pair is not None and len(terms) == 2 and self._combine_pair(terms[0], terms[1], part):
-                    continue
-                total = self._scratch[0][..., :part.size] if self._wide else part
-                self._sum(terms, total)
-                self.finish(total, part)
+                self._combine_chunk([source[piece] for source in sources], out[piece])
+
+    def _combine_chunk(self, terms: Sequence[Array], out: Array) -> None:
+        if self._reduce_pair is not None and len(terms) == 2 and self._combine_pair(terms[0], terms[1], out):
+            return
+        total = self._scratch[0][..., :out.size] if self._wide else out
+        self._sum(terms, total)
+        self.finish(total, out)
 
     def accumulator(self, out: Array, *, in_place: bool) -> Array:
         """Return a flat array for `accumulate`; sums of accumulators are accumulators as well.

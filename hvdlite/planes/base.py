@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
+import msgspec
+
 from hvdlite.core.array import Array
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray
 from hvdlite.core.errors import HorovodInternalError
@@ -94,8 +96,7 @@ class BufferSlice:
     end: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, eq=False):
     """One response with this rank's memory. A rank that has joined participates without sources and outputs.
 
     All memory is flat and contiguous. Allreduce, broadcast and allgather have one output for each source, possibly the same

@@ -13,8 +13,9 @@ The next piece is published before the second barrier, which is its first one, t
 A bucket of a fusion buffer is already in shared memory on every rank. The decision that releases the bucket replaces the
 first barrier; every rank reduces its slice and writes the result into all ranks' slots; one barrier follows.
 
-A small piece is published whole and reduced by every rank, without a second barrier. The other collectives follow the same
-pattern: publish the data that other ranks need, barrier, copy the own part.
+Small tensors are written whole, and every rank makes its result of all of them (`exchange.py`), without a second barrier;
+between two ranks that is as little memory traffic as slices are. The other collectives follow the same pattern: publish the
+data that other ranks need, barrier, copy the own part.
 
 Rules (docs/protocol.md#staging-regions, #same-bits)
 - Each process set has its own counters and slots, so that overlapping sets do not touch each other's memory.
@@ -34,6 +35,7 @@ from hvdlite.negotiation.messages import Response
 from hvdlite.planes.adasum import AdasumReduction
 from hvdlite.planes.arithmetic import Casts, Concatenation, Reduction, row_bounds, slice_bounds
 from hvdlite.planes.base import CHUNK_KNOB, BufferSlice, FusionBuffer, Plan, WaitUntil
+from hvdlite.planes.exchange import WHOLE, Broadcast, Exchange, Reduce
 from hvdlite.planes.shm_barrier import WakeRanks
 from hvdlite.planes.shm_pieces import AdasumPiece, Piece, reduce_by_slices
 from hvdlite.planes.staging import HostMemory, StagingArea
@@ -46,7 +48,7 @@ class ShmPlane:
         wake_ranks: wakes other ranks that may be waiting at a barrier.
         slot: bytes of one staging slot.
         chunk: bytes reduced per NumPy call.
-        direct: up to this many bytes, every rank reduces the whole piece.
+        direct: up to this many bytes, or an eighth of it with more than two ranks, every rank reduces a tensor in full.
     """
 
     name = "shm"
@@ -61,6 +63,14 @@ class ShmPlane:
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
         area = self._areas[plan.response.process_set_id]
+        exchange = self._exchange(area, plan)
+        if exchange is not None:
+            region = area.next_region(exchange.written)
+            exchange.write(region, plan.sources[0])
+            area.barrier(wait_until)
+            if plan.outputs[0] is not None:
+                exchange.collect(region, plan.sources[0], plan.outputs[0])
+            return
         match plan.response.collective:
             case Collective.ALLREDUCE if plan.buffer_slice is not None:
                 self._allreduce_in_place(area, plan.buffer_slice, plan.response, wait_until)
@@ -100,12 +110,35 @@ class ShmPlane:
     def tune(self, settings: Mapping[str, int]) -> None:
         self._chunk = settings.get(CHUNK_KNOB, self._chunk)
         self._direct = settings.get("shm_direct", self._direct)
+        for area in self._areas.values():
+            area.exchanges.clear()
 
     def close(self) -> None:
         for area in self._areas.values():
             area.close()
         self._areas.clear()
         self._memory.close()
+
+    def _exchange(self, area: StagingArea, plan: Plan) -> Exchange | None:
+        """Return what carries out a plan for one tensor that every rank has and that fits; None for others."""
+        response, sources = plan.response, plan.sources
+        kind = WHOLE.get(response.collective)
+        if kind is None or len(sources) != 1 or len(response.contributors) != area.size or plan.buffer_slice is not None:
+            return None
+        elements = sources[0].size
+        found = area.exchanges.get(id(response))  # which groups keep
+        if found is not None and found.response is response and found.elements == elements:
+            return found
+        root = area.ranks.index(response.root_rank) if kind is Broadcast else -1
+        made = kind(response, elements, area.places, area.index, root=root, chunk=self._chunk, casts=self._casts)
+        limit = min(area.segment.slot, self._whole(area)) if kind is Reduce else area.segment.slot
+        if not 0 < max(made.counts) * made.dtype.itemsize <= limit or response.op is ReduceOp.ADASUM:
+            return None
+        return area.keep(made)
+
+    def _whole(self, area: StagingArea) -> int:
+        """Return up to how many bytes every rank reduces a tensor in full: each of two moves hardly more than by slices."""
+        return self._direct if area.size == 2 else self._direct // 8
 
     def _reduction(self, area: StagingArea, response: Response) -> Reduction:
         dtype = SUPPORTED_DTYPES[response.dtype]
@@ -130,36 +163,16 @@ class ShmPlane:
         if not plan.response.contributors:
             return
         reduction = self._reduction(area, plan.response)
-        if self._is_small(plan, area):
-            self._reduce_small(area, plan, reduction, wait_until)
-            return
         sources, outputs = self._ends(plan)
         total = sources.size if sources else outputs.size if outputs else plan.response.elements
         per_piece = area.segment.slot // reduction.dtype.itemsize
         pieces = (Piece(area, plan.response, reduction, low, min(low + per_piece, total))
                   for low in range(0, total, per_piece))
-        if total * reduction.dtype.itemsize <= self._direct:
+        if total * reduction.dtype.itemsize <= self._whole(area):
             for piece in pieces:
                 piece.reduce_whole(sources, outputs, wait_until)
         else:
             reduce_by_slices(pieces, sources, outputs, area.barrier, wait_until)
-
-    def _is_small(self, plan: Plan, area: StagingArea) -> bool:
-        """Return whether every rank contributes one small tensor, and all reduce it whole."""
-        response, sources = plan.response, plan.sources
-        return (len(sources) == 1 and len(response.contributors) == area.size
-                and sources[0].nbytes <= min(self._direct, area.segment.slot))
-
-    def _reduce_small(self, area: StagingArea, plan: Plan, reduction: Reduction, wait_until: WaitUntil) -> None:
-        """Like `Piece.reduce_whole`, with less work for the frequent case."""
-        source = plan.sources[0]
-        if source.size == 0:
-            return
-        slots = area.pieces(area.next_region(source.nbytes), reduction.dtype, source.size)
-        reduction.copy_prescaled(source, slots[area.index])
-        area.barrier(wait_until)
-        if plan.response.collective is Collective.ALLREDUCE or self._rank == plan.response.root_rank:
-            reduction.combine(slots, plan.outputs[0])
 
     def _ends(self, plan: Plan) -> tuple[Concatenation | None, Concatenation | None]:
         """Return what this rank contributes to a reduction, and where it receives the result."""
@@ -181,7 +194,7 @@ class ShmPlane:
             for low in range(0, total, per_piece):
                 yield AdasumPiece(area, response, adasum, low, min(low + per_piece, total))
 
-        if total * dtype.itemsize <= self._direct:
+        if total * dtype.itemsize <= self._direct // 8:
             for piece in pieces():
                 piece.reduce_whole(sources, outputs, wait_until)
             return

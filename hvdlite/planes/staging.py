@@ -15,10 +15,11 @@ import numpy as np
 from hvdlite.core.array import Array
 from hvdlite.memory.shared import Segment
 from hvdlite.planes.base import WaitUntil
+from hvdlite.planes.exchange import Exchange
 from hvdlite.planes.shm_barrier import Barrier, WakeRanks
 
-KEPT_VIEWS: Final = 64
-"""Views of small pieces that are kept."""
+KEPT: Final = 64
+"""Exchanges that are kept."""
 
 
 class HostMemory(Protocol):
@@ -36,6 +37,8 @@ class StagingArea:
 
     Attributes:
         barrier: the barrier of these ranks.
+        places: the slots as bytes, by region and rank.
+        exchanges: those that were used last, by their responses' `id`.
     """
 
     def __init__(self, rank: int, ranks: tuple[int, ...], segment: Segment, wake_ranks: WakeRanks) -> None:
@@ -43,7 +46,8 @@ class StagingArea:
         self.index, self.size = ranks.index(rank), len(ranks)
         self.barrier = Barrier(rank, ranks, segment, wake_ranks)
         self._pieces = 0
-        self._views: dict[tuple[int, np.dtype[np.generic], int], list[Array]] = {}
+        self.places = [[segment.staging(each, region) for each in range(self.size)] for region in range(segment.regions)]
+        self.exchanges: dict[int, Exchange] = {}
 
     def next_region(self, nbytes: int) -> int:
         """Return the region for the next piece, and allocate `nbytes` in this rank's slot."""
@@ -54,22 +58,20 @@ class StagingArea:
 
     def slot(self, index: int, region: int, dtype: np.dtype[np.generic]) -> Array:
         """Return a rank's slot as elements of `dtype`."""
-        staging = self.segment.staging(index, region)
+        staging = self.places[region][index]
         return staging[:staging.size // dtype.itemsize * dtype.itemsize].view(dtype)
 
-    def pieces(self, region: int, dtype: np.dtype[np.generic], count: int) -> list[Array]:
-        """Return the first `count` elements of each rank's slot; the last views are kept, because small pieces repeat."""
-        key = region, dtype, count
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) >= KEPT_VIEWS:
-                self._views.clear()
-            views = self._views[key] = [self.slot(index, region, dtype)[:count] for index in range(self.size)]
-        return views
+    def keep(self, exchange: Exchange) -> Exchange:
+        """Keep it for the next plan of its response."""
+        if len(self.exchanges) >= KEPT:
+            self.exchanges.clear()
+        self.exchanges[id(exchange.response)] = exchange
+        return exchange
 
     def close(self) -> None:
         """Unmap the memory. The pages remain: a slower rank may still read them."""
-        self._views.clear()
+        self.exchanges.clear()
+        self.places.clear()
         self.segment.close()
 
     def total(self, values: Array, wait_until: WaitUntil) -> Array:

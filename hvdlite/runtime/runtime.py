@@ -217,6 +217,10 @@ class Runtime(Collectives):
         """Whether this rank has ever left a wait for later, because ranks waited for each other in a circle."""
         return self.handoff.waiters.have_deferred
 
+    def staging_bytes(self) -> int:
+        """Return how much memory this rank keeps for tensors that are not in buckets."""
+        return self.connections.plane.staging_bytes() + self.engine.mailbox_bytes()
+
     def bucket_memory(self) -> list[AnyArray]:
         """Return the memory of all learned buckets of this rank."""
         return [bucket.memory for learned in list(self._state.layouts.values()) for bucket in learned.buckets]

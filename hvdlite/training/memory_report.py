@@ -18,8 +18,9 @@ class MemoryReport:
 
     Attributes:
         ranks: for each rank, bytes by part: `parameters` (with buffers), `gradients` (outside of buckets), `optimizer`,
-            `buckets` (gradients that lie in hvdlite's buckets), `staging` (hvdlite's memory for other tensors), `process`
-            (what the process has in memory now, all in all; 0 where that is not known), `peak` (the most it has had).
+            `buckets` (gradients that lie in hvdlite's buckets), `staging` (hvdlite's memory for other tensors, with its
+            mailboxes), `process` (what the process has in memory now, all in all; 0 where that is not known), `peak` (the
+            most it has had).
     """
 
     ranks: tuple[dict[str, int], ...]
@@ -44,6 +45,6 @@ def gather_report(parameters: int, gradients: int, optimizer: int) -> MemoryRepo
     process = resident_memory("self")
     peak = max(process, peak_memory())
     buckets = sum(memory.nbytes for memory in runtime.bucket_memory())
-    own = np.array([[parameters, gradients, optimizer, buckets, runtime.plane.staging_bytes(), process, peak]], np.int64)
+    own = np.array([[parameters, gradients, optimizer, buckets, runtime.staging_bytes(), process, peak]], np.int64)
     rows = runtime.allgather(runtime.names.unnamed("hvdlite", "memory"), own).wait()
     return MemoryReport(tuple(dict(zip(PARTS, row, strict=True)) for row in rows.tolist()))

@@ -5,9 +5,9 @@ A contiguous tensor is moved without a copy; what is not one piece of memory is 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import torch
 
@@ -111,8 +111,7 @@ def adjoining(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided((sum(tensor.numel() for tensor in present),), (1,), first.storage_offset())
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PreparedCall:
+class PreparedCall(msgspec.Struct, frozen=True, eq=False):
     """What one rank does for a call of `torch.distributed`.
 
     Attributes:
@@ -158,7 +157,7 @@ class Copies:
             tensors: its result.
         """
         if self._inputs:
-            operation = dataclasses.replace(operation, prepare=self._fill)
+            operation = msgspec.structs.replace(operation, prepare=self._fill)
         return PreparedCall([operation], tensors, self._empty if self._outputs else None)
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:

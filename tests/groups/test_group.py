@@ -202,6 +202,23 @@ def test_the_worker_thread_keeps_no_tensors() -> None:
     play(groups(2), step)
 
 
+@HOSTS
+@pytest.mark.parametrize("blocking", [True, False])
+def test_only_threads_that_block_on_one_host_poll(blocking: bool, one_host: bool) -> None:
+    """A worker thread that polls has the GIL, which the script's thread needs for its own work."""
+    ends, polled = groups(2, one_host=one_host), []  # type: ignore[var-annotated]
+    for end in ends:
+        end._execution._polling = mock.Mock(look=lambda predicate: polled.append(predicate()))
+
+    def step(group: Group) -> None:
+        if group.rank:
+            time.sleep(0.05)
+        assert group.start([barrier()], blocking=blocking).wait()
+
+    play(ends, step)
+    assert polled == [False] * (blocking and one_host), "the rank that comes first, if any"
+
+
 def test_each_wake_up_changes_the_word() -> None:
     memory = bytearray(area_bytes(2))
     seen, word = [0], Area(memory, 0, 2).word

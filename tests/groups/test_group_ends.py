@@ -237,7 +237,7 @@ def test_a_thread_that_is_late_when_its_group_is_closed_gets_the_error(monkeypat
     monkeypatch.setattr(group_module, "JOIN_SECONDS", 0.0)
     ends, closed = groups(2), threading.Event()
 
-    def perform(*_: object) -> None:
+    def perform(*_: object, **__: object) -> None:
         assert closed.wait(HANGS_SECONDS)
         raise HorovodInternalError("the call is given up")
     monkeypatch.setattr(ends[0]._execution, "perform", perform)

@@ -117,6 +117,26 @@ def test_a_thread_that_is_interrupted_while_it_writes_has_not_taken_part(monkeyp
     assert other.close() == "an entry"
 
 
+def test_what_waits_for_a_lock_is_done_later_if_its_holder_is_interrupted_as_it_leaves() -> None:
+    (end, _), _, _ = ends(2)
+    has_lock, leaves, done = threading.Event(), threading.Event(), []
+
+    def hold() -> None:
+        with end._lock:
+            has_lock.set()
+            leaves.wait(HANGS_SECONDS)
+
+    thread = thread_of(hold)
+    has_lock.wait()
+    end.when_unlocked(lambda: done.append(end.freeze()))
+    end.act()
+    assert end.is_busy and not done
+    leaves.set()
+    thread.join()
+    end.act()
+    assert not end.is_busy and done == [0]
+
+
 def test_what_an_interrupted_thread_has_written_counts() -> None:
     (end, other), posted, over = ends(2)
     first, second = call(1.0), call(2.0)

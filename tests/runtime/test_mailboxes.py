@@ -26,6 +26,12 @@ def test_all_kinds_give_what_requests_give(size: int) -> None:
     processes(size, programs.all_kinds_give_what_requests_give)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_random_calls_of_all_kinds_in_sets_that_overlap(seed: int) -> None:
+    learned = [rank.result for rank in processes(3, programs.random_calls_in_several_sets, seed)]
+    assert min(learned) > 50, learned
+
+
 # docs/protocol.md#mailboxes
 def test_whatever_ends_a_mailbox_the_calls_go_on() -> None:
     processes(3, programs.whatever_ends_a_mailbox_the_calls_go_on)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import tempfile
 import threading
 import time
 from types import FrameType
+from typing import Any
 
 import numpy as np
 
@@ -99,12 +101,74 @@ def all_kinds_give_what_requests_give() -> None:
     hvd.shutdown()
 
 
+KINDS = ("allreduce", "allgather", "broadcast", "reducescatter", "alltoall", "barrier")
+
+
+def random_calls_in_several_sets(seed: int) -> int:
+    """Blocking calls of all kinds and sizes, in sets that overlap; now and then a rank is late, or does not block.
+
+    Returns how many calls went through mailboxes.
+    """
+    hvd.init()
+    rank, choice, learned = hvd.rank(), random.Random(seed), 0
+    sets = [hvd.global_process_set, *map(hvd.add_process_set, ([0, 1], [1, 2], [2, 0]))]
+    for turn in range(250):
+        chosen, kind, stem = choice.choice(sets), choice.choice(KINDS), choice.choice("abc")
+        ranks = list(chosen.ranks)
+        odd, root = choice.choice(ranks), choice.choice(ranks)  # the odd one is late, or does not block
+        is_late, differs, columns = choice.random() < 0.02, choice.random() < 0.1, choice.choice([1, 1, 50, 20_000])
+        rows = {each: choice.randrange(4) if kind == "allgather" else len(ranks) for each in ranks}
+        for index in range(choice.randrange(1, 6)):
+            if rank not in ranks:
+                continue
+            values = {each: np.full((rows[each], columns), 1000 * turn + 10 * index + each, np.int64) for each in ranks}
+            if rank == odd and is_late and not index:
+                time.sleep(2 * SHORT)
+            name = f"{stem} {kind} {turn}.{index}" if stem == "a" else f"{stem} {kind}"
+            found = _called(kind, values[rank], name, chosen, root, blocks=rank != odd or not differs)
+            if kind != "barrier":  # which has no name
+                want = _wanted(kind, values, rank, root)
+                assert np.array_equal(found, want), (seed, turn, index, kind, ranks, found, want)
+                learned += LEARNED in hvd.story(name)
+    hvd.barrier()
+    hvd.shutdown()
+    return learned
+
+
+def _called(kind: str, own: Any, name: str, ranks: Any, root: int, *, blocks: bool) -> Any:
+    """Make a call; return its result, which of an alltoall without splits is the values only."""
+    if kind == "barrier":
+        return hvd.barrier(process_set=ranks)
+    further: dict[str, Any] = {"op": hvd.Sum} if kind in ("allreduce", "reducescatter") else {}
+    if kind == "broadcast":
+        further["root_rank"] = root
+    if blocks:
+        return getattr(hvd, kind)(own, name=name, process_set=ranks, **further)
+    result = getattr(hvd, f"{kind}_async")(own, name=name, process_set=ranks, **further).wait()
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _wanted(kind: str, values: dict[int, Any], rank: int, root: int) -> Any:
+    """Return the result of a call on a rank, whose ranks bring these values."""
+    place = list(values).index(rank)
+    if kind == "allgather":
+        return np.concatenate(list(values.values()))
+    if kind == "alltoall":
+        return np.concatenate([each[place:place + 1] for each in values.values()])
+    if kind == "broadcast":
+        return values[root]
+    total = np.sum(list(values.values()), axis=0)
+    return total if kind == "allreduce" else total[place:place + 1]
+
+
 def whatever_ends_a_mailbox_the_calls_go_on() -> None:
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
     _be_patient(LONG)
+    staging = api.runtime().staging_bytes()
     _repeat("x")
     assert LEARNED in hvd.story("x")
+    assert 62 << 10 <= api.runtime().staging_bytes() - staging < 72 << 10, "two rounds of an area of the smallest size"
     _process_sets()
     _be_patient(SHORT)
     if rank == 0:
