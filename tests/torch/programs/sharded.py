@@ -26,11 +26,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def model(seed: int = 3) -> torch.nn.Sequential:
+def model(seed: int = 3) -> Any:
     """Return a model with matrices of several sizes and memory formats."""
     torch.manual_seed(seed)
+    convolution: Any = torch.nn.Conv2d(2, 4, 3)
     return torch.nn.Sequential(
-        torch.nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last), torch.nn.Flatten(), torch.nn.Linear(16, 31),
+        convolution.to(memory_format=torch.channels_last), torch.nn.Flatten(), torch.nn.Linear(16, 31),
         torch.nn.Tanh(), torch.nn.Linear(31, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
 
 
@@ -44,7 +45,7 @@ def parameters(name: str, module: torch.nn.Module) -> list[Any]:
     return [{"params": own[:3]}, {"params": own[3:], "lr": 0.02}]
 
 
-def train(module: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range, closure: bool = False) -> None:
+def train(module: torch.nn.Module, optimizer: Any, steps: range, closure: bool = False) -> None:
     """Train on batches that belong to this rank and the step."""
     for step in steps:
         generator = torch.Generator().manual_seed(100 * step + hvd.rank())
@@ -142,12 +143,12 @@ def parameters_are_shared() -> None:
     hvd.init()
     rank, ends = hvd.rank(), []
     for _ in range(4):
-        module = torch.nn.Linear(64, 32, bias=False)
+        module: Any = torch.nn.Linear(64, 32, bias=False)
         hvd.broadcast_parameters(module.state_dict(), 0)
         optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), sharded=True,
                                                   share_parameters=True)
 
-        def step(module: torch.nn.Module = module, optimizer: Any = optimizer) -> None:
+        def step(module: Any = module, optimizer: Any = optimizer) -> None:
             optimizer.zero_grad()
             module(torch.ones(1, 64)).mean().backward()
             optimizer.step()
