@@ -132,7 +132,7 @@ class _Synchronized(torch.autograd.Function):
                 sum_: derivatives.AllreduceCall, eps: float) -> tuple[torch.Tensor, ...]:
         dense = _dense(input)
         own = torch.cat(_moments(dense))
-        everywhere = below_autograd.allgather(own[None], sum_.name, sum_.process_set).wait().double()
+        everywhere = below_autograd.allgather(own[None], sum_.name, sum_.process_set, blocking=True).wait().double()
         means, squares, counts = everywhere.split([input.shape[1], input.shape[1], 1], 1)
         count, mean, variance = combined_moments(counts, means, squares)
         if count.device.type == "cpu" and not torch.compiler.is_compiling() and count.item() == 1:
