@@ -173,6 +173,15 @@ def _torch_distributed(rows: Rows, ranks: int) -> list[str]:
     return text
 
 
+def _sharded(rows: Rows, ranks: int) -> list[str]:
+    body = [[row["optimizer"], f"{row['bytes'] / 2**20:.0f}", f"**{row['bytes'] / rows[0]['bytes']:.2f}**",
+             *(text for kind in ("step_seconds", "whole_seconds")
+               for text in (f"{row[kind] * 1e3:.1f}", f"**{row[kind] / rows[0][kind]:.2f}**"))] for row in rows]
+    return [f"## Sharded optimizer state: AdamW, 22.6 million parameters, {ranks} ranks", "",
+            "Memory is that of all ranks, above what they had before. Ratios are to the whole state on each rank.", "",
+            *_table(["optimizer", "MiB", "ratio", "step(), ms", "ratio", "a step, ms", "ratio"], body)]
+
+
 def _two_hosts(rows: Rows, ranks: int) -> list[str]:
     plane = rows[0]["case"].partition(", ")[2]
     return [f"## Two hosts of {ranks // 2} ranks: the whole way by {plane}, beside the bare libraries", "",
@@ -185,7 +194,7 @@ _TABLES = {"planes": _planes, "planes_openmpi": functools.partial(_planes, under
            "small_gradients": _small_gradients, "batch_norm": _batch_norm, "training": _training,
            "hooks": _hooks, "idle": _idle, "ledger": _ledger, "torch_distributed": _torch_distributed,
            **{f"keras_{backend}": _keras for backend in ("tensorflow", "torch", "jax")},
-           "control_scale": _control_scale,
+           "control_scale": _control_scale, "sharded": _sharded,
            **{f"two_hosts_{engine}_{plane}": _two_hosts for engine in ("mpi", "gloo") for plane in (engine, "hierarchical")}}
 
 

@@ -148,6 +148,7 @@ def main() -> None:
         ("training", 2, [*long_rounds, *short]),
         ("hooks", 2, [*long_rounds, *short]),
         ("ledger", 2, [*long_rounds, *short]),
+        ("sharded", 2, rounds),
         ("torch_distributed", 2, [*rounds, *short]),
         ("collectives", 2, [*rounds, *short]),
         ("latency", 2, [*rounds, *short]),

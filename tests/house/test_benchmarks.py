@@ -21,7 +21,7 @@ SMALL = ["--rounds", "1", "--seconds", "0.001", "--short"]
 @pytest.mark.parametrize(("script", "options"), [
     ("collectives", SMALL), ("gradients", SMALL), ("small_gradients", SMALL), ("training", SMALL), ("hooks", SMALL),
     ("idle", ["--idle-seconds", "0.1"]), ("planes", SMALL), ("batch_norm", SMALL),
-    ("torch_distributed", SMALL), ("ledger", SMALL),
+    ("torch_distributed", SMALL), ("ledger", SMALL), ("sharded", SMALL),
 ])
 def test_it_runs_and_records(script: str, options: list[str], tmp_path: Path) -> None:
     if script == "training":

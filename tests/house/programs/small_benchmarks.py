@@ -9,6 +9,7 @@ SMALLER: dict[str, dict[str, object]] = {
     "collectives": {"SHORT": [4, 1 << 20]},
     "hooks": {"STEPS": 1},
     "ledger": {"STEPS": 1, "CALLS": 100},
+    "sharded": {"STEPS": 1, "WARMUP": 1, "WIDTH": 8},
     "planes": {"SHORT": [1 << 16, 1 << 20]},
     "torch_distributed": {"SHORT": [4], "MESSAGES": [4],
                           "TRANSFORMER": {"width": 32, "heads": 2, "layers": 2, "context": 8}},
