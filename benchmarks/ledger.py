@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 import hvdlite_torch as hvd
 from benchmarks.harness import Bench, median, say
 from benchmarks.training import Cnn
-from hvdlite.diagnostics.process_probe import TcpTraffic
 from hvdlite.diagnostics.progress import Progress, Schedule
+from hvdlite.diagnostics.tcp_traffic import TcpTraffic
 
 STEPS = 10
 """Training steps per measured call."""

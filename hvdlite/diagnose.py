@@ -21,7 +21,7 @@ from hvdlite.bootstrap.environments import read_launch_info
 from hvdlite.core.config import Config, environment_name
 from hvdlite.core.errors import LaunchError
 from hvdlite.planes.nccl import library
-from hvdlite.planes.nccl.driver import measure
+from hvdlite.planes.nccl.bandwidth import measure
 from hvdlite.planes.selection import PLANES, operations
 
 FRAMEWORKS = {"PyTorch": ("torch", "hvdlite_torch"), "TensorFlow": ("tensorflow", "hvdlite_tf"),

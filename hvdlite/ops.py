@@ -19,7 +19,7 @@ from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import Collective, ReduceOp, reduce_op
 from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.runtime.arguments import GpuHandle, empty_like, in_flight, is_on_gpu, wrap
-from hvdlite.runtime.gradient_sets import member_names
+from hvdlite.runtime.names import member_names
 
 
 def allreduce_async(array: ArrayLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,

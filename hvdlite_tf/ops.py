@@ -21,7 +21,7 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp, reduce_op
-from hvdlite.runtime.gradient_sets import member_names
+from hvdlite.runtime.names import member_names
 from hvdlite_tf import gpu
 from hvdlite_tf.arrays import check_dtypes, run
 from hvdlite_tf.compression import Compression, Compressor

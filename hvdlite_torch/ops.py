@@ -14,7 +14,7 @@ from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import Collective, ReduceOp, reduce_op
-from hvdlite.runtime.gradient_sets import member_names
+from hvdlite.runtime.names import member_names
 from hvdlite_torch.arrays import cuda
 from hvdlite_torch.arrays.tensors import as_tensor
 from hvdlite_torch.collectives import below_autograd

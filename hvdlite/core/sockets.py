@@ -1,14 +1,9 @@
-"""Sockets: addresses of this host, ports and Unix sockets of ours, the peer's user id, and connections that are refused.
-
-`standstill` tells whether this process itself stood still: stopped by a signal, swapped out, or frozen with its machine.
-What others have sent meanwhile has not been read, so their silence means nothing.
-"""
+"""Sockets: addresses of this host, ports and Unix sockets of ours, the peer's user id, and connections that are refused."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import socket
 import struct
@@ -166,18 +161,3 @@ class RefusedConnections:
         rest, self._rest = self._rest, 0
         if rest:
             _log.warning("%d more connections to %s were refused", rest, self._address)
-
-
-_LATE_SECONDS: Final = 2.0
-"""Seconds by which a loop is late on a busy machine."""
-
-
-def standstill(last: float, now: float, period: float) -> float:
-    """Return for how many seconds this process stood still before a turn of a loop; 0 if it did not.
-
-    Args:
-        last: the time of the turn before; infinitely early for the first one.
-        period: the seconds after which the next turn was due.
-    """
-    late = now - last - period
-    return late if _LATE_SECONDS < late < math.inf else 0.0

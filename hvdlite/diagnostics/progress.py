@@ -29,8 +29,8 @@ import msgspec
 
 from hvdlite.core.launch_contract import METRICS_FILE, PROGRESS_FILE
 from hvdlite.core.ledger import Ledger, Traffic
-from hvdlite.diagnostics.process_probe import TcpTraffic
 from hvdlite.diagnostics.slowness import LEAST_STEPS
+from hvdlite.diagnostics.tcp_traffic import TcpTraffic
 
 _HEAD: Final = struct.Struct("=QQQd")  # steps, samples, whether samples are counted, time of the last step
 _BLOCKED: Final = struct.Struct("=dd")  # seconds blocked, which never become fewer; since when they become more, or 0

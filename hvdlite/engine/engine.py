@@ -28,7 +28,7 @@ from typing import Any, Final, NoReturn
 from hvdlite.control.star import Event, yield_processor
 from hvdlite.core.config import Config
 from hvdlite.core.errors import HorovodInternalError, MismatchError
-from hvdlite.core.sockets import standstill
+from hvdlite.core.standstill import standstill
 from hvdlite.core.system_limits import explained
 from hvdlite.core.world import World
 from hvdlite.diagnostics.flight_recorder import FlightRecorder

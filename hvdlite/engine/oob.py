@@ -3,9 +3,6 @@
 A plane connects in the middle of a plan, or in a library's thread while this rank waits in one. What a rank publishes stays
 at the coordinator until another fetches it, so a text travels only between ranks that connect. What all ranks of a process
 set must know of each other is gathered by the first of them, which answers all. A death interrupts every wait.
-
-`OobStore` is rank 0's store of these messages. It works as `torch.distributed.Store` does: a rank publishes a value under a
-key, another fetches it. Connecting N ranks so costs as many messages as there are pairs that connect, not N x N.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from typing import Final
 
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.handoff.inbox import Item, Task
-from hvdlite.negotiation.messages import DirectMessage, OobKey, OobMessage, SideMessage
+from hvdlite.negotiation.messages import OobKey, OobMessage, SideMessage
 from hvdlite.planes.base import WaitUntil
 
 IGNORED: Final = 256
@@ -198,42 +195,3 @@ class OobChannel:
         reply = OobKey(label, first)
         wait_until(lambda: reply in self._received)
         return self._received.pop(reply)
-
-
-class OobStore:
-    """Keeps published messages and forwards messages that name their receivers.
-
-    Args:
-        epoch: of the world that it serves.
-    """
-
-    def __init__(self, epoch: int) -> None:
-        self._epoch = epoch
-        self._published: dict[OobKey, OobMessage] = {}
-        self._requested: defaultdict[OobKey, list[int]] = defaultdict(list)  # ranks that wait for an unpublished key
-        self._outgoing: defaultdict[int, list[OobMessage]] = defaultdict(list)  # by receiver
-
-    def receive(self, rank: int, side_message: SideMessage) -> None:
-        """Take in the messages that a rank publishes or sends, and the keys that it fetches or withdraws."""
-        for message in side_message.oob_messages:
-            key, bare = OobKey(message.label, message.sender), OobMessage(message.label, message.sender, message.payload)
-            if not message.receivers:
-                self._published[key] = bare
-            for receiver in message.receivers or self._requested.pop(key, ()):
-                self._outgoing[receiver].append(bare)
-        for key in side_message.oob_requests:
-            if key in self._published:
-                self._outgoing[rank].append(self._published[key])
-            else:
-                self._requested[key].append(rank)
-        for label in side_message.oob_withdrawn:
-            self._published.pop(OobKey(label, rank), None)
-
-    def take_direct_messages(self) -> tuple[DirectMessage, ...]:
-        """Remove and return the messages to send."""
-        if not self._outgoing:
-            return ()
-        outgoing = tuple(DirectMessage(epoch=self._epoch, rank=rank, oob_messages=tuple(messages))
-                         for rank, messages in sorted(self._outgoing.items()))
-        self._outgoing.clear()
-        return outgoing

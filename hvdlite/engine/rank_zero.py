@@ -19,10 +19,10 @@ from hvdlite.diagnostics.stall_inspector import StallInspector
 from hvdlite.diagnostics.timeline import Timeline
 from hvdlite.engine.autotune import Autotuner
 from hvdlite.engine.connections import Clock
-from hvdlite.engine.oob import OobStore
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import FailureNotice, HostReport, MergedRequests, RankReport, Report, TraceEvent
+from hvdlite.negotiation.oob_store import OobStore
 
 
 class CoordinatorLink:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from hvdlite.membership import events, messages
-from hvdlite.membership.history import NOTHING, Failure, History
+from hvdlite.membership.expectations import NOTHING
+from hvdlite.membership.history import Failure, History
 from hvdlite.membership.hosts import HostSlots, Slot
 from hvdlite.membership.members import IN_FORCE, IN_WORLD, JOINING, JobWorld, Member, MemberState, WorldState
 from hvdlite.membership.recovery import FailedMeetings, NextWorld, order, plan, recover

@@ -25,7 +25,7 @@ from hvdlite.membership.events import (
     StartMember,
     WorldBegun,
 )
-from hvdlite.membership.history import NOTHING, Expectation
+from hvdlite.membership.expectations import NOTHING, Expectation
 from hvdlite.membership.hosts import Slot
 from hvdlite.membership.messages import StateReport, WorldOrder
 

@@ -14,7 +14,8 @@ import numpy as np
 from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.messages import Response
-from hvdlite.planes.arithmetic import Casts, Reduction, row_bounds
+from hvdlite.planes.arithmetic import Casts, Reduction
+from hvdlite.planes.slices import row_bounds
 
 Places = Sequence[Sequence[Array]]
 """By region, which calls use by turns, and rank: bytes that this rank writes, and all read."""

@@ -33,7 +33,8 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import OobTexts, WaitUntil
 from hvdlite.planes.gloo_listener import end_connections, handled_connections, stop_accepting, stop_handling
-from hvdlite.planes.process_group import LaunchThread, library_error
+from hvdlite.planes.launch_thread import LaunchThread
+from hvdlite.planes.process_group import library_error
 from hvdlite.planes.process_group_plane import ProcessGroupPlane
 
 _log = logging.getLogger("hvdlite")

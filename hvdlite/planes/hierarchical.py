@@ -29,10 +29,11 @@ from hvdlite.core.array import SUPPORTED_DTYPES, Array, accumulator_dtype, dtype
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import Hosts
 from hvdlite.negotiation.messages import Response
-from hvdlite.planes.arithmetic import Casts, Concatenation, Reduction, row_bounds, slice_bounds
+from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import CHUNK_KNOB, BufferSlice, FusionBuffer, Plan, Plane, WaitUntil
 from hvdlite.planes.shm import ShmPlane
 from hvdlite.planes.shm_barrier import WakeRanks
+from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
 from hvdlite.planes.staging import HostMemory, StagingArea
 
 SMALL_BYTES = 256 << 10

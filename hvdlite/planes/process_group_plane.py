@@ -24,9 +24,10 @@ import numpy as np
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, aligned_zeros, identity
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.adasum import AdasumReduction
-from hvdlite.planes.arithmetic import Casts, Concatenation, Reduction, row_bounds, slice_bounds
+from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import CHUNK_KNOB, FusionBuffer, Plan, WaitUntil
 from hvdlite.planes.process_group import Connect, ProcessGroup
+from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
 
 PIECE = 64 << 20
 """Bytes of a tensor that is reduced by slices at a time."""

@@ -33,11 +33,12 @@ from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.adasum import AdasumReduction
-from hvdlite.planes.arithmetic import Casts, Concatenation, Reduction, row_bounds, slice_bounds
+from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import CHUNK_KNOB, BufferSlice, FusionBuffer, Plan, WaitUntil
 from hvdlite.planes.exchange import WHOLE, Broadcast, Exchange, Reduce
 from hvdlite.planes.shm_barrier import WakeRanks
 from hvdlite.planes.shm_pieces import AdasumPiece, Piece, reduce_by_slices
+from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
 from hvdlite.planes.staging import HostMemory, StagingArea
 
 

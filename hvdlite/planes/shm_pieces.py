@@ -9,9 +9,10 @@ import numpy as np
 from hvdlite.core.array import Array
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.adasum import AdasumReduction
-from hvdlite.planes.arithmetic import Concatenation, Reduction, slice_bounds
+from hvdlite.planes.arithmetic import Reduction
 from hvdlite.planes.base import WaitUntil
 from hvdlite.planes.shm_barrier import Barrier
+from hvdlite.planes.slices import Concatenation, slice_bounds
 from hvdlite.planes.staging import StagingArea
 
 

@@ -33,9 +33,10 @@ from hvdlite.negotiation.messages import Layout
 from hvdlite.negotiation.negotiator import Policy
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import DevicePlane, OobTexts, Plane
+from hvdlite.planes.eager import reduce_payloads
 from hvdlite.planes.gloo import gloo_plane
 from hvdlite.planes.hierarchical import HierarchicalPlane
-from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane, reduce_payloads
+from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.planes.mpi import mpi_plane
 from hvdlite.planes.nccl.plane import VERDICT_SECONDS, create_nccl_plane
 from hvdlite.planes.selection import PlaneChoice, choose_plane

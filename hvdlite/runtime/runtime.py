@@ -36,7 +36,8 @@ from hvdlite.negotiation.messages import FailureNotice, Layout, Wait
 from hvdlite.planes.base import Plane
 from hvdlite.runtime.agreed_call import AgreedCall
 from hvdlite.runtime.collectives import Collectives
-from hvdlite.runtime.gradient_sets import GradientSets, Names
+from hvdlite.runtime.gradient_sets import GradientSets
+from hvdlite.runtime.names import Names
 
 _log = logging.getLogger("hvdlite")
 

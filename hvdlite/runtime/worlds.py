@@ -28,8 +28,9 @@ from hvdlite.membership.messages import WorldOrder
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.runtime import tracebacks
 from hvdlite.runtime.assemble import Learned, assemble
-from hvdlite.runtime.followers import Followers, RegisteredSets
+from hvdlite.runtime.followers import Followers
 from hvdlite.runtime.process_hooks import StopNotice, configure_logging, origin_of, record_failure, tell_failure
+from hvdlite.runtime.registered_sets import RegisteredSets
 from hvdlite.runtime.runtime import Runtime
 
 _log = logging.getLogger("hvdlite")

@@ -15,7 +15,7 @@ from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.handoff.handle import is_foreign_thread
 from hvdlite.runtime.followers import Learner
-from hvdlite.runtime.gradient_sets import Names
+from hvdlite.runtime.names import Names
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import check_compression, factors, group_ids
 from hvdlite.training.gradients.arrays import ArrayReducer, Gradient, Rows, scaled

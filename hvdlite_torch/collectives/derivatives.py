@@ -25,7 +25,7 @@ from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import ReduceOp
-from hvdlite.runtime.gradient_sets import member_names
+from hvdlite.runtime.names import member_names
 from hvdlite_torch.arrays.tensors import contiguous
 from hvdlite_torch.collectives import below_autograd
 from hvdlite_torch.collectives.below_autograd import TorchHandle

@@ -16,7 +16,7 @@ from hvdlite import api, boundaries
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, global_process_set
 from hvdlite.runtime.followers import Learner
-from hvdlite.runtime.gradient_sets import Names
+from hvdlite.runtime.names import Names
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.replicas import check_replicas
 from hvdlite_torch.arrays.tensors import on_host

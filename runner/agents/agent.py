@@ -25,7 +25,8 @@ from typing import Final
 
 from hvdlite._version import __version__
 from hvdlite.core.errors import LaunchError, ProtocolError
-from hvdlite.core.sockets import HeldPort, standstill
+from hvdlite.core.sockets import HeldPort
+from hvdlite.core.standstill import standstill
 from hvdlite.membership.events import Kill, Look, SendOrder
 from hvdlite_runner.agents import host_probe
 from hvdlite_runner.agents.remote_agent import PROBLEM_CODE

@@ -215,7 +215,7 @@ def host_info(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def gpu_bandwidths(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
-    """Return the bandwidth between every two GPUs (see `hvdlite.planes.nccl.driver`), and why it is not known."""
+    """Return the bandwidth between every two GPUs (see `hvdlite.planes.nccl.bandwidth`), and why it is not known."""
     try:  # a process of its own: CUDA may hang, and it keeps the contexts that it makes
         return _diagnosed(environ, "--bandwidth", [], "measuring the bandwidth between GPUs failed", _BANDWIDTH_SECONDS)
     except subprocess.TimeoutExpired:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.sockets import standstill
+from hvdlite.core.standstill import standstill
 from hvdlite.core.system_limits import reserve_descriptors
 from hvdlite_runner.agents.remote_agent import AGENT_TIMEOUT, Pinger, RemoteAgent, bootstrap_input
 from hvdlite_runner.host.commands import current_directory

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.core.ledger import MOST_CONNECTIONS, Ledger, Traffic
-from hvdlite.diagnostics.process_probe import TcpTraffic
 from hvdlite.diagnostics.progress import Progress, read
 from hvdlite.diagnostics.slowness import LEAST_BYTES, diagnose, flows, slow_link
+from hvdlite.diagnostics.tcp_traffic import TcpTraffic
 
 SENT = 1_000_000_000
 SECONDS = 10.0

@@ -15,11 +15,12 @@ import pytest
 from hvdlite.core.errors import HorovodInternalError, LaunchError, PeerLeftError
 from hvdlite.core.kernel_files import anonymous_file
 from hvdlite.core.world import Hosts
-from hvdlite.engine.oob import OobChannel, OobStore
+from hvdlite.engine.oob import OobChannel
 from hvdlite.groups import meeting
 from hvdlite.groups.meeting import GroupMeeting, MeetingPlace
 from hvdlite.groups.members import GroupMembers
 from hvdlite.memory.shared import SharedMemory
+from hvdlite.negotiation.oob_store import OobStore
 from tests.worlds import HANGS_SECONDS
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from hvdlite.membership.history import NOTHING, Expected
+from hvdlite.membership.expectations import NOTHING, Expected
 from hvdlite.membership.members import IN_WORLD, JOINING, JobWorld, MemberState, WorldState
 
 EXPECTED_IN: Final[Mapping[Expected, Collection[MemberState]]] = {

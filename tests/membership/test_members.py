@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.membership.events import Kill, Limits, MemberGone, MemberReported, Note, SendOrder
-from hvdlite.membership.history import Expectation
+from hvdlite.membership.expectations import Expectation
 from hvdlite.membership.members import SUCCESSORS, SURVIVING, TRANSITIONS, MemberState, WorldState
 from hvdlite.membership.messages import (
     Alive,

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from hvdlite.core.types import Collective
-from hvdlite.engine.oob import OobStore
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import (
     Decision,
@@ -22,6 +21,7 @@ from hvdlite.negotiation.messages import (
     SideMessage,
 )
 from hvdlite.negotiation.negotiator import Policy
+from hvdlite.negotiation.oob_store import OobStore
 
 
 def decided(coordinator: Coordinator) -> Decision:

@@ -13,7 +13,7 @@ from hvdlite.core.array import Array
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.arithmetic import Casts, Reduction
-from hvdlite.planes.loopback import reduced
+from hvdlite.planes.eager import reduced
 
 INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 

@@ -15,8 +15,8 @@ import pytest
 from hvdlite.core.errors import HorovodInternalError, PeerLostError
 from hvdlite.core.types import ReduceOp
 from hvdlite.planes.base import WaitUntil
+from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl.communicators import CommunicatorRef, PeerInfo, abort, check_peers
-from hvdlite.planes.process_group import LaunchThread
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
 from tests.gpu_double.gpu import GpuDouble, plane

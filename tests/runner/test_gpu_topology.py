@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hvdlite.planes.nccl.driver import measure
+from hvdlite.planes.nccl.bandwidth import measure
 from hvdlite_runner.agents import gpu_topology, host_probe
 from hvdlite_runner.agents.gpu_topology import read_topology, topology_hints, topology_lines
 from hvdlite_runner.reports.doctor import hints, problems, text

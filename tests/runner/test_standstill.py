@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from hvdlite.core.sockets import standstill
+from hvdlite.core.standstill import standstill
 from hvdlite.engine.engine import Engine
 from hvdlite.membership.events import Limits
 from hvdlite_runner.agents import agent as agent_module

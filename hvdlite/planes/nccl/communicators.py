@@ -14,11 +14,11 @@ import msgspec
 
 from hvdlite.core.errors import HorovodInternalError, PeerLostError
 from hvdlite.planes.base import OobChannel, WaitUntil
+from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl import collectives
 from hvdlite.planes.nccl.collectives import DTYPES
 from hvdlite.planes.nccl.cupy_device import Communicator, CupyDevice, StagingBuffer
 from hvdlite.planes.nccl.library import version_text
-from hvdlite.planes.process_group import LaunchThread
 
 _PEER_STATUSES: Final = (2, 6)
 """ncclSystemError and ncclRemoteError, which NCCL also returns when another rank is gone."""

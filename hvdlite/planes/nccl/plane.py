@@ -33,12 +33,12 @@ from hvdlite.core.errors import HorovodInternalError, PeerLostError, Unsupported
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import GpuProgress, OverdueWork
 from hvdlite.planes.base import FusionBuffer, OobChannel, Plan, WaitUntil
+from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl import collectives, library
 from hvdlite.planes.nccl.collectives import DTYPES, Launch
 from hvdlite.planes.nccl.communicators import ABORT_SECONDS, CommunicatorRef, Communicators, abort, nccl_error
 from hvdlite.planes.nccl.cupy_device import CupyDevice, EventPool, PooledEvent, StagingBuffer, check_not_captured
 from hvdlite.planes.nccl.watcher import POLL_SECONDS, LaunchedGroup, LaunchedWork, Watcher
-from hvdlite.planes.process_group import LaunchThread
 
 _log = logging.getLogger("hvdlite")
 
