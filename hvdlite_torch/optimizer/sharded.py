@@ -25,6 +25,9 @@ from hvdlite_torch.optimizer.reduction import ReductionSettings
 from hvdlite_torch.optimizer.shards import Shards
 from hvdlite_torch.uncompiled import leave_to_python
 
+_EARLIER = ("a sharded optimizer of an earlier world has a part of its state only: consolidate() before shutdown(), and "
+            "load_state_dict() what state_dict() gave, on all ranks")
+
 
 class Sharded(Distributed):
     """Mixed into the user's optimizer class."""
@@ -110,7 +113,9 @@ class Sharded(Distributed):
         """
         if not self._is_partial:
             return super().state_dict()  # type: ignore[misc, no-any-return]
-        rank = self._runtime.world.rank if self._is_attached else None
+        if not self._is_attached:
+            raise UnsupportedError(_EARLIER)
+        rank = self._runtime.world.rank
         if self._gathered is None or self._gathered[0] not in (rank, None):
             last = "" if self._gathered is None else f" (the last call gathered it on rank {self._gathered[0]})"
             raise UnsupportedError(f"rank {rank}: a sharded optimizer has the state of its own parameters only; call "
@@ -153,8 +158,7 @@ class Sharded(Distributed):
             return
         if self._shards is None:
             if self._is_partial:
-                raise UnsupportedError("a sharded optimizer of an earlier world has a part of its state only: consolidate() "
-                                       "before shutdown(), and load_state_dict() what state_dict() gave, on all ranks")
+                raise UnsupportedError(_EARLIER)
             self._shards = Shards(self._runtime, f"{self.gradient_label}.shards", self._process_set, self._settings.names,
                                   are_shared=self._settings.share_parameters)
         before = len(self._shards.owners)
