@@ -37,9 +37,9 @@ def whole(model: torch.nn.Module) -> Any:
     return model, hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), fused=True), model.named_parameters())
 
 
-def sharded(model: torch.nn.Module, *, shared: bool = False) -> Any:
+def sharded(model: torch.nn.Module) -> Any:
     return model, hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), fused=True), model.named_parameters(),
-                                           sharded=True, share_parameters=shared)
+                                           sharded=True)
 
 
 def zero(model: torch.nn.Module) -> Any:
@@ -49,8 +49,7 @@ def zero(model: torch.nn.Module) -> Any:
                                     parameters_as_bucket_view=True, fused=True))
 
 
-CONTENDERS: dict[str, Callable[[torch.nn.Module], Any]] = {
-    "whole": whole, "sharded": sharded, "shared": lambda model: sharded(model, shared=True), "torch ZeRO": zero}
+CONTENDERS: dict[str, Callable[[torch.nn.Module], Any]] = {"whole": whole, "sharded": sharded, "torch ZeRO": zero}
 
 
 def resident() -> int:

@@ -109,7 +109,7 @@ class SyncBatchNorm(_BatchNorm):
     def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
         self.num_batches_tracked.add_(1)
         unbiased = variance * (count / (count - 1).clamp(min=1))
-        factor = (self._factor() * (count > 0)).to(self.running_mean.dtype)  # without asking a GPU for the count
+        factor = (count > 0).to(self.running_mean.dtype) * self._factor()  # without asking a GPU for the count
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
 
@@ -194,12 +194,9 @@ class _Fast:
 
     def gradient(self, scale: torch.Tensor, factor: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
         """Return upstream gradient * scale + normalized input * factor + summand."""
-        along = _normalized(self._input, self._mean, self._variance, factor, summand, self._eps)
-        if along.dtype == scale.dtype:
-            return along.addcmul_(self._upstream, _column(scale, along))
-        # Of 16 bits: this kernel alone takes a factor of 32 bits without copies of that size.
-        ones = torch.ones_like(scale)
-        return _normalized(self._upstream, torch.zeros_like(scale), ones, scale, None, 0.0).add_(along)
+        wide = self._input.to(scale.dtype)  # the terms may cancel, or exceed what 16 bits hold
+        along = _normalized(wide, self._mean, self._variance, factor, summand, self._eps)
+        return along.addcmul_(self._upstream.to(scale.dtype), _column(scale, along))
 
 
 class _Differentiable:

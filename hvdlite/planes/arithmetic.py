@@ -106,8 +106,11 @@ class Reduction:
     def combine(self, sources: Sequence[Array], out: Array) -> None:
         """Reduce flat, prescaled arrays into `out`.
 
-        `out` may share memory with `sources[0]` or `sources[1]`, but not with a later source.
+        `out` may be the memory of any source.
         """
+        if not out.size:
+            return
+        sources = [*sources[:2], *(source.copy() if np.may_share_memory(source, out) else source for source in sources[2:])]
         with np.errstate(all="ignore"):  # overflow and nan are values here, as in the framework's own arithmetic
             if out.size <= self.chunk:
                 self._combine_chunk(sources, out)

@@ -29,7 +29,7 @@ class TorchKind(kinds.Kind):
 
     def gather(self, value: Any) -> None:
         if isinstance(value, Sharded):
-            value.consolidate(to=None)
+            value.consolidate_state_dict(to=None)
 
     def state_of(self, value: Any) -> Any:
         state = super().state_of(value)

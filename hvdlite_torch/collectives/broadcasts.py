@@ -73,8 +73,8 @@ def take_over(runtime: Runtime, optimizer: torch.optim.Optimizer, root_rank: int
 
 def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root_rank: int) -> None:
     is_root = runtime.world.rank == root_rank
-    if hasattr(optimizer, "consolidate"):  # a part of its state is on each rank
-        optimizer.consolidate(to=root_rank)
+    if hasattr(optimizer, "consolidate_state_dict"):  # a part of its state is on each rank
+        optimizer.consolidate_state_dict(to=root_rank)
     state = broadcast_structure(runtime, optimizer.state_dict() if is_root else None, root_rank, "optimizer_state")
     if not is_root:
         load_exactly(optimizer, state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Set
 
 import numpy as np
@@ -77,8 +76,7 @@ class HookBucket(Bucket[torch.Tensor]):
 
     def send(self) -> None:
         present = np.fromiter(map(self._given.__contains__, self.holding), np.uint8, len(self.holding))
-        names = "\n".join(member.name for member in self.holding)
-        digest = np.frombuffer(zlib.crc32(names.encode()).to_bytes(_DIGEST, "little"), np.uint8)
+        digest = np.frombuffer(self._together.digest(self.set.framework), np.uint8)
         has_deferred = np.array([self.set.runtime.has_deferred], np.uint8)
         self._asked = self._ask("present", np.concatenate([present, has_deferred, digest, 255 - digest]))
         self.state = SENT
@@ -124,8 +122,8 @@ class HookBucket(Bucket[torch.Tensor]):
         answer: Array = self._asked.wait(deferrable=deferrable)
         if (answer[-2 * _DIGEST:-_DIGEST] != 255 - answer[-_DIGEST:]).any():  # some rank has other bytes
             raise MismatchError(f"ranks disagree about the members of '{owner.label}', of which rank "
-                                f"{owner.runtime.world.rank} has {count}. Give the optimizer the same parameters on "
-                                "all ranks (add_param_group and requires_grad too)")
+                                f"{owner.runtime.world.rank} has {count}. Give the optimizer the same parameters, of the "
+                                "same shapes, on all ranks (add_param_group and requires_grad too)")
         self.ranks_in_step = self._asked.ranks_in_step
         if answer[count]:
             self._entered = self._entered or self._ask("entered", np.empty(0, np.uint8))

@@ -39,7 +39,7 @@ class DistributedAdasum(DistributedBase):
     """Mixed into the user's optimizer class."""
 
     _process_set = GLOBAL_PROCESS_SET_ID
-    _is_first = True
+    _goes_first = True, True
 
     def _prepare(self, settings: ReductionSettings) -> None:
         super()._prepare(settings)

@@ -65,8 +65,8 @@ class DistributedBase(Learner):
     """Whether other ranks take part."""
     _stages_before: tuple[Stage, ...]
     _stages_after: tuple[Stage, ...]
-    _is_first = False
-    """Whether stages come before the hooks that the optimizer has already, and not after them."""
+    _goes_first = False, False
+    """Whether the stages before the step, and those after it, come ahead of the hooks that the optimizer has already."""
     _check_name: str  # of comparisons of the replicas
     _steps: int  # in this world
 
@@ -76,10 +76,11 @@ class DistributedBase(Learner):
         """Become a distributed optimizer, whose steps have stages; it takes part in no world yet."""
         assert isinstance(self, torch.optim.Optimizer)
         self._settings = settings
-        for hooks, register, hook in ((self._optimizer_step_pre_hooks, self.register_step_pre_hook, _before_step),
-                                      (self._optimizer_step_post_hooks, self.register_step_post_hook, _after_step)):
+        for hooks, register, hook, goes_first in (
+                (self._optimizer_step_pre_hooks, self.register_step_pre_hook, _before_step, self._goes_first[0]),
+                (self._optimizer_step_post_hooks, self.register_step_post_hook, _after_step, self._goes_first[1])):
             handle = register(once_a_step(hook))
-            if self._is_first:
+            if goes_first:
                 hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]
 
     def _check_replicas(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

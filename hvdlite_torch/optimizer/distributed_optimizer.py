@@ -45,7 +45,6 @@ def DistributedOptimizer(
     comm_hook: CommHook | None = None,
     wait_in: str | None = None,
     sharded: bool = False,
-    share_parameters: bool = False,
     _runtime: Runtime | None = None,
     _label: str | None = None,
     _kind: type[Distributed] | None = None,
@@ -89,8 +88,6 @@ def DistributedOptimizer(
             they make different numbers of reductions where passes compute different gradients. Default: the knob
             `HVDLITE_WAIT_IN`, "backward" (`hvdrun --horovod-compat` and `hvdlite.horovod_compat` make it "step").
         sharded: whether each rank has the optimizer state of some parameters only, which it updates for all ranks.
-        share_parameters: with `sharded`: whether the parameters of the ranks of one host lie in the same memory. On several
-            hosts, and on GPUs, each rank has its own.
 
     Raises:
         ValueError: for invalid arguments, and an optimizer that is wrapped already; parameters without a name or with the
@@ -122,8 +119,6 @@ def DistributedOptimizer(
     if runtime is not None:
         api.set_id(process_set)  # raises before anything is changed
     kind: type[DistributedBase] = _kind or Distributed
-    if share_parameters and not sharded:
-        raise ValueError("share_parameters=True needs sharded=True: parameters that are shared are updated by one rank each")
     if sharded:
         from hvdlite_torch.optimizer.sharded import Sharded, check_sharded  # it extends `Distributed`
         check_sharded(optimizer, op)
@@ -137,7 +132,7 @@ def DistributedOptimizer(
     made.__class__ = type(base.__name__, (kind, base), {"__module__": base.__module__})
     made._prepare(ReductionSettings(
         names, ids, op, prescale, postscale, compression, backward_passes_per_step, sparse_as_dense, process_set,
-        waiting, comm_hook, unseen_sparse_dims, share_parameters))
+        waiting, comm_hook, unseen_sparse_dims))
     if runtime is not None:
         made._attach(runtime, _label)
     if _runtime is None:

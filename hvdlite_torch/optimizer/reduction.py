@@ -37,7 +37,6 @@ class ReductionSettings:
         comm_hook: reduces the gradients instead of an allreduce.
         exchange: the hook's collectives; a hook identifies its optimizer by it, so it outlives worlds.
         unseen_sparse_dims: see `TorchGradients`.
-        share_parameters: whether the parameters of all ranks lie in the same memory.
     """
 
     names: dict[torch.Tensor, str]
@@ -52,7 +51,6 @@ class ReductionSettings:
     wait_in: WaitIn | None
     comm_hook: CommHook | None
     unseen_sparse_dims: int
-    share_parameters: bool = False
     exchange: Exchange = dataclasses.field(default_factory=Exchange)
 
     def make_hooks(self, runtime: Runtime, label: str) -> Hooks:

@@ -10,8 +10,6 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,8 +23,8 @@ from hvdlite_torch.optimizer.reduction import ReductionSettings
 from hvdlite_torch.optimizer.shards import Shards
 from hvdlite_torch.uncompiled import leave_to_python
 
-_EARLIER = ("a sharded optimizer of an earlier world has a part of its state only: consolidate() before shutdown(), and "
-            "load_state_dict() what state_dict() gave, on all ranks")
+_EARLIER = ("a sharded optimizer of an earlier world has a part of its state only: before shutdown(), call "
+            "consolidate_state_dict(to=None) and state_dict(), and load_state_dict() that on all ranks")
 
 
 class Sharded(Distributed):
@@ -34,13 +32,15 @@ class Sharded(Distributed):
 
     state: dict[torch.Tensor, Any]
     _shards: Shards | None = None  # of this world, from the first step on
+    _goes_first = False, True  # other hooks before the step see all parameters, and those after it the new values
     _is_partial = False
     """Whether there may be state of some parameters only."""
 
     def _prepare(self, settings: ReductionSettings) -> None:
         super()._prepare(settings)
         self._hidden: list[tuple[dict[str, Any], list[torch.Tensor]]] = []  # groups, and all of their parameters
-        self._gathered: tuple[int | None, dict[torch.Tensor, Any]] | None = None  # see `consolidate`; the others' state
+        # Where the whole state is (see `consolidate_state_dict`), and the part of it that others own.
+        self._gathered: tuple[int | None, dict[torch.Tensor, Any]] | None = None
 
     def _attach(self, runtime: Runtime, label: str | None = None) -> None:
         super()._attach(runtime, label)
@@ -69,24 +69,10 @@ class Sharded(Distributed):
                                    "part of it there")
         return super().join(*models, synchronize=synchronize)
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Let one rank write to shared parameters inside; all ranks use it. Without `share_parameters` it does nothing.
-
-        Several ranks may write the same values, as by `model.load_state_dict(...)`.
-        """
-        if self._shards is None or not self._settings.share_parameters:
-            yield
-            return
-        self._shards.meet("before writing")
-        yield
-        self._shards.meet("written by the script")
-        self._shards.equal()
-
     # --- state ---------------------------------------------------------------------------------------------------------
 
     @leave_to_python
-    def consolidate(self, to: int | None = 0) -> None:
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Gather the state of all parameters, until the next step, on one rank or on all; all of the process set call this.
 
         There `state_dict()` is then that of a plain optimizer. Plain torch loads it, and so does a sharded optimizer, on any
@@ -98,19 +84,22 @@ class Sharded(Distributed):
         Raises:
             ValueError: for a rank that is not in the process set.
         """
+        self._show()  # if the last step failed
         if self._shards is None:
             return
         ranks = self._runtime.members(self._process_set)
         if to is not None and to not in ranks:
-            raise ValueError(f"consolidate(to={to}): the optimizer's state is on ranks {', '.join(map(str, ranks))}")
+            raise ValueError(f"consolidate_state_dict(to={to}): the optimizer's state is on ranks "
+                             f"{', '.join(map(str, ranks))}")
         self._gathered = to, self._shards.gather(self.state, to)
 
     def state_dict(self) -> dict[str, Any]:
-        """Like the base class's, after `consolidate()`, on the rank that has the whole state.
+        """Like the base class's, after `consolidate_state_dict()`, on the rank that has the whole state.
 
         Raises:
-            UnsupportedError: on other ranks, and where no `consolidate()` came after the last step.
+            UnsupportedError: on other ranks, and where no `consolidate_state_dict()` came after the last step.
         """
+        self._show()
         if not self._is_partial:
             return super().state_dict()  # type: ignore[misc, no-any-return]
         if not self._is_attached:
@@ -119,7 +108,7 @@ class Sharded(Distributed):
         if self._gathered is None or self._gathered[0] not in (rank, None):
             last = "" if self._gathered is None else f" (the last call gathered it on rank {self._gathered[0]})"
             raise UnsupportedError(f"rank {rank}: a sharded optimizer has the state of its own parameters only; call "
-                                   f"optimizer.consolidate(to={rank}) on all ranks, after the step and before "
+                                   f"optimizer.consolidate_state_dict(to={rank}) on all ranks, after the step and before "
                                    f"state_dict(){last}")
         own = self.state
         self.state = {**own, **self._gathered[1]}
@@ -138,7 +127,7 @@ class Sharded(Distributed):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._is_partial:
             raise UnsupportedError("a sharded optimizer cannot be copied or pickled: it has the state of its own parameters "
-                                   "only; make a new one, and load what consolidate() and state_dict() give")
+                                   "only; make a new one, and load what consolidate_state_dict() and state_dict() give")
         return super().__reduce_ex__(protocol)
 
     def _keep_own(self) -> None:
@@ -159,8 +148,7 @@ class Sharded(Distributed):
         if self._shards is None:
             if self._is_partial:
                 raise UnsupportedError(_EARLIER)
-            self._shards = Shards(self._runtime, f"{self.gradient_label}.shards", self._process_set, self._settings.names,
-                                  are_shared=self._settings.share_parameters)
+            self._shards = Shards(self._runtime, f"{self.gradient_label}.shards", self._process_set, self._settings.names)
         before = len(self._shards.owners)
         self._shards.add(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
         if len(self._shards.owners) > before:
@@ -194,7 +182,6 @@ class Sharded(Distributed):
 
     def _hide_others(self) -> None:
         assert self._shards is not None
-        self._shards.enter()
         for group in self.param_groups:
             self._hidden.append((group, group["params"]))
             group["params"] = [each for each in group["params"] if self._shards.is_own(each)]
@@ -208,8 +195,10 @@ class Sharded(Distributed):
         self._show()
         super()._clear()
 
-    _stages_before: tuple[Stage, ...] = (DistributedBase._take_part, _assign, Distributed._finish_gradients, _hide)
-    _stages_after: tuple[Stage, ...] = (_publish, Distributed._end_step, DistributedBase._check_replicas)
+    # Replicas are compared before the step: after it, owners have overwritten what had become different.
+    _stages_before: tuple[Stage, ...] = (DistributedBase._take_part, DistributedBase._check_replicas,
+                                         Distributed._finish_gradients, _assign, _hide)
+    _stages_after: tuple[Stage, ...] = (_publish, Distributed._end_step)
 
 
 def check_sharded(optimizer: torch.optim.Optimizer, op: ReduceOp) -> None:

@@ -1,8 +1,7 @@
 """The parameters of a sharded optimizer: who owns them, and where their values lie so that owners can publish them.
 
 The parameters of an owner lie in one block of memory for each dtype and device, which is what travels. So nothing is packed
-before a broadcast, or unpacked after it. On one host the owner's block is in memory that the others read instead; or it is
-the only one, and the parameters of all ranks lie in it.
+before a broadcast, or unpacked after it. On one host the owner's block is in memory that the others read instead.
 """
 
 from __future__ import annotations
@@ -13,12 +12,10 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
-from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.common_memory import common_memory
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.ownership import assign_owners
@@ -40,9 +37,8 @@ class _Block:
     Attributes:
         owner: its number in the job.
         memory: with this rank's values.
-        source: with the owner's, where this rank sees them; `memory` itself on the owner, and where parameters are shared.
+        source: with the owner's, where this rank sees them; on the owner it is `memory` itself.
         places: of the parameters.
-        versions: of the parameters, when they were equal on all ranks.
     """
 
     owner: int
@@ -50,47 +46,41 @@ class _Block:
     source: torch.Tensor | None
     parameters: list[torch.Tensor]
     places: list[torch.Tensor]
-    versions: list[int]
 
     @classmethod
     def of(cls, owner: int, parameters: list[torch.Tensor], common: Callable[[int], Array | None], *,
-           is_owners: bool) -> _Block:
+           is_own: bool) -> _Block:
         """Move parameters into a new block, with their strides.
 
         Args:
             common: returns so many bytes that the owner shares with the other ranks; None if there are none.
-            is_owners: whether this rank's values lie there.
         """
+        with torch.inference_mode(False):
+            return cls._of(owner, parameters, common, is_own=is_own)
+
+    @classmethod
+    def _of(cls, owner: int, parameters: list[torch.Tensor], common: Callable[[int], Array | None], *,
+            is_own: bool) -> _Block:
         first = parameters[0].detach()
         step = max(1, _ALIGNMENT // first.element_size())
         begins = list(itertools.accumulate((-(-each.numel() // step) * step for each in parameters), initial=0))
         seen = None if cuda.is_on_gpu(first) else common(begins[-1] * first.element_size())
         source = None if seen is None else host_tensor(seen).view(first.dtype)
-        memory = source if is_owners and source is not None else first.new_empty(begins[-1])
+        memory = source if is_own and source is not None else first.new_empty(begins[-1])
         places = []
         for parameter, begin in zip(parameters, begins, strict=False):
             place = memory[begin:begin + parameter.numel()]
             strides = dense_strides(parameter)
             places.append(place.as_strided(parameter.shape, strides) if strides else place.view(parameter.shape))
-        block = cls(owner, memory, source, parameters, places, [])
+        block = cls(owner, memory, source, parameters, places)
         block.take_in()
-        block.equal()
         return block
 
     @property
     def fits(self) -> bool:
-        """Whether the parameters have their dtype and device still."""
-        return all(each.dtype is self.memory.dtype and each.device == self.memory.device for each in self.parameters)
-
-    @property
-    def written(self) -> list[torch.Tensor]:
-        """The parameters that this rank has written, or moved, since they were equal."""
-        return [each for each, place, version in zip(self.parameters, self.places, self.versions, strict=True)
-                if each._version != version or each.data_ptr() != place.data_ptr()]
-
-    def equal(self) -> None:
-        """The parameters are equal on all ranks now."""
-        self.versions = [each._version for each in self.parameters]
+        """Whether the parameters have their dtype, device and shape still."""
+        return all(each.dtype is place.dtype and each.device == place.device and each.shape == place.shape
+                   for each, place in zip(self.parameters, self.places, strict=True))
 
     def take_in(self) -> None:
         """Move parameters here that lie elsewhere: `model.to(...)` and the like give them other memory."""
@@ -105,13 +95,10 @@ class Shards:
     Args:
         label: makes the names of collectives unique, equal on all ranks.
         names: of the parameters.
-        are_shared: whether the parameters of all ranks lie in the same memory, where ranks share a host.
     """
 
-    def __init__(self, runtime: Runtime, label: str, process_set: int, names: Mapping[torch.Tensor, str], *,
-                 are_shared: bool) -> None:
+    def __init__(self, runtime: Runtime, label: str, process_set: int, names: Mapping[torch.Tensor, str]) -> None:
         self._runtime, self._label, self._process_set, self._names = runtime, label, process_set, names
-        self._are_shared = are_shared
         self._ranks = runtime.members(process_set)
         self._count = 0  # of blocks in all
         self._loads = [0] * len(self._ranks)
@@ -119,13 +106,13 @@ class Shards:
         self.owners: dict[torch.Tensor, int] = {}
 
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Give trainable parameters that have no owner to the ranks with the least; all ranks call this alike.
+        """Give parameters that are trained and have no owner to the ranks with the least; all ranks call this alike.
 
         Raises:
             UnsupportedError: for parameters that share memory.
             ReplicaMismatchError: on all ranks, where they differ between ranks.
         """
-        new = [each for each in parameters if each.requires_grad and each not in self.owners]
+        new = [each for each in parameters if (each.requires_grad or each.grad is not None) and each not in self.owners]
         if not new:
             return
         self._check_disjoint(new)
@@ -139,42 +126,25 @@ class Shards:
         """Return whether this rank updates a parameter."""
         return self.owners.get(parameter) == self._runtime.world.rank
 
-    def enter(self) -> None:
-        """The owners are going to write their values; nobody reads shared ones any more.
-
-        Raises:
-            UnsupportedError: when the script has written to shared ones.
-        """
+    def publish(self) -> None:
+        """Give every rank the owners' values."""
         if not all(block.fits for block in self._blocks):  # on all ranks: the model has been cast
             self._blocks.clear()
             self._place(self.owners)
-        if self._are_shared:
-            self._check_unwritten()
-
-    def publish(self) -> None:
-        """Give every rank the owners' values."""
         for block in self._blocks:
             block.take_in()
         unseen = [(block.memory, block.owner) for block in self._blocks if block.source is None]
         broadcast_each(self._runtime, unseen, f"{self._label}.values", self._process_set)
         if len(unseen) < len(self._blocks):
-            self.meet("written")
-        for block in self._blocks:
-            if block.source is not None and block.source is not block.memory:
-                block.memory.copy_(block.source)
-        if len(unseen) < len(self._blocks) and not self._are_shared:
-            self.meet("read")
+            self._meet("written")
+            for block in self._blocks:
+                if block.source is not None and block.source is not block.memory:
+                    block.memory.copy_(block.source)
+            self._meet("read")
         torch.autograd.graph.increment_version([each for each, owner in self.owners.items()
                                                 if owner != self._runtime.world.rank])
-        self.equal()
 
-    def equal(self) -> None:
-        """The parameters are equal on all ranks now."""
-        for block in self._blocks:
-            block.equal()
-
-    def meet(self, name: str) -> None:
-        """Wait for all ranks."""
+    def _meet(self, name: str) -> None:
         self._runtime.barrier(f"{self._label}.{name}", process_set=self._process_set, blocking=True).wait()
 
     def gather(self, states: Mapping[torch.Tensor, Any], root: int | None) -> dict[torch.Tensor, Any]:
@@ -200,26 +170,13 @@ class Shards:
             name = f"{self._label}.block.{self._count}"
             common = functools.partial(common_memory, self._runtime, name, owner, process_set=self._process_set)
             self._blocks.append(_Block.of(owner, each, common,
-                                          is_owners=self._are_shared or owner == self._runtime.world.rank))
+                                          is_own=owner == self._runtime.world.rank))
 
     def leave_common_memory(self) -> None:
         """The world ends, and the memory that ranks share with it."""
         for block in self._blocks:
             if block.source is block.memory:
-                _Block.of(block.owner, block.parameters, lambda nbytes: None, is_owners=True)
-
-    def _check_unwritten(self) -> None:
-        rank = self._runtime.world.rank
-        written = [each for block in self._blocks if block.source is block.memory for each in block.written]
-        writer = np.full(1, rank if written else -1, np.int64)
-        self._runtime.allreduce(f"{self._label}.entered", writer, writer, ReduceOp.MAX, process_set=self._process_set,
-                                blocking=True).wait()
-        if writer[0] >= 0:
-            what = f"parameter '{self._names[written[0]]}'" if written else "a parameter"
-            raise UnsupportedError(
-                f"rank {rank if written else writer[0]}: the script has written to {what}. With share_parameters=True its "
-                "memory is that of all ranks, so what each of them does is done several times: use `with "
-                "optimizer.writing():` on all ranks, and let one rank write in it")
+                _Block.of(block.owner, block.parameters, lambda nbytes: None, is_own=True)
 
     def _check_disjoint(self, parameters: Iterable[torch.Tensor]) -> None:
         end, before = 0, ""

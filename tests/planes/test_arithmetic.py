@@ -83,3 +83,13 @@ def test_a_sum_of_integers_wraps_as_in_numpy(dtype: str) -> None:
     largest = np.full(1, np.iinfo(dtype).max, dtype)
     response = Response(names=("x",), collective=Collective.ALLREDUCE, dtype=dtype, op=ReduceOp.SUM, contributors=(0, 1))
     assert reduced(response, [largest, largest], 2, Casts.of_numpy()).tolist() == (largest + largest).tolist()
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("elements", [0, 1, 7])
+def test_the_result_may_lie_where_a_source_does(elements: int, place: int) -> None:
+    rows = np.arange(4 * elements, dtype=np.float32).reshape(4, elements)
+    expected = rows.sum(axis=0) / 4
+    reduction = Reduction(average("float32", 4), np.dtype("float32"), 4, 3, Casts.of_numpy())
+    reduction.combine(list(rows), rows[place])
+    assert rows[place].tolist() == expected.tolist()

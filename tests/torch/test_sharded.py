@@ -31,8 +31,12 @@ def test_state_is_taken_over_from_the_root() -> None:
     processes(2, programs.state_is_taken_over_from_the_root, imported=TORCH)
 
 
-def test_parameters_are_shared() -> None:
-    processes(2, programs.parameters_are_shared, imported=TORCH)
+def test_memory_is_used_again() -> None:
+    processes(2, programs.memory_is_used_again, imported=TORCH)
+
+
+def test_hooks_and_checks() -> None:
+    processes(2, programs.hooks_and_checks, environment={"HVDLITE_REPLICA_CHECK_STEPS": "1"}, imported=TORCH)
 
 
 def test_what_changes_between_steps() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from typing import Any, Generic
 
@@ -48,6 +49,14 @@ class SmallMembers(Generic[Parameter]):
     def __init__(self, small: Sequence[Member[Parameter]]) -> None:
         self.small = small
         self.small_keys = frozenset(id(member.parameter) for member in small)
+        self._digest: bytes | None = None
+
+    def digest(self, framework: Framework[Parameter]) -> bytes:
+        """Return four bytes that are the same on all ranks whose members have the same names, dtypes and shapes."""
+        if self._digest is None:
+            text = "\n".join(f"{member.name} {framework.shape(member.parameter)}" for member in self.small)
+            self._digest = zlib.crc32(text.encode()).to_bytes(4, "little")
+        return self._digest
 
 
 class BucketPlan(SmallMembers[Parameter]):

@@ -267,14 +267,15 @@ def shares_asked(asked: Any, hosts: Sequence[str], *, is_elastic: bool = False) 
     """
     if asked is None or asked == AUTO:
         return (1.0,) * len(hosts)
-    given = asked
+    numbers = given = asked
     if isinstance(asked, Mapping):
         if set(asked) != set(hosts) and not is_elastic:
             raise ValueError(f"shares by host name {sorted(map(str, asked))}, but the ranks are on {sorted(set(hosts))}: "
                              "give each of these a number")
-        asked, given = list(asked.values()), [asked.get(host, math.nan) for host in hosts]
-    if isinstance(asked, str) or not isinstance(asked, Sequence) or not (is_elastic or len(given) == len(hosts)) \
-            or not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in asked):
+        numbers, given = list(asked.values()), [asked.get(host, math.nan) for host in hosts]
+    if isinstance(numbers, str) or not isinstance(numbers, Sequence) or not numbers \
+            or not (is_elastic or len(given) == len(hosts)) or not all(
+                isinstance(each, (int, float)) and not isinstance(each, bool) and 0 < each < math.inf for each in numbers):
         raise ValueError(f"shares are None, \"{AUTO}\", a list of {'' if is_elastic else f'{len(hosts)} '}positive numbers, "
                          f"one a rank, or a dict of them by host; not {asked!r}")
     return tuple(map(float, [*given, *(math.nan for _ in hosts)][:len(hosts)]))

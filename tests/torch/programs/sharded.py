@@ -64,8 +64,8 @@ def train(module: torch.nn.Module, optimizer: Any, steps: range, closure: bool =
             optimizer.step()
 
 
-def made(name: str, module: torch.nn.Module, *, sharded: bool, shared: bool = False) -> torch.optim.Optimizer:
-    return hvd.DistributedOptimizer(OPTIMIZERS[name](parameters(name, module)), sharded=sharded, share_parameters=shared)
+def made(name: str, module: torch.nn.Module, *, sharded: bool) -> torch.optim.Optimizer:
+    return hvd.DistributedOptimizer(OPTIMIZERS[name](parameters(name, module)), sharded=sharded)
 
 
 def same(module: torch.nn.Module, other: torch.nn.Module) -> bool:
@@ -81,14 +81,13 @@ def equals_unsharded() -> None:
             whole = model()
             plain = made(name, whole, sharded=False)
             train(whole, plain, range(5), closure)
-            for shared in (False, True):
-                module = model()
-                optimizer = made(name, module, sharded=True, shared=shared)
-                train(module, optimizer, range(5), closure)
-                assert same(whole, module), (name, closure, shared)
-                counts = hvd.allgather_object(len(optimizer.state))
-                assert sum(counts) == len(plain.state) and min(counts) > 0, (name, counts)
-                hvd.check_replicas(module.state_dict())
+            module = model()
+            optimizer = made(name, module, sharded=True)
+            train(module, optimizer, range(5), closure)
+            assert same(whole, module), (name, closure)
+            counts = hvd.allgather_object(len(optimizer.state))
+            assert sum(counts) == len(plain.state) and min(counts) > 0, (name, counts)
+            hvd.check_replicas(module.state_dict())
 
 
 def half_on_these_ranks(directory: str, resumes: bool) -> None:
@@ -106,7 +105,7 @@ def half_on_these_ranks(directory: str, resumes: bool) -> None:
                 optimizer.load_state_dict(saved["optimizer"])
             train(module, optimizer, range(3, 6) if resumes else range(3))
             if sharded:
-                optimizer.consolidate()  # type: ignore[attr-defined]
+                optimizer.consolidate_state_dict()  # type: ignore[attr-defined]
             if hvd.rank() == 0 and not resumes:
                 torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()},
                            f"{directory}/{name}-{sharded}.pt")
@@ -137,50 +136,58 @@ def durable(directory: str, loads: bool) -> None:
         hvd.check_replicas(module.state_dict())
 
 
-def parameters_are_shared() -> None:
-    """They lie once in the memory of the host, which is used again; a write by the script is an error outside `writing`."""
+def memory_is_used_again() -> None:
+    """What owners show the others is given back with the optimizer; parameters outlive the world."""
     torch.set_num_threads(1)
     hvd.init()
-    rank, ends = hvd.rank(), []
+    ends = []
     for _ in range(4):
-        module: Any = torch.nn.Linear(64, 32, bias=False)
-        hvd.broadcast_parameters(module.state_dict(), 0)
-        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), sharded=True,
-                                                  share_parameters=True)
-
-        def step(module: Any = module, optimizer: Any = optimizer) -> None:
-            optimizer.zero_grad()
-            module(torch.ones(1, 64)).mean().backward()
-            optimizer.step()
-        step()
-        hvd.barrier()
-        with torch.no_grad(), optimizer.writing():
-            if rank == 1:
-                module.weight[0, 0] = 7.0
-        assert module.weight[0, 0] == 7.0
-        step()
-        assert module.weight[0, 0] < 7.0
-        ends.append(api.runtime().connections.heaps[0]._next)
-        hvd.check_replicas(module.state_dict())
-        del module, optimizer, step
+        module = model()
+        optimizer: Any = made("SGD", module, sharded=True)
+        train(module, optimizer, range(2))
+        ends.append(api.runtime().connections.heaps[hvd.rank()]._next)
+        del module, optimizer
         gc.collect()
         hvd.barrier()
     assert len(set(ends[1:])) == 1, ends
     module = model()
-    optimizer = made("SGD", module, sharded=True, shared=True)
+    optimizer = made("SGD", module, sharded=True)
     train(module, optimizer, range(2))
-    if rank == 1:
-        with torch.no_grad():
-            module[2].bias.mul_(0.5)
-    try:
-        train(module, optimizer, range(2))
-        raise AssertionError("the step has not failed")
-    except UnsupportedError as error:
-        assert ("rank 1: the script has written to parameter 'noname.1.0'" if rank == 1 else
-                "rank 1: the script has written to a parameter") in str(error), error
     values = [each.detach().clone() for each in module.parameters()]
     hvd.shutdown()
+    hvd.init()
     assert all(map(torch.equal, values, module.parameters()))
+
+
+def hooks_and_checks() -> None:
+    """Hooks from before see all parameters and the new values; a difference between replicas is found."""
+    torch.set_num_threads(1)
+    hvd.init()
+    module, seen = model(), list[Any]()
+    plain = OPTIMIZERS["Adam"](parameters("Adam", module))
+    plain.register_step_pre_hook(lambda it, *arguments: seen.append([len(group["params"]) for group in it.param_groups]))
+
+    def sums() -> list[float]:
+        return [float(each.detach().sum()) for each in module.parameters()]
+    plain.register_step_post_hook(lambda *arguments: seen.append(sums()))
+    optimizer = hvd.DistributedOptimizer(plain, sharded=True)
+    module[2].bias.requires_grad_(True)
+    for number in range(3):
+        optimizer.zero_grad()
+        module(torch.ones(2, 2, 4, 4) * (1 + hvd.rank())).square().mean().backward()
+        if number == 0:
+            module[0].requires_grad_(False)  # it has a gradient
+        optimizer.step()
+        assert seen[-2] == [3, 5] and seen[-1] == sums()
+    assert hvd.allgather_object(seen) == [seen] * hvd.size()
+    if hvd.rank():
+        with torch.no_grad():
+            module[2].weight[0, 0] += 1
+    try:
+        train(module, optimizer, range(1))
+        raise AssertionError("no difference was found")
+    except ReplicaMismatchError as error:
+        assert "'noname.0.2'" in str(error), error
 
 
 def state_is_taken_over_from_the_root() -> None:
@@ -215,6 +222,9 @@ def what_changes_between_steps() -> None:
             each.requires_grad_(False)
         optimizer = hvd.DistributedOptimizer(Failing([*module.parameters()][:-2], lr=0.1), sharded=sharded)
         groups = [group["params"] for group in optimizer.param_groups]
+        module(torch.ones(2, 2, 4, 4) * (1 + hvd.rank())).square().mean().backward()
+        with torch.inference_mode():
+            optimizer.step()
         train(module, optimizer, range(2))
         module[2].requires_grad_(True)
         train(module, optimizer, range(2, 4))
@@ -227,7 +237,9 @@ def what_changes_between_steps() -> None:
             raise AssertionError("the step has not failed")
         except ZeroDivisionError:
             Failing.fails = False
-        optimizer.zero_grad()
+        if sharded:
+            optimizer.consolidate_state_dict(to=None)  # type: ignore[attr-defined]
+        assert len(optimizer.state_dict()["param_groups"][0]["params"]) == 6
         assert [len(group["params"]) for group in optimizer.param_groups] == [6, 2]
         assert optimizer.param_groups[0]["params"] is groups[0]
         module.to(memory_format=torch.channels_last).half().float()  # out of the blocks
@@ -270,18 +282,19 @@ def refused() -> None:
         raise AssertionError(f"no {kind.__name__}")
     module = model()
     optimizer: Any = made("Adam", module, sharded=True)
-    optimizer.consolidate()
+    optimizer.consolidate_state_dict()
     assert not optimizer.state_dict()["state"]
     train(module, optimizer, range(1))
     assert error(UnsupportedError, optimizer.state_dict) == (
-        f"rank {rank}: a sharded optimizer has the state of its own parameters only; call optimizer.consolidate(to={rank}) "
+        f"rank {rank}: a sharded optimizer has the state of its own parameters only; call "
+        f"optimizer.consolidate_state_dict(to={rank}) "
         "on all ranks, after the step and before state_dict()")
-    optimizer.consolidate()
+    optimizer.consolidate_state_dict()
     if rank:
         assert "(the last call gathered it on rank 0)" in error(UnsupportedError, optimizer.state_dict)
     else:
         assert len(optimizer.state_dict()["state"]) == 8
-    assert "the optimizer's state is on ranks 0, 1" in error(ValueError, lambda: optimizer.consolidate(to=7))
+    assert "the optimizer's state is on ranks 0, 1" in error(ValueError, lambda: optimizer.consolidate_state_dict(to=7))
     train(module, optimizer, range(1, 2))
     assert error(UnsupportedError, optimizer.state_dict)
     assert "cannot be copied" in error(UnsupportedError, lambda: copy.deepcopy(optimizer))
@@ -319,7 +332,7 @@ def some_ranks() -> None:
     train(module, optimizer, range(3))
     counts = hvd.allgather_object(len(optimizer.state))
     assert counts[1] == 8 and counts[0] + counts[2] == 8 and min(counts) > 0, counts
-    optimizer.consolidate(to=None if hvd.rank() != 1 else 0)
+    optimizer.consolidate_state_dict(to=None if hvd.rank() != 1 else 0)
     assert len(optimizer.state_dict()["state"]) == 8
 
 

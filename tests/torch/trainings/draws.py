@@ -51,7 +51,7 @@ FEATURES: dict[str, tuple[object, ...]] = {
     "uneven": (False, True),
     "shares": ("equal", "list", "random"),
     "weighted": (False, True),
-    "sharded": (False, True, "shared"),
+    "sharded": (False, True),
 }
 """By name of a feature, its values; the first one is the plain one."""
 FIRST = ("model", "optimizer", "scoped")
@@ -92,7 +92,7 @@ class Training:
             different times and `join()`.
         shares: of ranks in the strategy's global batches; "random" ones are others in each batch.
         weighted: whether ranks divide each batch at random and `set_weight`; some have weight 0.
-        sharded: whether each rank has the optimizer state of some parameters only; "shared": and the ranks share parameters.
+        sharded: whether each rank has the optimizer state of some parameters only.
         rows: of a global batch.
         batches: of a step.
         steps: in each epoch.
@@ -136,7 +136,7 @@ class Training:
     uneven: bool = False
     shares: str = "equal"
     weighted: bool = False
-    sharded: bool | str = False
+    sharded: bool = False
     rows: int = 4
     batches: int = 1
     steps: int = 3

@@ -140,15 +140,14 @@ class Outside(Alone):
             compression=getattr(hvd.Compression, training.compression), gradient_predivide_factor=training.predivide,
             backward_passes_per_step=training.batches if training.accumulation == "passes" else 1,
             sparse_as_dense=training.sparse_as_dense, wait_in=wait_in,
-            comm_hook=hvd.comm_hooks.AllReduce() if training.hook else None, sharded=bool(training.sharded),
-            share_parameters=training.sharded == "shared", **options)
+            comm_hook=hvd.comm_hooks.AllReduce() if training.hook else None, sharded=training.sharded, **options)
         if training.begins == "broadcast after":
             self.begin([module], [optimizer])
         return optimizer
 
     def state(self, optimizer: Any) -> Any:
         if self.training.sharded:
-            optimizer.consolidate(to=None)
+            optimizer.consolidate_state_dict(to=None)
         return optimizer.state_dict()
 
     def begin(self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
