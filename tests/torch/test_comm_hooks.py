@@ -79,6 +79,17 @@ def test_other_members_on_another_rank_are_told() -> None:
     threads(2, step)
 
 
+def test_other_shapes_on_another_rank_are_told() -> None:
+    def step(runtime: Runtime) -> None:
+        first, second = (torch.nn.Parameter(torch.ones(size)) for size in ((4, 6), (6, 4))[runtime.world.rank])
+        optimizer = DistributedOptimizer(torch.optim.SGD([first, second], lr=0.1), comm_hook=comm_hooks.AllReduce(),
+                                         _runtime=runtime)
+        with pytest.raises(MismatchError, match=r"disagree about the members of 'torch.optimizer.0'.*of the same shapes"):
+            (first.sum() + second.sum()).backward()
+        del optimizer
+    threads(2, step)
+
+
 def test_gradients_that_are_missing_or_accumulated() -> None:
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank

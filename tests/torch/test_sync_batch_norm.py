@@ -98,6 +98,9 @@ def test_memory_orders_dtypes_and_second_derivatives_equal_one_process(on_ranks:
             for plain in (norm(4), norm(4).to(dtype)):
                 batch = random(5, 4, 3, 3).to(dtype).contiguous(memory_format=order)
                 compare(rank, plain, batch, (2, 3), squares, rtol=0.05, atol=0.05)
+            # Terms of the gradient that exceed 16 bits, and cancel: its exact value is 0.
+            compare(rank, norm(4), (0.01 * random(50, 4, 3, 3)).to(dtype).contiguous(memory_format=order), (20, 30),
+                    lambda output, _: (1024 * output.float()).sum(), rtol=0.05, atol=2.0)
     on_ranks(step)
 
 
