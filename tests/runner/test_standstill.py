@@ -72,7 +72,8 @@ def test_an_agent_that_stood_still_waits_for_hvdrun_again(monkeypatch: pytest.Mo
 def test_a_rank_that_stood_still_listens_before_it_judges() -> None:
     watchdog = Mock(look=Mock(return_value=None), gave_up=Mock(return_value=""))
     engine = Mock(spec=Engine, _execution=Mock(waits=True), _coordinator=Mock(urgent=False), _watchdog=watchdog,
-                  _look_seconds=0.5, _next_look=100.5, _control=Mock(parent=0), _controller=Mock())
+                  _look_seconds=0.5, _next_look=100.5, _control=Mock(parent=0), _controller=Mock(),
+                  _mailboxes=Mock(act_again=Mock(return_value=False)))
     engine._coordinator.check_stalls.return_value = False
     engine._clock = lambda: 170.0
     assert Engine._look(engine) == 0.5 and not watchdog.gave_up.called
