@@ -166,7 +166,7 @@ def _torch_distributed(rows: Rows, ranks: int) -> list[str]:
     steps = [{"case": row["part"], "seconds": row["seconds"]} for row in measured if "bytes" not in row]
     text = [f"## torch.distributed with the backend hvdlite, {ranks} ranks", "",
             f"After {parameters['steps']} steps of an MLP under DDP, parameters differ from those with Gloo by "
-            f"{parameters['from_gloo']:.1g} at most, and not between ranks.", "", *_compared(steps, "work", 1e3, "ms")]
+            f"{parameters['from_gloo']:.1g} at most, and not between ranks.", "", *(_compared(steps, "work", 1e3, "ms") if steps else ())]
     for part in dict.fromkeys(row["part"] for row in measured if "bytes" in row):
         named = [{"bytes": row["bytes"], "seconds": row["seconds"]} for row in measured if row["part"] == part]
         text += ["", f"### {part}: medians of single calls", "", *_compared(named, "size", 1e6, "us")]
@@ -193,6 +193,7 @@ _TABLES = {"planes": _planes, "planes_openmpi": functools.partial(_planes, under
            "gradients": _gradients, "jax_gradients": _jax_gradients,
            "small_gradients": _small_gradients, "batch_norm": _batch_norm, "training": _training,
            "hooks": _hooks, "idle": _idle, "ledger": _ledger, "torch_distributed": _torch_distributed,
+           "torch_distributed_blocking": _torch_distributed,
            **{f"keras_{backend}": _keras for backend in ("tensorflow", "torch", "jax")},
            "control_scale": _control_scale, "sharded": _sharded,
            **{f"two_hosts_{engine}_{plane}": _two_hosts for engine in ("mpi", "gloo") for plane in (engine, "hierarchical")}}
