@@ -166,7 +166,8 @@ def _torch_distributed(rows: Rows, ranks: int) -> list[str]:
     steps = [{"case": row["part"], "seconds": row["seconds"]} for row in measured if "bytes" not in row]
     text = [f"## torch.distributed with the backend hvdlite, {ranks} ranks", "",
             f"After {parameters['steps']} steps of an MLP under DDP, parameters differ from those with Gloo by "
-            f"{parameters['from_gloo']:.1g} at most, and not between ranks.", "", *(_compared(steps, "work", 1e3, "ms") if steps else ())]
+            f"{parameters['from_gloo']:.1g} at most, and not between ranks.", ""]
+    text += _compared(steps, "work", 1e3, "ms") if steps else []
     for part in dict.fromkeys(row["part"] for row in measured if "bytes" in row):
         named = [{"bytes": row["bytes"], "seconds": row["seconds"]} for row in measured if row["part"] == part]
         text += ["", f"### {part}: medians of single calls", "", *_compared(named, "size", 1e6, "us")]

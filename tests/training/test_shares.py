@@ -146,7 +146,8 @@ def test_rows_at_most_double_or_halve_in_a_decision() -> None:
 
 
 @pytest.mark.parametrize(("asked", "told"), [
-    ([1, 2, 3], "a list of 2 positive numbers"), ([1, 0], "positive numbers"), ([True, 2], "positive numbers"), ([1, math.inf], "positive numbers"),
+    ([1, 2, 3], "a list of 2 positive numbers"), ([1, 0], "positive numbers"), ([True, 2], "positive numbers"),
+    ([1, math.inf], "positive numbers"),
     ("fast", "'fast'"), (2.0, "not 2.0"), ({"a": 1}, "name ['a'], but the ranks are on ['a', 'b']"),
     ({"a": 1, "b": 2, "c": 3}, "name ['a', 'b', 'c'], but")])
 def test_other_shares_are_refused(asked: Any, told: str) -> None:
