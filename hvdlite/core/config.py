@@ -177,8 +177,8 @@ class Config:
         512 * KIB, _size_from(4 * KIB), "bytes reduced per NumPy call; each call releases the GIL once",
         tunable=(64 * KIB, 4 * MIB))
     shm_direct: int = knob(
-        4 * MIB, _size, "tensors of up to this many bytes, or an eighth of it with more than two ranks, are reduced by "
-        "every rank in full, which saves a barrier; 0 turns this off",
+        512 * KIB, _size, "tensors of up to this many bytes are reduced by every rank in full, which saves a barrier; 0 "
+        "turns this off",
         must_match=True,
         tunable=(16 * KIB, 4 * MIB))
     control: str = knob(

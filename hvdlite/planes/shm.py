@@ -13,9 +13,8 @@ The next piece is published before the second barrier, which is its first one, t
 A bucket of a fusion buffer is already in shared memory on every rank. The decision that releases the bucket replaces the
 first barrier; every rank reduces its slice and writes the result into all ranks' slots; one barrier follows.
 
-Small tensors are written whole, and every rank makes its result of all of them (`exchange.py`), without a second barrier;
-between two ranks that is as little memory traffic as slices are. The other collectives follow the same pattern: publish the
-data that other ranks need, barrier, copy the own part.
+Small tensors are written whole, and every rank makes its result of all of them (`exchange.py`), without a second barrier.
+The other collectives follow the same pattern: publish the data that other ranks need, barrier, copy the own part.
 
 Rules (docs/protocol.md#staging-regions, #same-bits)
 - Each process set has its own counters and slots, so that overlapping sets do not touch each other's memory.
@@ -49,7 +48,7 @@ class ShmPlane:
         wake_ranks: wakes other ranks that may be waiting at a barrier.
         slot: bytes of one staging slot.
         chunk: bytes reduced per NumPy call.
-        direct: up to this many bytes, or an eighth of it with more than two ranks, every rank reduces a tensor in full.
+        direct: up to this many bytes, every rank reduces a tensor in full.
     """
 
     name = "shm"
@@ -132,14 +131,10 @@ class ShmPlane:
             return found
         root = area.ranks.index(response.root_rank) if kind is Broadcast else -1
         made = kind(response, elements, area.places, area.index, root=root, chunk=self._chunk, casts=self._casts)
-        limit = min(area.segment.slot, self._whole(area)) if kind is Reduce else area.segment.slot
+        limit = min(area.segment.slot, self._direct) if kind is Reduce else area.segment.slot
         if not 0 < max(made.counts) * made.dtype.itemsize <= limit or response.op is ReduceOp.ADASUM:
             return None
         return area.keep(made)
-
-    def _whole(self, area: StagingArea) -> int:
-        """Return up to how many bytes every rank reduces a tensor in full: each of two moves hardly more than by slices."""
-        return self._direct if area.size == 2 else self._direct // 8
 
     def _reduction(self, area: StagingArea, response: Response) -> Reduction:
         dtype = SUPPORTED_DTYPES[response.dtype]
@@ -169,7 +164,7 @@ class ShmPlane:
         per_piece = area.segment.slot // reduction.dtype.itemsize
         pieces = (Piece(area, plan.response, reduction, low, min(low + per_piece, total))
                   for low in range(0, total, per_piece))
-        if total * reduction.dtype.itemsize <= self._whole(area):
+        if total * reduction.dtype.itemsize <= self._direct:
             for piece in pieces:
                 piece.reduce_whole(sources, outputs, wait_until)
         else:
@@ -195,7 +190,7 @@ class ShmPlane:
             for low in range(0, total, per_piece):
                 yield AdasumPiece(area, response, adasum, low, min(low + per_piece, total))
 
-        if total * dtype.itemsize <= self._direct // 8:
+        if total * dtype.itemsize <= self._direct:
             for piece in pieces():
                 piece.reduce_whole(sources, outputs, wait_until)
             return

@@ -48,6 +48,7 @@ class _Block:
     places: list[torch.Tensor]
 
     @classmethod
+    @torch.inference_mode(False)
     def of(cls, owner: int, parameters: list[torch.Tensor], common: Callable[[int], Array | None], *,
            is_own: bool) -> _Block:
         """Move parameters into a new block, with their strides.
@@ -55,12 +56,6 @@ class _Block:
         Args:
             common: returns so many bytes that the owner shares with the other ranks; None if there are none.
         """
-        with torch.inference_mode(False):
-            return cls._of(owner, parameters, common, is_own=is_own)
-
-    @classmethod
-    def _of(cls, owner: int, parameters: list[torch.Tensor], common: Callable[[int], Array | None], *,
-            is_own: bool) -> _Block:
         first = parameters[0].detach()
         step = max(1, _ALIGNMENT // first.element_size())
         begins = list(itertools.accumulate((-(-each.numel() // step) * step for each in parameters), initial=0))
