@@ -14,9 +14,11 @@ import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.handoff.buckets import BucketEntry
 from hvdlite.handoff.entry import Entry
 from hvdlite.memory.area import ROWS, Area
 from hvdlite.negotiation.fusion import even_rows
+from hvdlite.negotiation.mailboxes import OPERATIONS
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.exchange import WHOLE, Exchange, join
@@ -44,13 +46,26 @@ class Signature(NamedTuple):
     root: int = -1
 
 
+class BucketSignature(NamedTuple):
+    """The same of a learned bucket, but for the number of its round; fields as in `BucketReady`.
+
+    Attributes:
+        behind: how many more rounds than steps this rank has made.
+    """
+
+    bucket_id: int
+    unused: tuple[int, ...]
+    in_step: bool
+    behind: int
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class MailboxCall:
     """A call between its thread and the end of its round.
 
     Attributes:
         key: what is in use meanwhile: the process set and the name.
-        name_number: see `stem_and_number`.
+        name_number: see `stem_and_number`; of a bucket the number of the round.
         source: this rank's values, flat.
         output: receives the result, flat; None if its size is known only from the others.
         make_entry: makes an ordinary request of it; its name is in use already.
@@ -58,6 +73,7 @@ class MailboxCall:
         splits: of an alltoall.
         result: what the caller gets when it is done; set then where there is no output.
         round_id: of the mailbox; 0 before it is known.
+        is_collected: whether this rank has done its part of making the result.
         is_done: whether there is a result.
         is_over: whether its name is free: it is done, has failed, or has not begun.
         entry: once it has become a request.
@@ -65,18 +81,19 @@ class MailboxCall:
     """
 
     key: tuple[int, str]
-    signature: Signature
+    signature: Signature | BucketSignature
     name_number: int
     source: Array
     output: Array | None
-    make_entry: Callable[[], Entry]
+    make_entry: Callable[[], Entry | BucketEntry]
     result: Any = None
     rows: tuple[int, ...] = ()
     splits: Sequence[int] = ()
     round_id: int = 0
+    is_collected: bool = False
     is_done: bool = False
     is_over: bool = False
-    entry: Entry | None = None
+    entry: Entry | BucketEntry | None = None
     error: Exception | None = None
 
     @property
@@ -84,13 +101,27 @@ class MailboxCall:
         """Return the bytes that this rank writes at most."""
         return self.source.nbytes + 8 * len(self.splits)
 
+    def exchange(self, members: tuple[int, ...], area: Area, casts: Casts) -> MailboxExchange | None:
+        """Return what carries out calls of this signature; None if no mailbox can."""
+        assert isinstance(self.signature, Signature)
+        if self.signature.op not in OPERATIONS:  # Adasum is no reduction of single elements
+            return None
+        return EXCHANGES[self.signature.collective](self.signature, members, area, casts)
+
 
 class MailboxExchange:
     """Calls of one signature in one area.
 
     Args:
         members: the ranks of the process set.
+
+    Attributes:
+        patience_seconds: how long a thread waits before it notifies the coordinator.
+        is_in_place: whether the ranks write to each other's memory: a call is then over when all have done so.
     """
+
+    is_in_place = False
+    patience_seconds = 0.1
 
     def __init__(self, signature: Signature, members: tuple[int, ...], area: Area, casts: Casts) -> None:
         self.signature, self.area, self.index, self.size = signature, area, area.index, area.size

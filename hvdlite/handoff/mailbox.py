@@ -4,7 +4,7 @@ Theory of operation
 - The thread writes its values and a text that describes the tensor, wakes the others if it is the last, else polls for a
   moment and sleeps until all have written the same text, and makes its result of all ranks' values (`exchange.py`). No other
   thread takes part, and no message is sent.
-- A thread that has waited for `PATIENCE_SECONDS`, or finds another text, notifies the background thread, and waits on. The
+- A thread that has waited for `patience_seconds`, or finds another text, notifies the background thread, and waits on. The
   coordinator then ends the mailbox: first no rank writes to it any more (`freeze`). When all ranks have confirmed, all see
   the same memory, so they agree whether the last round is complete. If not, this rank's call becomes a request (`close`).
 - A thread that is interrupted leaves its call behind, which the end of the mailbox completes like that of any other thread.
@@ -24,19 +24,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from hvdlite.handoff.buckets import BucketEntry
 from hvdlite.handoff.entry import Entry
-from hvdlite.handoff.exchange import EXCHANGES, MailboxCall, MailboxExchange, Signature
+from hvdlite.handoff.exchange import MailboxCall, MailboxExchange
 from hvdlite.handoff.inbox import Inbox, Task
-from hvdlite.memory.area import LENGTH, NAME_NUMBER, NUMBER, ROWS, TEXT, Area
+from hvdlite.memory.area import LENGTH, NAME_NUMBER, NUMBER, REDUCED, ROWS, TEXT, Area
 from hvdlite.memory.patience import Patience
-from hvdlite.negotiation.mailboxes import OPERATIONS
 from hvdlite.negotiation.messages import Mailbox, MailboxStale
 from hvdlite.planes.arithmetic import Casts
 
-PATIENCE_SECONDS: Final = 0.1
-"""How long a thread waits before it notifies the coordinator."""
 LONG_SECONDS: Final = 1.0
-"""How long it sleeps at most after that."""
+"""How long a thread sleeps at most after it has notified the coordinator."""
 
 class MailboxEnd:
     """One rank's end of a mailbox.
@@ -59,7 +57,7 @@ class MailboxEnd:
         self._is_writing = False
         self._call: MailboxCall | None = None  # under way
         self._is_frozen = False
-        self._signature: Signature | None = None  # for which the following is prepared
+        self._signature: object = None  # for which the following is prepared
         self._text = b""
         self._exchange: MailboxExchange
         self._others = [other for other in range(area.size) if other != area.index]
@@ -80,13 +78,28 @@ class MailboxEnd:
         try:
             if not self.write(call):
                 return False
+        except BaseException:
+            self.abandon(call)
+            raise
+        finally:
             self._let_act()
+        self.take_part(call, block, unblock)
+        return True
+
+    def take_part(self, call: MailboxCall, block: Callable[[], float], unblock: Callable[[float], None]) -> None:
+        """Wait until a call that is written is over, or has become a request; again after an exception.
+
+        The arguments are those of `exchange`, which raises likewise.
+        """
+        try:
             if self.is_complete(call):
                 self._area.wake(self._others)
                 self.finish(call)
             elif self._patience.look(lambda: self.is_complete(call)):
                 self.finish(call)
-            else:
+            if call.is_collected and not call.is_done and self._patience.look(lambda: self._is_reduced(call)):
+                self.finish(call)
+            if not call.is_done:
                 begun = block()
                 try:
                     self._wait(call)
@@ -97,7 +110,6 @@ class MailboxEnd:
             raise
         finally:
             self._let_act()
-        return True
 
     def write(self, call: MailboxCall) -> bool:
         """Write this rank's part of the next round; return whether that was possible."""
@@ -138,10 +150,14 @@ class MailboxEnd:
         return self._differs(call) is False
 
     def finish(self, call: MailboxCall) -> None:
-        """Make the result of a complete round, unless that is done."""
+        """Do what can be done in a complete round, unless it is done: make the result, or this rank's part of it."""
         with self._lock:
             if self._call is call:
                 self._collect(call)
+        if self._call is call and self._is_reduced(call):  # looked at after the fence, so one of the ranks sees all
+            with self._lock:
+                if self._call is call:
+                    self._collect(call)
 
     def abandon(self, call: MailboxCall) -> None:
         """The call's thread goes away: what it has written still counts."""
@@ -163,7 +179,7 @@ class MailboxEnd:
         self._inbox.post(MailboxStale(self.mailbox.mailbox_id, call.key[1]))
 
     def _wait(self, call: MailboxCall) -> None:
-        word, clock = self._area.word, time.perf_counter
+        word, clock, patience = self._area.word, time.perf_counter, self._exchange.patience_seconds
         is_reported, begun = False, clock()
         while True:
             seen = word.value
@@ -176,12 +192,17 @@ class MailboxEnd:
             differs = self._differs(call)
             waited = clock() - begun
             if differs is False:
+                was_collected = call.is_collected
                 self.finish(call)
-            elif not is_reported and (differs or waited >= PATIENCE_SECONDS):
+                if call.is_done:
+                    return
+                if not was_collected:
+                    begun = clock()  # another wait begins, for the others' parts
+            if not is_reported and (differs or waited >= patience):
                 is_reported = True
                 self._report_stale(call)
             else:
-                word.wait(seen, LONG_SECONDS if is_reported else PATIENCE_SECONDS)
+                word.wait(seen, LONG_SECONDS if is_reported else patience)
 
     # --- the background thread -------------------------------------------------------------------------------------------
 
@@ -214,7 +235,7 @@ class MailboxEnd:
             self._is_frozen = True
             return self.last_round
 
-    def close(self) -> Entry | None:
+    def close(self) -> Entry | BucketEntry | None:
         """All ranks have frozen the mailbox: finish the call under way, or return the entry that it becomes."""
         with self._lock:
             self._is_frozen = True
@@ -258,13 +279,17 @@ class MailboxEnd:
     def _prepare(self, call: MailboxCall) -> bool:
         signature = call.signature
         text = repr(tuple(signature)).encode()
-        if signature.op not in OPERATIONS or len(text) > TEXT:  # Adasum is no reduction of single elements
+        exchange = call.exchange(self.members, self._area, self._casts) if len(text) <= TEXT else None
+        if exchange is None:
             return False
         self._signature = None
-        self._text = text
-        self._exchange = EXCHANGES[signature.collective](signature, self.members, self._area, self._casts)
+        self._text, self._exchange = text, exchange
         self._signature = signature
         return True
+
+    def _is_reduced(self, call: MailboxCall) -> bool:
+        """Return whether all ranks have done their parts of the result."""
+        return all(line[REDUCED] >= call.round_id for line in self._area.lines)
 
     def _differs(self, call: MailboxCall) -> bool | None:
         """Return False if the round is complete, True if it never will be, None while ranks are missing."""
@@ -282,7 +307,14 @@ class MailboxEnd:
         return False
 
     def _collect(self, call: MailboxCall) -> None:
-        self._exchange.collect(call, call.round_id & 1)
+        if not call.is_collected:
+            self._exchange.collect(call, call.round_id & 1)
+            call.is_collected = True
+            self._area.lines[self._area.index][REDUCED] = call.round_id
+        if self._exchange.is_in_place:
+            if not self._is_reduced(call):
+                return
+            self._area.wake(self._others)
         call.is_done = True
         self._drop(call)
 

@@ -31,10 +31,10 @@ TEXT: Final = 960
 """Bytes of the longest text."""
 NUMBER, LENGTH, DIGEST, ROWS, NAME_NUMBER = range(5)
 """The words of a head."""
-LEFT, LET_GO = range(2)
+LEFT, LET_GO, REDUCED = range(3)
 """The words of a rank's line. `LEFT`: once it has left, one more than the last call that it has completed; negative if the
 others learn the reason in another way. `LET_GO`: `UNUSED` when it uses what the ranks share no more, `DONE` when it never
-looks again whether the others do."""
+looks again whether the others do. `REDUCED`: the last call in which it has reduced its part of what all ranks share."""
 UNUSED, DONE = 1, 2
 _RANK: Final = LINE + 2 * (LINE + TEXT)
 _LEFT_AT: Final = 16
@@ -56,7 +56,7 @@ class Area:
         index: this rank's, among those of the area.
         size: number of ranks.
         word: on which this rank sleeps.
-        lines: of each rank: `LEFT`, `LET_GO`.
+        lines: of each rank: `LEFT`, `LET_GO`, `REDUCED`.
         heads: of each rank and parity of the call: `NUMBER`, `LENGTH`, `DIGEST`, `ROWS`, `NAME_NUMBER`.
         texts: likewise, bytes.
         values: likewise, arrays of `capacity` bytes.
@@ -69,7 +69,7 @@ class Area:
         self.index, self.size, self.capacity = index, ranks, capacity
         whole, everything = memoryview(memory).cast("B"), np.frombuffer(memory, np.uint8)
         starts = [rank * _RANK for rank in range(ranks)]
-        self.lines = [whole[start + _LEFT_AT:start + _LEFT_AT + 16].cast("q") for start in starts]
+        self.lines = [whole[start + _LEFT_AT:start + _LEFT_AT + 24].cast("q") for start in starts]
         heads = [[start + LINE + parity * (LINE + TEXT) for parity in range(2)] for start in starts]
         self.heads = [[whole[head:head + 40].cast("q") for head in both] for both in heads]
         self.texts = [[whole[head + LINE:head + LINE + TEXT] for head in both] for both in heads]

@@ -206,7 +206,7 @@ class Controller:
         if decision.sequence != self.applied + 1:
             raise ProtocolError(f"decision {decision.sequence} follows {self.applied}")
         self.applied = decision.sequence
-        instructions: list[Instruction] = list(map(CloseMailbox, decision.closed))
+        instructions: list[Instruction] = [*map(CloseMailbox, decision.closed), *decision.opened]
         for layout in decision.learned:
             self._layouts.learn(layout)
             instructions.append(layout)
@@ -221,7 +221,6 @@ class Controller:
             self._items = [item for item in self._items
                            if not (isinstance(item, LayoutStale) and item.layout_id == layout_id)]
             instructions.extend((*self._withdraw(ended), EvictLayout(ended)))
-        instructions += decision.opened
         instructions += map(FreezeMailbox, decision.frozen)
         for response in decision.responses:
             keys = [(response.process_set_id, name, response.round_id) for name in response.names]

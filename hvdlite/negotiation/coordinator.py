@@ -255,7 +255,7 @@ class Coordinator:
                 elif isinstance(item, Retired):
                     negotiator.receive_retired(ranks[0], item, now)
                 elif isinstance(item, RoundDone):
-                    negotiator.receive_round_done(ranks, item)
+                    negotiator.receive_round_done(ranks, item, now)
                 elif isinstance(item, MailboxFrozen):
                     negotiator.receive_frozen(ranks[0], item)
                 elif isinstance(item, MailboxStale):

@@ -171,6 +171,14 @@ class GradientSetTable:
         self.layouts.in_use[layout.layout_id] = self.layouts.in_use.pop(layout.layout_id)  # used most recently
         self._gradient_sets[layout.label].last_bucket_round = round_id
 
+    def note_rounds(self, label: str, rounds: int) -> None:
+        """Note rounds that ranks have finished by themselves, in a mailbox that has ended, perhaps with its layout."""
+        gradient_set = self._gradient_sets.get(label)
+        if gradient_set is not None:
+            gradient_set.rounds_in_use += rounds
+            if gradient_set.rounds_in_use >= MAX_BACKOFF_ROUNDS:
+                gradient_set.evictions, gradient_set.backoff_rounds = 0, min(gradient_set.backoff_rounds, 1)
+
     def evict(self, layout_id: int, sequence: int, *, back_off: bool = True) -> list[tuple[Ranks, Request]] | None:
         """End a layout in decision `sequence`; return what ranks have reported of it, as (ranks, request).
 

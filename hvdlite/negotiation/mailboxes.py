@@ -26,7 +26,7 @@ from typing import Final
 
 from hvdlite.core.device import CPU
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.messages import Mailbox, MailboxFrozen, MailboxStale, Request
+from hvdlite.negotiation.messages import Bucket, Layout, Mailbox, MailboxFrozen, MailboxStale, Request
 from hvdlite.negotiation.stalls import Stall
 
 OPENS_AFTER: Final = 2
@@ -64,6 +64,15 @@ def stem_and_number(name: str) -> tuple[str, int]:
     return (stem, int(f"1{digits}")) if len(digits) <= LONGEST_NUMBER else (name, 0)
 
 
+def bucket_stem(bucket_id: int) -> str:
+    """Return the stem of a learned bucket; no name has it, because it ends with a digit."""
+    return f"bucket {bucket_id}"
+
+
+def _class_of(nbytes: int) -> int:
+    return next((size for size, _ in CLASSES if nbytes <= size), 0)
+
+
 @dataclasses.dataclass
 class _Open:
     """A mailbox that is not closed."""
@@ -76,6 +85,12 @@ class _Open:
     waiting: dict[int, str] = dataclasses.field(default_factory=dict)  # tensors that ranks wait for, by rank
     warned: bool = False
     is_evicted: bool = False  # another stem needs its area
+    label: str = ""  # of the gradient set, if it is a learned bucket's
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds it has had, once it has ended."""
+        return self.last_round - self.mailbox.first_round + 1
 
 
 @dataclasses.dataclass
@@ -130,8 +145,21 @@ class MailboxTable:
             return
         key = request.process_set_id, stem_and_number(request.name)[0]
         limit = self._limit if len(members) == 2 else min(self._limit, TRAFFIC // len(members))
-        if not (all_blocking and request.op in OPERATIONS and request.device == CPU and not request.group
-                and nbytes <= limit) or self.is_suspended:
+        fits = (all_blocking and request.op in OPERATIONS and request.device == CPU and not request.group
+                and nbytes <= limit)
+        self._count(key, members, min(limit, _class_of(nbytes)), now, fits=fits)
+
+    def observe_bucket(self, bucket: Bucket, now: float, *, all_blocking: bool) -> None:
+        """Count a learned bucket that all ranks have filled, and that the next decision releases."""
+        response = bucket.response
+        fits = bool(self._limit and all_blocking and response.op in OPERATIONS and response.device == CPU)
+        self._count((response.process_set_id, bucket_stem(bucket.bucket_id)), response.contributors, 0, now, fits=fits,
+                    label=bucket.members[0].label)
+
+    def _count(self, key: StemKey, members: tuple[int, ...], capacity: int, now: float, *, fits: bool,
+               label: str = "") -> None:
+        """Count a call of a stem; open a mailbox for it, or end the one that it did not go through."""
+        if not fits or self.is_suspended:
             self._calls.pop(key, None)
             return
         if len(self._calls) >= STEMS and key not in self._calls:
@@ -143,10 +171,9 @@ class MailboxTable:
             if self._calls[key] >= OPENS_AFTER:  # it has room for smaller tensors only
                 self._freeze(found, now)
         elif self._calls[key] >= self._needed.get(key, OPENS_AFTER):
-            capacity = min(limit, next(size for size, _ in CLASSES if nbytes <= size))
-            self._open_for(key, members, capacity, now)
+            self._open_for(key, members, capacity, now, label)
 
-    def _open_for(self, key: StemKey, members: tuple[int, ...], capacity: int, now: float) -> None:
+    def _open_for(self, key: StemKey, members: tuple[int, ...], capacity: int, now: float, label: str) -> None:
         number = self._free_area(members, capacity)
         if number is None:
             self._take_back(members, capacity, now)
@@ -156,7 +183,8 @@ class MailboxTable:
         mailbox = Mailbox(mailbox_id=self._next_id, stem=key[1], process_set_id=key[0], area=number, capacity=capacity,
                           first_round=area.next_round)
         self._next_id += 1
-        self._open[mailbox.mailbox_id] = self._stems[key] = _Open(mailbox, members, area.next_round - 1)
+        self._open[mailbox.mailbox_id] = self._stems[key] = _Open(
+            mailbox, members, area.next_round - 1, label=label)
         self._calls.pop(key, None)
         self.opened.append(mailbox)
 
@@ -195,6 +223,13 @@ class MailboxTable:
         for found in [found for found in self._open.values() if not set(found.members).isdisjoint(ranks)]:
             self._freeze(found, now)
 
+    def freeze_buckets(self, layout: Layout, now: float) -> None:
+        """End the mailboxes of a layout's buckets."""
+        for bucket in layout.buckets:
+            found = self._stems.get((bucket.response.process_set_id, bucket_stem(bucket.bucket_id)))
+            if found is not None:
+                self._freeze(found, now)
+
     def freeze_in(self, process_set_id: int, now: float) -> None:
         """End the mailboxes of a process set."""
         for found in list(self._open.values()):
@@ -211,16 +246,18 @@ class MailboxTable:
             if rank in area.members:
                 area.size = 0
 
-    def member_frozen(self, rank: int, frozen: MailboxFrozen, sequence: int) -> None:
-        """A member does not write to a mailbox any more.
+    def member_frozen(self, rank: int, frozen: MailboxFrozen, sequence: int) -> tuple[str, int] | None:
+        """A member does not write to a mailbox any more; if this ends a bucket's, return the gradient set and the rounds.
 
         Args:
             sequence: of the next decision.
         """
         found = self._open.get(frozen.mailbox_id)
-        if found is not None and found.awaited is not None and rank in found.awaited:
-            found.last_round = max(found.last_round, frozen.round_id)
-            self._answered(found, rank, sequence)
+        if found is None or found.awaited is None or rank not in found.awaited:
+            return None
+        found.last_round = max(found.last_round, frozen.round_id)
+        self._answered(found, rank, sequence)
+        return (found.label, found.rounds) if found.label and not found.awaited else None
 
     def _freeze(self, found: _Open, now: float) -> None:
         if found.awaited is None:
@@ -239,7 +276,7 @@ class MailboxTable:
         area.next_round, area.closed_in = found.last_round + 1, sequence
         key = mailbox.process_set_id, mailbox.stem
         del self._stems[key]
-        if found.is_evicted or found.last_round - mailbox.first_round + 1 < SOON:
+        if found.is_evicted or found.rounds < SOON:
             self._needed[key] = min(2 * self._needed.get(key, OPENS_AFTER), MOST_CALLS)
         else:
             self._needed.pop(key, None)

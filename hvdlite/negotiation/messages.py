@@ -80,6 +80,7 @@ class BucketReady(Message, frozen=True, kw_only=True, tag=2):
     ends_round: bool = False  # it was the set's last bucket of the round on this rank
     step: int = 0  # as in `Request`
     in_step: bool = False  # as in `Request`
+    blocking: bool = False  # likewise; it is all that this rank brings to the round
 
 
 class Wait(Message, frozen=True):

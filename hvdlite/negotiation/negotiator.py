@@ -59,6 +59,7 @@ class Policy:
     layout_capacity: int = 1
     join_divides_by_active: bool = False  # whether Average divides by the ranks that have not joined
     mailbox_limit: int = 0
+    is_tuned: bool = False  # whether all buckets come here, because they are counted
     deterministic: bool = False  # whether the cut into buckets and fused responses must not depend on timing
 
 
@@ -169,17 +170,17 @@ class Negotiator:
             if gathered.is_repeated:
                 raise ProtocolError(f"reported bucket {ready.bucket_id} of '{layout.label}' twice before it was answered")
             if not gathered.missing:
-                self._release(ready, layout, gathered)
+                self._release(ready, layout, gathered, now)
         else:
             for request in requests_of(bucket, ready):
                 self.receive_request(ranks, request, now)
         if ready.ends_round:
-            self.receive_round_done(ranks, RoundDone(layout.label, ready.round_id, bucket.response.process_set_id))
+            self.receive_round_done(ranks, RoundDone(layout.label, ready.round_id, bucket.response.process_set_id), now)
 
-    def receive_round_done(self, ranks: Ranks, done: RoundDone) -> None:
+    def receive_round_done(self, ranks: Ranks, done: RoundDone, now: float) -> None:
         """Handle the end of a round on some ranks."""
         if self.reports.finish_round(ranks, done):
-            self._end_round(done)
+            self._end_round(done, now)
 
     def receive_retired(self, rank: int, retired: Retired, now: float) -> None:
         """Handle that a rank has dropped a gradient set: its layout ends. When all ranks have, the set is forgotten."""
@@ -196,7 +197,9 @@ class Negotiator:
 
     def receive_frozen(self, rank: int, frozen: MailboxFrozen) -> None:
         """Handle that a rank does not write to a mailbox any more."""
-        self.mailboxes.member_frozen(rank, frozen, self._sequence)
+        ended = self.mailboxes.member_frozen(rank, frozen, self._sequence)
+        if ended is not None:
+            self.gradient_sets.note_rounds(*ended)
 
     def leave(self, rank: int, now: float) -> None:
         """Handle that a rank leaves: what waits for it is refused."""
@@ -214,7 +217,7 @@ class Negotiator:
 
     def evict(self, layout_id: int, now: float, *, back_off: bool = True) -> None:
         """End a layout; what ranks have reported of it is handled member by member."""
-        for ranks, request in self._end_layout(layout_id, back_off=back_off):
+        for ranks, request in self._end_layout(layout_id, now, back_off=back_off):
             self.receive_request(ranks, request, now)
 
     def check_invariants(self) -> None:
@@ -227,12 +230,15 @@ class Negotiator:
             members = self.layouts.bucket(bucket_id).response.contributors
             assert not self.left & set(members), "a bucket waits for a rank that left"
 
-    def _release(self, last: BucketReady, layout: Layout, gathered: Gathered[BucketReady]) -> None:
+    def _release(self, last: BucketReady, layout: Layout, gathered: Gathered[BucketReady], now: float) -> None:
         """Release a bucket that every rank has reported."""
         release = release_of(last.bucket_id, gathered.parts)
         self.outcome.released.append(release)
         self.gradient_sets.released(layout, last.round_id)
         self.reduced_bytes += self.gradient_sets.nbytes(release.bucket_id)
+        if not self.policy.is_tuned:
+            self.mailboxes.observe_bucket(self.layouts.bucket(last.bucket_id), now,
+                                          all_blocking=all(ready.blocking for _, ready in gathered.parts))
 
     def _add(self, ranks: Ranks, request: Request, now: float) -> Gathered[Request]:
         """Record a request of some ranks; return all ranks' requests when nothing is missing any more."""
@@ -305,15 +311,17 @@ class Negotiator:
                 result = self._reduce_eagerly(response, payloads, len(self._process_sets[response.process_set_id]))
         return response if result is None else msgspec.structs.replace(response, result=result)
 
-    def _end_layout(self, layout_id: int, *, back_off: bool = True) -> list[tuple[Ranks, Request]]:
+    def _end_layout(self, layout_id: int, now: float, *, back_off: bool = True) -> list[tuple[Ranks, Request]]:
         """End a layout; return what ranks have reported of it."""
+        if layout_id in self.layouts.in_use:
+            self.mailboxes.freeze_buckets(self.layouts.in_use[layout_id], now)
         reported = self.gradient_sets.evict(layout_id, self._sequence, back_off=back_off)
         if reported is None:
             return []
         self.outcome.evicted.append(layout_id)
         return reported
 
-    def _end_round(self, done: RoundDone) -> None:
+    def _end_round(self, done: RoundDone, now: float) -> None:
         """Every rank that has not joined has finished a round: refuse what only some have, and learn a layout."""
         self.rounds += 1
         for gathered in self.reports.requests.take_if(lambda request: request.label == done.label
@@ -321,7 +329,7 @@ class Negotiator:
             self._refuse_not_shared(gathered)
         layout, evicted = self.gradient_sets.learn(done)
         for layout_id in evicted:
-            self._end_layout(layout_id, back_off=False)
+            self._end_layout(layout_id, now, back_off=False)
         if layout is not None:
             self.outcome.learned.append(layout)
 
@@ -333,9 +341,10 @@ class Negotiator:
         for gathered in complete:
             self._complete(Requests(gathered), now)
         for done in ended:
-            self._end_round(done)
+            self._end_round(done, now)
 
     def _suspend(self, layout_id: int, now: float) -> None:
+        self.mailboxes.freeze_buckets(self.layouts.in_use[layout_id], now)
         reported = self.gradient_sets.suspend(layout_id)
         if reported is None:
             return
@@ -349,7 +358,7 @@ class Negotiator:
         self.gradient_sets.abort_join()
         layouts = self.layouts
         for layout in [layout for layout in layouts.in_use.values() if layouts.is_suspended(layout)]:
-            self._end_layout(layout.layout_id)  # ranks have made different numbers of rounds
+            self._end_layout(layout.layout_id, 0.0)  # ranks have made different numbers of rounds; mailboxes have ended
 
     def _remove_set(self, process_set_id: int, now: float) -> None:
         """Forget a process set; what is still pending in it never becomes complete."""
@@ -377,7 +386,7 @@ class Negotiator:
     def _refuse_pending(self, now: float) -> None:
         """Refuse what waits for a rank that left; ranks that report it later get the same answer."""
         for layout_id in self.gradient_sets.layouts_of(self.left):
-            for ranks, request in self._end_layout(layout_id):
+            for ranks, request in self._end_layout(layout_id, now):
                 if not self._add(ranks, request, now).missing:
                     self._refuse_left(request)
         for gathered in self.reports.requests.take_if(

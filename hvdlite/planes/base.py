@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
+import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray
@@ -94,6 +95,10 @@ class BufferSlice:
     buffer: FusionBuffer
     begin: int
     end: int
+
+    def slots(self, dtype: np.dtype[Any]) -> list[Array]:
+        """Return the bucket in each rank's memory, where the plane shares it."""
+        return [slot[self.begin:self.end].view(dtype) for slot in self.buffer.slots]
 
 
 class Plan(msgspec.Struct, frozen=True, eq=False):

@@ -15,7 +15,7 @@ from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.arithmetic import Casts, Reduction
-from hvdlite.planes.slices import row_bounds
+from hvdlite.planes.slices import row_bounds, slice_bounds
 
 Places = Sequence[Sequence[Array]]
 """By region, which calls use by turns, and rank: bytes that this rank writes, and all read."""
@@ -129,6 +129,42 @@ WHOLE: dict[Collective, type[Exchange]] = {
     Collective.BROADCAST: Broadcast, Collective.ALLGATHER: Gather, Collective.GATHER: Gather,
 }
 """Of the kinds in which each rank knows how many values the others have."""
+
+
+class ReduceInPlace:
+    """A reduction of memory that all ranks have filled: each one reduces its slice, and writes the result to all.
+
+    The exception of a signal handler may leave `run` anywhere: calling it again goes on from there. A barrier has to follow.
+
+    Args:
+        slots: the memory of each rank, flat.
+        index: this rank's.
+    """
+
+    def __init__(self, reduction: Reduction, slots: Sequence[Array], index: int) -> None:
+        self._reduction, self._slots = reduction, slots
+        self._begin, self._end = slice_bounds(0, slots[0].size, len(slots), reduction.dtype)[index:index + 2]
+        self._result = np.empty(min(reduction.chunk, self._end - self._begin), reduction.dtype)
+        self.begin()
+
+    def begin(self) -> None:
+        """The memory is filled again."""
+        self._at = self._begin, False  # where it is, and whether the result of this chunk is known
+
+    def run(self) -> None:
+        """Reduce what is left."""
+        reduction = self._reduction
+        while self._at[0] < self._end:
+            start, is_known = self._at
+            stop = min(start + reduction.chunk, self._end)
+            pieces = [slot[start:stop] for slot in self._slots]
+            result = self._result[:stop - start]
+            if not is_known:
+                reduction.combine([reduction.prescaled(piece) for piece in pieces], result)
+                self._at = start, True
+            for piece in pieces:
+                np.copyto(piece, result)
+            self._at = stop, False
 
 
 def join(parts: Iterable[Array], output: Array) -> None:

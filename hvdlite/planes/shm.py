@@ -34,10 +34,10 @@ from hvdlite.negotiation.messages import Response
 from hvdlite.planes.adasum import AdasumReduction
 from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import CHUNK_KNOB, BufferSlice, FusionBuffer, Plan, WaitUntil
-from hvdlite.planes.exchange import WHOLE, Broadcast, Exchange, Reduce
+from hvdlite.planes.exchange import WHOLE, Broadcast, Exchange, Reduce, ReduceInPlace
 from hvdlite.planes.shm_barrier import WakeRanks
 from hvdlite.planes.shm_pieces import AdasumPiece, Piece, reduce_by_slices
-from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
+from hvdlite.planes.slices import Concatenation, row_bounds
 from hvdlite.planes.staging import HostMemory, StagingArea
 
 
@@ -143,15 +143,7 @@ class ShmPlane:
     def _allreduce_in_place(self, area: StagingArea, buffer_slice: BufferSlice, response: Response,
                             wait_until: WaitUntil) -> None:
         reduction = self._reduction(area, response)
-        slots = [slot[buffer_slice.begin:buffer_slice.end].view(reduction.dtype) for slot in buffer_slice.buffer.slots]
-        begin, end = slice_bounds(0, slots[0].size, area.size, reduction.dtype)[area.index:area.index + 2]
-        for start in range(begin, end, reduction.chunk):
-            pieces = [slot[start:min(start + reduction.chunk, end)] for slot in slots]
-            for piece in pieces:
-                reduction.copy_prescaled(piece, piece)
-            reduction.combine(pieces, pieces[0])
-            for piece in pieces[1:]:
-                np.copyto(piece, pieces[0])
+        ReduceInPlace(reduction, buffer_slice.slots(reduction.dtype), area.index).run()
         area.barrier(wait_until)
 
     def _reduce(self, area: StagingArea, plan: Plan, wait_until: WaitUntil) -> None:

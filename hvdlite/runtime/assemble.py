@@ -76,7 +76,7 @@ def coordinator_for(world: World, config: Config, learned: Learned | None = None
     if world.rank != 0:
         return None
     policy = Policy(config.fusion_threshold, BucketSizes(config.bucket_edge, config.bucket_size), config.bucket_layouts,
-                    config.join_divides_by_active, mailbox_limit, config.deterministic)
+                    config.join_divides_by_active, mailbox_limit, config.autotune, config.deterministic)
     coordinator = Coordinator(world.size, policy, reduce_payloads, epoch=world.epoch)
     if learned is not None:
         if learned.tuned:

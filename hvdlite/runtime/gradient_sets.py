@@ -11,8 +11,10 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout
 from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.exchanged_bucket import BucketCall, ExchangedBucket
 from hvdlite.handoff.handle import Handle
 from hvdlite.handoff.handoff import Handoff
+from hvdlite.negotiation.mailboxes import bucket_stem
 from hvdlite.negotiation.messages import BucketReady, Layout, LayoutStale, Retired, RoundDone
 from hvdlite.runtime.arguments import reducible
 from hvdlite.runtime.collectives import Collectives
@@ -38,6 +40,7 @@ class GradientSets:
     def __init__(self, collectives: Collectives, handoff: Handoff) -> None:
         self._collectives = collectives
         self._inbox, self._waiters, self._state = handoff.inbox, handoff.waiters, handoff.state
+        self._mailboxes = handoff.mailboxes
 
     def enqueue_gradient(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, moment: Moment, *,
                 prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = (), group_id: int = 0,
@@ -89,6 +92,11 @@ class GradientSets:
         self._inbox.check_usable(bucket.definition.members[0].name)
         if ready.unused:
             self._waiters.progress.absent(len(ready.unused))
+        if ready.blocking:
+            end = self._mailboxes.get((bucket.definition.response.process_set_id, bucket_stem(ready.bucket_id)))
+            call = None if end is None else BucketCall(bucket, ready, self._waiters)
+            if end is not None and call is not None and end.write(call):
+                return ExchangedBucket(call, end, self._waiters)
         entry = BucketEntry(bucket, ready, self._waiters, event)
         self._inbox.put(entry)
         return entry.handle

@@ -9,9 +9,29 @@ from collections.abc import Mapping, Sequence
 from hypothesis import strategies as st
 
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.controller import EvictLayout, Instruction, ParticipateWithoutData, SuspendLayout
+from hvdlite.negotiation.controller import (
+    CloseMailbox,
+    EvictLayout,
+    FreezeMailbox,
+    Instruction,
+    ParticipateWithoutData,
+    SuspendLayout,
+)
 from hvdlite.negotiation.layouts import first_round
-from hvdlite.negotiation.messages import BucketReady, BucketRelease, ErrorKind, Layout, Request, Response, RoundDone
+from hvdlite.negotiation.mailboxes import bucket_stem
+from hvdlite.negotiation.messages import (
+    Bucket,
+    BucketReady,
+    BucketRelease,
+    ErrorKind,
+    Layout,
+    Mailbox,
+    MailboxFrozen,
+    MailboxStale,
+    Request,
+    Response,
+    RoundDone,
+)
 from tests.negotiation.simulation import Simulation
 
 LABEL = "set"
@@ -26,6 +46,16 @@ class Round:
     members: Mapping[str, int]
     missing: frozenset[str] = frozenset()
     sparse: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A bucket that a rank has written to a mailbox."""
+
+    mailbox: Mailbox
+    bucket: Bucket
+    ready: BucketReady
+    round: int  # of the mailbox
 
 
 class Reducer:
@@ -69,6 +99,11 @@ class Reducer:
         self.broken: set[int] = set()
         self.alone = False
         self.waiting: set[str] = set()
+        self.last_written: dict[int, int] = {}  # the last rounds that it has written, by mailbox
+        self.mailboxes: dict[str, Mailbox] = {}  # that it may write to, by stem
+        self.call: Call | None = None
+        self.impatience = 0.05  # how likely it is that it complains before all have written
+        self.exchanged: set[int] = set()  # the numbers of the rounds with a bucket that went through a mailbox
 
     @property
     def over(self) -> bool:
@@ -92,6 +127,10 @@ class Reducer:
         elif self.to_give:
             self._give(self.to_give.pop())
         else:
+            if self.call is not None:
+                self._look(self.call)
+            if self.call is not None:
+                return  # rank 0 does not know what it has given
             if self.alone or self.rng.random() < 0.1:
                 self._finish_round()
                 self.alone = False
@@ -119,6 +158,13 @@ class Reducer:
                 for index, name in enumerate(response.names):
                     self.partly_unused[self.number, name] = index in instruction.partly_unused
                     self._answered(name, (ErrorKind.NONE, () if index in unused else response.contributors))
+            case Mailbox():
+                self.mailboxes[instruction.stem] = instruction
+            case FreezeMailbox(mailbox_id):
+                self._freeze(mailbox_id)
+            case CloseMailbox(mailbox_id):
+                if self.call is not None and self.call.mailbox.mailbox_id == mailbox_id:
+                    self._close(self.call)
             case Response(collective=Collective.JOIN):
                 self._go_on()
             case Response(names=names, error=error, contributors=contributors, collective=collective):
@@ -173,8 +219,50 @@ class Reducer:
             missing = tuple(index for index, other in enumerate(bucket.members) if other.name in self.now.missing)
             full = sum(len(self.filled.get(each.bucket_id, ())) == len(each.members) for each in self.current.buckets)
             ends_round = full == len(self.current.buckets) and not self.sparse
-            self.controller.enqueue_bucket(bucket, BucketReady(bucket_id=bucket.bucket_id, round_id=self.number,
-                                                              unused=missing, ends_round=ends_round))
+            ready = BucketReady(bucket_id=bucket.bucket_id, round_id=self.number, unused=missing, ends_round=ends_round,
+                                blocking=ends_round and len(self.current.buckets) == 1)
+            mailbox = self.mailboxes.get(bucket_stem(bucket.bucket_id)) if ready.blocking else None
+            if mailbox is not None and self.rng.random() < 0.98:  # else a signal handler has its lock
+                self.call = Call(mailbox, bucket, ready, self.last_written.get(mailbox.mailbox_id, mailbox.first_round - 1) + 1)
+                self.last_written[mailbox.mailbox_id] = self.call.round
+                self._round_of(self.call)[self.rank] = str(missing)
+            else:
+                self.controller.enqueue_bucket(bucket, ready)
+
+    def _round_of(self, call: Call) -> dict[int, str]:
+        return self.simulation.written[call.mailbox.mailbox_id, call.round]
+
+    def _is_complete(self, call: Call) -> bool:
+        written = self._round_of(call)
+        return written.keys() == set(call.bucket.response.contributors) and len(set(written.values())) == 1
+
+    def _look(self, call: Call) -> None:
+        """Go on in a mailbox, if all ranks have written the same there; or lose patience."""
+        if self._is_complete(call):
+            self._exchanged(call)
+        elif len(set(self._round_of(call).values())) > 1 or self.rng.random() < self.impatience:
+            self.controller.report_mailbox(MailboxStale(call.mailbox.mailbox_id, call.bucket.response.names[0]))
+
+    def _exchanged(self, call: Call) -> None:
+        self.call = None
+        self.exchanged.add(self.number)
+        for index, name in enumerate(call.bucket.response.names):
+            self.partly_unused[self.number, name] = False
+            self._answered(name, (ErrorKind.NONE, () if index in call.ready.unused else call.bucket.response.contributors))
+
+    def _freeze(self, mailbox_id: int) -> None:
+        for stem, mailbox in list(self.mailboxes.items()):
+            if mailbox.mailbox_id == mailbox_id:
+                del self.mailboxes[stem]
+                last = self.last_written.get(mailbox_id, mailbox.first_round - 1)
+                self.controller.report_mailbox(MailboxFrozen(mailbox_id, last))
+
+    def _close(self, call: Call) -> None:
+        if self._is_complete(call):
+            self._exchanged(call)
+        else:
+            self.call = None
+            self.controller.enqueue_bucket(call.bucket, call.ready)
 
     def _enqueue(self, name: str) -> None:
         self.alone = True
@@ -324,7 +412,8 @@ def led(size: int, per_host: int, first_too: bool) -> list[range]:
 def worlds(draw: st.DrawFn, size: int) -> tuple[Simulation, list[int]]:
     """Draw a simulation of so many ranks, with leaders or without, and an interleaving for `run`."""
     hosts = led(size, draw(st.sampled_from([0, 1, 2, 3])), draw(st.booleans()))
-    simulation = Simulation(size, draw(st.sampled_from([0, 16, 1000])), hosts=hosts, layouts=draw(st.sampled_from([1, 64])))
+    simulation = Simulation(size, draw(st.sampled_from([0, 16, 1000])), hosts=hosts, layouts=draw(st.sampled_from([1, 64])),
+                            mailboxes=not hosts and draw(st.booleans()))
     return simulation, draw(st.lists(st.integers(0, size * ACTIONS - 1), max_size=150))
 
 

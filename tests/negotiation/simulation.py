@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -34,16 +34,22 @@ class Simulation:
 
     Args:
         hosts: the ranks of each host that has a leader; the others speak for themselves.
+        mailboxes: whether ranks exchange buckets in mailboxes; only without hosts.
+
+    Attributes:
+        written: what ranks have written to mailboxes.
     """
 
     def __init__(self, size: int, threshold: int = 1 << 20, *, sizes: BucketSizes | None = None,
-                 layouts: int = 64, hosts: Sequence[Sequence[int]] = ()) -> None:
+                 layouts: int = 64, hosts: Sequence[Sequence[int]] = (), mailboxes: bool = False) -> None:
         self.size = size
         self.leaders = [Leader(ranks, size) for ranks in hosts]
         self.leader_of = {rank: leader for leader in self.leaders for rank in leader.ranks}
         self.host_up: list[deque[HostReport]] = [deque() for _ in hosts]
         self.host_down: list[deque[Decision]] = [deque() for _ in hosts]
-        self.coordinator = Coordinator(size, Policy(threshold, sizes or BucketSizes(16, 64), layouts), concatenated)
+        self.coordinator = Coordinator(size, Policy(threshold, sizes or BucketSizes(16, 64), layouts, mailbox_limit=int(mailboxes)),
+                                       concatenated)
+        self.written: defaultdict[tuple[int, int], dict[int, str]] = defaultdict(dict)  # by mailbox and round, then rank
         self.controllers = [Controller(rank) for rank in range(size)]
         self.up: list[deque[Report]] = [deque() for _ in range(size)]
         self.down: list[deque[Decision]] = [deque() for _ in range(size)]

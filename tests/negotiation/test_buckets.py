@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.controller import EvictLayout, SplitBucket
+from hvdlite.negotiation.gradient_sets import GradientSetTable
 from hvdlite.negotiation.layouts import BucketSizes, cut
 from hvdlite.negotiation.messages import (
     ErrorKind,
@@ -18,6 +19,7 @@ from hvdlite.negotiation.messages import (
     Retired,
     RoundDone,
 )
+from hvdlite.negotiation.readiness import Aggregator
 from tests.negotiation.reducers import LABEL, Reducer, Round, check, led, run, steady, stories
 from tests.negotiation.simulation import Simulation
 
@@ -41,6 +43,30 @@ def test_a_set_is_learned_from_its_first_complete_round() -> None:
         assert all(offset % 64 == 0 for offset in bucket.offsets)
         ends = [offset + member.shape[0] for offset, member in zip(bucket.offsets, bucket.members, strict=True)]
         assert all(end <= begin for end, begin in zip(ends, (*bucket.offsets[1:], bucket.elements), strict=True))
+
+
+# docs/protocol.md#mailboxes
+def test_a_bucket_that_ranks_block_in_goes_through_a_mailbox_until_a_rank_lacks_a_member() -> None:
+    simulation = Simulation(3, mailboxes=True)
+    members = {"a": 4, "b": 4, "c": 4}
+    brought = [[Round(members, frozenset(["c"]) if number == 20 and rank == 1 else frozenset()) for number in range(40)]
+               for rank in range(3)]
+    reducers = [Reducer(simulation, rank, brought[rank], random.Random(7)) for rank in range(3)]
+    for reducer in reducers:
+        reducer.impatience = 0.01
+    run(simulation, reducers, [])
+    check(simulation, reducers)
+    assert all(len(reducer.exchanged) >= 10 and 21 not in reducer.exchanged for reducer in reducers)
+
+
+def test_a_layout_that_was_in_use_in_a_mailbox_does_not_count_as_one_that_went_stale() -> None:
+    table = GradientSetTable(Aggregator((0, 1), 2), BucketSizes(16, 64), 64)
+    state = table._set(RoundDone(LABEL, 1))
+    state.evictions, state.backoff_rounds = 5, 16
+    table.note_rounds(LABEL, 63)
+    assert state.backoff_rounds == 16
+    table.note_rounds(LABEL, 1)
+    assert (state.evictions, state.backoff_rounds) == (0, 1)
 
 
 def test_a_set_that_keeps_changing_is_learned_ever_more_rarely() -> None:

@@ -70,6 +70,7 @@ class BucketPlan(SmallMembers[Parameter]):
                  framework: Framework[Parameter]) -> None:
         self.layout = layout
         self.learned = layout.buckets[index]
+        self.is_only = len(layout.buckets) == 1
         self.members = members
         self.parameters = [member.parameter for member in members]
         self.places = framework.places(self.learned, self.parameters)
@@ -209,11 +210,12 @@ class Bucket(Generic[Parameter]):
         if not (self._fill_later() and self._blank_unused()):
             self._break()
             return
-        unused = tuple(sorted(member.place for member in self.holding))
+        unused, ends_round = tuple(sorted(member.place for member in self.holding)), next(self._sent) == self._last
         self._handle = self.set.runtime.gradients.enqueue_bucket(
             self.plan.learned,
             BucketReady(bucket_id=self.plan.learned.definition.bucket_id, round_id=self.set.round_id, unused=unused,
-                        ends_round=next(self._sent) == self._last, step=self.set.step, in_step=self.set.in_step),
+                        ends_round=ends_round, step=self.set.step, in_step=self.set.in_step,
+                        blocking=ends_round and self.plan.is_only and self.set.blocks),
             self.plan.places.filled())
         self.state = SENT
 

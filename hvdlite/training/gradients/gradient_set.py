@@ -28,6 +28,7 @@ class GradientSet(Generic[Parameter]):
     round_id: int = dataclasses.field(init=False)  # of the last round that began; it jumps then: some had fewer rounds
     step: int = 0  # how many steps the optimizer has made since then
     in_step: bool = False  # the optimizer's step takes part in a round now
+    blocks: bool = False  # whoever ends a round waits for its results at once
     weights: RankWeights = dataclasses.field(init=False)
     has_new_sparse: bool = False  # a member turned out to be sparse: the layout does not describe it any more
 

@@ -75,7 +75,7 @@ class Reducer(Generic[Parameter]):
         self.is_idempotent = is_idempotent
         self.passes = PassCounter(passes)
         self.closes_in_backward = wait_in is WaitIn.BACKWARD  # the end of a backward pass closes the round
-        self.waits_in_backward = self.closes_in_backward  # and waits for the results; not after a wait was deferred
+        self.set.blocks = self.closes_in_backward  # and waits for the results; not after a wait was deferred
         self.round: Round[Parameter] | None = None  # the one under way
         self.layout: BucketPlans[Parameter] = BucketPlans(make_bucket)
         self.is_due = True  # a round is due before gradients are used
@@ -191,7 +191,7 @@ class Reducer(Generic[Parameter]):
             self.begin()  # where nothing has been given, gradients are not final either
             return False
         self.close()
-        return self.waits_in_backward
+        return self.set.blocks
 
     def fail_pass(self) -> None:
         """A backward pass has failed: the round that it began, if it did, is also that of the pass that follows."""
@@ -254,10 +254,10 @@ class Reducer(Generic[Parameter]):
             except WaitLeftToCaller:
                 return False
             except WaitDeferred:
-                if self.waits_in_backward:
+                if self.set.blocks:
                     _log.warning("rank %d: waiting for gradients in backward() made ranks wait for each other in a circle; "
                                  "'%s' waits in step() from now on, as with wait_in=\"step\"", self.rank, self.set.label)
-                self.waits_in_backward = False
+                self.set.blocks = False
                 return False
             except BaseException:
                 if any(bucket.is_over for bucket in buckets):
