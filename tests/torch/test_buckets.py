@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hvdlite.core.errors import MismatchError  # noqa: E402
+from hvdlite.memory import futex  # noqa: E402
 from hvdlite.planes.base import FusionBuffer, Plane  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
@@ -58,11 +59,19 @@ def test_the_same_bits_as_without_buckets(kind: str, size: int) -> None:
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_the_same_bits_in_shared_memory(size: int) -> None:
     outputs = []
-    for bucket_size in ("0", "25M"):
+    for bucket_size, edge in (("0", "100"), ("25M", "100"), ("25M", "4M")):  # the last one with mailboxes
         ended = processes(size, programs.the_same_bits_in_shared_memory, timeout=120, imported=TORCH,
-                          environment={"HVDLITE_BUCKET_SIZE": bucket_size, "HVDLITE_BUCKET_EDGE": "100"})
+                          environment={"HVDLITE_BUCKET_SIZE": bucket_size, "HVDLITE_BUCKET_EDGE": edge})
         outputs += [rank.result for rank in ended]
     assert all(output == outputs[0] for output in outputs) and list(outputs[0]) == programs.KINDS
+
+
+# docs/protocol.md#mailboxes
+@pytest.mark.skipif(not futex.AVAILABLE, reason="needs futexes")
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_only_bucket_goes_through_a_mailbox(size: int) -> None:
+    ended = processes(size, programs.the_only_bucket_goes_through_a_mailbox, imported=TORCH)
+    assert len({rank.result for rank in ended}) == 1
 
 
 def test_nobody_touches_a_gradient_between_backward_and_step() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import hvdlite_torch as hvd
+from hvdlite.handoff.exchanged_bucket import BucketExchange, ExchangedBucket
+from hvdlite.runtime import gradient_sets
 from hvdlite.runtime.runtime import Runtime
 from tests.torch.models import has_learned, net, share, weights, wrapped
 
@@ -66,6 +69,43 @@ def story(runtime: Runtime, kind: str) -> list[Any]:
 
 KINDS = ["plain", "scaler", "to zero", "module", "passes", "no_sync", "frozen", "frozen on one", "idle", "clip", "assign",
          "replace data", "double", "predivide", "fp16"]
+
+
+def the_only_bucket_goes_through_a_mailbox(runtime: Runtime) -> str:
+    """Train, with what ends mailboxes in between; return a digest of the weights."""
+    model = net()
+    optimizer = wrapped(runtime, model)
+    made: list[ExchangedBucket] = []
+    times = []
+
+    def exchanged(*arguments: Any) -> ExchangedBucket:
+        made.append(ExchangedBucket(*arguments))
+        return made[-1]
+
+    def train(turns: int, lacks: bool = False) -> None:
+        for _ in range(turns):
+            optimizer.zero_grad()
+            output = model[0](torch.ones(4, 6)) if lacks and runtime.world.rank else model(torch.ones(4, 6))
+            (output * (1 + runtime.world.rank)).sum().backward()
+            optimizer.step()
+        times.append(sum(handle._call.is_done for handle in made))
+
+    gradient_sets.ExchangedBucket = exchanged  # type: ignore[assignment, misc]
+    BucketExchange.patience_seconds = 60.0  # whatever else the machine does
+    train(12)
+    assert times[-1] >= 6, "it has learned"
+    train(1, lacks=True)
+    runtime.barrier("before").wait()
+    train(40)
+    BucketExchange.patience_seconds = 0.05
+    if runtime.world.rank == 0:
+        time.sleep(0.3)
+    train(1)
+    runtime.barrier("after").wait()
+    BucketExchange.patience_seconds = 60.0
+    train(40)
+    assert times[1] == times[0] and times[2] > times[1] and times[4] > times[3], times
+    return hashlib.sha256(b"".join(each.numpy().tobytes() for each in weights(model))).hexdigest()
 
 
 def the_same_bits_in_shared_memory(runtime: Runtime) -> dict[str, str]:
