@@ -1,4 +1,4 @@
-"""Buckets in mailboxes: each rank reduces its slice in the memory of all, also when its thread is interrupted or does not come."""
+"""Buckets in mailboxes: each rank reduces its slice for all, also when its thread is interrupted or does not come."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_reduction_in_place_goes_on_where_it_was_interrupted(function: str, pr
         owner, calls = (np, [0]) if function == "copyto" else (Reduction, [0])
         real = getattr(owner, function)
 
-        def interrupt(*args: Any, calls: list[int] = calls, real: Any = real, fatal: int = fatal, after: bool = False) -> None:
+        def interrupt(*args: Any, calls: list[int] = calls, real: Any = real, fatal: int = fatal) -> None:
             calls[0] += 1
             if calls[0] == fatal + 1:
                 if fatal % 2:

@@ -223,8 +223,9 @@ class Reducer:
                                 blocking=ends_round and len(self.current.buckets) == 1)
             mailbox = self.mailboxes.get(bucket_stem(bucket.bucket_id)) if ready.blocking else None
             if mailbox is not None and self.rng.random() < 0.98:  # else a signal handler has its lock
-                self.call = Call(mailbox, bucket, ready, self.last_written.get(mailbox.mailbox_id, mailbox.first_round - 1) + 1)
-                self.last_written[mailbox.mailbox_id] = self.call.round
+                last = self.last_written.get(mailbox.mailbox_id, mailbox.first_round - 1)
+                self.call = Call(mailbox, bucket, ready, last + 1)
+                self.last_written[mailbox.mailbox_id] = last + 1
                 self._round_of(self.call)[self.rank] = str(missing)
             else:
                 self.controller.enqueue_bucket(bucket, ready)

@@ -47,8 +47,8 @@ class Simulation:
         self.leader_of = {rank: leader for leader in self.leaders for rank in leader.ranks}
         self.host_up: list[deque[HostReport]] = [deque() for _ in hosts]
         self.host_down: list[deque[Decision]] = [deque() for _ in hosts]
-        self.coordinator = Coordinator(size, Policy(threshold, sizes or BucketSizes(16, 64), layouts, mailbox_limit=int(mailboxes)),
-                                       concatenated)
+        policy = Policy(threshold, sizes or BucketSizes(16, 64), layouts, mailbox_limit=int(mailboxes))
+        self.coordinator = Coordinator(size, policy, concatenated)
         self.written: defaultdict[tuple[int, int], dict[int, str]] = defaultdict(dict)  # by mailbox and round, then rank
         self.controllers = [Controller(rank) for rank in range(size)]
         self.up: list[deque[Report]] = [deque() for _ in range(size)]

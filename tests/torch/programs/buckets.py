@@ -90,7 +90,7 @@ def the_only_bucket_goes_through_a_mailbox(runtime: Runtime) -> str:
             optimizer.step()
         times.append(sum(handle._call.is_done for handle in made))
 
-    gradient_sets.ExchangedBucket = exchanged  # type: ignore[assignment, misc]
+    vars(gradient_sets)["ExchangedBucket"] = exchanged
     BucketExchange.patience_seconds = 60.0  # whatever else the machine does
     train(12)
     assert times[-1] >= 6, "it has learned"
