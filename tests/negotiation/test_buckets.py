@@ -20,8 +20,9 @@ from hvdlite.negotiation.messages import (
     RoundDone,
 )
 from hvdlite.negotiation.readiness import Aggregator
-from tests.negotiation.reducers import LABEL, Reducer, Round, check, led, run, steady, stories
+from tests.negotiation.reducers import LABEL, Reducer, Round, check, run, steady
 from tests.negotiation.simulation import Simulation
+from tests.negotiation.stories import led, stories
 
 
 @given(stories(joins=False))

@@ -8,8 +8,9 @@ from hypothesis import given, settings, strategies
 
 from hvdlite.negotiation.layouts import BucketSizes
 from hvdlite.negotiation.messages import Layout
-from tests.negotiation.reducers import LABEL, Reducer, Round, check, run, steady, stories
+from tests.negotiation.reducers import LABEL, Reducer, Round, check, run, steady
 from tests.negotiation.simulation import Simulation
+from tests.negotiation.stories import stories
 
 MEMBERS = {"a": 8, "b": 50, "c": 8, "rows": 8}
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.layouts import first_round
 from hvdlite.negotiation.messages import BucketReady, ErrorKind, Layout, Request, Response, RoundDone
-from tests.negotiation.reducers import LABEL, Reducer, Round, check, led, run, steady, stories
+from tests.negotiation.reducers import LABEL, Reducer, Round, check, run, steady
 from tests.negotiation.simulation import Simulation
+from tests.negotiation.stories import led, stories
 
 
 @given(stories(joins=True))
