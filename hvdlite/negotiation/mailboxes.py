@@ -152,8 +152,9 @@ class MailboxTable:
     def observe_bucket(self, bucket: Bucket, now: float, *, all_blocking: bool) -> None:
         """Count a learned bucket that all ranks have filled, and that the next decision releases."""
         response = bucket.response
-        fits = bool(self._limit and all_blocking and response.op in OPERATIONS and response.device == CPU)
-        self._count((response.process_set_id, bucket_stem(bucket.bucket_id)), response.contributors, 0, now, fits=fits,
+        members = response.contributors
+        fits = self._limit > 0 and all_blocking and len(members) > 1 and response.op in OPERATIONS and response.device == CPU
+        self._count((response.process_set_id, bucket_stem(bucket.bucket_id)), members, 0, now, fits=fits,
                     label=bucket.members[0].label)
 
     def _count(self, key: StemKey, members: tuple[int, ...], capacity: int, now: float, *, fits: bool,

@@ -198,6 +198,13 @@ def test_a_set_that_ranks_drop_at_different_times_is_forgotten(story: tuple[Simu
         for instruction in simulation.apply(rank):
             reducers[rank].follow(instruction)
     assert len(dropped) == size, "somebody waits for ever"
+    for rank in [*range(size)] * 6:  # a mailbox ends in two decisions
+        simulation.say(rank)
+        simulation.decide()
+        for each in range(size):
+            simulation.hear(each)
+            for instruction in simulation.apply(each):
+                reducers[each].follow(instruction)
     simulation.settle()
     assert simulation.failures == [None] * size
     assert not simulation.coordinator.negotiator.gradient_sets.labels and not simulation.coordinator.is_anything_pending
