@@ -61,7 +61,8 @@ class ElasticJob:
     """
 
     def __init__(self, program: Callable[..., object] | str, *arguments: object, slots: Mapping[str, int],
-                 environment: Mapping[str, str] | None = None, imported: Sequence[str] = (), **limits: Any) -> None:
+                 environment: Mapping[str, str] | None = None, imported: Sequence[str] = worlds.NUMPY,
+                 **limits: Any) -> None:
         self.processes: dict[int, subprocess.Popen[bytes] | warm.Rank] = {}
         self.orders: dict[int, WorldOrder] = {}
         self.notes: list[str] = []

@@ -1,10 +1,10 @@
-"""Ranks that are forked from a process that has imported their frameworks, and has done nothing else.
+"""Ranks that are forked from a process that has imported their frameworks and hvdlite, and has done nothing else.
 
 To import TensorFlow or torch takes a rank longer than most tests take with it. A forked rank has for itself what a started
-one has: a session, the environment, `__main__`, random numbers, an ordinary end of the interpreter; and hvdlite is imported
-by nobody before. Ranks beside each other come from two such processes, so strings hash differently in them, as usual.
+one has: a session, the environment, `__main__`, random numbers, an ordinary end of the interpreter. Ranks beside each other
+come from two such processes, so strings hash differently in them, as usual.
 
-Tests of how a process begins, or of Python as it comes, start theirs: `Processes` without `imported`. So does whatever runs
+Tests of how a process begins, or of Python as it comes, start theirs: `Processes` with `imported=()`. So does whatever runs
 under hvdrun and mpiexec.
 
 This file is both ends: what tests import, and the program that imports the frameworks.
@@ -31,6 +31,8 @@ from typing import Any
 
 READ_LATER = ("HVDLITE_", "HOROVOD_", "PYTHONHASHSEED", "BENCH_")
 """How variables begin that no framework reads when it is imported."""
+
+FRONTENDS = {"torch": "hvdlite_torch.optimizer.distributed_optimizer", "keras": "hvdlite_tf.keras"}
 
 
 class Rank:
@@ -219,7 +221,8 @@ def _without_autotuning() -> None:
 
 if __name__ == "__main__":
     del sys.path[0]  # the tests of torch are in a folder called torch
-    for _module in sys.argv[2:]:
+    _frontends = [frontend for framework, frontend in FRONTENDS.items() if framework in sys.argv]
+    for _module in [*sys.argv[2:], "hvdlite.api", *_frontends]:
         importlib.import_module(_module)
     if "tensorflow" in sys.argv:
         _without_autotuning()

@@ -45,6 +45,8 @@ SHRINKS = ["--blacklist-for-good"]
 """Flags of an elastic job whose failed slots are not used again, so that its worlds only shrink."""
 HANGS_SECONDS = 150.0
 """After so long, what a test waits for has hung: tests run on busy machines too, and none asserts how fast something is."""
+NUMPY = ("numpy",)
+"""What ranks begin with, if a test does not say."""
 TORCH = ("torch", "torch._dynamo")
 """What ranks with torch can begin with: the first optimizer imports the latter."""
 
@@ -111,12 +113,12 @@ class Processes:
         arguments: of the function, literals; or of the script, strings. What the function returns is a literal too.
         hosts: how many ranks each of several hosts has; they are hosts to the ranks, because each has a job directory of its
             own. Without it there is one.
-        imported: modules that the ranks begin with (tests/warm.py); without any they are started as by a launcher.
+        imported: modules that the ranks begin with (tests/warm.py); with `()` they are started as by a launcher.
     """
 
     def __init__(self, size: int, program: Program | Path, *arguments: object,
                  environment: dict[str, str] | None = None,
-                 hosts: Sequence[int] = (), imported: Sequence[str] = ()) -> None:
+                 hosts: Sequence[int] = (), imported: Sequence[str] = NUMPY) -> None:
         ends = list(itertools.accumulate(hosts or [size]))
         groups = Hosts(tuple(tuple(range(begin, end)) for begin, end in itertools.pairwise([0, *ends])))
         assert ends[-1] == size
@@ -261,7 +263,7 @@ def free_port() -> int:
 
 def processes(size: int, program: Program | Path, *arguments: object, timeout: float = HANGS_SECONDS,
               environment: dict[str, str] | None = None, hosts: Sequence[int] = (),
-              imported: Sequence[str] = ()) -> list[Ended]:
+              imported: Sequence[str] = NUMPY) -> list[Ended]:
     """Run a program on `size` ranks and return how each ended; a rank that failed fails the test, which shows them all."""
     with Processes(size, program, *arguments, environment=environment, hosts=hosts, imported=imported) as world:
         ended = world.wait(timeout)

@@ -201,16 +201,16 @@ class EvaluationData:
             def pass_on(batch_index: Any, rows: Any, batch: Any) -> Any:
                 with tf.control_dependencies([tf.numpy_function(note, [batch_index, rows], tf.int64)]):
                     return keras.tree.map_structure(tf.identity, batch)
-            return pass_on
+            return shards.plain(pass_on)
 
         numbered = dataset.enumerate() if self._steps is None else dataset.take(self._steps).enumerate()
-        shared = numbered.map(mine)
+        shared = numbered.map(shards.plain(mine))
         if is_local or (rank == 0 and not self.is_whole):
             return shared.map(recorded(True)).prefetch(tf.data.AUTOTUNE)
-        has_none = lambda *_: tf.numpy_function(lambda: np.bool_(self.is_spare), [], tf.bool)  # noqa: E731
-        spare = numbered.take(1).map(lambda batch_index, batch: (
-            batch_index, tf.cast(tf.shape(keras.tree.flatten(batch)[0])[0], tf.int32), batch))
-        return shared.filter(lambda batch_index, rows, batch: rows > 0).map(recorded(True)).concatenate(
+        has_none = shards.plain(lambda *_: tf.numpy_function(lambda: np.bool_(self.is_spare), [], tf.bool))
+        spare = numbered.take(1).map(shards.plain(lambda batch_index, batch: (
+            batch_index, tf.cast(tf.shape(keras.tree.flatten(batch)[0])[0], tf.int32), batch)))
+        return shared.filter(shards.plain(lambda batch_index, rows, batch: rows > 0)).map(recorded(True)).concatenate(
             spare.filter(has_none).map(recorded(False))).prefetch(tf.data.AUTOTUNE)
 
 

@@ -293,6 +293,12 @@ def _sharded_loader(loader: Any, strategy: BaseStrategy, sharing: Sharing) -> An
     return DataLoader(SizedShards() if hasattr(loader.dataset, "__len__") else Shards(), batch_size=None)
 
 
+def plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that tf.data calls as it is: without branches on tensors, autograph has nothing to convert."""
+    import tensorflow as tf
+    return tf.autograph.experimental.do_not_convert(function)  # type: ignore[no-any-return]
+
+
 def array_dataset(arrays: tuple[Any, ...], batch_size: int, draw: Callable[[], Any] | None,
                   mine: Callable[[Any, Any], Any]) -> Any:
     """Return a tf.data.Dataset of rows of every global batch of arrays.
@@ -309,11 +315,11 @@ def array_dataset(arrays: tuple[Any, ...], batch_size: int, draw: Callable[[], A
     if draw is not None:  # drawn in Python: TensorFlow's own shuffle also depends on its global seed
         def drawn(_: Any) -> Any:
             return tf.data.Dataset.from_tensor_slices(tf.ensure_shape(tf.numpy_function(draw, [], tf.int64), [count]))
-        indices = tf.data.Dataset.range(1).flat_map(drawn).apply(tf.data.experimental.assert_cardinality(count))
+        indices = tf.data.Dataset.range(1).flat_map(plain(drawn)).apply(tf.data.experimental.assert_cardinality(count))
     options = tf.data.Options()
     options.autotune.enabled = False  # the end of an iteration waits for the thread that tunes
-    return indices.batch(batch_size).enumerate().map(mine).map(lambda rows: keras.tree.map_structure(
-        lambda leaf: None if leaf is None else leaf[rows], tensors)).prefetch(2).with_options(options)
+    return indices.batch(batch_size).enumerate().map(plain(mine)).map(plain(lambda rows: keras.tree.map_structure(
+        lambda leaf: None if leaf is None else leaf[rows], tensors))).prefetch(2).with_options(options)
 
 
 def sharded_dataset(dataset: Any, strategy: BaseStrategy, own: Own) -> Any:
@@ -322,7 +328,7 @@ def sharded_dataset(dataset: Any, strategy: BaseStrategy, own: Own) -> Any:
 
     def mine(index: Any, batch: Any) -> Any:
         return select_rows(batch, own_in_graph(index, keras.tree.flatten(batch)[0], strategy, own))
-    return dataset.enumerate().map(mine).prefetch(tf.data.AUTOTUNE)
+    return dataset.enumerate().map(plain(mine)).prefetch(tf.data.AUTOTUNE)
 
 
 def distributed_dataset(dataset: Any, strategy: BaseStrategy) -> Any:

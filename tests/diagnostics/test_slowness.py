@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdlite.core.ledger import Ledger
@@ -92,6 +92,7 @@ def test_when_all_ranks_wait() -> None:
     assert diagnose({0: both, 1: both}) is None, "a parameter that no rank uses delays nothing"
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines are noisy
 @given(st.dictionaries(st.integers(0, 7), st.builds(
     Ledger, seconds=st.floats(0, 100), steps=st.integers(0, 100), blocked=st.floats(0, 100), cpu=st.floats(0, 100),
     queued=st.floats(0, 100), collecting=st.floats(0, 100), input=st.floats(0, 100), input_cpu=st.floats(0, 100),

@@ -95,7 +95,7 @@ def test_a_stall_report_shows_where_the_missing_rank_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 # docs/protocol.md#reports-on-demand
 def test_a_rank_that_holds_pythons_lock_is_told_with_its_place(rank: int) -> None:
-    with Processes(2, programs.stuck, rank, 4.0, environment={"HVDLITE_SILENCE_CHECK_SECONDS": "0.3"}) as world:
+    with Processes(2, programs.stuck, rank, 6.0, environment={"HVDLITE_SILENCE_CHECK_SECONDS": "0.3"}) as world:
         ended = world.wait()
     assert [each.code for each in ended] == [0, 0]
     told = ended[1 - rank].stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.groups.programs import hosts as programs
-from tests.worlds import TORCH, processes, shared_memory
+from tests.worlds import NUMPY, TORCH, processes, shared_memory
 
 pytest.importorskip("torch")  # Gloo
 
@@ -36,7 +36,7 @@ def test_a_process_ends_in_order_after_a_rank_has_left(tmp_path: Path, blocking:
 
 @pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=["one host", "two hosts"])
 def test_ranks_that_wait_in_a_circle_of_groups(tmp_path: Path, hosts: list[int]) -> None:
-    for ended in processes(3, programs.circle, str(tmp_path), 3, hosts=hosts, imported=TORCH if hosts[1:] else ()):
+    for ended in processes(3, programs.circle, str(tmp_path), 3, hosts=hosts, imported=TORCH if hosts[1:] else NUMPY):
         for rank in range(3):
             assert (f"rank {rank} waits for 'process group pair {rank}, call 2: barrier()', which rank {(rank + 1) % 3} has "
                     "not enqueued") in ended.stdout, ended

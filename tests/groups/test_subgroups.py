@@ -9,7 +9,7 @@ import pytest
 
 from tests.elastic_jobs import ElasticJob
 from tests.groups.programs import subgroups as programs
-from tests.worlds import HANGS_SECONDS, TORCH, Processes, processes, shared_memory
+from tests.worlds import HANGS_SECONDS, NUMPY, TORCH, Processes, processes, shared_memory
 
 HOSTS = pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=["one host", "two hosts"])
 
@@ -29,7 +29,7 @@ def test_memory_comes_back_when_all_have_closed_a_group(tmp_path: Path) -> None:
 def test_who_makes_a_group_with_a_rank_that_is_lost_hears_it_at_once(tmp_path: Path, how: str, hosts: list[int]) -> None:
     if hosts[1:]:
         pytest.importorskip("torch")  # Gloo
-    imported = TORCH if hosts[1:] else ()
+    imported = TORCH if hosts[1:] else NUMPY
     with Processes(3, programs.one_is_lost, str(tmp_path), 3, how, hosts=hosts, imported=imported) as world:
         world.wait_for(2, "ready")
         if how == "dies":

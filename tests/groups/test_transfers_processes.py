@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.groups.programs import messages as programs
-from tests.worlds import TORCH, Processes, processes, shared_memory
+from tests.worlds import NUMPY, TORCH, Processes, processes, shared_memory
 
 MANY_HOSTS = pytest.param((2, 1), TORCH, id="two hosts", marks=pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="needs torch, for Gloo"))
@@ -26,7 +26,7 @@ def test_batches_between_hosts(tmp_path: Path) -> None:
     assert [each.result for each in ended] == [8] * 3
 
 
-@pytest.mark.parametrize(("hosts", "imported"), [pytest.param((), (), id="one host"), MANY_HOSTS])
+@pytest.mark.parametrize(("hosts", "imported"), [pytest.param((), NUMPY, id="one host"), MANY_HOSTS])
 def test_a_death_ends_sends_and_receives(tmp_path: Path, hosts: tuple[int, ...], imported: tuple[str, ...]) -> None:
     with Processes(3, programs.death, str(tmp_path), hosts=hosts, imported=imported) as world:
         world.wait_for_all("ready")

@@ -214,8 +214,10 @@ def test_too_low_an_accuracy_fails(small: Path) -> None:
         run("--data-dir", str(small), "--epochs", "1", "--lr", "0", "--minimum-accuracy", "0.99")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not fashion_mnist.DEBIAN.exists(), reason="the real data set is not installed")
 def test_on_the_real_data() -> None:
+    """As `make demo`; some of the real images, with another example: `test_inference_on_three_ranks_is_that_of_one`."""
     run("--epochs", "1", "--limit", "3200", "--batch-size", "16", "--lr", "0.005", "--minimum-accuracy", "0.6", size=2)
 
 

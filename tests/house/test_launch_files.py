@@ -8,6 +8,7 @@ import re
 import secrets
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.worlds import HANGS_SECONDS, PYTHON_PATH, ROOT, clean_environment, free_port
+from tests.worlds import HANGS_SECONDS, PYTHON_PATH, ROOT, TORCH, clean_environment, free_port, start
 
 EXAMPLES = ROOT / "examples"
 PACKAGES = {"hvdlite", "hvdlite_torch", "hvdlite_tf", "hvdlite_runner"}
@@ -103,19 +104,21 @@ def test_the_pods_of_the_manifest_find_each_other_and_train(small: Path, tmp_pat
     assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["parallelism"] == pods
 
     variables |= {"HVDLITE_COORDINATOR": f"127.0.0.1:{free_port()}", "HVDLITE_SECRET": secrets.token_hex()}
-    program = [sys.executable, *container["command"][1:], *container["args"], *small_training(small)]
+    script, *arguments = [*container["command"][1:], *container["args"], *small_training(small)]
     ranks = []
     for index in range(pods):
         (tmp_path / str(index)).mkdir()
         environment = {**clean_environment(), **variables, "JOB_COMPLETION_INDEX": str(index), "OMP_NUM_THREADS": "1",
-                       "TMPDIR": str(tmp_path / str(index)), "PYTHONPATH": PYTHON_PATH,
+                       "TMPDIR": str(tmp_path / str(index)), "PYTHONPATH": PYTHON_PATH, "PYTHONUNBUFFERED": "1",
                        "HVDLITE_START_TIMEOUT": "120"}
-        ranks.append(subprocess.Popen(program, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                      text=True))
+        with (tmp_path / f"{index}.out").open("wb") as out:
+            ranks.append(start(index, ROOT / script, arguments, environment, (out.fileno(), out.fileno()), TORCH, {}))
     try:
-        told = [rank.communicate(timeout=HANGS_SECONDS)[0] for rank in ranks]
+        codes = [rank.wait(HANGS_SECONDS) for rank in ranks]
     finally:
         for rank in ranks:
-            rank.kill()
-    assert not any(rank.returncode for rank in ranks), told
+            if rank.poll() is None:
+                os.kill(rank.pid, signal.SIGKILL)
+    told = [(tmp_path / f"{index}.out").read_text(encoding="utf-8") for index in range(pods)]
+    assert not any(codes), told
     assert f"images/s on {pods} ranks" in told[0] and told[1] == ""

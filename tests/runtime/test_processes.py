@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.runtime.programs import processes as programs
-from tests.worlds import HANGS_SECONDS, TORCH, Processes, over_tcp, processes
+from tests.worlds import HANGS_SECONDS, NUMPY, TORCH, Processes, over_tcp, processes
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -67,7 +67,7 @@ def test_forked_workers_that_shut_down_and_end_normally_leave_the_job_alone(plan
     if plane == "gloo":
         pytest.importorskip("torch")
     processes(2, programs.forked_workers_that_shut_down_and_end_normally_leave_the_job_alone, timeout=120,
-              environment={"HVDLITE_CPU_OPERATIONS": plane}, imported=TORCH if plane == "gloo" else ())
+              environment={"HVDLITE_CPU_OPERATIONS": plane}, imported=TORCH if plane == "gloo" else NUMPY)
 
 
 def test_a_rank_that_dies_before_init_is_named_by_the_others() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.worlds import Ended, processes
@@ -11,8 +13,26 @@ ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "TF_N
                "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 """XLA compiles longer than what it compiles runs."""
 
-BACKENDS = ["tensorflow", "torch", pytest.param("jax", marks=pytest.mark.long)]
-"""Keras' backends, for what is different code on each of them. The fuzz draws JAX in every run."""
+EVERY_BACKEND = ("tensorflow", "torch", "jax")
+
+
+def only(*backends: str) -> list[Any]:
+    """Return all of Keras' backends; the others than these are `long`."""
+    return [pytest.param(each, marks=[] if each in backends else pytest.mark.long) for each in EVERY_BACKEND]
+
+
+def pairs(*quick: tuple[str, object]) -> list[Any]:
+    """Return each backend with each value of some pairs; the others than these pairs are `long`.
+
+    It is for values that choose the same code on all backends.
+    """
+    values = [value for index, (_, value) in enumerate(quick) if value not in [each for _, each in quick[:index]]]
+    return [pytest.param(backend, value, marks=[] if (backend, value) in quick else pytest.mark.long)
+            for value in values for backend in EVERY_BACKEND]
+
+
+BACKENDS = only("tensorflow", "torch")
+"""For what is different code on each of them. The fuzz draws JAX in every run."""
 
 PROGRAMS = "tests.tf.programs"
 """The package of the programs. A test names its program: importing it would import TensorFlow into every test process."""

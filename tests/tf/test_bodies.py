@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.elastic_jobs import ElasticJob
-from tests.tf.support import BACKENDS
+from tests.tf.support import BACKENDS, ENVIRONMENT, imported
 
 BODIES, AT = 8, 4
 
@@ -14,7 +14,7 @@ BODIES, AT = 8, 4
 @pytest.mark.parametrize(("where", "again"), [("before", AT), ("after", AT + 1), ("copy", AT)])
 def test_no_step_is_lost_or_repeated_when_a_rank_is_lost(backend: str, where: str, again: int) -> None:
     with ElasticJob("tests.tf.programs.bodies:count", BODIES, 0, where, AT, slots={"a": 3}, min_np=1, hosts_are_fixed=True,
-                    environment={"KERAS_BACKEND": backend}) as job:
+                    imported=imported(backend), environment={**ENVIRONMENT, "KERAS_BACKEND": backend}) as job:
         results = job.finish(120)
         assert job.orders[2].restore == (backend == "jax"), f"{job}"
     if backend == "jax":

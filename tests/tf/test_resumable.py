@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tf.support import BACKENDS, run
+from tests.tf.support import pairs, run
 
 
-@pytest.mark.parametrize("kind", ["arrays", "PyDataset with workers", "tf.data of the epoch"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "kind"), pairs(
+    ("tensorflow", "arrays"), ("tensorflow", "tf.data of the epoch"), ("torch", "PyDataset with workers"),
+    ("torch", "arrays")))
 def test_fit_goes_on_at_the_step(backend: str, kind: str) -> None:
     run(2, "resuming:fit_goes_on_at_the_step", kind, KERAS_BACKEND=backend)
 

@@ -143,7 +143,8 @@ def test_a_state_goes_on_in_another_job_with_any_number_of_ranks(sizes: tuple[in
     assert resumed is not None and 3 <= len(resumed["losses"]) <= 8 and resumed["epoch"] < 3
     again = _trained(tmp_path / "some", sizes[1])
     assert again[0] == pytest.approx(losses, rel=1e-9) and again[1] == pytest.approx(parameters, rel=1e-9)
-    assert _trained(tmp_path / "some", 2) == again, "there is nothing left to do"
+    last = _trained(tmp_path / "some", 2)  # at most the steps after the last checkpoint are left: ranks agree on it late
+    assert last[0] == pytest.approx(again[0], rel=1e-9) and last[1] == pytest.approx(again[1], rel=1e-9)
 
 
 def test_a_state_of_the_scripts_own_class_has_no_checkpoints(tmp_path: Path) -> None:

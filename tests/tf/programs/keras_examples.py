@@ -385,8 +385,12 @@ EXAMPLES = {
 }[BACKEND]
 
 
-def train_as_in_one_process() -> None:
+QUICK = (gan, vae, dual_encoder) if BACKEND == "tensorflow" else (transformer, timeseries, siamese, distillation)
+"""Each example on one backend: on TensorFlow those with a `train_step` of their own, which is other code there."""
+
+
+def train_as_in_one_process(every: bool) -> None:
     strategy, _ = begin()
-    for example in EXAMPLES:
+    for example in EXAMPLES if every else QUICK:
         print(example.__name__, flush=True)
         example(Pair(strategy))
