@@ -27,10 +27,12 @@ class BucketSizes:
     Attributes:
         edge: of the first and of the last bucket.
         middle: of the others; 0 turns learning off.
+        has_one_on_host: whether gradients on the host, of one dtype, are one bucket of any size.
     """
 
     edge: int
     middle: int
+    has_one_on_host: bool = False
 
 
 def first_round(joins: int) -> int:
@@ -165,7 +167,8 @@ def plan_buckets(ready: Iterable[Mapping[int, Request]], ranks: Ranks, limits: B
     buckets: list[Bucket] = []
     for members in kinds.values():
         begin = 0
-        ends = [len(members)] if members[0].group_id else cut([payload_bytes(member) for member in members], limits)
+        is_one = members[0].group_id or (limits.has_one_on_host and members[0].device == CPU)
+        ends = [len(members)] if is_one else cut([payload_bytes(member) for member in members], limits)
         for end in ends:
             buckets.append(_bucket(first_id + len(buckets), members[begin:end], ranks))
             begin = end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hvdlite.bootstrap.rendezvous import Cancellation
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.star import ControlPlane, LeaderControl
 from hvdlite.control.wire import Connection
-from hvdlite.core.config import Config, timeout_or_inf
+from hvdlite.core.config import Config, timeout_or_inf, tunable
 from hvdlite.core.launch_contract import NO_STACK_DUMP, PROCESSES_FILE, StackDumpTarget
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.system_limits import reserve_descriptors
@@ -75,7 +76,7 @@ def coordinator_for(world: World, config: Config, learned: Learned | None = None
     """
     if world.rank != 0:
         return None
-    policy = Policy(config.fusion_threshold, BucketSizes(config.bucket_edge, config.bucket_size), config.bucket_layouts,
+    policy = Policy(config.fusion_threshold, bucket_sizes(config, world.size, mailbox_limit), config.bucket_layouts,
                     config.join_divides_by_active, mailbox_limit, config.autotune, config.deterministic)
     coordinator = Coordinator(world.size, policy, reduce_payloads, epoch=world.epoch)
     if learned is not None:
@@ -83,6 +84,17 @@ def coordinator_for(world: World, config: Config, learned: Learned | None = None
             coordinator.tune(learned.tuned, 0.0)
         coordinator.carry_over(learned.layouts)
     return coordinator
+
+
+def bucket_sizes(config: Config, ranks: int, mailbox_limit: int) -> BucketSizes:
+    """Return how gradient sets are cut into buckets.
+
+    Where the ranks leave no core of their host free, what is reduced during a backward pass takes its time from it. So a set
+    is one bucket there, which the threads reduce that wait for it, unless the user has said otherwise.
+    """
+    is_free = {"bucket_edge", "bucket_size"} <= tunable(config).keys() and not config.autotune
+    return BucketSizes(config.bucket_edge, config.bucket_size,
+                       has_one_on_host=is_free and mailbox_limit > 0 and ranks >= (os.cpu_count() or 1))
 
 
 def _alone(epoch: int, config: Config, casts: Casts, devices: DevicePlaneMaker) -> Runtime:
