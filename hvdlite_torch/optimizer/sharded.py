@@ -40,16 +40,26 @@ class Sharded(Distributed):
     _is_partial = False
     """Whether state is divided among ranks; False for an optimizer that has none."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        step = cls.step  # type: ignore[attr-defined] # of the user's class; its attributes and signature stay
+
+        @functools.wraps(step)
+        def reporting(self: Sharded, *args: Any, **kwargs: Any) -> Any:
+            with self._reporting():
+                return step(self, *args, **kwargs)
+        cls.step = reporting  # type: ignore[attr-defined]
+
     def _prepare(self, settings: ReductionSettings) -> None:
         super()._prepare(settings)
         if "step" in vars(self):  # of a scheduler that was made before
-            step, optimizer = self.step, weakref.ref(self)
+            step, optimizer = vars(self)["step"], weakref.ref(self)
 
             @functools.wraps(step)
             def reporting(*args: Any, **kwargs: Any) -> Any:
                 with optimizer()._reporting():  # type: ignore[union-attr]
                     return step(*args, **kwargs)
-            self.step = reporting  # type: ignore[method-assign]
+            vars(self)["step"] = reporting
         self._hidden: list[tuple[dict[str, Any], list[torch.Tensor]]] = []  # groups, and all of their parameters
         # Where the whole state is (see `consolidate_state_dict`), and the part of it that others own.
         self._gathered: tuple[int | None, dict[torch.Tensor, Any]] | None = None
@@ -64,17 +74,6 @@ class Sharded(Distributed):
             self._shards.leave_common_memory()
         super()._detach()
         self._shards, self._gathered = None, None
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Like the base class's; all ranks call this.
-
-        Raises:
-            StepFailedError: when it has raised on other ranks only; the job goes on.
-        """
-        with self._reporting():
-            return super().step(*args, **kwargs)  # type: ignore[misc]
-
-    step.hooked = True  # type: ignore[attr-defined] # torch adds hooks to a step without this; the base class's has them
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Like the base class's; the ranks that own least get the new parameters. Call it on all ranks."""
@@ -209,7 +208,10 @@ class Sharded(Distributed):
 
     def _publish_own(self, failure: str) -> None:
         assert self._shards is not None
-        self._is_partial |= self._shards.publish(has_state=self._has_state, failure=failure)
+        some_failed, some_have_state = self._shards.publish(has_failed=bool(failure), has_state=self._has_state)
+        self._is_partial |= some_have_state
+        if some_failed:
+            self._shards.explain(failure)
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:

@@ -126,25 +126,22 @@ class Shards:
         """Return whether this rank updates a parameter."""
         return self.owners.get(parameter) == self._runtime.world.rank
 
-    def publish(self, *, has_state: bool, failure: str = "") -> bool:
+    def publish(self, *, has_failed: bool, has_state: bool) -> tuple[bool, bool]:
         """Give every rank the owners' values; all ranks call this at the end of a step, also of one that has raised.
 
         Args:
-            has_state: whether there is optimizer state on this rank.
-            failure: what the step has raised on this rank; nothing if it has not.
+            has_failed: whether the step has raised on this rank.
+            has_state: whether there is optimizer state on it.
 
         Returns:
-            Whether there is optimizer state on some rank.
-
-        Raises:
-            StepFailedError: when the step has raised on other ranks only. Parameters are published nevertheless.
+            Whether these are true on some rank.
         """
         if not all(block.fits for block in self._blocks):  # on all ranks: the model has been cast
             self._blocks.clear()
             self._place(self.owners)
         for block in self._blocks:
             block.take_in()
-        mine = np.array([bool(failure), has_state], np.int64)
+        mine = np.array([has_failed, has_state], np.int64)
         on_some = np.empty_like(mine)
         self._runtime.allreduce(f"{self._label}.stepped", mine, on_some, ReduceOp.MAX, process_set=self._process_set,
                                 blocking=True).wait()  # by now the owners have written
@@ -157,12 +154,17 @@ class Shards:
             self._runtime.barrier(f"{self._label}.read", process_set=self._process_set, blocking=True).wait()
         torch.autograd.graph.increment_version([each for each, owner in self.owners.items()
                                                 if owner != self._runtime.world.rank])
-        if on_some[0]:
-            self._explain(failure)
-        return bool(on_some[1])
+        return bool(on_some[0]), bool(on_some[1])
 
-    def _explain(self, failure: str) -> None:
-        """Raise the other ranks' failures, unless this rank has one of its own."""
+    def explain(self, failure: str) -> None:
+        """Exchange what a step has raised; all ranks call this.
+
+        Args:
+            failure: on this rank; nothing if it has not raised.
+
+        Raises:
+            StepFailedError: on those ranks where it has not.
+        """
         failures = dict(zip(self._ranks, allgather_object(self._runtime, failure, f"{self._label}.failures",
                                                           self._process_set), strict=True))
         if failure:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,7 +42,7 @@ def begin(scheduler_first: bool = False) -> tuple[torch.nn.Module, Any]:
 def step_raises_on_an_owner(scheduler_first: bool) -> None:
     """The others get an error that names it; all go on with equal parameters."""
     module, optimizer = begin(scheduler_first)
-    train(module, optimizer, range(2))
+    assert "closure" in inspect.signature(optimizer.step).parameters  # GradScaler looks for other names there
     for failing, closure in (((1,), False), ((0, 1), True), ((0,), False)):
         if hvd.rank() in failing:
             optimizer.failure = ZeroDivisionError(f"by rank {hvd.rank()}")
@@ -53,6 +55,7 @@ def step_raises_on_an_owner(scheduler_first: bool) -> None:
             assert hvd.rank() not in failing and error.rank == failing[0]
             assert all(f"rank {rank}: ZeroDivisionError: by rank {rank}" in str(error) for rank in failing), error
         optimizer.failure = None
+        assert error_of(UnsupportedError, optimizer.state_dict), "others have state"
         assert [len(group["params"]) for group in optimizer.param_groups] == [3, 5]
         hvd.check_replicas(module.state_dict())
         train(module, optimizer, range(2, 4))
@@ -104,6 +107,14 @@ def only_some_ranks_shard(hook: bool) -> None:
     hvd.check_replicas(module.state_dict())
 
 
+def error_of(kind: type[Exception], act: Callable[[], object]) -> str:
+    try:
+        act()
+    except kind as found:
+        return str(found)
+    raise AssertionError(f"no {kind.__name__}")
+
+
 def without_state() -> None:
     """An optimizer without state has all of it on each rank, until it gets some."""
     torch.set_num_threads(1)
@@ -123,11 +134,7 @@ def without_state() -> None:
     train(module, optimizer, range(3, 4))
     optimizer.param_groups[0]["momentum"] = 0.9
     train(module, optimizer, range(4, 5))
-    try:
-        optimizer.state_dict()
-        raise AssertionError("state is lacking")
-    except UnsupportedError as error:
-        assert "has the state of its own parameters only" in str(error), error
+    assert "has the state of its own parameters only" in error_of(UnsupportedError, optimizer.state_dict)
     optimizer.consolidate_state_dict(to=None)
     assert len(optimizer.state_dict()["state"]) == 8
 
