@@ -141,12 +141,13 @@ class Shards:
             self._place(self.owners)
         for block in self._blocks:
             block.take_in()
+        unseen = [(block.memory, block.owner) for block in self._blocks if block.source is None]
         mine = np.array([has_failed, has_state], np.int64)
         on_some = np.empty_like(mine)
-        self._runtime.allreduce(f"{self._label}.stepped", mine, on_some, ReduceOp.MAX, process_set=self._process_set,
-                                blocking=True).wait()  # by now the owners have written
-        unseen = [(block.memory, block.owner) for block in self._blocks if block.source is None]
+        stepped = self._runtime.allreduce(f"{self._label}.stepped", mine, on_some, ReduceOp.MAX,
+                                          process_set=self._process_set, blocking=not unseen)
         broadcast_each(self._runtime, unseen, f"{self._label}.values", self._process_set)
+        stepped.wait()  # by now the owners have written
         if len(unseen) < len(self._blocks):
             for block in self._blocks:
                 if block.source is not None and block.source is not block.memory:
