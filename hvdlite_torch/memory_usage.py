@@ -10,6 +10,7 @@ from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.device import DeviceArray
 from hvdlite.training.memory_report import MemoryReport, gather_report
+from hvdlite_torch.optimizer.sharded import Sharded
 from hvdlite_torch.rows import tensors_in
 
 
@@ -21,7 +22,7 @@ def memory_report(model: torch.nn.Module | Iterable[torch.Tensor],
 
     Args:
         model: its parameters and buffers count, and the gradients; or some tensors.
-        optimizer: its state counts.
+        optimizer: its state counts, and with `sharded=True` the parameters that each rank owns, from the first step on.
 
     Raises:
         HorovodInternalError: like every collective.
@@ -30,8 +31,10 @@ def memory_report(model: torch.nn.Module | Iterable[torch.Tensor],
     buckets = [_span(memory) for memory in api.runtime().bucket_memory()]
     gradients = _stored(tensor.grad for tensor in tensors if tensor.grad is not None)
     outside = [each for each in gradients if not any(begin <= each.data_ptr() < end for begin, end in buckets)]
-    state = {} if optimizer is None else optimizer.state
-    return gather_report(_bytes(_stored(tensors)), _bytes(outside), _bytes(_stored(tensors_in(list(state.values())))))
+    state = _stored(tensors_in([] if optimizer is None else list(optimizer.state.values())))
+    maybe_sharded: object = optimizer
+    owned, note = maybe_sharded.ownership() if isinstance(maybe_sharded, Sharded) else (0, "")
+    return gather_report(_bytes(_stored(tensors)), _bytes(outside), _bytes(state), owned, note)
 
 
 def _stored(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -5,7 +5,7 @@ There are three families.
 - A *call* error (bad argument, duplicate name) is raised by the call, before anything is enqueued.
 - An *agreement* error (`MismatchError`) is raised on every rank when ranks disagree about one tensor; the job goes on.
 - A *job* error (`PeerLostError` and its subclasses) ends the runtime: every pending and later call raises it. But
-  `PeerLeftError` is raised only by work that needs the rank that left, and the job goes on.
+  the job goes on after `PeerLeftError`, raised only by work that needs the rank that left, and `StepFailedError`.
 
 `HorovodInternalError` is the base of agreement and job errors, and of those call errors that depend on the state of the job
 (`NotInitializedError`, `ForkedProcessError`). It has Horovod's name because elastic training scripts catch it by that name.
@@ -51,6 +51,10 @@ class PeerLostError(HorovodInternalError):
 
 class PeerFailedError(PeerLostError):
     """Raised on the other ranks when a rank raised an exception; carries that rank's traceback as text."""
+
+
+class StepFailedError(PeerFailedError):
+    """Raised by `step()` of a sharded optimizer when it has raised on the owner of some parameters; the job goes on."""
 
 
 class PeerLeftError(PeerLostError):

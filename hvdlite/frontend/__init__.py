@@ -42,6 +42,7 @@ from hvdlite.core.errors import (
     PeerLostError,
     ReplicaMismatchError,
     StallError,
+    StepFailedError,
     UnsupportedError,
 )
 from hvdlite.core.process_set import ProcessSet, global_process_set
@@ -66,10 +67,10 @@ from hvdlite.training.slowness import log_slowness, slowness
 __all__ = [
     "Adasum", "Average", "CheckpointError", "ConfigError", "DuplicateNameError", "HorovodInternalError", "HvdliteError",
     "LaunchError", "Max", "Min", "MismatchError", "NotInitializedError", "PeerFailedError", "PeerLeftError", "PeerLostError",
-    "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "UnsupportedError", "__version__",
-    "add_process_set", "barrier", "ccl_built", "check_extension", "cross_rank", "cross_size", "cuda_built", "ddl_built",
-    "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "local_rank",
-    "local_size", "log_slowness", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank",
+    "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "StepFailedError", "Sum", "UnsupportedError",
+    "__version__", "add_process_set", "barrier", "ccl_built", "check_extension", "cross_rank", "cross_size", "cuda_built",
+    "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized",
+    "local_rank", "local_size", "log_slowness", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank",
     "record_metrics", "record_step", "remove_process_set", "rocm_built", "shutdown", "size", "slot", "slowness",
     "start_timeline", "stop_requested", "stop_timeline", "story", "sycl_built",
 ]

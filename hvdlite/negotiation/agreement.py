@@ -12,10 +12,12 @@ from hvdlite.negotiation.messages import ErrorKind, Request, Response
 
 Aspect = tuple[str, Callable[[Request], object]]
 STEPS = "number of optimizer steps before the reduction"
+SHARDED = "value of sharded= for the optimizer"
 _HINTS = {STEPS: "The ranks made different numbers of backward passes between two steps, or some of them replaced "
                  "gradients after their reduction, so one rank's gradients met another's of the next step. Do the same on "
                  "all ranks. For passes over different parameters, DistributedOptimizer(wait_in=\"step\") reduces once a "
-                 "step"}
+                 "step",
+          SHARDED: "Pass the same sharded= to DistributedOptimizer on all ranks"}
 _SPARSE = ("One rank's gradient is sparse (gathered row by row), another's is dense. Pass sparse_as_dense=True to the "
            "optimizer or tape")
 _WEIGHTS = ("Weights make an average a sum, which is divided by them: call optimizer.set_weight(n) before every backward() "
@@ -27,6 +29,7 @@ _COMMON: tuple[Aspect, ...] = (
     ("dtype", lambda request: request.dtype),
     ("device", lambda request: request.device),
     ("process set", lambda request: request.process_set_id),
+    (SHARDED, lambda request: request.sharded),
     (STEPS, lambda request: request.step),
 )
 _REDUCTION: tuple[Aspect, ...] = (
@@ -98,7 +101,7 @@ def _signature(request: Request) -> tuple[object, ...]:
     """Return a key; requests with equal keys agree. Some collectives need less."""
     return (request.collective, request.dtype, request.shape, request.op, request.root_rank, request.prescale,
             request.postscale, request.process_set_id, request.device, request.group, request.members, request.group_id,
-            request.step)
+            request.step, request.sharded)
 
 
 def _members(first: Request, requests: Mapping[int, Request]) -> tuple[Aspect, ...]:

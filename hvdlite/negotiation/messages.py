@@ -54,6 +54,7 @@ class Request(Message, frozen=True, tag=1):
     group_id: int = 0  # members of a gradient set with the same one, from 1, share a bucket
     step: int = 0  # of a gradient set: steps of its optimizer since all ranks have last joined
     in_step: bool = False  # of a gradient set: this rank reports it from within its optimizer's step
+    sharded: bool = False  # of a gradient set: its optimizer's state is divided among the ranks
     blocking: bool = False  # a thread of this rank is blocked until it is done, so a mailbox may replace such requests
 
     @property

@@ -28,6 +28,7 @@ class Moment:
     round: int  # from 1
     step: int = 0  # how many steps the optimizer has made
     in_step: bool = False  # it is in one
+    sharded: bool = False  # its state is divided among the ranks
 
 
 class GradientSets:
@@ -56,7 +57,8 @@ class GradientSets:
         request = self._collectives.request(
             name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op, prescale=float(prescale),
             postscale=float(postscale), absent=source is None, label=moment.label, round_id=moment.round, step=moment.step,
-            in_step=moment.in_step, strides=strides, group_id=group_id, process_set=process_set, device=device_of(output))
+            in_step=moment.in_step, sharded=moment.sharded, strides=strides, group_id=group_id, process_set=process_set,
+            device=device_of(output))
         return self._inbox.enqueue(Entry(request, [source], [output], output, self._waiters))
 
     def enqueue_rows(self, name: str, rows: Array, moment: Moment, *,
@@ -70,7 +72,7 @@ class GradientSets:
         """
         request = self._collectives.request(name, Collective.ALLGATHER, dtype_name(rows.dtype), rows.shape,
                                             label=moment.label, round_id=moment.round, step=moment.step,
-                                            in_step=moment.in_step, process_set=process_set)
+                                            in_step=moment.in_step, sharded=moment.sharded, process_set=process_set)
         return self._inbox.enqueue(Entry(request, [rows], [], None, self._waiters))
 
     def layout(self, label: str, number: int) -> LearnedLayout | None:

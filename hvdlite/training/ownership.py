@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def assign_owners(sizes: Sequence[int], loads: list[int]) -> list[int]:
@@ -21,3 +21,18 @@ def assign_owners(sizes: Sequence[int], loads: list[int]) -> list[int]:
         owners[index] = owner
         loads[owner] += sizes[index]
     return owners
+
+
+def why_uneven(sizes: Mapping[str, int], owners: Mapping[str, int], ranks: int) -> str:
+    """Return a sentence about the parameter that is larger than an equal part of all; nothing if there is none.
+
+    Args:
+        sizes: bytes of each parameter, by its name.
+        owners: rank by the same names.
+        ranks: how many ranks own parameters.
+    """
+    largest, total = max(sizes, key=lambda name: sizes[name], default=""), sum(sizes.values())
+    if not total or sizes[largest] * ranks <= total:
+        return ""
+    return (f"sharded=True: '{largest}' is {sizes[largest] / total:.0%} of all parameters, and a parameter is owned as a "
+            f"whole: rank {owners[largest]} has it, where an equal part of {ranks} ranks is {1 / ranks:.0%}")

@@ -109,7 +109,8 @@ class HookBucket(Bucket[torch.Tensor]):
         """Return the handle of the largest values (0 to 255) over all ranks."""
         owner = self.set
         return owner.runtime.gradients.enqueue_gradient(f"{owner.label}.{name}", values, np.empty_like(values), ReduceOp.MAX,
-                                              Moment("", 0, owner.step, owner.in_step), process_set=owner.process_set_id)
+                                              Moment("", 0, owner.step, owner.in_step, owner.sharded),
+                                                       process_set=owner.process_set_id)
 
     def _wait_for_all(self, deferrable: bool) -> Array:
         """Wait until all ranks come to the reduction; return for each member whether some rank has a gradient.

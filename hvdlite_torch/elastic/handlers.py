@@ -173,7 +173,9 @@ class OptimizerStateHandler(StateDictHandler):
     def __init__(self, value: Any) -> None:
         if isinstance(value, Sharded):
             raise UnsupportedError("an optimizer with sharded=True cannot be part of an elastic state: when a rank is lost, "
-                                   "so is the optimizer state of the parameters that it owns")
+                                   "so is the optimizer state of the parameters that it owns. Leave out sharded=True; or "
+                                   "train without hvd.elastic, call hvd.save() now and then, and hvd.load() when the job "
+                                   "starts again, on any number of ranks")
         super().__init__(value)
 
     def load(self, structure: Any) -> None:

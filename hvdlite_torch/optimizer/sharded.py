@@ -9,12 +9,16 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch.optimizer.base import DistributedBase, Stage
@@ -34,17 +38,35 @@ class Sharded(Distributed):
     _shards: Shards | None = None  # of this world, from the first step on
     _goes_first = False, True  # other hooks before the step see all parameters, and those after it the new values
     _is_partial = False
-    """Whether there may be state of some parameters only."""
+    """Whether state is divided among ranks; False for an optimizer that has none."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        step = cls.step  # type: ignore[attr-defined] # of the user's class; its attributes and signature stay
+
+        @functools.wraps(step)
+        def reporting(self: Sharded, *args: Any, **kwargs: Any) -> Any:
+            with self._reporting():
+                return step(self, *args, **kwargs)
+        cls.step = reporting  # type: ignore[attr-defined]
 
     def _prepare(self, settings: ReductionSettings) -> None:
         super()._prepare(settings)
+        if "step" in vars(self):  # of a scheduler that was made before
+            step, optimizer = vars(self)["step"], weakref.ref(self)
+
+            @functools.wraps(step)
+            def reporting(*args: Any, **kwargs: Any) -> Any:
+                with optimizer()._reporting():  # type: ignore[union-attr]
+                    return step(*args, **kwargs)
+            vars(self)["step"] = reporting
         self._hidden: list[tuple[dict[str, Any], list[torch.Tensor]]] = []  # groups, and all of their parameters
         # Where the whole state is (see `consolidate_state_dict`), and the part of it that others own.
         self._gathered: tuple[int | None, dict[torch.Tensor, Any]] | None = None
 
     def _attach(self, runtime: Runtime, label: str | None = None) -> None:
         super()._attach(runtime, label)
-        self._shards = None
+        self._shards, self._hooks.reducer.set.sharded = None, True
 
     def _detach(self) -> None:
         self._show()
@@ -124,6 +146,10 @@ class Sharded(Distributed):
         self._keep_own()
         return result
 
+    def ownership(self) -> tuple[int, str]:
+        """Return how many bytes of parameters this rank owns, and a sentence if one parameter makes the parts unequal."""
+        return (0, "") if self._shards is None else self._shards.ownership()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._is_partial:
             raise UnsupportedError("a sharded optimizer cannot be copied or pickled: it has the state of its own parameters "
@@ -133,7 +159,7 @@ class Sharded(Distributed):
     def _keep_own(self) -> None:
         """Drop the state of parameters that other ranks own."""
         if self._shards is not None:
-            self._is_partial = True
+            self._is_partial |= self._has_state
             for parameter in self._shards.owners:
                 if not self._shards.is_own(parameter):
                     self.state.pop(parameter, None)
@@ -178,7 +204,31 @@ class Sharded(Distributed):
         self._show()
         if self._shards is not None:
             self._gathered = None
-            self._shards.publish()
+            self._publish_own("")
+
+    def _publish_own(self, failure: str) -> None:
+        assert self._shards is not None
+        some_failed, some_have_state = self._shards.publish(has_failed=bool(failure), has_state=self._has_state)
+        self._is_partial |= some_have_state
+        if some_failed:
+            self._shards.explain(failure)
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Tell the other ranks, which wait for this rank's parameters, if the base class's step raises."""
+        self._show()  # if the last step failed
+        try:
+            yield
+        except Exception as error:
+            if self._hidden and self._is_attached:
+                self._show()
+                with contextlib.suppress(HorovodInternalError):  # the job is over
+                    self._publish_own(f"{type(error).__name__}: {error}")
+            raise
+
+    @property
+    def _has_state(self) -> bool:
+        return any(map(bool, self.state.values()))  # there are empty ones
 
     def _hide_others(self) -> None:
         assert self._shards is not None
@@ -207,3 +257,7 @@ def check_sharded(optimizer: torch.optim.Optimizer, op: ReduceOp) -> None:
         raise UnsupportedError("sharded=True: op=Adasum combines the steps of all ranks, which are those of all parameters")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("sharded=True: LBFGS has one state for all parameters together")
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            raise UnsupportedError(f"sharded=True: {type(optimizer).__name__} has its state in another optimizer, '{name}' "
+                                   f"({type(value).__name__}): shard that one, and let {type(optimizer).__name__} wrap it")

@@ -12,13 +12,17 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.errors import StepFailedError, UnsupportedError
+from hvdlite.core.types import ReduceOp
+from hvdlite.negotiation.agreement import named_ranks
 from hvdlite.runtime.common_memory import common_memory
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.ownership import assign_owners
+from hvdlite.training.objects import allgather_object
+from hvdlite.training.ownership import assign_owners, why_uneven
 from hvdlite.training.replicas import check_replicas
 from hvdlite_torch.arrays import cuda
 from hvdlite_torch.arrays.tensors import dense_strides, host_tensor, on_host
@@ -38,7 +42,7 @@ class _Block:
         owner: its number in the job.
         memory: with this rank's values.
         source: with the owner's, where this rank sees them; on the owner it is `memory` itself.
-        places: of the parameters.
+        places: of the parameters, each with a storage of its own: `torch.save` of one writes that one only.
     """
 
     owner: int
@@ -64,7 +68,8 @@ class _Block:
         memory = source if is_own and source is not None else first.new_empty(begins[-1])
         places = []
         for parameter, begin in zip(parameters, begins, strict=False):
-            place = memory[begin:begin + parameter.numel()]
+            own = memory[begin:begin + parameter.numel()].view(torch.uint8)
+            place = torch.from_dlpack(own).view(first.dtype)  # type: ignore[attr-defined]
             strides = dense_strides(parameter)
             places.append(place.as_strided(parameter.shape, strides) if strides else place.view(parameter.shape))
         block = cls(owner, memory, source, parameters, places)
@@ -121,26 +126,62 @@ class Shards:
         """Return whether this rank updates a parameter."""
         return self.owners.get(parameter) == self._runtime.world.rank
 
-    def publish(self) -> None:
-        """Give every rank the owners' values."""
+    def publish(self, *, has_failed: bool, has_state: bool) -> tuple[bool, bool]:
+        """Give every rank the owners' values; all ranks call this at the end of a step, also of one that has raised.
+
+        Args:
+            has_failed: whether the step has raised on this rank.
+            has_state: whether there is optimizer state on it.
+
+        Returns:
+            Whether these are true on some rank.
+        """
         if not all(block.fits for block in self._blocks):  # on all ranks: the model has been cast
             self._blocks.clear()
             self._place(self.owners)
         for block in self._blocks:
             block.take_in()
         unseen = [(block.memory, block.owner) for block in self._blocks if block.source is None]
+        mine = np.array([has_failed, has_state], np.int64)
+        on_some = np.empty_like(mine)
+        stepped = self._runtime.allreduce(f"{self._label}.stepped", mine, on_some, ReduceOp.MAX,
+                                          process_set=self._process_set, blocking=not unseen)
         broadcast_each(self._runtime, unseen, f"{self._label}.values", self._process_set)
+        stepped.wait()  # by now the owners have written
         if len(unseen) < len(self._blocks):
-            self._meet("written")
             for block in self._blocks:
                 if block.source is not None and block.source is not block.memory:
                     block.memory.copy_(block.source)
-            self._meet("read")
+            self._runtime.barrier(f"{self._label}.read", process_set=self._process_set, blocking=True).wait()
         torch.autograd.graph.increment_version([each for each, owner in self.owners.items()
                                                 if owner != self._runtime.world.rank])
+        return bool(on_some[0]), bool(on_some[1])
 
-    def _meet(self, name: str) -> None:
-        self._runtime.barrier(f"{self._label}.{name}", process_set=self._process_set, blocking=True).wait()
+    def explain(self, failure: str) -> None:
+        """Exchange what a step has raised; all ranks call this.
+
+        Args:
+            failure: on this rank; nothing if it has not raised.
+
+        Raises:
+            StepFailedError: on those ranks where it has not.
+        """
+        failures = dict(zip(self._ranks, allgather_object(self._runtime, failure, f"{self._label}.failures",
+                                                          self._process_set), strict=True))
+        if failure:
+            return
+        failed = [rank for rank, each in failures.items() if each]
+        what = "; ".join(f"rank {rank}: {failures[rank]}" for rank in failed)
+        raise StepFailedError(f"step() of a sharded optimizer has raised on {named_ranks(failed)}, so parameters that "
+                              f"{'it owns' if len(failed) == 1 else 'they own'} may lack the update: {what}. All ranks have "
+                              "equal parameters; catch the error on all ranks to train on", failed[0])
+
+    def ownership(self) -> tuple[int, str]:
+        """Return the bytes that this rank owns, and why parts are unequal, if one parameter is the reason."""
+        sizes = {self._names[each]: each.numel() * each.element_size() for each in self.owners}
+        owners = {self._names[each]: owner for each, owner in self.owners.items()}
+        own = sum(size for name, size in sizes.items() if owners[name] == self._runtime.world.rank)
+        return own, why_uneven(sizes, owners, len(self._ranks))
 
     def gather(self, states: Mapping[torch.Tensor, Any], root: int | None) -> dict[torch.Tensor, Any]:
         """Return the state that this rank lacks on one rank, or on all, and nothing elsewhere; all ranks call this."""

@@ -19,6 +19,7 @@ REQUEST = Request("x", Collective.ALLREDUCE, "float32", (2, 3))
     ("prescale", 0.5, "0.5"),
     ("postscale", 2.0, "2.0"),
     ("device", "cuda", "cuda"),
+    ("sharded", True, "the value of sharded= for the optimizer of"),
 ])
 def test_a_disagreement_names_the_ranks_and_both_values(field: str, value: object, told: str) -> None:
     other = msgspec.structs.replace(REQUEST, **{field: value})

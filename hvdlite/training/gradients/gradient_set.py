@@ -24,6 +24,7 @@ class GradientSet(Generic[Parameter]):
     prescale: float
     postscale: float
     process_set_id: int  # of the ranks that take part
+    sharded: bool = False  # the optimizer's state is divided among them
     joins: int = dataclasses.field(init=False)  # changes when all ranks have joined
     round_id: int = dataclasses.field(init=False)  # of the last round that began; it jumps then: some had fewer rounds
     step: int = 0  # how many steps the optimizer has made since then
@@ -60,4 +61,4 @@ class GradientSet(Generic[Parameter]):
     @property
     def moment(self) -> Moment:
         """Where this rank is now."""
-        return Moment(self.label, self.round_id, self.step, self.in_step)
+        return Moment(self.label, self.round_id, self.step, self.in_step, self.sharded)
