@@ -90,6 +90,7 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         raise LaunchError("--until compares values of an option: give --sweep too, such as --sweep batch-size=64,128,256")
     if sum([options.scaling is not None, options.sweep is not None, options.profile]) > 1:
         raise LaunchError("give only one of --scaling, --sweep and --profile")
+    placement.check_is_alone(environ, _command(options))
     compares = options.scaling is not None or options.sweep is not None
     if (options.record or options.metrics) and (compares or options.profile or (options.mpi and not is_elastic(options))):
         raise LaunchError("--record and --metrics are about one job whose ranks hvdrun starts itself: leave out --scaling, "

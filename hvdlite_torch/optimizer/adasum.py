@@ -115,7 +115,7 @@ class DistributedAdasum(DistributedBase):
                     torch._foreach_copy_(changes.parameters, changes.starts)
         self._runtime.progress.round()
 
-    _stages_before = (DistributedBase._take_part, _begin)
+    _stages_before = (DistributedBase._take_part, DistributedBase._compare_once, _begin)
     _stages_after = (_combine, DistributedBase._check_replicas)
 
     def _reduce(self, changes: _Changes) -> None:

@@ -332,7 +332,7 @@ class Distributed(DistributedBase):
         for hooks in self._sources:
             hooks.stepped()
 
-    _stages_before: tuple[Stage, ...] = (DistributedBase._take_part, _finish_gradients)
+    _stages_before: tuple[Stage, ...] = (DistributedBase._take_part, DistributedBase._compare_once, _finish_gradients)
     _stages_after: tuple[Stage, ...] = (_end_step, DistributedBase._check_replicas)
 
 
