@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from hvdlite import api, boundaries
 from hvdlite.core.errors import UnsupportedError
@@ -93,7 +94,7 @@ class DistributedBase(Learner):
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # a graph cannot read values
             return
         named = [(self._settings.names.get(parameter, "noname"), parameter) for group in self.param_groups
-                 for parameter in group["params"] if parameter.requires_grad and parameter.is_floating_point()]
+                 for parameter in group["params"] if parameter.requires_grad and not is_lazy(parameter) and parameter.is_floating_point()]
         if named and self._comparison is None:
             names, parameters = zip(*named, strict=True)
             of_set = "" if self._process_set == GLOBAL_PROCESS_SET_ID else ", process_set=..."
