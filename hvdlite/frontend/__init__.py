@@ -31,15 +31,19 @@ from hvdlite.boundaries import stop_requested
 from hvdlite.core.errors import (
     CheckpointError,
     ConfigError,
+    DeadlockError,
     DuplicateNameError,
+    ForkedProcessError,
     HorovodInternalError,
     HvdliteError,
     LaunchError,
     MismatchError,
     NotInitializedError,
+    OperationTimeoutError,
     PeerFailedError,
     PeerLeftError,
     PeerLostError,
+    ProtocolError,
     ReplicaMismatchError,
     StallError,
     UnsupportedError,
@@ -61,12 +65,14 @@ from hvdlite.frontend.built import (
     sycl_built,
 )
 from hvdlite.ops import barrier
+from hvdlite.training.gradients.errors import GradientOrderError
 from hvdlite.training.slowness import log_slowness, slowness
 
 __all__ = [
-    "Adasum", "Average", "CheckpointError", "ConfigError", "DuplicateNameError", "HorovodInternalError", "HvdliteError",
-    "LaunchError", "Max", "Min", "MismatchError", "NotInitializedError", "PeerFailedError", "PeerLeftError", "PeerLostError",
-    "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "UnsupportedError", "__version__",
+    "Adasum", "Average", "CheckpointError", "ConfigError", "DeadlockError", "DuplicateNameError", "ForkedProcessError",
+    "GradientOrderError", "HorovodInternalError", "HvdliteError", "LaunchError", "Max", "Min", "MismatchError",
+    "NotInitializedError", "OperationTimeoutError", "PeerFailedError", "PeerLeftError", "PeerLostError", "ProcessSet",
+    "Product", "ProtocolError", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "UnsupportedError", "__version__",
     "add_process_set", "barrier", "ccl_built", "check_extension", "cross_rank", "cross_size", "cuda_built", "ddl_built",
     "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "local_rank",
     "local_size", "log_slowness", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank",

@@ -23,6 +23,7 @@ from hvdlite.training.replicas import VALUES, FirstComparison, check_replicas
 from hvdlite_torch.arrays.tensors import few_values, on_host
 from hvdlite_torch.collectives.broadcasts import take_over
 from hvdlite_torch.gradients.unfinal import set_grad
+from hvdlite_torch.mistakes import count_steps
 from hvdlite_torch.optimizer.reduction import ReductionSettings
 from hvdlite_torch.step_parts import once_a_step
 
@@ -78,6 +79,8 @@ class DistributedBase(Learner):
         """Become a distributed optimizer, whose steps have stages; it takes part in no world yet."""
         assert isinstance(self, torch.optim.Optimizer)
         self._settings = settings
+        name = next(iter(settings.names.values()), "none")
+        self._counted = count_steps(f"{type(self).__name__} (of {len(settings.names)} parameters, the first one is '{name}')")
         for hooks, register, hook, goes_first in (
                 (self._optimizer_step_pre_hooks, self.register_step_pre_hook, _before_step, self._goes_first[0]),
                 (self._optimizer_step_post_hooks, self.register_step_post_hook, _after_step, self._goes_first[1])):
@@ -108,6 +111,7 @@ class DistributedBase(Learner):
         if not self._active:
             return
         self._steps += 1
+        self._counted.count += 1
         every = self._runtime.config.replica_check_steps
         if every and self._steps % every == 0:
             parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)

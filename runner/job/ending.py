@@ -16,6 +16,7 @@ from typing import Final
 from hvdlite.core.launch_contract import RESULTS_LOST, FailureRecord
 from hvdlite.membership.events import EndJob
 from hvdlite.membership.history import exit_text, shell_code
+from hvdlite_runner.job.hints import hints
 from hvdlite_runner.messages import FORWARDED
 from hvdlite_runner.placement import format_ranks
 
@@ -211,7 +212,7 @@ class Cause:
             who = f"ranks {format_ranks([self.exit.key, *self.alike])} failed alike"
         if self.record is not None:
             message = self.record.message.partition("\n")[0]
-            lines = [f"{who}: {self.record.kind}: {message} ({self.exit})"]
+            lines = [f"{who}: {self.record.kind}: {message} ({self.exit})", *hints(message)]
             if repeats or not self.record.shown:
                 lines += self.record.traceback.rstrip().splitlines()
         else:

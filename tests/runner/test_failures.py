@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
+
 from hvdlite.core.launch_contract import FailureRecord
 from hvdlite.membership.history import shell_code
-from hvdlite_runner.job.ending import Exit, dated, root_cause
+from hvdlite_runner.job.ending import Cause, Exit, dated, root_cause
 
 
 def record(rank: int, origin: int, when: float) -> FailureRecord:
@@ -78,3 +82,16 @@ def test_ranks_that_failed_alike_before_init_are_named_together_with_the_excepti
                                "rank 1 failed too: KeyError: 'x'", "rank 3 ended as a consequence"]
     alone = cause.with_tracebacks(exits, {}, {1: other})
     assert alone.describe()[0] == "rank 0 failed first: exit code 1", "it has printed none"
+
+
+@pytest.mark.parametrize(("message", "hint"), [
+    ("No module named 'horovod'", "--horovod-compat"),
+    ("No module named 'hvdlite_torch'", f"-np 2 {sys.executable} train.py"),
+    ("No module named 'torch'", "pip install torch"),
+    ("No module named 'mine'", None),
+])
+def test_what_to_do_follows_the_exception(message: str, hint: str | None) -> None:
+    failed = FailureRecord(0, 0, 1.0, "ModuleNotFoundError", message, "", shown=True)
+    lines = Cause(Exit(0, 1), failed, ()).describe()
+    assert lines[0] == f"rank 0 failed first: ModuleNotFoundError: {message} (exit code 1)"
+    assert hint in lines[1] if hint else len(lines) == 1
