@@ -29,16 +29,15 @@ else:
                                            "TensorFlow hvdlite_tf, for Keras hvdlite_tf.keras")
         raise AttributeError(f"module 'hvdlite' has no attribute '{name}'{hint}")
 
+    _FRONTENDS = {"hvdlite.torch": "hvdlite_torch", "hvdlite.tensorflow": "hvdlite_tf", "hvdlite.keras": "hvdlite_tf.keras"}
+
     class _Frontends:
-        """Has the right names for imports that are spelled as Horovod's."""
+        """Gives the right names for imports that are spelled as Horovod's."""
 
-        NAMES = {"hvdlite.torch": "hvdlite_torch", "hvdlite.tensorflow": "hvdlite_tf", "hvdlite.keras": "hvdlite_tf.keras",
-                 "hvdlite.tf": "hvdlite_tf", "hvdlite.tensorflow.keras": "hvdlite_tf.keras"}
-
-        @classmethod
-        def find_spec(cls, name: str, *arguments: Any) -> None:
-            if name in cls.NAMES:
-                raise ModuleNotFoundError(f"there is no {name}: import {cls.NAMES[name]} as hvd", name=name)
+        @staticmethod
+        def find_spec(name: str, *arguments: Any) -> None:
+            if name in _FRONTENDS:
+                raise ModuleNotFoundError(f"there is no {name}: import {_FRONTENDS[name]} as hvd", name=name)
 
     sys.meta_path.append(_Frontends)
 

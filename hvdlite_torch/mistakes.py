@@ -65,7 +65,7 @@ def count_steps(optimizer: str) -> Steps:
     return _steps[-1]
 
 
-def sent(tensors: Iterable[torch.Tensor]) -> None:
+def note_broadcast(tensors: Iterable[torch.Tensor]) -> None:
     """All ranks have got these parameters from one of them: they are to be trained together."""
     if not _sent and api.size() > 1 and not api.is_elastic():
         api.finish_before_leaving(_report)

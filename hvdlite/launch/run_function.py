@@ -105,8 +105,8 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
     if refused:
         raise ValueError(f"run() has no use for {', '.join(refused)} in this version")
     if not callable(func):
-        raise ValueError("run() calls the function on every rank: pass the function, as in run(train, np=2), and not what it "
-                         f"returns ({func!r})")
+        raise ValueError("run() calls the function on every rank: pass the function, as in run(train, np=2), and not what "
+                         f"it returns ({func!r})")
     size = np if np is not None else num_proc
     least, most = (min_np if min_np is not None else min_num_proc), (max_np if max_np is not None else max_num_proc)
     if sum(given is not None for given in (hosts, hostfile, host_discovery_script)) > 1:

@@ -216,7 +216,8 @@ def report_uncaught(end_with: Callable[..., bool]) -> None:
     previous = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        if previous in (sys.__excepthook__, _print_shortened) and isinstance(error, Exception) and end_with(error, prints=True):
+        is_plain = previous in (sys.__excepthook__, _print_shortened)
+        if is_plain and isinstance(error, Exception) and end_with(error, prints=True):
             return
         previous(kind, error, where)
         sys.stderr.flush()

@@ -19,7 +19,7 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects, replicas
 from hvdlite_torch.arrays import cuda
 from hvdlite_torch.arrays.tensors import as_array, as_runtime_array, contiguous, dense_strides, on_host
-from hvdlite_torch.mistakes import sent
+from hvdlite_torch.mistakes import note_broadcast
 from hvdlite_torch.ops import broadcast_async_
 from hvdlite_torch.rows import mapped, tensors_in
 from hvdlite_torch.uncompiled import leave_module_to_python
@@ -46,7 +46,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
     handles = [broadcast_async_(tensor.detach(), root_rank, f"parameters.{name}", process_set) for name, tensor in named]
     for handle in handles:
         handle.wait()
-    sent(tensor for _, tensor in named)
+    note_broadcast(tensor for _, tensor in named)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:

@@ -79,8 +79,8 @@ class DistributedBase(Learner):
         """Become a distributed optimizer, whose steps have stages; it takes part in no world yet."""
         assert isinstance(self, torch.optim.Optimizer)
         self._settings = settings
-        name = next(iter(settings.names.values()), "none")
-        self._counted = count_steps(f"{type(self).__name__} (of {len(settings.names)} parameters, the first one is '{name}')")
+        first = next(iter(settings.names.values()), "")
+        self._counted = count_steps(f"{type(self).__name__} (of {len(settings.names)} parameters, first '{first}')")
         for hooks, register, hook, goes_first in (
                 (self._optimizer_step_pre_hooks, self.register_step_pre_hook, _before_step, self._goes_first[0]),
                 (self._optimizer_step_post_hooks, self.register_step_post_hook, _after_step, self._goes_first[1])):
@@ -97,7 +97,8 @@ class DistributedBase(Learner):
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # a graph cannot read values
             return
         named = [(self._settings.names.get(parameter, "noname"), parameter) for group in self.param_groups
-                 for parameter in group["params"] if parameter.requires_grad and not is_lazy(parameter) and parameter.is_floating_point()]
+                 for parameter in group["params"]
+                 if parameter.requires_grad and not is_lazy(parameter) and parameter.is_floating_point()]
         if named and self._comparison is None:
             names, parameters = zip(*named, strict=True)
             of_set = "" if self._process_set == GLOBAL_PROCESS_SET_ID else ", process_set=..."

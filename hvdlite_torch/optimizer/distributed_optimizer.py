@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -30,9 +30,9 @@ from hvdlite_torch.comm_hooks.exchange import CommHook, check_hook
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.gradients.unfinal import set_grad
+from hvdlite_torch.mistakes import warn_of_ddp
 from hvdlite_torch.optimizer.adasum import DistributedAdasum, check_whole_job
 from hvdlite_torch.optimizer.base import DistributedBase, Stage, is_distributed
-from hvdlite_torch.mistakes import warn_of_ddp
 from hvdlite_torch.optimizer.reduction import ReductionSettings, chosen_wait
 from hvdlite_torch.uncompiled import leave_to_python
 
@@ -347,8 +347,8 @@ class Distributed(DistributedBase):
     _stages_after: tuple[Stage, ...] = (_end_step, DistributedBase._check_replicas)
 
 
-class WrappedOptimizer(Distributed, torch.optim.Optimizer):  # type: ignore[misc]
-    """What type checkers see of a wrapped optimizer, whose class is made when it is wrapped."""
+class WrappedOptimizer(Distributed, torch.optim.Optimizer, Any if TYPE_CHECKING else object):  # type: ignore[misc]
+    """For type checkers: the class of wrapped optimizers, which also is that of the user's (`Any`)."""
 
 
 def _final_closure(closure: Closure, optimizer: Distributed) -> Closure:
