@@ -148,15 +148,6 @@ def test_an_exception_is_what_the_user_sees_first(size: int) -> None:
         assert any(line.startswith(f"[{rank}]") and "rank 1 failed with ValueError" in line for line in lines)
 
 
-@pytest.mark.parametrize("program", ["import no_such_module", "import hvdlite; hvdlite.rank()"])
-def test_what_all_ranks_fail_with_before_init_is_seen_once_and_without_our_frames(program: str) -> None:
-    ended = hvdrun("-np", "3", PYTHON, "-c", program)
-    lines, error = ended.stderr.splitlines(), ended.stderr.count("Error: ")
-    assert ended.returncode == 1 and lines[0] == "[0-2]<stderr>:Traceback (most recent call last):", ended.stderr
-    assert lines[-1].startswith("hvdrun: ranks 0-2 failed alike: ") and error == 2, ended.stderr
-    assert "hvdlite/" not in ended.stderr and len(lines) <= 5
-
-
 @pytest.mark.parametrize(("fault", "told"), [("die", "killed by signal 9 (SIGKILL)"),
                                              ("raise", "ValueError: bad batch (exit code 1)")])
 def test_ranks_that_shut_down_before_they_end_do_not_hide_who_failed_first(fault: str, told: str) -> None:
