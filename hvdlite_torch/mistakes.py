@@ -67,7 +67,7 @@ def count_steps(optimizer: str) -> Steps:
 
 def note_broadcast(tensors: Iterable[torch.Tensor]) -> None:
     """All ranks have got these parameters from one of them: they are to be trained together."""
-    if not _sent and api.size() > 1 and not api.is_elastic():
+    if not _hook and not _alone and api.size() > 1 and not api.is_elastic():
         api.finish_before_leaving(_report)
         _hook.append(register_optimizer_step_post_hook(once_a_step(_stepped, of_all=True)))
     _sent.update(tensor.data_ptr() for tensor in tensors)
@@ -97,6 +97,7 @@ def _report() -> None:
     steps, alone = _steps.copy(), _alone.copy()
     _steps.clear()
     _alone.clear()
+    _sent.clear()
     if not api.is_initialized() or api.is_provisional() or api.rank() != 0:
         return
     for each in steps:

@@ -61,19 +61,24 @@ class FirstComparison:
         Args:
             seconds: how long to wait for it.
         """
+        if not seconds and not self._handle.done():
+            return False
         gathered = None
         with contextlib.suppress(HvdliteError):
             try:
                 gathered = self._handle.wait(seconds)
             except TimeoutError:
                 return False
-        self._open.remove(self)
+        with contextlib.suppress(ValueError):  # another thread has removed it, which leaves the job
+            self._open.remove(self)
         if gathered is None or len(gathered) % (len(self._names) + 1):  # another number of tensors has its own error
             return True
         found = gathered.reshape(-1, len(self._names) + 1, VALUES)
         ranks, values = found[:, 0, 0].astype(int), found[:, 1:]
         limit = _TOLERANCE * np.abs(values[0]).max(axis=-1, keepdims=True)
-        differ = ~((np.abs(values - values[0]) <= limit) | (values == values[0]) | (np.isnan(values) & np.isnan(values[0])))
+        with np.errstate(invalid="ignore"):
+            is_near = np.abs(values - values[0]) <= limit
+        differ = ~(is_near | (values == values[0]) | (np.isnan(values) & np.isnan(values[0])))
         wrong = np.flatnonzero(differ.any(axis=(0, 2)))
         if wrong.size and ranks[0] == self._rank:
             first = int(wrong[0])
