@@ -69,7 +69,7 @@ class Throughput:
 def with_equal_threads(jobs: Jobs) -> Jobs:
     """Return jobs whose ranks have as many threads as those of the largest one: else fewer ranks would be faster each."""
     most = max((count for _, settings in jobs for count in settings.slots.values()), default=1)
-    return [(value, dataclasses.replace(settings, share_cores=most * bool(settings.share_cores))) for value, settings in jobs]
+    return [(value, dataclasses.replace(settings, share_cores=most * settings.share_cores)) for value, settings in jobs]
 
 
 def compare_sizes(jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
