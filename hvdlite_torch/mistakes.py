@@ -13,6 +13,7 @@ gathered than a hundredth of them; no distributed optimizer steps, and torch.dis
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 from collections.abc import Collection, Iterable
@@ -20,10 +21,9 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from hvdlite import api
-from hvdlite_torch.step_parts import once_a_step
+from hvdlite.runtime.followers import Learner
 
 _log = logging.getLogger("hvdlite")
 
@@ -55,7 +55,6 @@ class _Alone:
 _steps: list[Steps] = []
 _sent: set[int] = set()  # memory of parameters that were broadcast
 _alone: list[_Alone] = []
-_hook: list[RemovableHandle] = []  # until an optimizer steps
 
 
 def count_steps(optimizer: str) -> Steps:
@@ -67,10 +66,10 @@ def count_steps(optimizer: str) -> Steps:
 
 def note_broadcast(tensors: Iterable[torch.Tensor]) -> None:
     """All ranks have got these parameters from one of them: they are to be trained together."""
-    if not _hook and not _alone and api.size() > 1 and not api.is_elastic():
+    if api.size() > 1 and not api.is_elastic():
         api.finish_before_leaving(_report)
-        _hook.append(register_optimizer_step_post_hook(once_a_step(_stepped, of_all=True)))
-    _sent.update(tensor.data_ptr() for tensor in tensors)
+        _watch()
+        _sent.update(tensor.data_ptr() for tensor in tensors)
 
 
 def warn_of_ddp(parameters: Collection[torch.Tensor]) -> None:
@@ -84,11 +83,18 @@ def warn_of_ddp(parameters: Collection[torch.Tensor]) -> None:
                      "hvd.DistributedOptimizer")
 
 
+@functools.cache
+def _watch() -> None:
+    """Look at the steps of all optimizers of this process."""
+    register_optimizer_step_post_hook(torch.compiler.disable(_stepped))
+
+
 def _stepped(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    if _alone or not _sent or isinstance(optimizer, Learner):  # a distributed one may be for some ranks only
+        return
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]
                if parameter.grad is not None and parameter.data_ptr() in _sent]
     if trained and api.is_initialized():
-        _hook.pop().remove()
         _alone.append(_Alone(type(optimizer).__name__, sum(map(torch.numel, trained)), api.runtime().exchanged))
 
 
